@@ -81,5 +81,6 @@ def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> f
         return values[0]
     if left >= len(places) - 1:
         return values[left]
-    slope = (values[left + 1] - values[left]) / (places[left + 1] - places[left])
-    return slope * (x - places[left]) + values[left]
+    right = left + 1
+    slope = (values[right] - values[left]) / (places[right] - places[left])
+    return values[left] + slope * (x - places[left])

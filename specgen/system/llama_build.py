@@ -1,8 +1,7 @@
-"""The build of llama.cpp: the version that specgen needs, what a build can do, which one is used."""
+"""The build of llama.cpp: the version that specgen needs, and the one that is used."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import re
 from dataclasses import dataclass
