@@ -151,16 +151,13 @@ def test_what_is_wrong_is_named_with_file_and_key(user_file: Path, text: str, pr
     assert caught.value.hint == f"correct {user_file}, or move it away"
 
 
-def test_installed_package_reads_the_file_beside_it(
-    user_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_package_reads_the_file_in_it(user_file: Path, tmp_path: Path) -> None:
     text = (ROOT / "models.toml").read_text(encoding="utf-8")
     text = text.replace('default_pair = "qwen2.5-coder-smollm2"', 'default_pair = "smollm2"')
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / "models.toml").write_text(text, encoding="utf-8")
-    module = tmp_path / "installed" / "models" / "registry.py"
-    monkeypatch.setattr("specgen.models.registry.__file__", str(module))
-    assert load_registry().default_pair == "smollm2"
+    package = tmp_path / "installed"
+    package.mkdir()
+    (package / "models.toml").write_text(text, encoding="utf-8")
+    assert load_registry(package).default_pair == "smollm2"
 
 
 # --- what draft find keeps
