@@ -219,7 +219,8 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
     """
     import numpy as np
 
-    from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
+    from specgen.llama.kernels.admission import choose_kernels, wanted_in
+    from specgen.llama.kernels.verdicts import KernelTests
     from specgen.system.folders import cache_folder
 
     options = ContextOptions(n_gpu_layers=-1 if place == "GPU" else 0)
@@ -233,7 +234,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
         return compared(together, one_by_one)
     kernels, path, problem = choose_kernels(wanted_in(os.environ), cache_folder()), Path(file), ""
     if kernels.computes == "specgen" and kernels.path is not None and path.is_file():
-        problem = ModelTrials(kernels.path, cache_folder()).problem_of(path, anew=True)
+        problem = KernelTests(kernels.path, cache_folder()).problem_of(path, anew=True)
     together, one_by_one, exception = _decode(path, options)
     if problem:
         hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
