@@ -210,11 +210,12 @@ from specgen.llama.kernels import attached
 library, model = map(Path, sys.argv[1:])
 kernels = attached.attach(library)
 found = []
-for problem in ("", "they died", ""):
-    attached.ask_before_loading(lambda _file: problem)
+for told in ("", "they died", ""):
+    attached.ask_before_loading(lambda _file: told)
     loaded = LlamaModel(model)
     kernels.enable(products=True, attention=True)
-    found.append([loaded.kernels, loaded.loaded.kernel_problem, loaded.has_equal_rows, kernels.computes_attention])
+    problem = loaded.loaded.kernel_problem
+    found.append([loaded.kernels, problem, loaded.has_equal_rows, kernels.computes_attention])
     loaded.close()
 print(json.dumps(found))
 """
