@@ -26,7 +26,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.options import DraftSource, GenerationOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
-from specgen.serve.formats.request import Defaults
+from specgen.serve.formats.parsed_request import Defaults
 from specgen.session.measurement_store import MeasurementStore
 from specgen.system.folders import cache_folder
 
