@@ -146,7 +146,9 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
         for model in models:
             if pattern.search(model[0]):
                 return model
-    return models[0] if models and reference.quant is None else None
+    if models and reference.quant is None:
+        return models[0]
+    return None
 
 
 def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:

@@ -67,7 +67,10 @@ def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
         )
     # The operating system's own reason comes last: "Connection refused".
     reasons = [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
-    reason = reasons[-1] if reasons else str(error).strip() or type(error).__name__
+    if reasons:
+        reason = reasons[-1]
+    else:
+        reason = str(error).strip() or type(error).__name__
     return FetchError(
         f"the connection to {host} failed: {reason.splitlines()[0].rstrip('.')}",
         "check the network, and HTTPS_PROXY if there is a proxy; then try again: "

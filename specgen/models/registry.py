@@ -233,7 +233,9 @@ def load_registry(package: Path = _PACKAGE) -> Registry:
     brought = installed if installed.is_file() else package.parent / "models.toml"
     registry = _read_over(Registry({}, {}, default_pair=""), brought)
     user_file = config_folder() / "models.toml"
-    return _read_over(registry, user_file) if user_file.exists() else registry
+    if user_file.exists():
+        registry = _read_over(registry, user_file)
+    return registry
 
 
 def _read_over(base: Registry, file: Path) -> Registry:

@@ -63,8 +63,11 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
+        message = "it gave no answer"
         last_words = _last_line(ended.stdout)
-        raise ChildError(f"it gave no answer: {last_words}" if last_words else "it gave no answer")
+        if last_words:
+            message += f": {last_words}"
+        raise ChildError(message)
     return answer
 
 

@@ -58,15 +58,19 @@ def gain_text(low: float, high: float, spread: str = "") -> str:
         spread: what else is known of it, for the parentheses.
     """
     times = times_text(low, high)
-    details = [spread] if spread else []
+    details = []
     if is_gain(low):
         text = f"{times} times as fast as without drafts"
     else:
         comparison = "about as fast as" if round(high, 1) >= 1.0 else "slower than"
         text = f"{comparison} without drafts"
         if times != "1.0":
-            details.insert(0, f"{times} times")
-    return f"{text} ({'; '.join(details)})" if details else text
+            details.append(f"{times} times")
+    if spread:
+        details.append(spread)
+    if details:
+        text += f" ({'; '.join(details)})"
+    return text
 
 
 def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
