@@ -22,7 +22,7 @@ _MOST_LAYERS = 8
 #: It has at most this many bytes, unless later layers have tensors of other kinds.
 _MOST_BYTES = 2**27
 _MOST_TOKENS = 4096
-#: The metadata that are kept, besides those of the architecture.
+#: The metadata that is kept, besides that of the architecture.
 _KEPT_KEYS = ("general.architecture", "general.alignment")
 #: More than the alignment of tensors.
 _PADDING_BYTES = 4096
@@ -47,26 +47,28 @@ def write_skeleton(file: Path, output: Path) -> None:
         layers = _reduce_metadata(new, tensors, n_tokens)
         n_bytes = 0
         for tensor in tensors:
-            layer, name = _layer_and_name(tensor)
             handle = tensor.handle
+            layer, name = _layer_and_name(tensor)
             if layer is not None:
+                # Leave out the tensors of other layers; the kept layers are counted from 0.
                 if layer not in layers:
                     continue
                 name = f"blk.{layers.index(layer)}.{name}"
             elif n_tokens > _MOST_TOKENS and n_tokens in tensor.shape:
+                # The embeddings and the output matrix have fewer tokens.
                 shape = [_MOST_TOKENS if size == n_tokens else size for size in tensor.shape]
                 handle = new_tensor(context, tensor.type, shape[::-1])
             n_bytes += new.add_tensor(handle, name) + _PADDING_BYTES
         header = new.as_bytes()
     with output.open("wb") as stream:
         stream.write(header)
-        stream.truncate(len(header) + n_bytes)
+        stream.truncate(len(header) + n_bytes)  # which lengthens the file, by a hole
 
 
 def _reduce_metadata(
     metadata: _NewMetadata, tensors: Sequence[GgufTensor], n_tokens: int
 ) -> list[int]:
-    """Change metadata to those of a skeleton, and return the model's layers that it keeps."""
+    """Change metadata to that of a skeleton, and return the model's layers that it keeps."""
     architecture = metadata.text("general.architecture")
     n_layers = metadata.number(f"{architecture}.block_count")
     n_mtp_layers = metadata.number(f"{architecture}.nextn_predict_layers")
@@ -117,7 +119,7 @@ def _layer_and_name(tensor: GgufTensor) -> tuple[int | None, str]:
 
 
 class _NewMetadata(GgufMetadata):
-    """Metadata that are made here, and can be changed and written."""
+    """Metadata that is not read from a file, and can be changed and written."""
 
     def __init__(self) -> None:
         self.handle = ggml("gguf_init_empty", _POINTER)()
