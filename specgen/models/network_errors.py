@@ -65,14 +65,12 @@ def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
             "the network may require you to sign in, "
             f"or HF_ENDPOINT or {INDEX_VARIABLE} may be wrong",
         )
-    # The operating system's own reason comes last: "Connection refused".
-    reasons = [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
-    if reasons:
-        reason = reasons[-1]
-    else:
-        reason = str(error).strip() or type(error).__name__
+    reasons = [str(error).strip() or type(error).__name__]
+    # The operating system's own reason, if there is one, is in the last cause: "Connection refused".
+    reasons += [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
+    reason = reasons[-1].splitlines()[0].rstrip(".")
     return FetchError(
-        f"the connection to {host} failed: {reason.splitlines()[0].rstrip('.')}",
+        f"the connection to {host} failed: {reason}",
         "check the network, and HTTPS_PROXY if there is a proxy; then try again: "
         "what was downloaded is kept",
     )

@@ -110,7 +110,7 @@ def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
     if kind == "counts":
         return f"{text}: {done} of {total}"
     percent = 100 * done // max(1, total)
-    return f"{text}: {percent} % ({human_bytes(done)} of {human_bytes(total)})"
+    return f"{text}: {percent}% ({human_bytes(done)} of {human_bytes(total)})"
 
 
 class _ProgressBar:

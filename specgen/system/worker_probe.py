@@ -77,7 +77,7 @@ def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
                 return _ask_worker(stream, endpoint)
     except TimeoutError:
         raise WorkerLostError(
-            f"the worker {endpoint} does not answer within {timeout_s:g} s",
+            f"the worker {endpoint} did not answer within {timeout_s:g} s",
             "it serves one program at a time: wait for the other one, or start the worker again",
         ) from None
     except OSError as error:
@@ -149,7 +149,7 @@ def check_protocol(worker: WorkerInfo) -> None:
     own = own_protocol()
     if own is not None and worker.protocol != own:
         raise BackendError(
-            f"the worker {worker.endpoint} has RPC protocol {worker.protocol}, this machine {own}",
+            f"the worker {worker.endpoint} uses RPC protocol {worker.protocol}, this machine {own}",
             hint="install the same version of llama-cpp-python on both machines",
         )
 

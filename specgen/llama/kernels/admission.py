@@ -27,8 +27,8 @@ PLATFORMS = ("linux-x86_64", "linux-aarch64")
 _BUILD = (
     "install specgen again with a C++ compiler; SPECGEN_KERNELS_BUILD=required shows what fails"
 )
-_LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, does without them"
-_DEFECT = "report this as a defect of specgen; --kernels llama.cpp does without its kernels"
+_LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, turns them off"
+_DEFECT = "report this as a bug in specgen; --kernels llama.cpp turns its kernels off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str |
 
 
 def is_first_time(marker: Path) -> bool:
-    """Return whether a file is not there yet, and make it."""
+    """Return whether this is the first call with a marker file, which is created."""
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch(exist_ok=False)

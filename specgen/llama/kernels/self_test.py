@@ -72,7 +72,7 @@ def self_test(library: Path) -> KernelVerdict:
     tested = f"products of {len(TYPES)} types of weights"
     if n_attentions:
         tested += f" and {n_attentions} attentions"
-    message = f"{tested} agree with llama.cpp's, and rows are the same alone and in a batch"
+    message = f"{tested} agree with llama.cpp's, and rows are the same in any batch"
     return KernelVerdict("passed", message, kernels.instructions)
 
 
@@ -178,7 +178,7 @@ def _compare(name: str, compute: _Compute, expected: FloatArray) -> None:
     """
     batch = compute(_ALL_ROWS, 2)
     if not np.isfinite(batch).all():
-        raise FailedTestError(f"{name} are not all numbers")
+        raise FailedTestError(f"{name} contain NaN or infinity")
     difference = batch.astype(np.float64) - expected
     error = np.sqrt(np.square(difference).mean() / np.square(expected).mean())
     if error >= TOLERANCE:
@@ -187,4 +187,4 @@ def _compare(name: str, compute: _Compute, expected: FloatArray) -> None:
         for row in range(0, len(batch), 5):
             smaller_batch = compute(slice(row, row + n_rows), 1)
             if smaller_batch[0].tobytes() != batch[row].tobytes():
-                raise FailedTestError(f"{name}: row {row} of a batch is not what it is alone")
+                raise FailedTestError(f"{name}: row {row} differs between batches")
