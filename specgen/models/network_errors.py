@@ -66,7 +66,7 @@ def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
             f"or HF_ENDPOINT or {INDEX_VARIABLE} may be wrong",
         )
     reasons = [str(error).strip() or type(error).__name__]
-    # The operating system's own reason, if there is one, is in the last cause: "Connection refused".
+    # The last of the causes has the operating system's own reason: "Connection refused".
     reasons += [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
     reason = reasons[-1].splitlines()[0].rstrip(".")
     return FetchError(
