@@ -10,11 +10,12 @@ from pathlib import Path
 
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
-from specgen.models.files import FileIdentity, cache_folder, heads_file, identity_of
+from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.models.hub_names import PREFIX, locate, looks_like_reference, parse_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.saved_drafts import SavedDraft, saved_draft
+from specgen.system.folders import cache_folder
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
