@@ -67,8 +67,8 @@ def find_models(
 ) -> Sources:
     """Find the target and the drafts, fetching what is missing.
 
-    Without a target it is the default pair's, whose draft is fetched if none is saved. A named
-    draft, or that of a named pair, replaces those of `choose_drafts`.
+    Without a target it is the default pair's; that pair's draft is fetched if none is saved. A
+    named draft, or that of a named pair, replaces those of `choose_drafts`.
 
     Args:
         choice: What the user named.

@@ -240,7 +240,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 
 
 def _model_to_judge(session: Session, choice: DraftChoice) -> Path | None:
-    """Return the draft if it is a model whose gain has to be estimated."""
+    """Return the draft if it is a model and its gain has to be estimated."""
     never_drafts = session.n_rows_max == 1
     if never_drafts or choice.is_measured or not isinstance(choice.draft, Path):
         return None

@@ -266,7 +266,7 @@ class PrefixStore:
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(sequence)
 
-    # --- writing, in a thread of its own
+    # --- writing, in a separate thread
 
     def _write(
         self,
