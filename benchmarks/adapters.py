@@ -28,10 +28,10 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.native_context import default_threads
-from specgen.models.files import cache_folder
 from specgen.options import ContextOptions, SessionOptions
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
 

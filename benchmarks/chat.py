@@ -19,12 +19,12 @@ from typing import Any
 from benchmarks.answers import answer, opened, parser_of, write_json
 from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts.template import Message
+from specgen.system.folders import cache_folder
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",

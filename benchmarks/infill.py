@@ -31,10 +31,10 @@ import requests
 
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts.infill import Gap, infill_prompt
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 N_LINES = range(5, 21)
 #: Characters around a gap, at most: some 650 tokens.

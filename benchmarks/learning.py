@@ -39,7 +39,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
 from specgen.measure.draft_trial import Baseline, Replay, TargetAnswer, replay
 from specgen.measure.prompts import NOW
-from specgen.models.files import cache_folder, identify, learning_folder
+from specgen.models.files import identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_target
@@ -49,6 +49,7 @@ from specgen.session.kept_answers import last_number
 from specgen.session.open import open_measurements
 from specgen.session.session import Session
 from specgen.system.files import as_json
+from specgen.system.folders import cache_folder
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget

@@ -26,11 +26,11 @@ from benchmarks.answers import parser_of, write_json
 from specgen.events import CommittedEvent, FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.prompts import NOW
-from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 from specgen.text.vocabulary import Vocabulary
 
 _TOP = Path(__file__).parents[1]

@@ -31,8 +31,8 @@ from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.benchmark import Contender, Outcome, contender_of
 from specgen.measure.prompts import NOW
-from specgen.models.files import cache_folder
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 #: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
 LENGTHS = (2, 10)

@@ -30,8 +30,9 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
-from specgen.models.download import download as download_file
+from specgen.models.network_errors import INDEX_VARIABLE
+from specgen.models.pypi import IndexFile, files_of, index_url, normalized
+from specgen.models.transfer import download_file
 from specgen.system.progress import ProgressView
 
 PACKAGE = "llama-cpp-python"

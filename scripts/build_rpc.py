@@ -25,7 +25,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers, ggml_source
 from specgen.errors import FetchError
-from specgen.system.machine import LIBRARY, STAMP, protocol_in, stamp_of
+from specgen.system.llama_build import LIBRARY, STAMP, protocol_in, stamp_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "llama"
 #: Below the folder of GGML.

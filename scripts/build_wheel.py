@@ -30,7 +30,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers
 from specgen.errors import SpecgenError
-from specgen.system.machine import LIBRARY, REQUIRED_VERSION, STAMP, protocol_in
+from specgen.system.llama_build import LIBRARY, REQUIRED_VERSION, STAMP, protocol_in
 
 ROOT = build_kernels.ROOT
 #: The oldest glibc that it runs with, and the platform of a wheel.

@@ -21,7 +21,7 @@ from pathlib import Path
 from scripts import build_kernels, ggml_source
 from scripts.build_kernels import BuildError
 from specgen.errors import FetchError
-from specgen.system.machine import REQUIRED_VERSION
+from specgen.system.llama_build import REQUIRED_VERSION
 
 KERNELS = build_kernels.ROOT / build_kernels.SOURCES
 #: Below the folder of the kernels.

@@ -6,13 +6,13 @@ llama.cpp ends the process for some damaged files, and a server with it all of i
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.gguf_file import GgufMetadata
-from specgen.system.files import KeptResults, digest_of, parts_of, version_of
+from specgen.models.files import check_model_path
+from specgen.system.files import KeptResults, digest_of, version_of
 
 _GGUF_MAGIC = b"GGUF"
 #: What GGUF files hold that are not models, and what to do with each.
@@ -57,39 +57,13 @@ def check_file(path: Path) -> None:
         ModelFileError: If it is not the GGUF file of a model, or has metadata that end the process
             in llama.cpp.
     """
+    check_model_path(path)
     try:
-        _check_kind(path)
         _check_magic(path)
         if checked_key(path) not in _passed.read():
             check_metadata(path)
-    except FileNotFoundError:
-        hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
-        raise ModelFileError(f"{path}: no such file", hint) from None
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _check_kind(path: Path) -> None:
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        inside = sorted(map(str, path.glob("*.gguf")))[:3]
-        hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
-        raise ModelFileError(f"{path}: a directory, not a model file", hint)
-    if not stat.S_ISREG(mode):  # reading a pipe would block
-        raise ModelFileError(
-            f"{path}: a pipe or a device, not a model file", "give the path of a .gguf file"
-        )
-    parts = parts_of(path)
-    if path.name != parts[0].name:
-        raise ModelFileError(
-            f"{path}: a later file of a model in several", f"give the first: {parts[0]}"
-        )
-    missing = [part.name for part in parts if not part.exists()]
-    if missing:
-        raise ModelFileError(
-            f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
-            "put all of them into one folder",
-        )
 
 
 def _check_magic(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.errors import BackendError
 from specgen.llama.ggml_signatures import GgufInitParams
 from specgen.llama.library import forget_log, native
-from specgen.system.files import parts_of
+from specgen.models.files import parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specgen.errors import BackendError
 from specgen.llama.ggml_signatures import SIGNATURES
-from specgen.system.machine import BUNDLE, REBUILD, Build, Device, uses_bundle
+from specgen.system.llama_build import BUNDLE, REBUILD, Build, Device, uses_bundle
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")

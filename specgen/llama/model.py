@@ -16,8 +16,9 @@ from specgen.llama.library import has_gpu, llama_cpp, native
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
+from specgen.models.files import parts_of
 from specgen.options import CacheType, Workers
-from specgen.system.files import parts_of, version_of
+from specgen.system.files import version_of
 
 
 class CacheTypeInfo(NamedTuple):

@@ -13,7 +13,7 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.options import ContextOptions
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: The memory that a context needs in addition to its cache: graph, scratch memory, and the

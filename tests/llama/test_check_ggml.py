@@ -17,7 +17,7 @@ import pytest
 from scripts import check_ggml, ggml_source
 from scripts.build_kernels import BuildError
 from specgen.llama.kernels.admission import library_path
-from specgen.system.machine import REQUIRED_VERSION
+from specgen.system.llama_build import REQUIRED_VERSION
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the kernels are for Linux"

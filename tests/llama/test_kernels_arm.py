@@ -9,7 +9,7 @@ import pytest
 
 from scripts import arm_kernels
 from scripts.arm_kernels import MissingToolError, Tools
-from specgen.llama.kernels.kernel_trial import TYPES
+from specgen.llama.kernels.self_test import TYPES
 
 
 @pytest.fixture(scope="module")

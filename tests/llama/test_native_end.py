@@ -12,8 +12,8 @@ from specgen.cli import app
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import file_check
 from specgen.llama.native_end import summarize_assertion
-from specgen.models.files import cache_folder
 from specgen.system.files import KeptResults
+from specgen.system.folders import cache_folder
 from tests.helpers.cli import ended
 from tests.helpers.tiny import with_a_token_twice
 
