@@ -18,8 +18,8 @@
 #include <thread>
 #include <vector>
 
-#include "barrier.h"
-#include "instruction_set.h"
+#include "tests/barrier.h"
+#include "instruction_sets/instruction_set.h"
 
 extern const InstructionSet before, after;
 

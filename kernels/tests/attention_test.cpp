@@ -11,17 +11,17 @@
 // inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
 // attention_bench.cpp compares the speed of two versions.
 #ifdef __AVX512VNNI__
-#include "../vector_avx512.h"
-#include "../vector_avx_vnni.h"
+#include "vectors/avx512.h"
+#include "vectors/avx_vnni.h"
 #endif
 #ifdef __aarch64__
-#include "../vector_neon.h"
+#include "vectors/neon.h"
 #else
-#include "../vector_avx2.h"
+#include "vectors/avx2.h"
 #endif
 
-#include "../attention.h"
-#include "barrier.h"
+#include "attention/attention.h"
+#include "tests/barrier.h"
 
 #include <algorithm>
 #include <atomic>

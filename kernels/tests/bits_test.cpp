@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "../instruction_set.h"
+#include "instruction_sets/instruction_set.h"
 #ifdef __aarch64__
-#include "../arm_cpu.h"
+#include "instruction_sets/arm_cpu.h"
 #endif
 
 namespace {

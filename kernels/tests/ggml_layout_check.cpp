@@ -1,4 +1,4 @@
-// Compares what ../ggml_internals.h says of ggml with ggml's own headers: the number, the offset
+// Compares what ggml/ggml_internals.h says of ggml with ggml's own headers: the number, the offset
 // and the type of every member that is declared, the types of the functions that are called, the
 // order of virtual functions, numbers of types and operators, sizes of the blocks of weights.
 //
@@ -26,8 +26,8 @@
 
 // What the kernels declare, and the headers of theirs that need nothing of a CPU.
 namespace ours {
-#include "../ggml_internals.h"
-#include "../packed_formats.h"
+#include "ggml/ggml_internals.h"
+#include "products/packed_formats.h"
 }  // namespace ours
 
 namespace {

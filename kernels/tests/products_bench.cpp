@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "instruction_set.h"
+#include "instruction_sets/instruction_set.h"
 
 constexpr const char *names[] = {"none", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0",
                                  "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl",

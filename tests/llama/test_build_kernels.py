@@ -69,10 +69,15 @@ class Compiler:
 def source(tmp_path: Path) -> Path:
     """The source of a library."""
     folder = tmp_path / "source"
-    (folder / "kernels").mkdir(parents=True)
-    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni", "amx_int8", "neon_dotprod"):
-        (folder / "kernels" / f"{name}.cpp").write_text(f"int {name};\n")
-    (folder / "kernels" / "vector.h").write_text("int vector;\n")
+    names = ("avx2", "avx_vnni", "avx512_vnni", "amx_int8", "neon_dotprod")
+    files = {f"instruction_sets/{name}.cpp": f"int {name};\n" for name in names}
+    files["ggml/attach.cpp"] = "int attach;\n"
+    files["vectors/vector.h"] = "int vector;\n"
+    files["tests/some_test.cpp"] = "int not_compiled;\n"
+    for path, text in files.items():
+        file = folder / "kernels" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     return folder
 
 
@@ -92,7 +97,7 @@ def test_nothing_is_compiled_twice(
     stamp = (source / LIBRARY).with_name(build_kernels.STAMP)
     changes: list[Callable[[], object]] = [
         lambda: None,
-        lambda: (source / "kernels" / "vector.h").write_text("int other;\n"),
+        lambda: (source / "kernels" / "vectors" / "vector.h").write_text("int other;\n"),
         lambda: monkeypatch.setattr(build_kernels, "COMMON_FLAGS", ("-O1",)),
         lambda: Compiler(tmp_path / "compiler", version="2.0"),
         (source / LIBRARY).unlink,
@@ -111,7 +116,7 @@ def test_a_failure_is_told_and_leaves_no_older_library(
     source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build(source, compiler.environment)
-    (source / "kernels" / "attach.cpp").write_text("error\n")
+    (source / "kernels" / "ggml" / "attach.cpp").write_text("error\n")
     capsys.readouterr()
     assert build(source, compiler.environment) is None
     said = capsys.readouterr()
@@ -181,7 +186,7 @@ def test_a_wheel_is_for_this_platform_if_it_has_kernels(
     if outcome == "off":
         monkeypatch.setenv(build_kernels.VARIABLE, "off")
     if outcome == "failed":
-        (package / "kernels" / "avx2.cpp").write_text("error\n")
+        (package / "kernels" / "instruction_sets" / "avx2.cpp").write_text("error\n")
     name, files, about = wheel_of(package, tmp_path / "wheels")
     has_kernels = outcome == "built"
     assert (LIBRARY in files) == has_kernels

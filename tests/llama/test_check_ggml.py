@@ -47,7 +47,7 @@ def test_the_kernels_declare_what_ggml_has(
     monkeypatch.setattr(ggml_source, "fetch", lambda _version: source)
     check_ggml.main([])
     version = ggml_source.ggml_version(source)
-    assert capsys.readouterr().out == f"kernels/ggml_internals.h agrees with ggml {version}\n"
+    assert capsys.readouterr().out == f"kernels/ggml/ggml_internals.h agrees with ggml {version}\n"
 
 
 MORE, WORK_SIZE = "    virtual void more() = 0;", "    virtual bool work_size"
@@ -72,7 +72,7 @@ WRONG = {
 @pytest.mark.parametrize("group", WRONG)
 def test_a_wrong_declaration_is_found(source: Path, kernels: Path, group: str) -> None:
     for old, new, _ in WRONG[group]:
-        replace(kernels / "ggml_internals.h", old, new)
+        replace(kernels / "ggml" / "ggml_internals.h", old, new)
     with pytest.raises(BuildError) as caught:
         check_ggml.check(source, kernels)
     for _, _, complaint in WRONG[group]:

@@ -1,0 +1,56 @@
+// The kernels for CPUs with AMX and its extension for bytes: those for AVX-512 with VNNI, but for
+// products with many columns, which tile_product.h computes.
+#include "instruction_sets/instruction_set.h"
+#include "products/amx_product.h"
+
+namespace {
+
+const InstructionSet &vnni = avx512_vnni_set;
+thread_local ThreadTiles thread_tiles;
+
+int max_columns(WeightType type, int64_t n_columns) {
+    return TileProducts::takes(type, n_columns) ? most_columns : vnni.max_columns(type, n_columns);
+}
+
+void prepare(WeightType type, const float *values, int64_t n_inputs, void *tile, int n_columns,
+             int column) {
+    if (TileProducts::takes(type, n_columns)) {
+        TileProducts::prepare(type, values, n_inputs, tile, n_columns, column);
+    } else {
+        vnni.prepare(type, values, n_inputs, tile, n_columns, column);
+    }
+}
+
+void multiply(WeightType type, const void *group, const void *tile, int64_t n_inputs, int n_columns,
+              int n_rows, float *outputs, size_t output_stride) {
+    if (TileProducts::takes(type, n_columns)) {
+        TileProducts::multiply(type, group, tile, n_inputs, n_columns, n_rows, outputs,
+                               output_stride, thread_tiles);
+    } else {
+        vnni.multiply(type, group, tile, n_inputs, n_columns, n_rows, outputs, output_stride);
+    }
+}
+
+}  // namespace
+
+const InstructionSet amx_int8_set = {
+    "amx-int8",
+    Avx512::lanes,
+    max_columns,
+    [](WeightType type, int64_t n_inputs) { return vnni.group_bytes(type, n_inputs); },
+    [](WeightType type, const void *rows, size_t row_bytes, int n_rows, int64_t n_inputs,
+       void *group) { vnni.pack(type, rows, row_bytes, n_rows, n_inputs, group); },
+    [](WeightType type, int64_t n_inputs) { return vnni.column_bytes(type, n_inputs); },
+    [](WeightType type) { return vnni.inputs_per_block(type); },
+    prepare,
+    multiply,
+    [] { thread_tiles.release(); },
+    [](const AttentionJob &job, int n_threads) { return vnni.attention_bytes(job, n_threads); },
+    [](const AttentionJob &job, int thread, int n_threads, void *scratch, void (*barrier)(void *),
+       void *argument) { vnni.attention(job, thread, n_threads, scratch, barrier, argument); },
+    [](const PlainProduct &product) { vnni.multiply_plain(product); },
+    [](const PlainSoftmax &job) { vnni.softmax(job); },
+    [](float *row, int64_t n, int n_best, int32_t *tokens, float *scores) {
+        return vnni.likeliest(row, n, n_best, tokens, scores);
+    },
+};
