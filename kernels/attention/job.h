@@ -1,30 +1,48 @@
-// One attention operator of a graph (GGML_OP_FLASH_ATTN_EXT), as plain values.
+// The operators of attention, as plain values.
 #pragma once
 
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 
-enum class CacheType { f32, f16, bf16, q8_0, unsupported };
+#include "vectors/stored_numbers.h"
 
+// One GGML_OP_FLASH_ATTN_EXT:
+//
+//     outputs[row] = sum over cells of softmax(scores[row])[cell] * values[cell]
+//     scores[row][cell] = cap(queries[row] * keys[cell] * scale) + slope * mask[row][cell]
+//
+// for each stream (a sequence with cells of its own) and each head. All strides are in bytes.
 struct AttentionJob {
-    // Queries: float32[n_streams][n_heads][n_rows][key_size], strides in bytes.
+    // float32[n_streams][n_heads][n_rows][key_size]
     const char *queries;
-    size_t query_row_stride, query_head_stride, query_stream_stride;
+    size_t query_row_stride;
+    size_t query_head_stride;
+    size_t query_stream_stride;
 
-    // Keys and values: [n_streams][n_kv_heads][n_cells][key_size or value_size], strides in bytes.
+    // [n_streams][n_kv_heads][n_cells][key_size]
     const char *keys;
-    size_t key_cell_stride, key_head_stride, key_stream_stride;
-    CacheType key_type;
-    const char *values;
-    size_t value_cell_stride, value_head_stride, value_stream_stride;
-    CacheType value_type;
+    size_t key_cell_stride;
+    size_t key_head_stride;
+    size_t key_stream_stride;
+    NumberType key_type;
 
-    // float16, added to the scores of a row (times the head's slope): -inf hides a cell. May be
-    // null: every row sees every cell. Heads and streams beyond those of the mask begin anew.
+    // [n_streams][n_kv_heads][n_cells][value_size]
+    const char *values;
+    size_t value_cell_stride;
+    size_t value_head_stride;
+    size_t value_stream_stride;
+    NumberType value_type;
+
+    // float16[n_mask_streams][n_mask_heads][n_rows][n_cells], added to the scores (times the head's
+    // slope): -inf hides a cell. Null: every row sees every cell. Head h has mask h % n_mask_heads,
+    // and so have streams.
     const char *mask;
-    size_t mask_row_stride, mask_head_stride, mask_stream_stride;
-    int64_t n_mask_heads, n_mask_streams;
+    size_t mask_row_stride;
+    size_t mask_head_stride;
+    size_t mask_stream_stride;
+    int64_t n_mask_heads;
+    int64_t n_mask_streams;
 
     // float32[n_heads]: a score that takes part in the softmax and has no value. May be null.
     const float *sinks;
@@ -32,13 +50,42 @@ struct AttentionJob {
     // float32[n_streams][n_rows][n_heads][value_size], without gaps.
     float *outputs;
 
-    int64_t n_rows, n_cells, n_heads, n_kv_heads, n_streams, key_size, value_size;
+    int64_t n_rows;
+    int64_t n_cells;
+    int64_t n_heads;
+    // Heads of keys and values. Each serves n_heads / n_kv_heads heads of queries.
+    int64_t n_kv_heads;
+    int64_t n_streams;
+    // Numbers of one query or key of one head, and of one value.
+    int64_t key_size;
+    int64_t value_size;
+
     float scale;
-    float max_bias;  // ALiBi: > 0 gives each head a slope of its own
-    float softcap;   // > 0: scores become softcap * tanh(scores / softcap)
+    // ALiBi: if it is above 0, each head has a slope of its own.
+    float max_bias;
+    // If it is above 0, cap(x) is softcap * tanh(x / softcap); else x.
+    float softcap;
 };
 
-// ALiBi: the mask of head `head` is multiplied by this.
+// One row of a GGML_OP_SOFT_MAX, which is attention without flash attention:
+//
+//     outputs = softmax(scores * scale + mask * slope)
+struct SoftmaxJob {
+    const float *scores;
+    // May be the same memory as the scores.
+    float *outputs;
+    // How many scores there are.
+    int64_t n;
+    // float16 or float32 [n]
+    const char *mask;
+    bool mask_is_half;
+    float scale;
+    float slope;
+    // A score that takes part and has no output. May be null.
+    const float *sink;
+};
+
+// ALiBi: the factor of a head's mask (arXiv:2108.12409).
 static inline float alibi_slope(float max_bias, int64_t n_heads, int64_t head) {
     if (max_bias <= 0) return 1.0f;
     int64_t n = 1;  // the largest power of two among the heads

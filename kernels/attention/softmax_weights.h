@@ -1,64 +1,71 @@
 // The second pass of attention: the scores of a row become integer weights.
 //
-// A float sum depends on the order of its terms, and the cells of a sequence lie in any order in
-// the cache. So every sum over cells here is one of integers, which does not. Let a row see n
-// cells with scores s, values v = integer * factor, |integer| <= 2^13, and m = max s:
+// A sum of floats depends on the order of its terms, and the cells of a sequence are in any order in
+// the cache. So all sums over cells are sums of integers, which do not. For the cells that a row
+// sees, with scores s, values v = integer * factor, |integer| <= 2^13, and m = max s:
 //
-//   output = sum exp(s - m) * factor * integer / (sum exp(s - m) + exp(sink - m))
+//     output = sum of exp(s - m) * factor * integer / (sum of exp(s - m) + exp(sink - m))
 //
-//  - The denominator adds up exp(s - m) * 2^28, rounded to integers: an error of 2^-29 a cell,
-//    where the denominator is 1 or more.
-//  - A weight is exp(s - m) * factor * (a power of two), rounded to an integer W. The power is
-//    chosen such that the mean W is 2^10 to 2^11 (more for fewer than 128 cells) and the largest
-//    at most 2^23. Both the sum and the largest of the unrounded weights are exact, so the power
-//    depends on the set of cells alone. The rounding of equal weights is an error of 2e-4 of one
-//    of them, at random; where few cells have most of the weight, it is far less of the output.
-//  - The integers of values have 13 bits and a sign (float16 has 11 bits): rounding values below
-//    a quarter of a cell's largest one is an error of at most 2^-13 of the largest.
+//  - The denominator adds exp(s - m) * 2^28, rounded to integers: an error of 2^-29 per cell, where
+//    the denominator is at least 1.
+//  - A weight is exp(s - m) * factor * (a power of two), rounded to an integer W. The power is chosen
+//    such that the mean W is 2^10 to 2^11 (more for fewer than 128 cells) and the largest at most
+//    2^23. Both the sum and the largest of the unrounded weights are exact, so the power depends only
+//    on the set of cells. Rounding equal weights is a random error of 2e-4 of one of them; if a few
+//    cells have most of the weight, it is a far smaller part of the output.
+//  - The integers of values have 13 bits and a sign (float16 has 11 bits): rounding values below a
+//    quarter of the largest of their cell is an error of at most 2^-13 of the largest.
 //
 // The sum of products W * integer is exact. Most weights are "light", below 2^14: one product of
-// 16-bit integers is enough. W of the others is split into heavy * 2^12 + light, and pairs of cells
-// that have a heavy part are added up once more. How a weight is split has no effect on the sum,
-// so it may be chosen for each block as it suits. (Splitting all weights, with a power of two that
-// depends on the largest one alone, doubles the time of the third pass.)
+// 16-bit integers suffices. W of the others is split into heavy * 2^12 + light, and pairs of cells
+// with a heavy part are added once more. How a weight is split has no effect on the sum, so each
+// block may do it as it suits. (Splitting all weights, with a power of two that depends on the
+// largest one alone, doubles the time of the third pass.)
 //
 // Nothing overflows 32 bits for up to 2^20 cells:
 //  - light parts of a block: the sum of |light| is kept below 2^18, times 2^13 for the values. The
 //    sum over blocks is in two words, the low 16 bits and the others: 2^14 blocks * 2^16.
 //  - heavy parts of all cells: heavy <= W / 2^11, and the sum of W is at most 2^28 (and n / 2 for
 //    rounding), so it is at most 2^17 * 2^13 (plus 2^8 * 2^13).
-//  - the sums of 8 numbers <= 2^28 are unsigned; they are also added up in two words.
+//  - the sums of 8 numbers <= 2^28 are unsigned; they too are added up in two words.
 #pragma once
 
-#include "attention/cells.h"
+#include "attention/task.h"
+#include "vectors/arithmetic.h"
 
 namespace {
 
 template <class V>
-struct AttentionWeights {
+struct SoftmaxWeights {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
     using Mask = typename V::Mask;
 
-    static constexpr float one = 268435456.0f;  // 2^28: what exp(0) is as an integer
+    // e^0 becomes 2^28 as an integer.
+    static constexpr int exponential_bits = 28;
     static constexpr int heavy_shift = 12;
+    // Weights from this one on have a heavy part.
     static constexpr int lightest_heavy = 1 << 14;
     static constexpr int largest_block_sum = (1 << 18) - 1;
 
-    // A row of the task: the scores of its blocks, and the factors of the cells' values.
+    // A row of the task.
     struct Row {
+        // The scores of the cells of its blocks.
         float *scores;
+        // The factors of these cells' values.
         const float *factors;
+        // How many cells there are.
         int64_t n;
     };
 
-    // An exact sum of integers in each lane: of 8 x 2^28 at once, and 2^16 times.
+    // An exact sum of integers in each lane: of numbers up to 8 * 2^28, up to 2^16 times.
     struct Total {
-        Ints low = V::zero_ints(), high = V::zero_ints();
+        Ints low = V::zero_ints();
+        Ints high = V::zero_ints();
 
         void add(Ints sum) {
-            low = V::add(low, V::bits(sum, V::all_ints(0xffff)));
-            high = V::add(high, V::template unsigned_lanes_right<16>(sum));
+            low = V::add(low, V::bit_and(sum, V::all_ints(0xffff)));
+            high = V::add(high, V::template shift_ints_right_unsigned<16>(sum));
         }
         double sum() const {
             uint32_t lows[V::lanes], highs[V::lanes];
@@ -70,59 +77,71 @@ struct AttentionWeights {
         }
     };
 
-    // What a row's visible cells have in common.
+    // --- the row's largest score, and its sums ---
+
+    // The largest score and factor of the cells that a row sees.
     struct Largest {
-        float score, factor;
+        float score;
+        float factor;
         int64_t n_seen;
     };
 
     static Largest find_largest(const Row &row) {
-        Floats score = V::all(-INFINITY), factor = V::zero();
+        Floats score = V::all(-INFINITY);
+        Floats factor = V::zero();
         int64_t n_seen = 0;
         for (int64_t i = 0; i < row.n; i += V::lanes) {
-            const Floats s = V::load_floats(row.scores + i);
-            const Mask seen = V::differ(s, V::all(-INFINITY));
-            n_seen += V::count(seen);
-            score = V::larger(s, score);  // passes over a NaN
-            factor = V::larger(V::only(seen, V::load_floats(row.factors + i)), factor);
+            const Floats scores = V::load_floats(row.scores + i);
+            const Mask seen = V::not_equal(scores, V::all(-INFINITY));
+            n_seen += V::count_lanes(seen);
+            score = V::larger(scores, score);  // ignores a NaN
+            const Floats factors = V::keep_where(seen, V::load_floats(row.factors + i));
+            factor = V::larger(factors, factor);
         }
         return {V::largest_lane(score), V::largest_lane(factor), n_seen};
     }
 
-    // Sums over the cells of a row, and the largest weight, all times 2^28.
+    // Sums over the cells of a row, all times 2^28.
     struct Sums {
-        double exponentials, weights;
+        double exponentials;
+        double weights;
         float largest_weight;
+        // Whether all weights are finite.
         bool finite;
     };
 
     // scores <- weights: exp(score - largest) * factor / largest factor * 2^28
     static Sums exponentials(const Row &row, float largest_score, float largest_factor) {
-        const Floats m = V::all(largest_score), inverse = V::all(1 / largest_factor);
+        const Floats m = V::all(largest_score);
+        const Floats inverse = V::all(1 / largest_factor);
         Total denominator, numerator;
         Floats largest = V::zero();
-        Floats poison = V::zero();  // 0 * weight, added up: NaN if one weight is not finite
+        Floats poison = V::zero();  // sums 0 * weight: NaN if one weight is not finite
         constexpr int cells = smaller(cells_per_block, 8 * V::lanes);  // 8 numbers in each lane
         for (int64_t first = 0; first < row.n; first += cells) {
-            Ints e_sum = V::zero_ints(), weight_sum = V::zero_ints();
+            Ints exponential_sum = V::zero_ints();
+            Ints weight_sum = V::zero_ints();
             for (int64_t i = first; i < first + cells; i += V::lanes) {
-                const Floats s = V::load_floats(row.scores + i);
-                const Mask seen = V::differ(s, V::all(-INFINITY));
-                const Floats e = exponential<V>(V::subtract(s, m), 28);
+                const Floats scores = V::load_floats(row.scores + i);
+                const Mask seen = V::not_equal(scores, V::all(-INFINITY));
+                const Floats e = exponential<V>(V::subtract(scores, m), exponential_bits);
                 const Floats ratio = V::multiply(V::load_floats(row.factors + i), inverse);
-                const Floats weight = V::only(seen, V::multiply(e, ratio));
-                e_sum = V::add(e_sum, V::to_ints(V::only(seen, e)));
-                weight_sum = V::add(weight_sum, V::to_ints(weight));
+                const Floats weight = V::keep_where(seen, V::multiply(e, ratio));
+                exponential_sum =
+                    V::add(exponential_sum, V::round_to_ints(V::keep_where(seen, e)));
+                weight_sum = V::add(weight_sum, V::round_to_ints(weight));
                 largest = V::larger(weight, largest);
                 poison = V::multiply_add(weight, V::zero(), poison);
                 V::store(row.scores + i, weight);
             }
-            denominator.add(e_sum);
+            denominator.add(exponential_sum);
             numerator.add(weight_sum);
         }
         return {denominator.sum(), numerator.sum(), V::largest_lane(largest),
-                V::count(V::differ(poison, V::zero())) == 0};
+                V::count_lanes(V::not_equal(poison, V::zero())) == 0};
     }
+
+    // --- the power of two that makes integers of a row's weights ---
 
     // The largest power of two that is not above x.
     static double power_below(double x) {
@@ -133,8 +152,8 @@ struct AttentionWeights {
         return x;
     }
 
-    // The power of two that makes integers of a row's weights.
     static double weight_scale(const Sums &sums, int64_t n_seen) {
+        // The sum to aim at: 2^11 per cell, from 2^18 to 2^28.
         double target = 2048.0 * n_seen;
         if (target < 1 << 18) target = 1 << 18;
         if (target > 1 << 28) target = 1 << 28;
@@ -146,63 +165,73 @@ struct AttentionWeights {
         return by_sum < by_largest ? by_sum : by_largest;
     }
 
-    // Round the weights of a block and split them. Their 64 floats become 64 light and 64 heavy
-    // 16-bit integers. Returns a bit for each pair of cells that has a heavy part.
+    // --- rounding, and splitting into light and heavy parts ---
+
+    // Round the weights of a block and split them: 64 floats become 64 light and 64 heavy 16-bit
+    // integers. Returns a bit for each pair of cells that has a heavy part.
     static uint32_t split_block(float *weights, float scale) {
         constexpr int vectors = cells_per_block / V::lanes;
         Ints weight[vectors], light[vectors], heavy[vectors];
         for (int v = 0; v < vectors; v++) {
-            weight[v] = V::to_ints(
-                V::multiply(V::load_floats(weights + v * V::lanes), V::all(scale)));
+            const Floats scaled = V::multiply(V::load_floats(weights + v * V::lanes), V::all(scale));
+            weight[v] = V::round_to_ints(scaled);
         }
-        bool any = split(weight, lightest_heavy, light, heavy);
-        Ints sum = V::zero_ints();
-        for (const Ints &l : light) sum = V::add(sum, V::absolute(l));
-        // A block with so much weight gets light parts of up to 2^11 only, 64 * 2^11 = 2^17.
-        if (V::sum_of_lanes(sum) > largest_block_sum) {
-            any = split(weight, 1 << (heavy_shift - 1), light, heavy);
+        bool any_heavy = split(weight, lightest_heavy, light, heavy);
+        Ints light_sum = V::zero_ints();
+        for (const Ints &part : light) light_sum = V::add(light_sum, V::absolute(part));
+        // In a block with too much weight, light parts are up to 2^11 only: 64 * 2^11 = 2^17.
+        if (V::sum_of_lanes(light_sum) > largest_block_sum) {
+            any_heavy = split(weight, 1 << (heavy_shift - 1), light, heavy);
         }
-        int16_t *lights = reinterpret_cast<int16_t *>(weights), *heavies = lights + cells_per_block;
+
+        int16_t *lights = reinterpret_cast<int16_t *>(weights);
+        int16_t *heavies = lights + cells_per_block;
         for (int v = 0; v < vectors; v++) V::store_shorts(lights + v * V::lanes, light[v]);
-        if (!any) return 0;
+        if (!any_heavy) return 0;
         for (int v = 0; v < vectors; v++) V::store_shorts(heavies + v * V::lanes, heavy[v]);
         uint32_t pairs = 0;
         for (int i = 0; i < pairs_per_block; i += V::lanes) {
-            pairs |= static_cast<uint32_t>(V::nonzero_lanes(V::load(heavies + 2 * i))) << i;
+            const Ints two_shorts_each = V::load(heavies + 2 * i);
+            pairs |= static_cast<uint32_t>(V::nonzero_lane_bits(two_shorts_each)) << i;
         }
         return pairs;
     }
 
-    // weight = heavy * 2^12 + light; weights below `lightest` are light. Whether any is heavy.
+    // weight = heavy * 2^12 + light, where weights below `lightest` have no heavy part. Returns
+    // whether any has one.
     template <int vectors>
     static bool split(const Ints (&weight)[vectors], int lightest, Ints (&light)[vectors],
                       Ints (&heavy)[vectors]) {
         Ints any = V::zero_ints();
         for (int v = 0; v < vectors; v++) {
             const Ints rounded = V::add(weight[v], V::all_ints(1 << (heavy_shift - 1)));
-            heavy[v] = V::only(V::reach(weight[v], V::all_ints(lightest)),
-                               V::template shift_lanes_right<heavy_shift>(rounded));
-            light[v] = V::subtract(weight[v], V::template shift_lanes_left<heavy_shift>(heavy[v]));
-            any = V::either(any, heavy[v]);
+            heavy[v] = V::keep_where(V::at_least(weight[v], V::all_ints(lightest)),
+                                     V::template shift_ints_right<heavy_shift>(rounded));
+            light[v] = V::subtract(weight[v], V::template shift_ints_left<heavy_shift>(heavy[v]));
+            any = V::bit_or(any, heavy[v]);
         }
-        return V::nonzero_lanes(any) != 0;
+        return V::nonzero_lane_bits(any) != 0;
     }
 
-    // A row without weights: it sees nothing, or not only finite numbers.
+    // --- a row, and a task ---
+
+    // Set all weights of a row to 0: it sees nothing, or something that is not finite.
     static double clear(const Row &row, uint32_t *heavy_pairs, double scale) {
         std::memset(row.scores, 0, row.n * sizeof(float));
         std::memset(heavy_pairs, 0, row.n / cells_per_block * sizeof(uint32_t));
         return scale;
     }
 
-    // scores <- light and heavy weights of a row. Returns what sums of products are multiplied by.
+    // scores <- light and heavy weights of a row. Returns the factor for its sums of products.
     static double weigh(const Row &row, const float *sink, uint32_t *heavy_pairs) {
         const Largest largest = find_largest(row);
         if (largest.n_seen == 0) return clear(row, heavy_pairs, 0);
         const float m = sink && !(*sink <= largest.score) ? *sink : largest.score;
         const Sums sums = exponentials(row, m, largest.factor);
         double denominator = sums.exponentials;
-        if (sink) denominator += V::first_lane(exponential<V>(V::all(*sink - m), 28));
+        if (sink) {
+            denominator += V::first_lane(exponential<V>(V::all(*sink - m), exponential_bits));
+        }
         if (!sums.finite || denominator != denominator) {
             return clear(row, heavy_pairs, __builtin_nan(""));
         }
@@ -214,10 +243,10 @@ struct AttentionWeights {
         return largest.factor / (scale * denominator);
     }
 
-    // Rows `part`, `part` + n_parts, ... of the task.
-    static void run(const AttentionJob &job, const AttentionTask &task, int part, int n_parts,
+    // A share of the task's rows.
+    static void run(const AttentionJob &job, const AttentionTask &task, Share share,
                     int64_t n_blocks, const TaskMemory &memory) {
-        for (int64_t m = part; m < task.rows(); m += n_parts) {
+        for (int64_t m = share.index; m < task.rows(); m += share.n) {
             const int64_t n = n_blocks * cells_per_block;
             const Row row = {memory.scores + m * n, memory.factors, n};
             const float *sink = job.sinks ? job.sinks + task.head(m) : nullptr;

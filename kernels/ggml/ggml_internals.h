@@ -1,10 +1,10 @@
 // The parts of ggml's internal interface that the library relies on.
 //
-// ggml ships headers for its users, but not for those who extend its CPU backend. These
-// declarations say what the binaries of one version of ggml contain, that of the llama-cpp-python
-// in pyproject.toml. tests/ggml_layout_check.cpp compares them with ggml's own headers, and
-// attach.cpp refuses any other version. docs/kernels.md, "When llama.cpp moves", says how to
-// follow ggml, and why the public interface does not suffice.
+// ggml ships headers for its users, but not for those who extend its CPU backend. These declarations
+// describe the binaries of one version of ggml: that of the llama-cpp-python in pyproject.toml.
+// tests/ggml_layout_check.cpp compares them with ggml's own headers, and attach.cpp refuses any other
+// version. docs/kernels.md, "When llama.cpp moves", explains how to follow ggml, and why the public
+// interface does not suffice.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,8 @@
 #include <vector>
 
 constexpr char built_for_ggml[] = "0.25.3";
-constexpr int n_ggml_types = 43, n_ggml_operators = 101;
+constexpr int n_ggml_types = 43;
+constexpr int n_ggml_operators = 101;
 
 struct ggml_threadpool;
 struct ggml_backend_buffer;
@@ -37,11 +38,12 @@ struct ggml_tensor {
     char padding[8];
 };
 
-// What one thread is told of an operator that it computes with others.
+// What a thread knows about an operator that it computes together with others.
 struct ggml_compute_params {
-    int ith, nth;
+    int ith;  // the number of this thread
+    int nth;  // how many threads there are
     size_t wsize;
-    void *wdata;
+    void *wdata;  // work memory, shared by all threads
     ggml_threadpool *threadpool;
     bool use_ref;
 };
@@ -76,17 +78,17 @@ struct ggml_backend_buffer_i {
     void (*clear)(ggml_backend_buffer *, uint8_t);
     void (*reset)(ggml_backend_buffer *);
 };
-struct ggml_backend_buffer {  // its beginning: ggml makes buffers
+struct ggml_backend_buffer {  // the beginning of it: ggml makes buffers
     ggml_backend_buffer_i iface;
     ggml_backend_buffer_type *buft;
     void *context;
 };
 
 struct ggml_backend_device_i {
-    void *of_no_interest[6];
+    void *not_used[6];
     ggml_backend_buffer_type *(*get_buffer_type)(ggml_backend_device *);
 };
-struct ggml_backend_device {  // its beginning
+struct ggml_backend_device {  // the beginning of it
     ggml_backend_device_i iface;
 };
 
@@ -103,9 +105,9 @@ struct ggml_backend_reg {
 };
 constexpr int backend_api_version = 2;
 
-// The CPU backend asks every extra buffer type for each operator of a graph: an object that
-// `get_tensor_traits` returns computes it, in all threads at once, unless it returns false.
-// ggml calls these through their virtual tables, so that the order of the functions counts.
+// The CPU backend asks every extra buffer type about each operator of a graph. The object that
+// `get_tensor_traits` returns computes it, in all threads at once, unless it returns false. ggml calls
+// these functions through virtual tables, so their order matters.
 namespace ggml::cpu {
 class tensor_traits {
   public:
@@ -121,20 +123,20 @@ class extra_buffer_type {
 };
 }  // namespace ggml::cpu
 
-// The buffer types of a device beside its own; ggml_backend_reg_get_proc_address gives the function.
+// The buffer types of a device besides its own. ggml_backend_reg_get_proc_address finds the function.
 using GetExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
 
-// What ggml's CPU backend tells of a type.
+// What ggml's CPU backend knows about a type.
 struct ggml_type_traits_cpu {
     void (*from_float)(const float *values, void *row, int64_t n);
     void (*vec_dot)(int n, float *output, size_t, const void *row, size_t, const void *other, size_t,
                     int n_rows);
-    int vec_dot_type;  // of the other row
-    int64_t nrows;     // the most that one call takes
+    int vec_dot_type;  // the type of the other row
+    int64_t nrows;     // the most rows that one call takes
 };
 
-// The functions of ggml's libraries that are called, found when the library is attached: nothing
-// of llama.cpp is needed to compile it.
+// The functions of ggml's libraries that are called. They are looked up when the library is attached,
+// so that nothing of llama.cpp is needed to compile it.
 struct Ggml {
     // Public functions of libggml-base.
     const char *(*version)();
@@ -147,7 +149,8 @@ struct Ggml {
     ggml_backend_buffer_type *(*type_of_buffer)(ggml_backend_buffer *);
     ggml_backend_device *(*device_of)(ggml_backend_reg *, size_t);
     void *(*procedure_of)(ggml_backend_reg *, const char *);
-    // Of libggml-cpu.
+
+    // Public functions of libggml-cpu.
     ggml_backend_reg *(*cpu_reg)();
     const ggml_type_traits_cpu *(*cpu_type)(int type);
 
@@ -159,7 +162,10 @@ struct Ggml {
     void (*chunk_set)(ggml_threadpool *, int);
     int (*chunk_add)(ggml_threadpool *, int);
 
-    // Numbers of operators, which change from version to version.
-    int mul_mat, mul_mat_id, flash_attention, soft_max;
+    // The numbers of operators, which change from version to version.
+    int mul_mat;
+    int mul_mat_id;
+    int flash_attention;
+    int soft_max;
 };
 extern Ggml ggml_api;

@@ -1,21 +1,21 @@
-// The kernels for CPUs with AMX and its extension for bytes: those for AVX-512 with VNNI, but for
-// products with many columns, which tile_product.h computes.
+// The kernels for CPUs with AMX and its extension for bytes. Products with many columns use its tile
+// registers (products/amx_product.h); everything else is done by the kernels for AVX-512 with VNNI.
 #include "instruction_sets/instruction_set.h"
 #include "products/amx_product.h"
 
 namespace {
 
 const InstructionSet &vnni = avx512_vnni_set;
-thread_local ThreadTiles thread_tiles;
+thread_local TileState tile_state;
 
 int max_columns(WeightType type, int64_t n_columns) {
-    return TileProducts::takes(type, n_columns) ? most_columns : vnni.max_columns(type, n_columns);
+    return AmxProducts::takes(type, n_columns) ? most_columns : vnni.max_columns(type, n_columns);
 }
 
 void prepare(WeightType type, const float *values, int64_t n_inputs, void *tile, int n_columns,
              int column) {
-    if (TileProducts::takes(type, n_columns)) {
-        TileProducts::prepare(type, values, n_inputs, tile, n_columns, column);
+    if (AmxProducts::takes(type, n_columns)) {
+        AmxProducts::prepare(type, values, n_inputs, tile, n_columns, column);
     } else {
         vnni.prepare(type, values, n_inputs, tile, n_columns, column);
     }
@@ -23,9 +23,9 @@ void prepare(WeightType type, const float *values, int64_t n_inputs, void *tile,
 
 void multiply(WeightType type, const void *group, const void *tile, int64_t n_inputs, int n_columns,
               int n_rows, float *outputs, size_t output_stride) {
-    if (TileProducts::takes(type, n_columns)) {
-        TileProducts::multiply(type, group, tile, n_inputs, n_columns, n_rows, outputs,
-                               output_stride, thread_tiles);
+    if (AmxProducts::takes(type, n_columns)) {
+        AmxProducts::multiply(type, group, tile, n_inputs, n_columns, n_rows, outputs,
+                              output_stride, tile_state);
     } else {
         vnni.multiply(type, group, tile, n_inputs, n_columns, n_rows, outputs, output_stride);
     }
@@ -33,6 +33,7 @@ void multiply(WeightType type, const void *group, const void *tile, int64_t n_in
 
 }  // namespace
 
+// The lambdas read VNNI's table when they are called: in this file its entries are not constants.
 const InstructionSet amx_int8_set = {
     "amx-int8",
     Avx512::lanes,
@@ -44,13 +45,13 @@ const InstructionSet amx_int8_set = {
     [](WeightType type) { return vnni.inputs_per_block(type); },
     prepare,
     multiply,
-    [] { thread_tiles.release(); },
+    [] { tile_state.release(); },
     [](const AttentionJob &job, int n_threads) { return vnni.attention_bytes(job, n_threads); },
     [](const AttentionJob &job, int thread, int n_threads, void *scratch, void (*barrier)(void *),
        void *argument) { vnni.attention(job, thread, n_threads, scratch, barrier, argument); },
-    [](const PlainProduct &product) { vnni.multiply_plain(product); },
-    [](const PlainSoftmax &job) { vnni.softmax(job); },
+    [](const PlainProductJob &job) { vnni.multiply_plain(job); },
+    [](const SoftmaxJob &job) { vnni.softmax(job); },
     [](float *row, int64_t n, int n_best, int32_t *tokens, float *scores) {
-        return vnni.likeliest(row, n, n_best, tokens, scores);
+        return vnni.likeliest_tokens(row, n, n_best, tokens, scores);
     },
 };

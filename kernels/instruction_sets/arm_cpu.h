@@ -1,4 +1,4 @@
-// What an ARM CPU can do, as Linux says it.
+// What an ARM CPU can do, as Linux reports it.
 #pragma once
 
 #include <sys/auxv.h>

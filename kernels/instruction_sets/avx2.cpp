@@ -3,4 +3,4 @@
 
 #include "instruction_sets/make_instruction_set.h"
 
-const InstructionSet avx2_set = instruction_set_of<Avx2, 8>("avx2");
+const InstructionSet avx2_set = make_instruction_set<Avx2, 8>("avx2");

@@ -3,4 +3,4 @@
 
 #include "instruction_sets/make_instruction_set.h"
 
-const InstructionSet avx512_vnni_set = instruction_set_of<Avx512, 12>("avx512-vnni");
+const InstructionSet avx512_vnni_set = make_instruction_set<Avx512, 12>("avx512-vnni");

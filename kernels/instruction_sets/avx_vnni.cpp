@@ -3,4 +3,4 @@
 
 #include "instruction_sets/make_instruction_set.h"
 
-const InstructionSet avx_vnni_set = instruction_set_of<AvxVnni, 8>("avx-vnni");
+const InstructionSet avx_vnni_set = make_instruction_set<AvxVnni, 8>("avx-vnni");

@@ -1,9 +1,9 @@
 // What the code for one instruction set offers to the rest of the library.
 //
 // Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled with
-// the compiler flags of its instruction set and defines one constant table. Nothing else is shared
-// between these files, so that no function compiled for a newer CPU can end up on the path of an older
-// one: they use no containers or algorithms of the standard library, and all their templates take the
+// the compiler flags of its instruction set, and defines one constant table. Nothing else is shared
+// between these files, so that no function compiled for a newer CPU can be called on an older one:
+// they use no containers or algorithms of the standard library, and all their templates have the
 // vector type of the instruction set as a parameter. (amx_int8.cpp calls functions of the table of
 // avx512_vnni.cpp; code that both contain is compiled for the same instructions.)
 #pragma once
@@ -14,7 +14,7 @@
 #include "attention/job.h"
 #include "products/plain_job.h"
 
-// The weight types that have a packed form. `none` is every other type of GGUF.
+// The types of weights that have a packed form. `none` stands for all other types of GGUF.
 enum class WeightType {
     none, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4,
     f16, bf16, f32,
@@ -24,55 +24,56 @@ enum class WeightType {
 struct InstructionSet {
     const char *name;
 
-    // --- products, see product.h ---
+    // --- products of packed weights, see products/product_table.h ---
 
     // Rows of a weight matrix that are packed side by side: one for each 32-bit lane of a vector.
     int rows_per_group;
-    // The most columns (tokens) that one call of `multiply` takes, of n_columns in all. So many are
-    // cut into calls of nearly equal size.
+    // The most columns (tokens) that one call of `multiply` takes, if there are n_columns in all.
+    // These are cut into calls of nearly equal size.
     int (*max_columns)(WeightType type, int64_t n_columns);
 
     // Bytes of one packed group of `rows_per_group` rows of `n_inputs` weights.
     size_t (*group_bytes)(WeightType type, int64_t n_inputs);
-    // Pack `n_rows` <= rows_per_group rows, `row_bytes` apart, into one group; missing rows are 0.
+    // Pack `n_rows` <= rows_per_group rows, `row_bytes` apart, into one group. Missing rows are 0.
     void (*pack)(WeightType type, const void *rows, size_t row_bytes, int n_rows, int64_t n_inputs,
                  void *group);
 
     // Bytes of one column of activations, prepared for weights of this type.
     size_t (*column_bytes)(WeightType type, int64_t n_inputs);
-    // Inputs that are prepared together; `n_inputs` of `prepare` must be a multiple of it.
+    // How many inputs are prepared together: `n_inputs` of `prepare` is a multiple of it.
     int (*inputs_per_block)(WeightType type);
-    // Prepare n_inputs values of one column: number `column` of the `n_columns` of a tile.
+    // Prepare n_inputs values of one column, which is number `column` of the `n_columns` of a tile.
     void (*prepare)(WeightType type, const float *values, int64_t n_inputs, void *tile,
                     int n_columns, int column);
 
-    // outputs[column][row] for one group of rows and one tile of n_columns <= max_columns columns;
-    // `output_stride` floats lie between two columns. Writes `n_rows` rows.
+    // outputs[column][row] for one group of rows and one tile of n_columns <= max_columns columns.
+    // Columns are `output_stride` floats apart. Only `n_rows` rows are written.
     void (*multiply)(WeightType type, const void *group, const void *tile, int64_t n_inputs,
                      int n_columns, int n_rows, float *outputs, size_t output_stride);
-    // Each thread calls this when it has multiplied for an operator: its registers are ggml's again.
+    // Each thread calls this when it has finished the products of an operator: from then on, its
+    // registers are ggml's again.
     void (*finish)();
 
-    // --- attention, see attention.h ---
+    // --- attention, see attention/attention.h ---
 
-    // Bytes of scratch memory that one attention needs, shared by all threads.
+    // Bytes of scratch memory for one attention operator, shared by all threads.
     size_t (*attention_bytes)(const AttentionJob &job, int n_threads);
-    // The part of thread `thread` of `n_threads`; all threads call this with the same arguments.
-    // `barrier` returns when every thread has called it.
+    // Compute the part of thread `thread` of `n_threads`. All threads call this with the same
+    // arguments; `barrier` returns once every thread has called it.
     void (*attention)(const AttentionJob &job, int thread, int n_threads, void *scratch,
                       void (*barrier)(void *), void *barrier_argument);
 
-    // --- tensors that are not packed, see plain_rows.h ---
+    // --- tensors that are not packed, see products/plain_product.h and attention/softmax.h ---
 
-    void (*multiply_plain)(const PlainProduct &product);
-    void (*softmax)(const PlainSoftmax &job);
+    void (*multiply_plain)(const PlainProductJob &job);
+    void (*softmax)(const SoftmaxJob &job);
 
-    // --- logits, see likeliest.h ---
+    // --- logits, see logits/likeliest_tokens.h ---
 
-    // Find the `n_best` likeliest of n tokens by a row of logits, the lowest first among equals: -1 where none is
-    // left. Return the sum of e^(logit - largest), within 1e-5 of it; NaN if a logit is none. The row is written
-    // to and restored.
-    double (*likeliest)(float *row, int64_t n, int n_best, int32_t *tokens, float *scores);
+    // Find the `n_best` likeliest of n tokens by a row of logits. Among equal ones the lowest token
+    // comes first; where none is left, the token is -1. Returns the sum of e^(logit - largest), with
+    // a relative error of at most 1e-5; NaN if a logit is NaN. The row is changed and restored.
+    double (*likeliest_tokens)(float *row, int64_t n, int n_best, int32_t *tokens, float *scores);
 };
 
 extern const InstructionSet avx2_set;

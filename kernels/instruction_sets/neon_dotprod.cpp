@@ -3,4 +3,4 @@
 
 #include "instruction_sets/make_instruction_set.h"
 
-const InstructionSet neon_dotprod_set = instruction_set_of<Neon, 8>("neon-dotprod");
+const InstructionSet neon_dotprod_set = make_instruction_set<Neon, 8>("neon-dotprod");

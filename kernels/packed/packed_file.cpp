@@ -1,3 +1,6 @@
+// A packed file is
+//
+//     Header | StoredEntry of each tensor | padding to a whole page | the packed buffer
 #include "packed/packed_file.h"
 
 #include <fcntl.h>
@@ -21,14 +24,22 @@ constexpr size_t page = 4096;
 
 struct Header {
     char magic[8];
-    uint64_t n_entries, data_start, data_bytes;
+    uint64_t n_entries;
+    // Where the packed buffer begins, and how long it is.
+    uint64_t data_start;
+    uint64_t data_bytes;
 };
+// A name, and the numbers of PackedFile::Entry.
 struct StoredEntry {
     char name[64];
-    uint64_t offset, bytes, rows_check, packed_check;
+    uint64_t offset;
+    uint64_t bytes;
+    uint64_t rows_check;
+    uint64_t packed_check;
 };
 
-// FNV-1a of the first and the last page: damage and other contents are found without reading it all.
+// FNV-1a of the first and the last page. Damage and other contents are detected without reading
+// everything.
 uint64_t check_of(const char *data, size_t bytes) {
     uint64_t hash = 0xcbf29ce484222325;
     const auto add = [&](const char *from, size_t n) {
@@ -45,6 +56,21 @@ std::string name_of(const ggml_tensor *tensor) {
     return {tensor->name, strnlen(tensor->name, sizeof tensor->name)};
 }
 
+// Read the header. Returns false if it is not one, or if the file is not as long as it says.
+bool read_header(int file, Header &header) {
+    struct stat about;
+    return fstat(file, &about) == 0 && pread(file, &header, sizeof header, 0) == sizeof header &&
+           std::memcmp(header.magic, magic, sizeof magic) == 0 && header.data_start % page == 0 &&
+           header.n_entries < 1 << 20 &&
+           header.data_start + header.data_bytes == static_cast<uint64_t>(about.st_size);
+}
+
+bool read_entries(int file, const Header &header, std::vector<StoredEntry> &stored) {
+    stored.resize(header.n_entries);
+    const auto bytes = static_cast<ssize_t>(stored.size() * sizeof(StoredEntry));
+    return pread(file, stored.data(), bytes, sizeof header) == bytes;
+}
+
 bool write_all(int file, const char *data, size_t bytes) {
     while (bytes > 0) {
         const ssize_t n = ::write(file, data, std::min<size_t>(bytes, 64 << 20));
@@ -56,25 +82,38 @@ bool write_all(int file, const char *data, size_t bytes) {
     return true;
 }
 
+// A part of this process's memory, as /proc/self/maps describes it.
+struct MappedPart {
+    unsigned long start = 0;
+    unsigned long end = 0;
+    // Whether it is shared with a file.
+    bool is_file = false;
+
+    // Read a line of the list. Returns false if it is not as expected.
+    bool read(const std::string &line) {
+        unsigned long inode;
+        char permissions[5];
+        if (std::sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu", &start, &end, permissions,
+                        &inode) != 4) {
+            return false;
+        }
+        is_file = inode != 0 && permissions[3] == 's';
+        return true;
+    }
+    bool contains(const char *address) const {
+        return reinterpret_cast<unsigned long>(address) >= start &&
+               reinterpret_cast<unsigned long>(address) < end;
+    }
+};
+
 }  // namespace
 
 PackedFile::PackedFile(const char *path) {
     const int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file < 0) return;
     Header header;
-    struct stat about;
     std::vector<StoredEntry> stored;
-    bool is_whole = fstat(file, &about) == 0 &&
-                    pread(file, &header, sizeof header, 0) == sizeof header &&
-                    std::memcmp(header.magic, magic, sizeof magic) == 0 &&
-                    header.data_start % page == 0 && header.n_entries < 1 << 20 &&
-                    header.data_start + header.data_bytes == static_cast<uint64_t>(about.st_size);
-    if (is_whole) {
-        stored.resize(header.n_entries);
-        const auto bytes = static_cast<ssize_t>(stored.size() * sizeof(StoredEntry));
-        is_whole = pread(file, stored.data(), bytes, sizeof header) == bytes;
-    }
-    if (!is_whole) {
+    if (!read_header(file, header) || !read_entries(file, header, stored)) {
         close(file);
         return;
     }
@@ -95,7 +134,7 @@ PackedFile::~PackedFile() {
 
 void *PackedFile::take_memory(size_t size) {
     if (n_buffers_ > 0 || file_ < 0 || size != size_) return nullptr;
-    // What differs after all is packed into pages of our own.
+    // A private mapping: tensors that differ after all are packed into pages of our own.
     void *memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file_,
                         static_cast<off_t>(data_start_));
     if (memory == MAP_FAILED) return nullptr;
@@ -106,8 +145,9 @@ void *PackedFile::take_memory(size_t size) {
     return memory;
 }
 
-// Map the pages in a thread, while the vocabulary is read and contexts are made: else the first batch waits for a
-// page fault every 64 KB, which takes 0.2 s for 4 GB. In pieces, because the process can map nothing else meanwhile.
+// Map the pages in a thread while the vocabulary is read and contexts are made. Otherwise the first
+// batch waits for a page fault every 64 KB, which takes 0.2 s for 4 GB. It is done piece by piece,
+// because meanwhile the process cannot map anything else.
 void PackedFile::read_ahead(char *memory, size_t size) {
 #ifdef __linux__
     const double most_bytes = 0.75 * sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
@@ -131,31 +171,6 @@ void PackedFile::remember(void *memory, size_t size) {
     entries_.clear();
 }
 
-void PackedFile::drop(const char *rows, size_t bytes) {
-    if (rows < source_start_ || rows >= source_end_) {
-        source_start_ = source_end_ = rows;
-        std::ifstream maps("/proc/self/maps");
-        for (std::string line; std::getline(maps, line);) {
-            unsigned long start, end, inode;
-            char permissions[5];
-            if (std::sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu", &start, &end, permissions,
-                            &inode) != 4) {
-                continue;
-            }
-            const bool is_file = inode != 0 && permissions[3] == 's';
-            if (is_file && reinterpret_cast<unsigned long>(rows) >= start &&
-                reinterpret_cast<unsigned long>(rows) < end) {
-                source_start_ = reinterpret_cast<const char *>(start);
-                source_end_ = reinterpret_cast<const char *>(end);
-            }
-        }
-    }
-    if (source_start_ == source_end_) return;
-    const auto first = (reinterpret_cast<uintptr_t>(rows) + page - 1) / page * page;
-    const auto end = reinterpret_cast<uintptr_t>(rows + bytes) / page * page;
-    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_DONTNEED);
-}
-
 bool PackedFile::has(const ggml_tensor *tensor, const char *rows, size_t packed_bytes) {
     if (!is_mapped_) return false;
     const auto found = entries_.find(name_of(tensor));
@@ -166,13 +181,34 @@ bool PackedFile::has(const ggml_tensor *tensor, const char *rows, size_t packed_
            found->second.packed_check == check_of(data, packed_bytes);
 }
 
-void PackedFile::packed(const ggml_tensor *tensor, const char *rows, size_t packed_bytes) {
+void PackedFile::note_packed(const ggml_tensor *tensor, const char *rows, size_t packed_bytes) {
     n_packed_++;
     if (is_mapped_ || n_buffers_ != 1) return;
     const auto *data = static_cast<const char *>(tensor->data);
     entries_[name_of(tensor)] = {static_cast<uint64_t>(data - memory_), packed_bytes,
                                  check_of(rows, ggml_api.nbytes(tensor)),
                                  check_of(data, packed_bytes)};
+}
+
+// Find the part of this process's memory that contains the rows, if it is mapped from a file.
+void PackedFile::find_source(const char *rows) {
+    source_start_ = source_end_ = rows;
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        MappedPart part;
+        if (part.read(line) && part.is_file && part.contains(rows)) {
+            source_start_ = reinterpret_cast<const char *>(part.start);
+            source_end_ = reinterpret_cast<const char *>(part.end);
+        }
+    }
+}
+
+void PackedFile::release_rows(const char *rows, size_t bytes) {
+    if (rows < source_start_ || rows >= source_end_) find_source(rows);
+    if (source_start_ == source_end_) return;
+    const auto first = (reinterpret_cast<uintptr_t>(rows) + page - 1) / page * page;
+    const auto end = reinterpret_cast<uintptr_t>(rows + bytes) / page * page;
+    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_DONTNEED);
 }
 
 size_t PackedFile::bytes() const {
@@ -192,18 +228,20 @@ int PackedFile::write(const char *path) const {
         each.packed_check = entry.packed_check;
         stored.push_back(each);
     }
-    const size_t head = sizeof(Header) + stored.size() * sizeof(StoredEntry);
+    const size_t entries_end = sizeof(Header) + stored.size() * sizeof(StoredEntry);
     Header header = {};
     std::memcpy(header.magic, magic, sizeof magic);
     header.n_entries = stored.size();
-    header.data_start = (head + page - 1) / page * page;
+    header.data_start = (entries_end + page - 1) / page * page;
     header.data_bytes = size_;
-    const std::vector<char> padding(header.data_start - head);
+    const std::vector<char> padding(header.data_start - entries_end);
     const bool is_written =
         write_all(file, reinterpret_cast<const char *>(&header), sizeof header) &&
         write_all(file, reinterpret_cast<const char *>(stored.data()),
                   stored.size() * sizeof(StoredEntry)) &&
         write_all(file, padding.data(), padding.size()) && write_all(file, memory_, size_);
-    const int problem = is_written ? 0 : errno != 0 ? errno : EIO;
-    return close(file) == 0 || problem != 0 ? problem : errno;
+    int problem = 0;
+    if (!is_written) problem = errno != 0 ? errno : EIO;
+    const bool is_closed = close(file) == 0;
+    return is_closed || problem != 0 ? problem : errno;
 }

@@ -1,7 +1,5 @@
 #include "packed/packed_weights.h"
 
-#include "packed/packed_file.h"
-
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -9,61 +7,72 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <vector>
 
-const InstructionSet *kernels = nullptr;
+#include "ggml/tensor_types.h"
+#include "instruction_sets/choose_kernels.h"
+#include "packed/packed_file.h"
 
 namespace {
 
-struct TypeName {
-    const char *name;
-    WeightType type;
-};
-constexpr TypeName type_names[] = {
-    {"q4_0", WeightType::q4_0},     {"q4_1", WeightType::q4_1},     {"q5_0", WeightType::q5_0},
-    {"q5_1", WeightType::q5_1},     {"q8_0", WeightType::q8_0},     {"q2_K", WeightType::q2_k},
-    {"q3_K", WeightType::q3_k},     {"q4_K", WeightType::q4_k},     {"q5_K", WeightType::q5_k},
-    {"q6_K", WeightType::q6_k},     {"iq4_nl", WeightType::iq4_nl}, {"iq4_xs", WeightType::iq4_xs},
-    {"mxfp4", WeightType::mxfp4},   {"f16", WeightType::f16},       {"bf16", WeightType::bf16},
-    {"f32", WeightType::f32},
-};
-constexpr int n_types = 128;  // more than ggml has
-WeightType weight_types[n_types];
-CacheType cache_types[n_types];
+std::atomic<uint64_t> bytes_in_memory{0};
 
-std::atomic<uint64_t> alive_bytes{0};
+// --- packing ---
 
+// Groups of rows of one matrix.
 int64_t n_groups(const ggml_tensor *weights) {
     return (weights->ne[1] + kernels->rows_per_group - 1) / kernels->rows_per_group;
 }
 
-// Weights that arrive in pieces wait here until the whole tensor is there.
-std::mutex pieces_mutex;
-struct Pieces {
-    std::vector<char> data;
-    size_t arrived = 0;
-};
-std::map<const ggml_tensor *, Pieces> pieces;
+// Pack group `group` of matrix `matrix`.
+void pack_group(const ggml_tensor *weights, const char *rows, int64_t matrix, int64_t group,
+                char *packed) {
+    const int64_t row = group * kernels->rows_per_group;
+    const int64_t left = weights->ne[1] - row;
+    const int n_rows = static_cast<int>(std::min<int64_t>(kernels->rows_per_group, left));
+    kernels->pack(weight_type(weights), rows + matrix * weights->nb[2] + row * weights->nb[1],
+                  weights->nb[1], n_rows, weights->ne[0], packed);
+}
 
+// The work of one thread: it takes a few groups at a time. `next` is the first that nobody has taken.
 void pack_groups(const ggml_tensor *weights, const char *rows, char *packed,
                  std::atomic<int64_t> &next) {
-    const int64_t groups = n_groups(weights), total = groups * weights->ne[2];
+    const int64_t per_matrix = n_groups(weights);
+    const int64_t total = per_matrix * weights->ne[2];
     const size_t group_bytes = kernels->group_bytes(weight_type(weights), weights->ne[0]);
-    constexpr int64_t batch = 4;
-    for (int64_t first; (first = next.fetch_add(batch)) < total;) {
-        for (int64_t i = first; i < std::min(first + batch, total); i++) {
-            const int64_t row = i % groups * kernels->rows_per_group;
-            const int n_rows = static_cast<int>(
-                std::min<int64_t>(kernels->rows_per_group, weights->ne[1] - row));
-            kernels->pack(weight_type(weights), rows + i / groups * weights->nb[2] +
-                          row * weights->nb[1], weights->nb[1], n_rows, weights->ne[0],
-                          packed + i * group_bytes);
+    constexpr int64_t at_once = 4;
+    for (int64_t first; (first = next.fetch_add(at_once)) < total;) {
+        for (int64_t i = first; i < std::min(first + at_once, total); i++) {
+            pack_group(weights, rows, i / per_matrix, i % per_matrix, packed + i * group_bytes);
         }
     }
 }
+
+// Pack a whole tensor into its memory, unless the packed file in use has it already.
+void load_tensor(ggml_tensor *tensor, const char *rows) {
+    auto *packed = static_cast<char *>(tensor->data);
+    if (packed_file == nullptr) {
+        pack(tensor, rows, packed);
+        return;
+    }
+    const size_t bytes = packed_size(tensor);
+    if (!packed_file->has(tensor, rows, bytes)) {
+        pack(tensor, rows, packed);
+        packed_file->note_packed(tensor, rows, bytes);
+    }
+    packed_file->release_rows(rows, ggml_api.nbytes(tensor));
+}
+
+// Weights that arrive in pieces wait here until the whole tensor has arrived.
+struct Pieces {
+    std::vector<char> rows;
+    size_t arrived = 0;
+};
+std::mutex pieces_mutex;
+std::map<const ggml_tensor *, Pieces> pieces;
 
 // --- the buffer's functions, as ggml calls them ---
 
@@ -71,7 +80,7 @@ void free_buffer(ggml_backend_buffer *buffer) {
     if (buffer->context == nullptr) return;
     const size_t size = ggml_api.buffer_size(buffer);
     munmap(buffer->context, std::max<size_t>(size, 1));
-    alive_bytes -= size;
+    bytes_in_memory -= size;
 }
 
 void *get_base(ggml_backend_buffer *buffer) { return buffer->context; }
@@ -80,26 +89,16 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
                 size_t size) {
     const size_t bytes = ggml_api.nbytes(tensor);
     if (offset == 0 && size == bytes) {
-        const auto *rows = static_cast<const char *>(data);
-        const size_t packed_bytes = matrix_bytes(tensor) * tensor->ne[2];
-        if (packed_file == nullptr) {
-            pack(tensor, rows, static_cast<char *>(tensor->data));
-            return;
-        }
-        if (!packed_file->has(tensor, rows, packed_bytes)) {
-            pack(tensor, rows, static_cast<char *>(tensor->data));
-            packed_file->packed(tensor, rows, packed_bytes);
-        }
-        packed_file->drop(rows, size);
+        load_tensor(tensor, static_cast<const char *>(data));
         return;
     }
     const std::lock_guard<std::mutex> lock(pieces_mutex);
     Pieces &waiting = pieces[tensor];
-    waiting.data.resize(bytes);
-    std::memcpy(waiting.data.data() + offset, data, size);
+    waiting.rows.resize(bytes);
+    std::memcpy(waiting.rows.data() + offset, data, size);
     waiting.arrived += size;
     if (waiting.arrived >= bytes) {
-        pack(tensor, waiting.data.data(), static_cast<char *>(tensor->data));
+        pack(tensor, waiting.rows.data(), static_cast<char *>(tensor->data));
         pieces.erase(tensor);
     }
 }
@@ -114,7 +113,7 @@ ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {
         memory = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) return nullptr;
-        // Weights are read from end to end for each token: with pages of 2 MB that takes 5 % less.
+        // Weights are read from end to end for each token: with pages of 2 MB that takes 5% less time.
         madvise(memory, size, MADV_HUGEPAGE);
         if (packed_file != nullptr) packed_file->remember(memory, size);
     }
@@ -123,18 +122,18 @@ ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {
     functions.get_base = get_base;
     functions.set_tensor = set_tensor;
     functions.clear = clear;
-    alive_bytes += size;
+    bytes_in_memory += size;
     return ggml_api.buffer_init(type, functions, memory, size);
 }
 
 size_t get_alloc_size(ggml_backend_buffer_type *, const ggml_tensor *tensor) {
-    return can_pack(tensor) ? matrix_bytes(tensor) * tensor->ne[2] : ggml_api.nbytes(tensor);
+    return can_pack(tensor) ? packed_size(tensor) : ggml_api.nbytes(tensor);
 }
 
 ggml_backend_buffer_type buffer_type;
 
 // Whether a tensor is the scale of a matrix (`blk.0.attn_q.scale`, `.input_scale`: BitNet, NVFP4).
-// llama.cpp asks whether it can be multiplied as the matrix is, and then multiplies elements with it.
+// llama.cpp asks whether it can be multiplied like the matrix, and then multiplies elements with it.
 bool is_scale(const ggml_tensor *tensor) {
     const std::string_view name(tensor->name, strnlen(tensor->name, sizeof tensor->name));
     const auto ends_with = [&](std::string_view end) {
@@ -148,7 +147,7 @@ bool is_scale(const ggml_tensor *tensor) {
 void pack(const ggml_tensor *weights, const char *rows, char *packed) {
     std::atomic<int64_t> next{0};
     const size_t bytes = ggml_api.nbytes(weights);
-    // A thread takes some 20 us to start, in which another one packs some 20 KB.
+    // Starting a thread takes about 20 us, in which another one packs about 20 KB.
     const size_t useful = 1 + bytes / (256 << 10);
     const unsigned n_threads = static_cast<unsigned>(
         std::min<size_t>(std::max(1U, std::thread::hardware_concurrency()), useful));
@@ -183,41 +182,14 @@ bool is_packed(const ggml_tensor *tensor) {
 
 bool can_pack(const ggml_tensor *weights) {
     const WeightType type = weight_type(weights);
-    return type != WeightType::none && !is_scale(weights) && weights->view_src == nullptr && weights->ne[3] == 1 &&
-           weights->ne[0] > 0 && weights->ne[0] % kernels->inputs_per_block(type) == 0;
+    return type != WeightType::none && !is_scale(weights) && weights->view_src == nullptr &&
+           weights->ne[3] == 1 && weights->ne[0] > 0 &&
+           weights->ne[0] % kernels->inputs_per_block(type) == 0;
 }
 
-WeightType weight_type(const ggml_tensor *weights) {
-    return weights->type >= 0 && weights->type < n_types ? weight_types[weights->type]
-                                                         : WeightType::none;
+size_t packed_size(const ggml_tensor *weights) {
+    const size_t group_bytes = kernels->group_bytes(weight_type(weights), weights->ne[0]);
+    return group_bytes * n_groups(weights) * weights->ne[2];
 }
 
-CacheType cache_type(const ggml_tensor *tensor) {
-    return tensor->type >= 0 && tensor->type < n_types ? cache_types[tensor->type]
-                                                       : CacheType::unsupported;
-}
-
-void learn_types() {
-    for (int t = 0; t < n_types; t++) {
-        weight_types[t] = WeightType::none;
-        cache_types[t] = CacheType::unsupported;
-    }
-    for (int t = 0; t < n_ggml_types && t < n_types; t++) {
-        const char *found = ggml_api.type_name(t);
-        if (found == nullptr) continue;
-        const std::string name = found;
-        for (const auto &known : type_names) {
-            if (name == known.name) weight_types[t] = known.type;
-        }
-        if (name == "f32") cache_types[t] = CacheType::f32;
-        if (name == "f16") cache_types[t] = CacheType::f16;
-        if (name == "bf16") cache_types[t] = CacheType::bf16;
-        if (name == "q8_0") cache_types[t] = CacheType::q8_0;
-    }
-}
-
-size_t matrix_bytes(const ggml_tensor *weights) {
-    return kernels->group_bytes(weight_type(weights), weights->ne[0]) * n_groups(weights);
-}
-
-uint64_t packed_bytes() { return alive_bytes; }
+uint64_t packed_bytes() { return bytes_in_memory; }

@@ -7,20 +7,23 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
-#include <new>
 
+#include "ggml/tensor_types.h"
 #include "packed/packed_weights.h"
 
 namespace {
 
-// Where a matrix lies as it was sent (`bytes` from the key on), and packed.
+// --- the packed matrices ---
+
 struct Matrix {
+    // Bytes of the matrix as it was sent, from its address on.
     size_t bytes;
     char *packed;
     size_t packed_bytes;
 };
 
-// By address. Written between graphs and read within them: a worker does one thing after the other.
+// By the address of the matrix as it was sent. Written between graphs and read within them: a worker
+// does one thing after the other.
 std::map<uintptr_t, Matrix> matrices;
 
 uintptr_t address(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer); }
@@ -42,7 +45,7 @@ void forget(uintptr_t first, uintptr_t end) {
     }
 }
 
-// The matrix that has an address in it; null if none has.
+// The matrix that contains an address; null if none does.
 const Matrix *matrix_at(uintptr_t at) {
     auto next = matrices.upper_bound(at);
     if (next == matrices.begin()) return nullptr;
@@ -50,18 +53,19 @@ const Matrix *matrix_at(uintptr_t at) {
     return at < next->first + next->second.bytes ? &next->second : nullptr;
 }
 
-// Whether a tensor is for products only: quantised weights of a layer, or of its experts. What is not
-// quantised other operators read too, and other stacks of matrices are multiplied one by one.
+// Whether a tensor is used for products only: quantised weights of a layer, or of its experts. Weights
+// that are not quantised are read by other operators too, and other stacks of matrices are multiplied
+// one by one.
 bool is_matrix(const ggml_tensor *tensor) {
     const WeightType type = weight_type(tensor);
-    const bool is_quantised =
+    const bool is_quantized =
         type != WeightType::f32 && type != WeightType::f16 && type != WeightType::bf16;
     const bool is_alone = tensor->ne[2] == 1 || std::strstr(tensor->name, "_exps.") != nullptr;
-    return can_pack(tensor) && is_quantised && is_alone && tensor->ne[1] > 1 &&
+    return can_pack(tensor) && is_quantized && is_alone && tensor->ne[1] > 1 &&
            std::strstr(tensor->name, ".weight") != nullptr;
 }
 
-// Give the pages between two addresses back to the system. They read as zeros from then on.
+// Give the pages between two addresses back to the system. From then on they read as zeros.
 void drop_pages(uintptr_t first, uintptr_t end) {
     const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     first = (first + page - 1) / page * page;
@@ -85,10 +89,10 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
     const uintptr_t at = address(tensor->data);
     forget(at, at + std::max<size_t>(ggml_api.nbytes(tensor), 1));
     if (offset == 0 && size == ggml_api.nbytes(tensor) && is_matrix(tensor)) {
-        const size_t packed_bytes = matrix_bytes(tensor) * tensor->ne[2];
-        if (char *packed = map_memory(packed_bytes)) {
+        const size_t bytes = packed_size(tensor);
+        if (char *packed = map_memory(bytes)) {
             pack(tensor, static_cast<const char *>(data), packed);
-            matrices[at] = {size, packed, packed_bytes};
+            matrices[at] = {size, packed, bytes};
             drop_pages(at, at + size);
             return;
         }

@@ -7,15 +7,16 @@
 
 namespace {
 
-// The largest absolute value of n (a multiple of 4) numbers; NaN if one is not finite.
+// The largest magnitude of n numbers (a multiple of 4); NaN if one is not finite.
 inline float largest_magnitude(const float *values, int n) {
-    float32x4_t largest = vdupq_n_f32(0), not_finite = vdupq_n_f32(0);
+    float32x4_t largest = vdupq_n_f32(0);
+    float32x4_t poison = vdupq_n_f32(0);  // sums 0 * value: NaN if a value is not finite
     for (int i = 0; i < n; i += 4) {
         const float32x4_t v = vld1q_f32(values + i);
         largest = vmaxq_f32(largest, vabsq_f32(v));
-        not_finite = vfmaq_f32(not_finite, v, vdupq_n_f32(0));  // NaN, or 0
+        poison = vfmaq_f32(poison, v, vdupq_n_f32(0));
     }
-    const bool finite = vminvq_u32(vceqq_f32(not_finite, not_finite)) != 0;
+    const bool finite = vminvq_u32(vceqq_f32(poison, poison)) != 0;
     return finite ? vmaxvq_f32(largest) : __builtin_nanf("");
 }
 
@@ -29,15 +30,16 @@ inline int8x16_t to_bytes(const float *values, float factor) {
                        vqmovn_s16(vcombine_s16(part[2], part[3])));
 }
 
-// 32 activations as 8 words from `word` on, `apart` from each other; `sums` are those of each 16.
-inline void put_codes(const float *values, float factor, int32_t *word, int apart, int sums[2]) {
+// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16 bytes
+// each.
+inline void put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
     int32_t words[8];
     for (int i = 0; i < 2; i++) {
         const int8x16_t bytes = to_bytes(values + 16 * i, factor);
         sums[i] = vaddlvq_s8(bytes);
         vst1q_s32(words + 4 * i, vreinterpretq_s32_s8(bytes));
     }
-    for (int g = 0; g < 8; g++) word[g * apart] = words[g];
+    for (int g = 0; g < 8; g++) word[g * stride] = words[g];
 }
 
 }  // namespace

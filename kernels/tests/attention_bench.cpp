@@ -73,7 +73,7 @@ int main(int argc, char **argv) {
         job.queries = reinterpret_cast<const char *>(queries.data());
         job.query_head_stride = 4 * size, job.query_row_stride = 4 * size * n_heads;
         job.key_type = job.value_type =
-            bytes ? CacheType::q8_0 : bfloats ? CacheType::bf16 : CacheType::f16;
+            bytes ? NumberType::q8_0 : bfloats ? NumberType::bf16 : NumberType::f16;
         job.key_cell_stride = job.value_cell_stride = cell_bytes;
         job.key_head_stride = job.value_head_stride = head_bytes;
         job.n_rows = n_rows, job.n_cells = n_cells, job.n_heads = n_heads, job.n_kv_heads = n_kv_heads;

@@ -124,7 +124,7 @@ bool print_products(const InstructionSet &set, const Block &block) {
 
 // Tensors that are not packed. Sums over inputs have an order that depends on the lanes, so these bits
 // differ from one instruction set to another: they are compared with exact sums. Sums over cells do not.
-bool print_plain(const InstructionSet &set, const Block &block, CacheType type, bool over_cells) {
+bool print_plain(const InstructionSet &set, const Block &block, NumberType type, bool over_cells) {
     constexpr int n_inputs = 203, n_rows = 9, n_columns = 7;
     const Bytes rows = random_weights(block, n_rows, n_inputs);
     std::vector<std::vector<float>> columns(n_columns, std::vector<float>(n_inputs));
@@ -150,7 +150,7 @@ bool print_plain(const InstructionSet &set, const Block &block, CacheType type, 
         digest.add(outputs);
         return report((std::string("cells-") + block.name).c_str(), digest, equal);
     }
-    for (int c = 0; type == CacheType::f32 && c < n_columns; c++) {
+    for (int c = 0; type == NumberType::f32 && c < n_columns; c++) {
         for (int r = 0; r < n_rows; r++) {
             double exact = 0, size = 0;
             for (int i = 0; i < n_inputs; i++) {
@@ -196,9 +196,9 @@ int main() {
     bool good = true;
     for (const Block &block : blocks) good = print_products(SET, block) && good;
     for (const bool over_cells : {false, true}) {
-        good = print_plain(SET, blocks[13], CacheType::f16, over_cells) && good;
-        good = print_plain(SET, blocks[14], CacheType::bf16, over_cells) && good;
-        good = print_plain(SET, blocks[15], CacheType::f32, over_cells) && good;
+        good = print_plain(SET, blocks[13], NumberType::f16, over_cells) && good;
+        good = print_plain(SET, blocks[14], NumberType::bf16, over_cells) && good;
+        good = print_plain(SET, blocks[15], NumberType::f32, over_cells) && good;
     }
     return print_softmax(SET) && good ? 0 : 1;
 }

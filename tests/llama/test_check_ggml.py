@@ -56,7 +56,7 @@ MORE, WORK_SIZE = "    virtual void more() = 0;", "    virtual bool work_size"
 WRONG = {
     "sizes and types": [
         ("int32_t flags;", "int32_t flags, more;", "ggml_tensor has another size"),
-        ("int ith, nth;", "int nth, ith;", "ggml_compute_params::ith lies elsewhere"),
+        ("int ith;  //", "int more, ith;  //", "ggml_compute_params::ith lies elsewhere"),
         ("bool (*is_host)", "int (*is_host)", "is_host has another type"),
         ("backend_api_version = 2", "backend_api_version = 3", "have another interface"),
         ("n_ggml_types = ", "n_ggml_types = 1 + ", "more or fewer types"),
