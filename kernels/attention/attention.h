@@ -1,15 +1,15 @@
 // Attention of a few rows over a cache of keys and values, as needed for verifying drafts.
 //
-// A row's output has the same bits whatever is computed with it: other rows and streams, the number
-// of threads, cells that it does not see, and the order of the cells that it sees. It depends on the
-// row's query and on the set of (key, value) pairs that it sees. So a token that a draft tree
-// predicted correctly gets, when it is verified in a batch, exactly the output that decoding it alone
-// would give.
+// A row's output has the same bits whatever is computed with it: other rows and streams, the
+// number of threads, cells that it does not see, and the order of the cells that it sees. It
+// depends on the row's query and on the set of (key, value) pairs that it sees. So a token that a
+// draft tree predicted correctly gets, when it is verified in a batch, exactly the output that
+// decoding it alone would give.
 //
 // There are three passes:
 //     scores.h            scores = cap(queries * keys * scale) + slope * mask
 //     softmax_weights.h   weights = exp(scores - the largest score), as integers
-//     weighted_sums.h     outputs = the exact sum of weights * values, divided by that of the weights
+//     weighted_sums.h     outputs = the exact sum of weights * values / that of the weights
 //
 // The work is cut into tasks: up to 96 rows and heads that share a head of keys and values. Each
 // thread takes tasks of its own if there are enough of them; otherwise all threads share each task.
@@ -40,10 +40,10 @@ struct ThreadBarrier {
 template <class V>
 struct AttentionPlan {
     static constexpr int64_t alignment = 64;
-    // Rows of a task: enough to hide the conversion of keys and values, few enough that the scores of
-    // a long cache fit into the processor's cache. After 17 thousand cells, keys and values do not fit
-    // either: then reading them once for 60 rows costs less than scores that fit (half the time at 64
-    // thousand).
+    // Rows of a task: enough to hide the conversion of keys and values, few enough that the
+    // scores of a long cache fit into the processor's cache. After 17 thousand cells, keys and
+    // values do not fit either: then reading them once for 60 rows costs less than scores that
+    // fit (half the time at 64 thousand).
     static constexpr int64_t most_rows = 96;
     static constexpr int64_t least_rows = 60;
     static constexpr int64_t most_scores = 1 << 20;

@@ -2,8 +2,8 @@
 //
 //     value = integer * factor        |integer| <= 2^13
 //
-// with one factor for each cell: the power of two that makes its largest |value| an integer from 2^12
-// to 2^13. So all float16 values of the two highest binades of a cell are exact.
+// with one factor for each cell: the power of two that makes its largest |value| an integer from
+// 2^12 to 2^13. So all float16 values of the two highest binades of a cell are exact.
 #pragma once
 
 #include "attention/prefetch.h"
@@ -21,9 +21,9 @@ struct IntegerValues {
 
     // --- factors ---
 
-    // The factor of a cell, from the exponent of its largest |value|. A cell that is not finite has a
-    // factor of NaN, which reaches the weights of exactly those rows that see the cell. If all values
-    // are nearly 0, the factor is 2^-109, which still has an inverse.
+    // The factor of a cell, from the exponent of its largest |value|. A cell that is not finite
+    // has a factor of NaN, which reaches the weights of exactly those rows that see the cell. If
+    // all values are nearly 0, the factor is 2^-109, which still has an inverse.
     static float factor(int exponent) {
         if (exponent == not_finite) return __builtin_nanf("");
         const int n = exponent < -97 ? -109 : exponent - 12;
@@ -47,7 +47,8 @@ struct IntegerValues {
     static int largest_exponent(const char *cell, int64_t size) {
         Ints largest = V::zero_ints();
         if constexpr (type == NumberType::f16) {
-            // Two for each lane, without converting them. The last vector may overlap its neighbour.
+            // Two for each lane, without converting them. The last vector may overlap its
+            // neighbour.
             constexpr int64_t step = 2 * V::lanes;
             if (size >= step) {
                 for (int64_t i = 0; i < size; i += step) {
@@ -79,7 +80,8 @@ struct IntegerValues {
         const char *operator[](int i) const { return values + smaller(first + i, last) * stride; }
     };
 
-    // Find the factors of a block. Unless its values were prefetched, prefetch those of the next block.
+    // Find the factors of a block. Unless its values were prefetched, prefetch those of the next
+    // block.
     static void find_factors(const AttentionJob &job, const AttentionTask &task, int64_t block,
                              bool prefetched, float *factors) {
         with_type(job.value_type, [&](auto type) {
@@ -94,9 +96,9 @@ struct IntegerValues {
 
     // --- integers ---
 
-    // Convert the values of a block: `n` numbers of each from `first` on, which is a multiple of the
-    // lanes. The numbers of two cells are stored side by side, because the dot product of pairs adds
-    // both at once.
+    // Convert the values of a block: `n` numbers of each from `first` on, which is a multiple of
+    // the lanes. The numbers of two cells are stored side by side, because the dot product of
+    // pairs adds both at once.
     static void convert(const AttentionJob &job, const AttentionTask &task, int64_t block,
                         const float *factors, int64_t first, int64_t n, int16_t *pairs) {
         with_type(job.value_type, [&](auto type) {

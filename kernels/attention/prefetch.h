@@ -19,8 +19,9 @@ inline void prefetch_to_write(const void *to, int64_t bytes) {
 
 // Asks for the lines of some cells one at a time, between other work.
 //
-// The cells of one head are far apart in the cache, so that the processor does not foresee them, and
-// if many are asked for at once it waits. (One row over 14 thousand cells takes 0.9 of the time.)
+// The cells of one head are far apart in the cache, so that the processor does not foresee them,
+// and if many are asked for at once it waits. (One row over 14 thousand cells takes 0.9 of the
+// time.)
 class CellPrefetcher {
     // The next cell, and the line in it that comes next.
     const char *cell;

@@ -36,8 +36,8 @@ template <class V>
 struct AttentionScores {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
-    // A tile, whose sums fit into the registers: so many rows and 2 vectors of cells. The float keys
-    // of a tile (16 KB for 128 dimensions on AVX-512) stay in the first-level cache.
+    // A tile, whose sums fit into the registers: so many rows and 2 vectors of cells. The float
+    // keys of a tile (16 KB for 128 dimensions on AVX-512) stay in the first-level cache.
     static constexpr int most_rows = V::accumulators / 2;
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
@@ -74,9 +74,10 @@ struct AttentionScores {
 
     // --- keys ---
 
-    // Convert the keys of a tile to floats and transpose them, so that a vector holds one dimension
-    // of many cells. (Cells after the last one repeat it; they are hidden.) In registers, this takes
-    // 260 ns for 16 cells of 128 dimensions; through memory, in pieces of 4 dimensions, it took 400.
+    // Convert the keys of a tile to floats and transpose them, so that a vector holds one
+    // dimension of many cells. (Cells after the last one repeat it; they are hidden.) In
+    // registers, this takes 260 ns for 16 cells of 128 dimensions; through memory, in pieces of 4
+    // dimensions, it took 400.
     template <NumberType type>
     static void transpose_keys(const AttentionJob &job, const AttentionTask &task,
                                int64_t first_cell, const ThreadMemory &memory) {
@@ -212,9 +213,9 @@ struct AttentionScores {
         for (int first = 0; first < cells_per_block; first += tile_cells) {
             const int64_t first_cell = blocks[position] * cells_per_block + first;
             const int64_t next_cell = first_cell + tile_cells;
-            // While rows are multiplied, what is needed next is on its way: during the first tile of
-            // rows the keys of the next cells, during the second one the values of these cells, for
-            // their factors.
+            // While rows are multiplied, what is needed next is on its way: during the first tile
+            // of rows the keys of the next cells, during the second one the values of these
+            // cells, for their factors.
             const CellPrefetcher next[] = {
                 {keys + next_cell * job.key_cell_stride, job.key_cell_stride, key_bytes,
                  smaller(tile_cells, job.n_cells - next_cell)},

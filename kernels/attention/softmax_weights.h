@@ -1,18 +1,18 @@
 // The second pass of attention: the scores of a row become integer weights.
 //
-// A sum of floats depends on the order of its terms, and the cells of a sequence are in any order in
-// the cache. So all sums over cells are sums of integers, which do not. For the cells that a row
-// sees, with scores s, values v = integer * factor, |integer| <= 2^13, and m = max s:
+// A sum of floats depends on the order of its terms, and the cells of a sequence are in any order
+// in the cache. So all sums over cells are sums of integers, which do not. For the cells that a
+// row sees, with scores s, values v = integer * factor, |integer| <= 2^13, and m = max s:
 //
 //     output = sum of exp(s - m) * factor * integer / (sum of exp(s - m) + exp(sink - m))
 //
 //  - The denominator adds exp(s - m) * 2^28, rounded to integers: an error of 2^-29 per cell, where
 //    the denominator is at least 1.
-//  - A weight is exp(s - m) * factor * (a power of two), rounded to an integer W. The power is chosen
-//    such that the mean W is 2^10 to 2^11 (more for fewer than 128 cells) and the largest at most
-//    2^23. Both the sum and the largest of the unrounded weights are exact, so the power depends only
-//    on the set of cells. Rounding equal weights is a random error of 2e-4 of one of them; if a few
-//    cells have most of the weight, it is a far smaller part of the output.
+//  - A weight is exp(s - m) * factor * (a power of two), rounded to an integer W. The power is
+//    chosen such that the mean W is 2^10 to 2^11 (more for fewer than 128 cells) and the largest
+//    at most 2^23. Both the sum and the largest of the unrounded weights are exact, so the power
+//    depends only on the set of cells. Rounding equal weights is a random error of 2e-4 of one of
+//    them; if a few cells have most of the weight, it is a far smaller part of the output.
 //  - The integers of values have 13 bits and a sign (float16 has 11 bits): rounding values below a
 //    quarter of the largest of their cell is an error of at most 2^-13 of the largest.
 //
@@ -173,8 +173,8 @@ struct SoftmaxWeights {
         constexpr int vectors = cells_per_block / V::lanes;
         Ints weight[vectors], light[vectors], heavy[vectors];
         for (int v = 0; v < vectors; v++) {
-            const Floats scaled = V::multiply(V::load_floats(weights + v * V::lanes), V::all(scale));
-            weight[v] = V::round_to_ints(scaled);
+            const Floats floats = V::load_floats(weights + v * V::lanes);
+            weight[v] = V::round_to_ints(V::multiply(floats, V::all(scale)));
         }
         bool any_heavy = split(weight, lightest_heavy, light, heavy);
         Ints light_sum = V::zero_ints();

@@ -45,8 +45,8 @@ struct Share {
     int n;
 };
 
-// The blocks of cells that a task sees. All passes work on these, by their position in the list. The
-// list is in memory of the thread, its length first.
+// The blocks of cells that a task sees. All passes work on these, by their position in the list.
+// The list is in memory of the thread, its length first.
 struct BlockList {
     uint32_t *memory;
 

@@ -28,13 +28,13 @@ struct WeightedSums {
     // A tile of registers: so many rows, and vectors of outputs.
     static constexpr int most_rows = 6;
     static constexpr int tile_vectors = V::accumulators / most_rows;
-    // The vectors of a strip. Tiles of the same rows in a strip share the search for the few pairs of
-    // cells that have heavy weights.
+    // The vectors of a strip. Tiles of the same rows in a strip share the search for the few
+    // pairs of cells that have heavy weights.
     static constexpr int strip_vectors = 128 / V::lanes;
     // Threads that share a task get strips as long as the numbers in a line of the cache.
     static constexpr int shared_vectors = 32 / V::lanes;
-    // How many blocks of values are integers at the same time: 128 KB for 128 dimensions, which stay
-    // in the second-level cache.
+    // How many blocks of values are integers at the same time: 128 KB for 128 dimensions, which
+    // stay in the second-level cache.
     static constexpr int64_t blocks_at_once = 8;
 
     // What a tile of rows multiplies.
@@ -77,7 +77,8 @@ struct WeightedSums {
 
     // --- sums of a tile ---
 
-    // Add the products of light parts, for `rows` rows and vectors first, first + 1, ... of a strip.
+    // Add the products of light parts, for `rows` rows and vectors first, first + 1, ... of a
+    // strip.
     template <int rows, int vectors>
     [[gnu::noinline]] SUMS_IN_REGISTERS static void add_light(const Operands &from, int first,
                                                               Sums &to) {
@@ -160,8 +161,8 @@ struct WeightedSums {
         add_strip<rows>(from, n_vectors, to);
     }
 
-    // Add some blocks of a strip to the sums of rows m to m + n_rows of the task. `position` is that
-    // of the first block, of `n_positions` in all.
+    // Add some blocks of a strip to the sums of rows m to m + n_rows of the task. `position` is
+    // that of the first block, of `n_positions` in all.
     static void add_blocks(const Operands &strip, int n_vectors, int64_t m, int n_rows,
                            int64_t position, int64_t n_positions, const TaskMemory &memory,
                            Sums &to) {

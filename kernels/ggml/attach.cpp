@@ -2,11 +2,12 @@
 //
 // ggml's CPU backend keeps a list of extra buffer types: other layouts of weights, with code that
 // multiplies them. llama.cpp's own layouts are in it, and `attach` puts ours in front of them. So
-// weights that we cover are loaded into our layout, the CPU backend's threads call our code for their
-// operators, and everything else stays as it is: no second thread pool, no splits of the graph, and
-// adapters and control vectors where llama.cpp expects them. (The alternative, a device of our own,
-// splits a graph into some 300 parts and needs threads of its own: 0.4 ms per token of a 1.5B model,
-// and 1.5 ms per token of a 0.5B model, which is a tenth of what such a draft costs.)
+// weights that we cover are loaded into our layout, the CPU backend's threads call our code for
+// their operators, and everything else stays as it is: no second thread pool, no splits of the
+// graph, and adapters and control vectors where llama.cpp expects them. (The alternative, a
+// device of our own, splits a graph into some 300 parts and needs threads of its own: 0.4 ms per
+// token of a 1.5B model, and 1.5 ms per token of a 0.5B model, which is a tenth of what such a
+// draft costs.)
 //
 // The list is internal to ggml-cpu: see ggml_internals.h.
 #include "ggml/attach.h"
@@ -48,9 +49,9 @@ bool find(void *library, const char *name, Function &function) {
     return function != nullptr;
 }
 
-// The library of the CPU backend in use; null if ggml has none. It has one of several names if ggml
-// chose it for this processor (GGML_BACKEND_DL), so the address of one of its functions tells which it
-// is.
+// The library of the CPU backend in use; null if ggml has none. It has one of several names if
+// ggml chose it for this processor (GGML_BACKEND_DL), so the address of one of its functions
+// tells which it is.
 void *cpu_library(void *registry) {
     const auto backend_by_name = reinterpret_cast<ggml_backend_reg *(*)(const char *)>(
         dlsym(registry, "ggml_backend_reg_by_name"));
@@ -62,8 +63,8 @@ void *cpu_library(void *registry) {
     return dlopen(about.dli_fname, RTLD_NOW | RTLD_NOLOAD);
 }
 
-// Find the functions of the ggml that is loaded, if it is the version whose structures are declared.
-// Structures of another version are not touched.
+// Find the functions of the ggml that is loaded, if it is the version whose structures are
+// declared. Structures of another version are not touched.
 bool find_functions() {
     const std::string not_loaded =
         they_are_for() +

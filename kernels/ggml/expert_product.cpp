@@ -159,9 +159,9 @@ struct ExpertProductTraits : ggml::cpu::tensor_traits {
         product.prepare(by_expert, prepared, params->ith, params->nth);
         ggml_api.barrier(params->threadpool);
 
-        // The groups of rows of the experts that have pairs, as if they were one matrix. (A token uses
-        // few experts of many: turns for the others took a third of its time, 14.9 instead of 9.5 ms
-        // with 8 of 128 experts.)
+        // The groups of rows of the experts that have pairs, as if they were one matrix. (A token
+        // uses few experts of many: turns for the others took a third of its time, 14.9 instead
+        // of 9.5 ms with 8 of 128 experts.)
         const int64_t per_expert = product.matrix.n_groups;
         const int64_t n_groups = by_expert.n_used() * per_expert;
         const int64_t chunk =

@@ -1,10 +1,10 @@
 // The parts of ggml's internal interface that the library relies on.
 //
-// ggml ships headers for its users, but not for those who extend its CPU backend. These declarations
-// describe the binaries of one version of ggml: that of the llama-cpp-python in pyproject.toml.
-// tests/ggml_layout_check.cpp compares them with ggml's own headers, and attach.cpp refuses any other
-// version. docs/kernels.md, "When llama.cpp moves", explains how to follow ggml, and why the public
-// interface does not suffice.
+// ggml ships headers for its users, but not for those who extend its CPU backend. These
+// declarations describe the binaries of one version of ggml: that of the llama-cpp-python in
+// pyproject.toml. tests/ggml_layout_check.cpp compares them with ggml's own headers, and
+// attach.cpp refuses any other version. docs/kernels.md, "When llama.cpp moves", explains how to
+// follow ggml, and why the public interface does not suffice.
 #pragma once
 
 #include <cstddef>
@@ -106,8 +106,8 @@ struct ggml_backend_reg {
 constexpr int backend_api_version = 2;
 
 // The CPU backend asks every extra buffer type about each operator of a graph. The object that
-// `get_tensor_traits` returns computes it, in all threads at once, unless it returns false. ggml calls
-// these functions through virtual tables, so their order matters.
+// `get_tensor_traits` returns computes it, in all threads at once, unless it returns false. ggml
+// calls these functions through virtual tables, so their order matters.
 namespace ggml::cpu {
 class tensor_traits {
   public:
@@ -123,20 +123,21 @@ class extra_buffer_type {
 };
 }  // namespace ggml::cpu
 
-// The buffer types of a device besides its own. ggml_backend_reg_get_proc_address finds the function.
+// The buffer types of a device besides its own. ggml_backend_reg_get_proc_address finds the
+// function.
 using GetExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
 
 // What ggml's CPU backend knows about a type.
 struct ggml_type_traits_cpu {
     void (*from_float)(const float *values, void *row, int64_t n);
-    void (*vec_dot)(int n, float *output, size_t, const void *row, size_t, const void *other, size_t,
-                    int n_rows);
+    void (*vec_dot)(int n, float *output, size_t, const void *row, size_t, const void *other,
+                    size_t, int n_rows);
     int vec_dot_type;  // the type of the other row
     int64_t nrows;     // the most rows that one call takes
 };
 
-// The functions of ggml's libraries that are called. They are looked up when the library is attached,
-// so that nothing of llama.cpp is needed to compile it.
+// The functions of ggml's libraries that are called. They are looked up when the library is
+// attached, so that nothing of llama.cpp is needed to compile it.
 struct Ggml {
     // Public functions of libggml-base.
     const char *(*version)();

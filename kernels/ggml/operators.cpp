@@ -22,9 +22,9 @@ struct CountingTraits : ggml::cpu::tensor_traits {
     }
 };
 
-// Whether a product can be computed with packed weights. llama.cpp asks this about each tensor of a
-// file, with each operator that it may be used in. (Some of these have no second source: it asks about
-// attention sinks as a GGML_OP_SCALE.)
+// Whether a product can be computed with packed weights. llama.cpp asks this about each tensor of
+// a file, with each operator that it may be used in. (Some of these have no second source: it
+// asks about attention sinks as a GGML_OP_SCALE.)
 bool can_multiply(const ggml_tensor *op) {
     if (op->op != ggml_api.mul_mat && op->op != ggml_api.mul_mat_id) return false;
     const ggml_tensor *weights = op->src[0];

@@ -6,13 +6,14 @@
 // What the CPU backend asks about each operator.
 ggml::cpu::extra_buffer_type *operators();
 
-// From now on: whether weights that are loaded are packed by us; and whether we compute attention and
-// operators on tensors that are not packed (plain_operators.cpp).
+// From now on: whether weights that are loaded are packed by us; and whether we compute attention
+// and operators on tensors that are not packed (plain_operators.cpp).
 void enable_operators(bool products, bool attention);
 
-// While a limit is set, products with a matrix of `n_rows` rows compute only some groups of rows: those
-// with at least one of `rows`, which are in increasing order. Their other outputs are -infinity. A
-// limit applies to graphs that the calling thread computes, until it sets another limit, or null.
+// While a limit is set, products with a matrix of `n_rows` rows compute only some groups of rows:
+// those with at least one of `rows`, which are in increasing order. Their other outputs are
+// -infinity. A limit applies to graphs that the calling thread computes, until it sets another
+// limit, or null.
 struct RowLimit;
 RowLimit *new_row_limit(int64_t n_rows, const int32_t *rows, int64_t n);
 void delete_row_limit(RowLimit *limit);

@@ -32,11 +32,13 @@ struct ColumnTiles {
         : most(kernels->max_columns(type, n_columns)), count((n_columns + most - 1) / most),
           smaller_size(count ? n_columns / count : 0), n_larger(count ? n_columns % count : 0) {}
     int64_t first(int64_t tile) const { return tile * smaller_size + std::min(tile, n_larger); }
-    int size(int64_t tile) const { return static_cast<int>(smaller_size + (tile < n_larger ? 1 : 0)); }
+    int size(int64_t tile) const {
+        return static_cast<int>(tile < n_larger ? smaller_size + 1 : smaller_size);
+    }
 };
 
-// A packed matrix, or a stack of packed matrices of the same size. Its rows are in groups, which the
-// kernels multiply one at a time.
+// A packed matrix, or a stack of packed matrices of the same size. Its rows are in groups, which
+// the kernels multiply one at a time.
 struct PackedMatrix {
     // The packed form; null if there is none.
     const char *packed;

@@ -7,8 +7,8 @@
 #include "ggml/operators.h"
 #include "ggml/packed_matrix.h"
 
-// See operators.h. The thread that computes a graph has a limit; the other threads of its pool learn it
-// from that thread.
+// See operators.h. The thread that computes a graph has a limit; the other threads of its pool
+// learn it from that thread.
 struct RowLimit {
     // The limit is for matrices of so many rows.
     int64_t n_rows = 0;
@@ -20,8 +20,8 @@ namespace {
 
 thread_local RowLimit *row_limit = nullptr;
 
-// A panel of prepared columns stays in the second-level cache while one group of rows after the other
-// is multiplied with it.
+// A panel of prepared columns stays in the second-level cache while one group of rows after the
+// other is multiplied with it.
 constexpr size_t panel_bytes = 768 << 10;
 
 struct PackedProduct {
@@ -50,8 +50,9 @@ struct PackedProduct {
             rest % inputs->ne[2] * inputs->nb[2] + rest / inputs->ne[2] * inputs->nb[3]);
     }
 
-    // A thread prepares whole tiles, or a part of each tile if there are few: never single columns of
-    // a tile, whose words are interleaved, so that threads would wait for each other's cache lines.
+    // A thread prepares whole tiles, or a part of each tile if there are few: never single
+    // columns of a tile, whose words are interleaved, so that threads would wait for each other's
+    // cache lines.
     void prepare(char *prepared, int thread, int n_threads) const {
         const int64_t n_blocks = matrix.n_blocks();
         const bool whole = tiles.count >= 4 * n_threads;

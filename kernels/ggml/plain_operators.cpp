@@ -3,8 +3,8 @@
 // hidden state), with weights that other operators read too (`token_embd` as the output), and with
 // adapters; and the softmax of attention.
 //
-// llama.cpp computes a single column as dot products of rows, and two or more with tiles, which add up
-// in another order. A model has few and small products of this kind, if any.
+// llama.cpp computes a single column as dot products of rows, and two or more with tiles, which
+// add up in another order. A model has few and small products of this kind, if any.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

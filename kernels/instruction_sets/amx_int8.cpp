@@ -1,5 +1,6 @@
-// The kernels for CPUs with AMX and its extension for bytes. Products with many columns use its tile
-// registers (products/amx_product.h); everything else is done by the kernels for AVX-512 with VNNI.
+// The kernels for CPUs with AMX and its extension for bytes. Products with many columns use its
+// tile registers (products/amx_product.h); everything else is done by the kernels for AVX-512
+// with VNNI.
 #include "instruction_sets/instruction_set.h"
 #include "products/amx_product.h"
 

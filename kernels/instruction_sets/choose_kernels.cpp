@@ -57,8 +57,8 @@ uint32_t saved_registers() {
     return low;
 }
 
-// Whether the CPU has AMX and the system lets this process use its registers: 8 KB per thread, which
-// are saved only for processes that ask for it.
+// Whether the CPU has AMX and the system lets this process use its registers: 8 KB per thread,
+// which are saved only for processes that ask for it.
 bool may_use_tiles() {
     if (!all_of(CpuId(7).d, {24, 25})) return false;  // AMX-TILE, AMX-INT8
     constexpr long request_permission = 0x1023;       // ARCH_REQ_XCOMP_PERM

@@ -1,11 +1,12 @@
 // What the code for one instruction set offers to the rest of the library.
 //
-// Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled with
-// the compiler flags of its instruction set, and defines one constant table. Nothing else is shared
-// between these files, so that no function compiled for a newer CPU can be called on an older one:
-// they use no containers or algorithms of the standard library, and all their templates have the
-// vector type of the instruction set as a parameter. (amx_int8.cpp calls functions of the table of
-// avx512_vnni.cpp; code that both contain is compiled for the same instructions.)
+// Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled
+// with the compiler flags of its instruction set, and defines one constant table. Nothing else is
+// shared between these files, so that no function compiled for a newer CPU can be called on an
+// older one: they use no containers or algorithms of the standard library, and all their
+// templates have the vector type of the instruction set as a parameter. (amx_int8.cpp calls
+// functions of the table of avx512_vnni.cpp; code that both contain is compiled for the same
+// instructions.)
 #pragma once
 
 #include <cstddef>
@@ -70,9 +71,10 @@ struct InstructionSet {
 
     // --- logits, see logits/likeliest_tokens.h ---
 
-    // Find the `n_best` likeliest of n tokens by a row of logits. Among equal ones the lowest token
-    // comes first; where none is left, the token is -1. Returns the sum of e^(logit - largest), with
-    // a relative error of at most 1e-5; NaN if a logit is NaN. The row is changed and restored.
+    // Find the `n_best` likeliest of n tokens by a row of logits. Among equal ones the lowest
+    // token comes first; where none is left, the token is -1. Returns the sum of e^(logit -
+    // largest), with a relative error of at most 1e-5; NaN if a logit is NaN. The row is changed
+    // and restored.
     double (*likeliest_tokens)(float *row, int64_t n, int n_best, int32_t *tokens, float *scores);
 };
 

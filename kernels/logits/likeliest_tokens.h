@@ -2,8 +2,8 @@
 //
 //     probability[token] = exp(logit[token] - largest logit) / sum of exp(logits - largest logit)
 //
-// The row is cut into up to 256 blocks, whose largest logits are found once. After that, finding each
-// further token means reading these and one block.
+// The row is cut into up to 256 blocks, whose largest logits are found once. After that, finding
+// each further token means reading these and one block.
 #pragma once
 
 #include <cmath>
@@ -84,8 +84,8 @@ struct LikeliestTokens {
         return total;
     }
 
-    // Find the largest logits one after the other. Each is set to -inf, so that the next one is then
-    // the largest, and restored at the end.
+    // Find the largest logits one after the other. Each is set to -inf, so that the next one is
+    // then the largest, and restored at the end.
     static void find_tokens(Blocks &blocks, int n_best, int32_t *tokens, float *scores) {
         int found = 0;
         for (; found < n_best; found++) {

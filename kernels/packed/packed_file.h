@@ -1,4 +1,5 @@
-// A file that keeps the packed weights of a model, so that the next process maps it instead of packing.
+// A file that keeps the packed weights of a model, so that the next process maps it instead of
+// packing.
 #pragma once
 
 #include <atomic>
@@ -10,8 +11,8 @@
 #include "ggml/ggml_internals.h"
 
 // While a thread loads a model with a PackedFile, the memory of the model's packed buffer is the
-// contents of the file, mapped, and tensors that are in the file are left as they are. If there is no
-// such file, the buffer is remembered, so that it can be written to one.
+// contents of the file, mapped, and tensors that are in the file are left as they are. If there
+// is no such file, the buffer is remembered, so that it can be written to one.
 class PackedFile {
   public:
     // Map the file at `path`, if it is complete.
@@ -33,13 +34,14 @@ class PackedFile {
     bool has(const ggml_tensor *tensor, const char *rows, size_t packed_bytes);
     // Note that a tensor was packed into its memory.
     void note_packed(const ggml_tensor *tensor, const char *rows, size_t packed_bytes);
-    // Let go of rows of the model's file that are not needed any more: if they are mapped, they leave
-    // this process's memory.
+    // Let go of rows of the model's file that are not needed any more: if they are mapped, they
+    // leave this process's memory.
     void release_rows(const char *rows, size_t bytes);
 
     // --- afterwards ---
 
-    // Whether the file exists and is complete, so that most of the model's own file need not be read.
+    // Whether the file exists and is complete, so that most of the model's own file need not be
+    // read.
     bool is_whole() const { return file_ >= 0; }
     // Whether all weights came from the file, and none were packed.
     bool was_used() const { return memory_ != nullptr && is_mapped_ && n_packed_ == 0; }
@@ -76,8 +78,8 @@ class PackedFile {
     int n_buffers_ = 0;
     int n_packed_ = 0;
 
-    // The part of this process's memory that is mapped from the model's own file. Empty: the rows that
-    // were asked about last are not mapped from a file.
+    // The part of this process's memory that is mapped from the model's own file. Empty: the rows
+    // that were asked about last are not mapped from a file.
     const char *source_start_ = nullptr;
     const char *source_end_ = nullptr;
 

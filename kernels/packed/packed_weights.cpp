@@ -37,7 +37,8 @@ void pack_group(const ggml_tensor *weights, const char *rows, int64_t matrix, in
                   weights->nb[1], n_rows, weights->ne[0], packed);
 }
 
-// The work of one thread: it takes a few groups at a time. `next` is the first that nobody has taken.
+// The work of one thread: it takes a few groups at a time. `next` is the first that nobody has
+// taken.
 void pack_groups(const ggml_tensor *weights, const char *rows, char *packed,
                  std::atomic<int64_t> &next) {
     const int64_t per_matrix = n_groups(weights);
@@ -113,7 +114,8 @@ ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {
         memory = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) return nullptr;
-        // Weights are read from end to end for each token: with pages of 2 MB that takes 5% less time.
+        // Weights are read from end to end for each token: with pages of 2 MB that takes 5% less
+        // time.
         madvise(memory, size, MADV_HUGEPAGE);
         if (packed_file != nullptr) packed_file->remember(memory, size);
     }
@@ -132,8 +134,9 @@ size_t get_alloc_size(ggml_backend_buffer_type *, const ggml_tensor *tensor) {
 
 ggml_backend_buffer_type buffer_type;
 
-// Whether a tensor is the scale of a matrix (`blk.0.attn_q.scale`, `.input_scale`: BitNet, NVFP4).
-// llama.cpp asks whether it can be multiplied like the matrix, and then multiplies elements with it.
+// Whether a tensor is the scale of a matrix (`blk.0.attn_q.scale`, `.input_scale`: BitNet,
+// NVFP4). llama.cpp asks whether it can be multiplied like the matrix, and then multiplies
+// elements with it.
 bool is_scale(const ggml_tensor *tensor) {
     const std::string_view name(tensor->name, strnlen(tensor->name, sizeof tensor->name));
     const auto ends_with = [&](std::string_view end) {

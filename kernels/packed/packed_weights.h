@@ -3,7 +3,8 @@
 
 #include "ggml/ggml_internals.h"
 
-// The buffer type, whose name is "specgen". `operators` is what the CPU backend asks about operators.
+// The buffer type, whose name is "specgen". `operators` is what the CPU backend asks about
+// operators.
 ggml_backend_buffer_type *packed_buffer_type(ggml_backend_device *cpu,
                                              ggml::cpu::extra_buffer_type *operators);
 

@@ -22,8 +22,8 @@ struct Matrix {
     size_t packed_bytes;
 };
 
-// By the address of the matrix as it was sent. Written between graphs and read within them: a worker
-// does one thing after the other.
+// By the address of the matrix as it was sent. Written between graphs and read within them: a
+// worker does one thing after the other.
 std::map<uintptr_t, Matrix> matrices;
 
 uintptr_t address(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer); }
@@ -53,9 +53,9 @@ const Matrix *matrix_at(uintptr_t at) {
     return at < next->first + next->second.bytes ? &next->second : nullptr;
 }
 
-// Whether a tensor is used for products only: quantised weights of a layer, or of its experts. Weights
-// that are not quantised are read by other operators too, and other stacks of matrices are multiplied
-// one by one.
+// Whether a tensor is used for products only: quantised weights of a layer, or of its experts.
+// Weights that are not quantised are read by other operators too, and other stacks of matrices
+// are multiplied one by one.
 bool is_matrix(const ggml_tensor *tensor) {
     const WeightType type = weight_type(tensor);
     const bool is_quantized =

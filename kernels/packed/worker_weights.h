@@ -1,9 +1,9 @@
 // Weights of a worker (`specgen worker`), packed where llama.cpp's RPC puts them.
 //
-// The client of a worker determines the layout of its buffers: each tensor has the place and the size
-// that it has in the model's file, and there is one type of buffer for everything. So the packed form
-// of a matrix is outside the buffer, found by the matrix's address, and the pages of the matrix itself
-// are given back to the system.
+// The client of a worker determines the layout of its buffers: each tensor has the place and the
+// size that it has in the model's file, and there is one type of buffer for everything. So the
+// packed form of a matrix is outside the buffer, found by the matrix's address, and the pages of
+// the matrix itself are given back to the system.
 #pragma once
 
 #include "ggml/ggml_internals.h"

@@ -49,8 +49,8 @@ inline int sum_of_16(__m128i bytes) {
     return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
 }
 
-// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16 bytes
-// each.
+// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16
+// bytes each.
 inline void put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
     const __m256i bytes = to_bytes(values, factor);
     sums[0] = sum_of_16(_mm256_castsi256_si128(bytes));

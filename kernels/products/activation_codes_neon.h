@@ -30,8 +30,8 @@ inline int8x16_t to_bytes(const float *values, float factor) {
                        vqmovn_s16(vcombine_s16(part[2], part[3])));
 }
 
-// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16 bytes
-// each.
+// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16
+// bytes each.
 inline void put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
     int32_t words[8];
     for (int i = 0; i < 2; i++) {

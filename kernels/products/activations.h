@@ -1,9 +1,10 @@
 // Columns of activations, prepared for the products.
 //
-// The columns of a tile are interleaved word by word: word w of column n is tile[w * n_columns + n].
-// For quantised weights, activations are rounded to signed bytes, with one scale for 256 of them (K
-// types) or for 32, as llama.cpp does. The prepared block also contains the sums that the offsets and
-// minima of weight formats are multiplied with. For float weights, activations stay float32.
+// The columns of a tile are interleaved word by word: word w of column n is tile[w * n_columns +
+// n]. For quantised weights, activations are rounded to signed bytes, with one scale for 256 of
+// them (K types) or for 32, as llama.cpp does. The prepared block also contains the sums that the
+// offsets and minima of weight formats are multiplied with. For float weights, activations stay
+// float32.
 //
 // A NaN or an infinity among the activations makes the scale NaN, and therefore all outputs of that
 // column, but of no other column.
@@ -62,8 +63,8 @@ inline int32_t pair_word(int first, int second) {
                                 (static_cast<uint32_t>(second) << 16));
 }
 
-// Where the words of codes of one column are in a block of a tile. AMX (amx_tiles.h) needs the codes
-// of a column side by side; all other words stay interleaved.
+// Where the words of codes of one column are in a block of a tile. AMX (amx_tiles.h) needs the
+// codes of a column side by side; all other words stay interleaved.
 template <class Words>
 struct CodePlaces {
     // The first word, and the distance to the next one.

@@ -1,15 +1,16 @@
 // Products of packed weights with many columns in the tile registers of AMX: for large batches and
 // prompts.
 //
-// The formulas are those of block_product.h and super_block_product.h, and so are the bits: sums of
-// integers are exact in both, and the same code processes them further. A tile of up to 16 columns is
-// multiplied with 64 weights of 16 rows at once, where VNNI multiplies one column with 4 weights. So
-// what takes time is everything else: unpacking weights, and storing sums and loading them again.
-// Therefore
+// The formulas are those of block_product.h and super_block_product.h, and so are the bits: sums
+// of integers are exact in both, and the same code processes them further. A tile of up to 16
+// columns is multiplied with 64 weights of 16 rows at once, where VNNI multiplies one column with
+// 4 weights. So what takes time is everything else: unpacking weights, and storing sums and
+// loading them again. Therefore
 //
-//  - weights of K types are multiplied with their sub-scales while they are unpacked, so that 256 of
-//    them have one sum instead of 8 or 16. (With a sum for each sub-block, tiles were no faster than
-//    VNNI.) Such a product has up to 15 bits: it is split into two bytes, which have a sum each;
+//  - weights of K types are multiplied with their sub-scales while they are unpacked, so that 256
+//    of them have one sum instead of 8 or 16. (With a sum for each sub-block, tiles were no
+//    faster than VNNI.) Such a product has up to 15 bits: it is split into two bytes, which have
+//    a sum each;
 //  - weights are unpacked once for up to 96 columns.
 //
 // Nanoseconds for 256 weights of 16 rows and 16 columns, on a Xeon that has both (weights in the
@@ -36,8 +37,8 @@ constexpr int most_columns = 6 * tile_columns;
 // The sums of a tile of columns: [column][row of the weight matrix].
 using TileSums = int32_t[tile_columns][16];
 
-// n columns as the fewest tiles, all of which take the same number of columns. (The last one may read
-// beyond the last column: its sums there are not used.)
+// n columns as the fewest tiles, all of which take the same number of columns. (The last one may
+// read beyond the last column: its sums there are not used.)
 struct EqualTiles {
     int n_columns;
     // How many tiles there are, and the columns of each.
@@ -57,8 +58,9 @@ struct EqualTiles {
 
 // The codes of a block times their sub-scales, as bytes. There are three cases:
 //  - the products fit into a byte (Q2_K);
-//  - the sub-scale has 6 bits and is split into two parts of 3 bits, whose products fit into a byte.
-//    Since nothing is carried from byte to byte, a 16-bit multiplication multiplies two codes at once;
+//  - the sub-scale has 6 bits and is split into two parts of 3 bits, whose products fit into a
+//    byte. Since nothing is carried from byte to byte, a 16-bit multiplication multiplies two
+//    codes at once;
 //  - the product is computed with 16 bits and split into two bytes.
 template <class F>
 struct ScaledCodes {
@@ -116,7 +118,8 @@ struct ScaledCodes {
         }
     }
 
-    // Multiply with `tiles` (1 or 2) tiles of columns, the second one `stride` words after the first.
+    // Multiply with `tiles` (1 or 2) tiles of columns, the second one `stride` words after the
+    // first.
     template <int tiles>
     void multiply(const int32_t *words, size_t stride, TileSums (*sums)[parts]) const {
         // Registers of sums: 0 and 1 for the parts of the first tile, 2 and 3 for the second one.
@@ -294,8 +297,8 @@ struct AmxProducts {
         std::conditional_t<F::weights == 256, SuperBlockTiles<F>, BlockTiles<F>>;
 
     // Fewer columns are faster with VNNI, which unpacks anew for every 12 columns but is better
-    // hidden by the reading of weights: 12 columns of a 1.5B model in Q4_K_M take 86 ms, and took 95
-    // with tiles.
+    // hidden by the reading of weights: 12 columns of a 1.5B model in Q4_K_M take 86 ms, and took
+    // 95 with tiles.
     template <class F> static constexpr int least_columns() {
         if (F::weights == 32) return F::has_min ? 24 : 13;
         return ScaledCodes<F>::one_part ? 10 : 13;

@@ -9,8 +9,9 @@
 // codes in each lane. The instruction takes as many cycles as A has rows (at least 8), however many
 // rows B has; storing C takes 15, however many rows it has.
 //
-// The instructions are written as assembly because GCC 12's intrinsics are not safe: they do not tell
-// the compiler that they read the configuration or a tile's memory, so it may remove the stores to it.
+// The instructions are written as assembly because GCC 12's intrinsics are not safe: they do not
+// tell the compiler that they read the configuration or a tile's memory, so it may remove the
+// stores to it.
 #pragma once
 
 #include <cstddef>
@@ -65,8 +66,8 @@ constexpr int first_sums = 0;
 constexpr int first_columns = 4;
 constexpr int first_weights = 6;
 
-// The tile registers of a thread. Other code (llama.cpp's) configures them once and relies on that, so
-// its configuration is restored after each operator.
+// The tile registers of a thread. Other code (llama.cpp's) configures them once and relies on
+// that, so its configuration is restored after each operator.
 struct TileState {
     TileConfiguration before;
     // What the present configuration is for; 0: it is not ours.

@@ -40,9 +40,9 @@ struct FloatProduct {
     static constexpr int most_columns = V::accumulators / 2;
     static constexpr int first_columns = n_columns <= most_columns ? n_columns : n_columns / 2;
 
-    // outputs += the products of n_inputs <= run_inputs, for `columns` columns from column `start` on.
-    // Even and odd inputs have sums of their own, so that a single column waits less for its
-    // additions.
+    // outputs += the products of n_inputs <= run_inputs, for `columns` columns from column
+    // `start` on. Even and odd inputs have sums of their own, so that a single column waits less
+    // for its additions.
     template <int start, int columns>
     static void add_run(const uint8_t *weights, const int32_t *words, int n_inputs,
                         Floats (&outputs)[n_columns]) {

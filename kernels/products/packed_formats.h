@@ -20,13 +20,13 @@ constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 constexpr int8_t mxfp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// What is subtracted from a code. (signed_byte: 128 if the instruction set multiplies unsigned codes,
-// because it was added when the weight was packed; else nothing.)
+// What is subtracted from a code. (signed_byte: 128 if the instruction set multiplies unsigned
+// codes, because it was added when the weight was packed; else nothing.)
 enum class Offset { none, eight, sixteen, signed_byte };
 // What the scale of a block is: a float16, or the exponent of a power of two.
 enum class Scale { half, exponent };
-// What a sub-block has: a scale and a min in bytes of their own; both in one byte; or a signed scale,
-// where codes have an offset.
+// What a sub-block has: a scale and a min in bytes of their own; both in one byte; or a signed
+// scale, where codes have an offset.
 enum class SubScales { none, with_mins, with_nibble_mins, signed_with_offset };
 // What a code stands for: itself, or an entry of a table.
 enum class Values { codes, iq4, mxfp4 };
@@ -199,8 +199,8 @@ void pack_scales(const BlockNumbers &numbers, int row, uint8_t *block) {
     }
 }
 
-// Write the codes of row `row` of a packed block. `signed_offset` is added to signed bytes: 128 if the
-// instruction set multiplies unsigned codes, 0 if it can multiply signed ones.
+// Write the codes of row `row` of a packed block. `signed_offset` is added to signed bytes: 128
+// if the instruction set multiplies unsigned codes, 0 if it can multiply signed ones.
 template <class F, int rows>
 void pack_codes(const BlockNumbers &numbers, int row, uint8_t *block, int signed_offset) {
     using Layout = PackedLayout<F, rows>;

@@ -17,7 +17,7 @@ struct PlainProductJob {
     float *const *outputs;
     int64_t n_columns;
     int64_t n_inputs;
-    // Whether the inputs are cells of a cache, and each column is their weights, whose sum is 1. Then
-    // the result must not depend on the order of the inputs.
+    // Whether the inputs are cells of a cache, and each column is their weights, whose sum is 1.
+    // Then the result must not depend on the order of the inputs.
     bool over_cells;
 };

@@ -5,8 +5,9 @@
 // llama.cpp multiplies a single column with other code than two or more, which adds up in another
 // order. Here each output has one order of additions, whatever is computed with it.
 //
-// Attention without flash attention sums over the cells of the cache, whose order differs from one run
-// to another. As in attention/attention.h, such sums are exact, so that the order does not count.
+// Attention without flash attention sums over the cells of the cache, whose order differs from
+// one run to another. As in attention/attention.h, such sums are exact, so that the order does
+// not count.
 #pragma once
 
 #include "products/plain_job.h"
@@ -129,11 +130,12 @@ struct PlainProduct {
     // --- sums over cells ---
 
     // Sums that do not depend on the order of their terms: each starts at 1.5 * 2^18 in double
-    // precision. So it has no bits below 2^-34, and each term is in effect rounded down to a multiple
-    // of that: always to the same one, which would not be so for ties if it were rounded to the
-    // nearest. This holds while the sum of all terms is below 2^17. (The columns are weights whose
-    // sum is 1, and values of float16 are below 2^16.) Terms of 0 change nothing, however many there
-    // are. Rounding each term by itself and then adding it would take three instructions, not one.
+    // precision. So it has no bits below 2^-34, and each term is in effect rounded down to a
+    // multiple of that: always to the same one, which would not be so for ties if it were rounded
+    // to the nearest. This holds while the sum of all terms is below 2^17. (The columns are
+    // weights whose sum is 1, and values of float16 are below 2^16.) Terms of 0 change nothing,
+    // however many there are. Rounding each term by itself and then adding it would take three
+    // instructions, not one.
     static constexpr double start = 393216;
     static constexpr int cell_rows = V::accumulators < 24 ? 2 : 4;
     static constexpr int cell_columns = 2;

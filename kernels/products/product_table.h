@@ -3,9 +3,9 @@
 // One call of `multiply` computes rows_per_group outputs for each column of a tile. It reads each
 // packed weight once for all columns, which is what makes a row of a verify batch cheap.
 //
-// A column's result has the same bits whatever the other columns are: each column has sums of its own,
-// and the order of operations on them does not depend on how many columns there are. (All float
-// operations are explicit intrinsics, and the compiler is told not to contract others.)
+// A column's result has the same bits whatever the other columns are: each column has sums of its
+// own, and the order of operations on them does not depend on how many columns there are. (All
+// float operations are explicit intrinsics, and the compiler is told not to contract others.)
 #pragma once
 
 #include "instruction_sets/instruction_set.h"

@@ -11,9 +11,10 @@
 
 namespace {
 
-// Sums of sub_scale * total over sub-blocks. They are exact, so that the order of additions does not
-// matter (that of amx_product.h is another one). Floats are exact up to 2^24, which is enough for half
-// a block of most formats; the others are summed as integers (8 columns of Q6_K take 12% longer).
+// Sums of sub_scale * total over sub-blocks. They are exact, so that the order of additions does
+// not matter (that of amx_product.h is another one). Floats are exact up to 2^24, which is enough
+// for half a block of most formats; the others are summed as integers (8 columns of Q6_K take 12%
+// longer).
 template <class V, bool in_floats> struct ExactSums {
     using Sum = typename V::Floats;
     static Sum zero() { return V::zero(); }
@@ -81,7 +82,8 @@ struct SuperBlockScales {
         }
     }
 
-    // output + what the block adds to it; `sum` is that of sub_scale * (sum of products) of column n.
+    // output + what the block adds to it; `sum` is that of sub_scale * (sum of products) of
+    // column n.
     Floats add(Floats sum, const int32_t *words, int n_columns, int n, Floats output) const {
         const Floats column_scale = V::all(*as_float(words + Words::scale * n_columns + n));
         output = V::multiply_add(sum, V::multiply(scale, column_scale), output);

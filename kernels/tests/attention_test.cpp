@@ -1,14 +1,15 @@
-// Checks attention/attention.h by itself, without ggml, for each instruction set of this CPU: that it is
-// as accurate as the same formula in double precision, that a row's bits depend only on the set of
-// cells that it sees, what infinities and NaN reach, and that it writes no memory but its own.
+// Checks attention/attention.h by itself, without ggml, for each instruction set of this CPU:
+// that it is as accurate as the same formula in double precision, that a row's bits depend only
+// on the set of cells that it sees, what infinities and NaN reach, and that it writes no memory
+// but its own.
 //
 //   cd kernels
 //   flags="-O3 -std=c++17 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -pthread -I."
 //   machine="-march=skylake-avx512 -mavx512vnni -mprefer-vector-width=512"
 //   g++ $flags $machine tests/attention_test.cpp -o /tmp/attention_test && /tmp/attention_test
 //
-// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--accuracy` prints errors, `--bits` a digest of the
-// inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
+// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--accuracy` prints errors, `--bits` a digest
+// of the inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
 // attention_bench.cpp compares the speed of two versions.
 #ifdef __AVX512VNNI__
 #include "vectors/avx512.h"
@@ -296,8 +297,8 @@ std::vector<double> exact_scores(Problem &p, int stream, int row, int head, bool
     return scores;
 }
 
-// The output of one row of one head. With `halves`, as llama.cpp computes it: the query as float16, and
-// the sum over cells in float16.
+// The output of one row of one head. With `halves`, as llama.cpp computes it: the query as
+// float16, and the sum over cells in float16.
 std::vector<double> formula(Problem &p, int stream, int row, int head, bool halves) {
     const Shape &s = p.shape;
     const int kv_head = head / (s.heads / s.kv_heads);
@@ -389,8 +390,8 @@ Problem with_rows(Problem p, const std::vector<int> &rows) {
     return part;
 }
 
-// The cells of a problem in other places: cell i is the old cell from[i]; -1 is a hidden cell whose key
-// and value are NaN.
+// The cells of a problem in other places: cell i is the old cell from[i]; -1 is a hidden cell
+// whose key and value are NaN.
 Problem with_cells(Problem p, const std::vector<int> &from) {
     const Shape &s = p.shape;
     Problem moved = p;
@@ -427,7 +428,8 @@ bool same(const std::vector<float> &a, const std::vector<float> &b) {
 
 std::vector<Shape> shapes() {
     std::vector<Shape> all;
-    const NumberType types[] = {NumberType::f32, NumberType::f16, NumberType::bf16, NumberType::q8_0};
+    const NumberType types[] = {NumberType::f32, NumberType::f16, NumberType::bf16,
+                                NumberType::q8_0};
     for (const NumberType key : types) {
         for (const NumberType value : types) all.push_back({3, 150, 4, 2, 64, 96, key, value});
     }
@@ -620,8 +622,8 @@ bool check_other_rows() {
 // Where a number that is not finite is put.
 enum class Place { query, key, value };
 
-// A problem with `number` in a query (row 3, head 4), or in a key or value (of one cell, for heads 3, 4
-// and 5).
+// A problem with `number` in a query (row 3, head 4), or in a key or value (of one cell, for
+// heads 3, 4 and 5).
 constexpr int bad_cell = 397;
 Problem with_bad_number(Problem p, Place place, float number) {
     const NumberType type = p.shape.key_type;
@@ -692,15 +694,16 @@ bool check_extremes() {
     return good;
 }
 
-// Sums as large as they can be: all values are the largest integer. All of up to 2^20 cells have the same
-// weight, or nearly all of the weight is in one cell, in 64 neighbouring ones, or in every 16th.
+// Sums as large as they can be: all values are the largest integer. All of up to 2^20 cells have
+// the same weight, or nearly all of the weight is in one cell, in 64 neighbouring ones, or in
+// every 16th.
 template <class V>
 bool check_overflow() {
     bool good = true;
     for (const int cells : {64, 100, 200, 400, 500, 800, 1500, 3000, 50000, 1 << 20}) {
         for (int crowd = 0; crowd < 4; crowd++) {
-            const Shape shape = {1, cells, 1, 1, 1, 8, NumberType::f32, NumberType::f16, Mask::none};
-            Problem p = make(shape, 13);
+            Problem p = make(
+                {1, cells, 1, 1, 1, 8, NumberType::f32, NumberType::f16, Mask::none}, 13);
             p.query(0, 0, 0)[0] = 1;
             float values[8];
             for (int i = 0; i < 8; i++) values[i] = i % 2 ? 1.999f : -1.999f;

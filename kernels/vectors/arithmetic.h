@@ -15,8 +15,8 @@ constexpr int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / 
 
 // e^x * 2^power
 //
-// for x up to 60, with an error of at most 1.5 units in the last place. An x below -87 counts as -87;
-// a NaN stays one. With n the integer nearest to x / ln 2, and r = x - n * ln 2,
+// for x up to 60, with an error of at most 1.5 units in the last place. An x below -87 counts as
+// -87; a NaN stays one. With n the integer nearest to x / ln 2, and r = x - n * ln 2,
 //
 //     e^x = 2^n * e^r        e^r = 1 + r + r^2 * polynomial(r)        |r| <= ln 2 / 2
 //

@@ -5,8 +5,8 @@
 // library contains intrinsics, except the rounding of activations (products/activation_codes_*.h)
 // and the tile registers of AMX (products/amx_tiles.h).
 //
-// Words used in names: an "int" is a 32-bit lane, a "short" one of its two 16-bit halves, a "half" a
-// float16, a "word" 32 bits in memory that hold four bytes or two shorts.
+// Words used in names: an "int" is a 32-bit lane, a "short" one of its two 16-bit halves, a
+// "half" a float16, a "word" 32 bits in memory that hold four bytes or two shorts.
 #pragma once
 
 #include <immintrin.h>
@@ -257,7 +257,8 @@ struct Avx2 {
 
     // --- shorts ---
 
-    // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high one.
+    // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
+    // one.
     static Ints pair_shorts(Ints first, Ints second) {
         return _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xaa);
     }

@@ -228,7 +228,8 @@ struct Avx512 {
 
     // --- shorts ---
 
-    // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high one.
+    // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
+    // one.
     static Ints pair_shorts(Ints first, Ints second) {
         return _mm512_mask_blend_epi16(0xaaaaaaaaU, first, _mm512_slli_epi32(second, 16));
     }

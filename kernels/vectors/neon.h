@@ -1,5 +1,5 @@
-// The vector operations of AArch64 with dot products of bytes (ARMv8.2). vectors/avx2.h explains the
-// names. The kernels compute the same bits as with AVX2.
+// The vector operations of AArch64 with dot products of bytes (ARMv8.2). vectors/avx2.h explains
+// the names. The kernels compute the same bits as with AVX2.
 #pragma once
 
 #include <arm_neon.h>
@@ -37,7 +37,9 @@ struct Neon {
         return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t *>(p)));
     }
     static Floats load_floats(const float *p) { return vld1q_f32(p); }
-    static uint8x8_t load_8_bytes(const void *p) { return vld1_u8(static_cast<const uint8_t *>(p)); }
+    static uint8x8_t load_8_bytes(const void *p) {
+        return vld1_u8(static_cast<const uint8_t *>(p));
+    }
     static uint8x8_t load_4_bytes(const void *p) {
         uint32_t four;
         std::memcpy(&four, p, 4);
@@ -191,8 +193,8 @@ struct Neon {
         return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(indices)));
     }
 
-    // Sums of products of bytes: four signed codes of each lane times the four bytes of a word. They
-    // are exact and do not overflow 32 bits.
+    // Sums of products of bytes: four signed codes of each lane times the four bytes of a word.
+    // They are exact and do not overflow 32 bits.
     using Sums = Ints;
     static constexpr bool has_dot_product = true;  // sdot
     static constexpr bool needs_unsigned_codes = false;
@@ -219,7 +221,8 @@ struct Neon {
 
     // --- shorts ---
 
-    // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high one.
+    // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
+    // one.
     static Ints pair_shorts(Ints first, Ints second) { return vsliq_n_s32(first, second, 16); }
     // The low or the high short of each lane, sign-extended.
     static Ints first_of_pairs(Ints a) { return vshrq_n_s32(vshlq_n_s32(a, 16), 16); }
@@ -251,7 +254,9 @@ struct Neon {
     // While an object of this type is alive, this thread rounds downwards.
     class RoundingDown {
         uint64_t before;
-        static void set(uint64_t control) { asm volatile("msr fpcr, %0" ::"r"(control) : "memory"); }
+        static void set(uint64_t control) {
+            asm volatile("msr fpcr, %0" ::"r"(control) : "memory");
+        }
 
       public:
         RoundingDown() {

@@ -1,5 +1,5 @@
-// Rows of numbers as they are stored: keys and values in a cache, rows of matrices. The kernels load
-// them as floats.
+// Rows of numbers as they are stored: keys and values in a cache, rows of matrices. The kernels
+// load them as floats.
 #pragma once
 
 #include <cstdint>
