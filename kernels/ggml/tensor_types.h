@@ -2,7 +2,8 @@
 #pragma once
 
 #include "ggml/ggml_internals.h"
-#include "instruction_sets/instruction_set.h"
+#include "products/weight_type.h"
+#include "vectors/stored_numbers.h"
 
 // Look up the numbers of ggml's types by their names. Called once.
 void learn_types();

@@ -14,13 +14,7 @@
 
 #include "attention/job.h"
 #include "products/plain_job.h"
-
-// The types of weights that have a packed form. `none` stands for all other types of GGUF.
-enum class WeightType {
-    none, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4,
-    f16, bf16, f32,
-    count
-};
+#include "products/weight_type.h"
 
 struct InstructionSet {
     const char *name;

@@ -8,10 +8,10 @@
 // float operations are explicit intrinsics, and the compiler is told not to contract others.)
 #pragma once
 
-#include "instruction_sets/instruction_set.h"
 #include "products/block_product.h"
 #include "products/float_product.h"
 #include "products/super_block_product.h"
+#include "products/weight_type.h"
 
 namespace {
 
