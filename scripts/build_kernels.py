@@ -4,7 +4,7 @@ The build of the package calls `build` (hatch_build.py). By hand it is
 
     python -m scripts.build_kernels [--force]
 
-It needs a C++ compiler ($CXX, c++, g++ or clang++) and Python's standard library, but not llama.cpp.
+It needs a C++ compiler ($CXX, c++, g++ or clang++) and Python's standard library, but no llama.cpp.
 All source files are compiled at the same time, each with the flags of its instruction set. If the
 sources, the flags and the compiler are those of the existing library, nothing is compiled.
 
@@ -52,8 +52,8 @@ X86 = "linux-x86_64"
 ARM = "linux-aarch64"
 PLATFORMS = (X86, ARM)
 
-#: `-ffp-contract=off`: a product and a sum become one instruction only where the source asks for it,
-#: because a row must be rounded in the same way in every batch.
+#: `-ffp-contract=off`: a product and a sum become one instruction only where the source asks for
+#: it, because a row must be rounded in the same way in every batch.
 COMMON_FLAGS = (
     "-O3",
     "-std=c++17",
@@ -72,8 +72,8 @@ class InstructionFlags:
 
     #: What to add to the common flags.
     flags: tuple[str, ...]
-    #: A macro to define for all other files if the compiler does not know the flags and this file is
-    #: therefore left out. None: the library cannot be built without the file.
+    #: A macro to define for all other files if this file is left out because the compiler does not
+    #: know the flags. None: the library cannot be built without the file.
     macro_without: str | None = None
     #: The platform that has the instruction set.
     platform: str = X86
@@ -131,8 +131,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(built)
 
 
-def build(root: Path, environment: Mapping[str, str], *, force: bool = False) -> Path | None:
+def build(
+    root: Path,
+    environment: Mapping[str, str],
+    *,
+    force: bool = False,
+    platform: str | None = None,
+) -> Path | None:
     """Build the library below `root`, unless it is up to date.
+
+    Args:
+        root: The root of the project.
+        environment: The variables that decide whether to build, and with which compiler.
+        force: Compile even if nothing changed.
+        platform: The platform to compile for; None: this one.
 
     Returns:
         The path of the library, or None if the build was skipped or failed. A line on stderr then
@@ -149,7 +161,7 @@ def build(root: Path, environment: Mapping[str, str], *, force: bool = False) ->
         say(f"the kernels are not built: {VARIABLE} is off")
         return None
     try:
-        compile_library(root, library, environment, force=force)
+        compile_library(root, library, environment, force=force, platform=platform)
     except BuildError as error:
         remove(library)
         if mode == "required":

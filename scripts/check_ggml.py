@@ -3,9 +3,9 @@
     python -m scripts.check_ggml [VERSION] [--source FOLDER]
 
 VERSION is a release of llama-cpp-python, by default the one that specgen requires. Its source is
-downloaded once (scripts/ggml_source.py); with --source, an unpacked one is used instead. Give a newer
-version to see what an upgrade would change: see docs/kernels.md, "When llama.cpp moves". It needs a
-C++ compiler, and installs nothing.
+downloaded once (scripts/ggml_source.py); with --source, an unpacked one is used instead. Give a
+newer version to see what an upgrade would change: see docs/kernels.md, "When llama.cpp moves". It
+needs a C++ compiler, and installs nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fetch the parts of GGML's source that specgen's own libraries are built from.
 
-These are its headers and its RPC backend. They come from the source distribution of llama-cpp-python
-and are kept in build/ (`make clean` removes them), so that `make rpc` and
+These are its headers and its RPC backend. They come from the source distribution of
+llama-cpp-python and are kept in build/ (`make clean` removes them), so that `make rpc` and
 `python -m scripts.check_ggml` download it only once.
 """
 
