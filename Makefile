@@ -13,21 +13,6 @@ WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 SEARCHES = 10
 # The processors that `make dist` builds wheels for.
 MACHINES = x86_64
-# What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
-# worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
-# the beginnings of tests' names, below tests/.)
-SLOW = cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
-	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_tune.py \
-	cli/test_cli_verify.py method/test_lossless.py::test_matching method/test_lossless.py::test_sampled \
-	method/test_policy.py::test_a_draft_that_cannot_pay method/test_policy.py::test_in_the_long_run \
-	method/test_translation.py \
-	method/test_trees.py::test_drawn_trees_fit \
-	session/test_real_models.py \
-	llama/test_build_kernels.py llama/test_kernels.py \
-	llama/test_llama_rollback.py llama/test_llama_sampling.py llama/test_rpc.py \
-	measure/test_doctor.py measure/test_verify.py measure/test_goodness_of_fit.py models/test_downloads.py \
-	project/test_architectures.py::test_a_tiny project/test_long_runs.py render/test_render_live.py
-
 # What `make pythons` runs in other versions of Python, and which: what differs between them is how
 # signatures are read (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
 PYTHONS = 3.10 3.12 3.13
@@ -67,7 +52,7 @@ architectures: $(VENV)/.installed-dev ## Check models of all architectures that 
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.architectures.run $(VENV)/architectures $(ARCHITECTURES_ARGS)
 
 quick: lint types ## Lint, types, and the tests that find most mistakes, in about a minute
-	$(BIN)/python -m pytest $(WORKERS) $(SLOW:%=--deselect tests/%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
 # They share the build of llama.cpp in VENV: no compiler runs.
 pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, with uv (PYTHONS="3.10 3.12 3.13")

@@ -1,4 +1,6 @@
-"""Hooks of the package's build: its kernels, or all that a wheel without a compiler needs, and its dependencies."""
+"""Hooks of the package's build: its kernels, or all that a wheel without a compiler needs, and its
+dependencies.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-#: Set by scripts/build_wheel.py: a folder whose files belong into the wheel, llama.cpp among them, and the
-#: platform that they were compiled for.
+#: Set by scripts/build_wheel.py: a folder whose files belong into the wheel, llama.cpp among them,
+#: and the platform that they were compiled for.
 BUNDLE = "SPECGEN_BUNDLE"
 PLATFORM = "SPECGEN_BUNDLE_PLATFORM"
 #: What Linux calls the processors that there are such wheels for.
@@ -49,9 +51,10 @@ class KernelsBuildHook(BuildHookInterface[Any]):
 class MetadataHook(MetadataHookInterface):
     """Gives the package its dependencies, its links and its readme.
 
-    The wheels that carry llama.cpp do without llama-cpp-python on the platforms that there are such wheels for; the
-    marker tells those who read one wheel's metadata and resolve for several platforms. The readme's links to files
-    become links to the files of this version, if the repository is known.
+    The wheels that carry llama.cpp do without llama-cpp-python on the platforms that there are such
+    wheels for; the marker tells those who read one wheel's metadata and resolve for several
+    platforms. The readme's links to files become links to the files of this version, if the
+    repository is known.
     """
 
     PLUGIN_NAME = "custom"

@@ -37,8 +37,8 @@ import numpy as np
 
 from benchmarks.answers import answer, begin
 from specgen.measure.prompts import evenly_chosen, read_prompts
+from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import Distribution
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -47,11 +47,11 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.distribution import Distribution
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.
@@ -149,7 +149,7 @@ def measure(
                 generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (), number)
                 loop = AnswerLoop(target, time.perf_counter)
                 while not (generation.is_started or generation.is_finished):
-                    loop.read(generation)
+                    loop.prefill(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:
                         place = Place(target, draft, generation.tokens, arguments.draft_max)
@@ -217,7 +217,7 @@ class Place:
             source = (
                 sampler.distribution(row) if sampler else Distribution.certain(int(row.argmax()))
             )
-            tokens.append(source.draw(rng))
+            tokens.append(source.sample(rng))
             distributions.append(source)
             if len(tokens) == self._n:
                 return tokens, distributions
@@ -226,7 +226,8 @@ class Place:
 
 def after(backend: Backend, text: Sequence[int], draft: Sequence[int]) -> list[Logits]:
     """The rows after a text and after each token of a draft, copies of float32[n_vocab]; the
-    cache then holds the text without its last token, as before a round."""
+    cache then holds the text without its last token, as before a round.
+    """
     kept = min(backend.length(0), len(text) - 1)
     backend.remove(0, kept)
     whole = [*text, *draft]

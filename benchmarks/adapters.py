@@ -1,13 +1,15 @@
-"""How quick llama-cpp-python's `Llama` is with specgen's drafts, against its own prompt lookup and none.
+"""How quick llama-cpp-python's `Llama` is with specgen's drafts, against its own prompt lookup and
+none.
 
     python benchmarks/adapters.py -m 1.5b.gguf -md 135m.gguf -md 0.5b.gguf --prompts p.jsonl --json out.json
 
-Greedy answers of `Llama` without a draft, with `LlamaPromptLookupDecoding`, and with `SpecgenDraft` of n-grams and of
-each draft model, by turns (every way once, then every way again). A line for each way has two ratios, which compare
-seconds of a token with those without a draft in the same turn: of whole answers, prompts included, and behind the
-first token. Given is the geometric mean of the turns. All ways have the same kernels and as many threads; loading is
-not counted, nor is measuring what models cost. Texts are compared with those without a draft: they are the same with
-specgen's kernels, and may differ in a near-tie with llama.cpp's.
+Greedy answers of `Llama` without a draft, with `LlamaPromptLookupDecoding`, and with `SpecgenDraft`
+of n-grams and of each draft model, by turns (every way once, then every way again). A line for each
+way has two ratios, which compare seconds of a token with those without a draft in the same turn: of
+whole answers, prompts included, and behind the first token. Given is the geometric mean of the
+turns. All ways have the same kernels and as many threads; loading is not counted, nor is measuring
+what models cost. Texts are compared with those without a draft: they are the same with specgen's
+kernels, and may differ in a near-tie with llama.cpp's.
 """
 
 from __future__ import annotations

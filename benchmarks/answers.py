@@ -27,7 +27,7 @@ from specgen.measure.prompts import (
 )
 from specgen.options import DraftOptions, DraftSource, GenerationOptions, SessionOptions, parse_tree
 from specgen.session.engine import generate
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 
@@ -57,7 +57,9 @@ def parser_of(
     ctx_size: int | None = None,
     drafts: bool = False,
 ) -> argparse.ArgumentParser:
-    """A parser with -m and --json, and those of -N (with --prompts), -n, -c and -md that are asked for."""
+    """A parser with -m and --json, and those of -N (with --prompts), -n, -c and -md that are asked
+    for.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("-m", "--target", type=Path, required=True)
     parser.add_argument("--json", type=Path)
@@ -110,11 +112,13 @@ def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
 
 
 def opened(
-    target: Path, draft: DraftSource, max_tokens: int, memory: Memory | None = None
+    target: Path, draft: DraftSource, max_tokens: int, measurements: MeasurementStore | None = None
 ) -> Session:
     """A session with the options of `specgen run`, but for the draft and the length of answers."""
     generation = GenerationOptions(max_tokens=max_tokens)
-    return Session(SessionOptions(target, draft, generation=generation), time.perf_counter, memory)
+    return Session(
+        SessionOptions(target, draft, generation=generation), time.perf_counter, measurements
+    )
 
 
 def begin(session: Session, prompt: str) -> Prompt:

@@ -3,10 +3,10 @@ r"""How many tokens a second come of a batch, prompts included, against llama.cp
     python benchmarks/batch.py -m 1.5b.gguf -md 135m.gguf --prompts prompts.jsonl \
         --server llama-server --json out.json
 
-The prompts are answered 1, 2, 4 and 8 at a time by `specgen batch`'s own parts, without a draft and with
-each draft model, and by llama.cpp's server with as many slots, asked by as many clients at once. All with
-the same number of slots follow one another. Greedy, as many tokens for all. Loading models, and what
-specgen measures of a draft on its first use, is not counted.
+The prompts are answered 1, 2, 4 and 8 at a time by `specgen batch`'s own parts, without a draft and
+with each draft model, and by llama.cpp's server with as many slots, asked by as many clients at
+once. All with the same number of slots follow one another. Greedy, as many tokens for all. Loading
+models, and what specgen measures of a draft on its first use, is not counted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
-from specgen.serve.formats.request import Defaults
-from specgen.session.memory import Memory
+from specgen.serve.formats.parsed_request import Defaults
+from specgen.session.measurement_store import MeasurementStore
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435
@@ -52,10 +52,10 @@ def main() -> None:
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
     prompts = prompts_of(asked)
-    memory, plain, runs = Memory(), dict[str, str](), list[dict[str, Any]]()
+    measurements, plain, runs = MeasurementStore(), dict[str, str](), list[dict[str, Any]]()
     for n in N_AT_ONCE:
         for name, draft in drafts_of(asked.draft, ngrams=False).items():
-            seconds, n_tokens, texts = _specgen(asked, draft, prompts, n, memory)
+            seconds, n_tokens, texts = _specgen(asked, draft, prompts, n, measurements)
             plain = plain or texts
             equal = sum(texts[key] == plain[key] for key in plain)
             runs.append(_run(f"specgen, {name}", n, seconds, n_tokens, equal))
@@ -80,12 +80,16 @@ def _run(name: str, n: int, seconds: float, n_tokens: int, n_equal: int | None) 
 
 
 def _specgen(
-    asked: argparse.Namespace, draft: DraftSource, prompts: list[str], n: int, memory: Memory
+    asked: argparse.Namespace,
+    draft: DraftSource,
+    prompts: list[str],
+    n: int,
+    measurements: MeasurementStore,
 ) -> tuple[float, int, dict[str, str]]:
     """Seconds, tokens and texts of a batch."""
     generation = GenerationOptions(max_tokens=asked.max_tokens)
     lines = "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts).encode()
-    with opened(asked.target, draft, asked.max_tokens, memory) as loaded:
+    with opened(asked.target, draft, asked.max_tokens, measurements) as loaded:
         kept = Kept()
         prompting = Prompting(None, None, datetime.datetime.now().astimezone())
         job = Batch(loaded, prompting, kept.write, {}, parallel=n, wall_clock=time.time)

@@ -2,10 +2,11 @@
 
     python benchmarks/bigger_target.py -m 1.5b.gguf --times 5 -o bigger.gguf
 
-Behind each layer stand copies of it whose outputs are zero, and its feed-forward matrices may be wider by zeros: they
-cost what weights cost, and add nothing. Greedy texts of both files are equal, bit for bit. So drafts meet the prices of
-a larger target, and the acceptance rates of a real one. Qwen2.5 1.5B Q4_K_M, 5 times, has the weights of a 7B (4.3 GB)
-and 2.5 times its keys and values; `--times 2 --wide 3` has those of a 7B (and 672 of its 784 heads).
+Behind each layer stand copies of it whose outputs are zero, and its feed-forward matrices may be
+wider by zeros: they cost what weights cost, and add nothing. Greedy texts of both files are equal,
+bit for bit. So drafts meet the prices of a larger target, and the acceptance rates of a real one.
+Qwen2.5 1.5B Q4_K_M, 5 times, has the weights of a 7B (4.3 GB) and 2.5 times its keys and values;
+`--times 2 --wide 3` has those of a 7B (and 672 of its 784 heads).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""How soon the turns of a conversation begin, with what earlier turns left in the caches and without.
+"""How soon the turns of a conversation begin, with what earlier turns left in the caches and
+without.
 
     python benchmarks/chat.py -m 1.5b.gguf -md 135m.gguf --json out.json
 
-A conversation of ten turns, greedy. Each turn is answered in an engine that stays, which decodes what
-is new, and then in a new one without drafts, which decodes the whole prompt. Both must say the same. A line
-for each turn: tokens of the prompt, and those of them that were decoded in the engine that stays; seconds
-to the first token in both; tokens of the answer, tokens a second in both, and whether the texts are equal.
+A conversation of ten turns, greedy. Each turn is answered in an engine that stays, which decodes
+what is new, and then in a new one without drafts, which decodes the whole prompt. Both must say the
+same. A line for each turn: tokens of the prompt, and those of them that were decoded in the engine
+that stays; seconds to the first token in both; tokens of the answer, tokens a second in both, and
+whether the texts are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from specgen.models.files import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts.template import Message
 
 QUESTIONS = (
@@ -44,11 +46,11 @@ def main() -> None:
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
     draft: DraftSource = asked.draft if asked.draft in ("ngram", "none") else Path(asked.draft)
-    memory = Memory()
+    measurements = MeasurementStore()
     turns: list[dict[str, Any]] = []
     with (
-        opened(asked.target, draft, asked.max_tokens, memory) as loaded,
-        opened(asked.target, "none", asked.max_tokens, memory) as plain,
+        opened(asked.target, draft, asked.max_tokens, measurements) as loaded,
+        opened(asked.target, "none", asked.max_tokens, measurements) as plain,
         Engine(loaded, n_ctx=asked.ctx_size) as engine,
     ):
         calibrate(loaded)

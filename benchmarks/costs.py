@@ -1,4 +1,5 @@
-"""What a batch of n rows costs a model, with specgen's kernels and with llama.cpp's own code, by turns.
+"""What a batch of n rows costs a model, with specgen's kernels and with llama.cpp's own code, by
+turns.
 
     python benchmarks/costs.py MODEL.gguf ... [--contexts 200 1300] [--turns 3] [--threads 2]
         [--sizes 1 2 4 8 16] [--kernels specgen llama.cpp]
@@ -9,10 +10,11 @@ batches of each size several times; every row of a batch asks for logits, as in 
 is told of a size is the median over turns of the quickest decode of each: a decode is never
 quicker than it can be, and what disturbs only adds.
 
-Prints one JSON object for each model, context and code: milliseconds by number of rows, the ratio to one row, seconds
-of loading and of reading the context, and resident memory (MiB; mapped pages of the file apart). Of specgen's
-kernels, also how many times as fast as llama.cpp they are. The curves are jagged and differ between machines, models
-and types of weights: whether a draft pays depends on them more than on the draft.
+Prints one JSON object for each model, context and code: milliseconds by number of rows, the ratio
+to one row, seconds of loading and of reading the context, and resident memory (MiB; mapped pages of
+the file apart). Of specgen's kernels, also how many times as fast as llama.cpp they are. The curves
+are jagged and differ between machines, models and types of weights: whether a draft pays depends on
+them more than on the draft.
 """
 
 from __future__ import annotations

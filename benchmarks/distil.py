@@ -1,11 +1,12 @@
-"""How much more often a draft agrees with its target after training, by the settings of the training.
+"""How much more often a draft agrees with its target after training, by the settings of the
+training.
 
     specgen draft data -m 1.5b.gguf --tokens 40000
     python benchmarks/distil.py -m 1.5b.gguf -md 135m.gguf --text FOLDER --rate 0.006 -o trained.gguf
 
-FOLDER is what `specgen draft data` prints. One JSON line is printed: the share of the held-back answers'
-tokens that the draft takes for the likeliest, before and after, with how much was learnt from. `--tokens`
-learns from the first answers only, which shows what more text brings.
+FOLDER is what `specgen draft data` prints. One JSON line is printed: the share of the held-back
+answers' tokens that the draft takes for the likeliest, before and after, with how much was learnt
+from. `--tokens` learns from the first answers only, which shows what more text brings.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@ r"""How long short requests wait for their first token while a long prompt is re
 
     python benchmarks/fairness.py -m smollm2.gguf --json out.json
 
-A server of nine slots gets a prompt of some 4,000 tokens, and half a second later eight questions at once. `--threads`
-above the machine's cores makes it as busy as with other programs. No drafts, greedy.
+A server of nine slots gets a prompt of some 4,000 tokens, and half a second later eight questions
+at once. `--threads` above the machine's cores makes it as busy as with other programs. No drafts,
+greedy.
 """
 
 from __future__ import annotations

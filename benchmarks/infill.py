@@ -3,14 +3,14 @@ r"""What drafts bring to fill-in-the-middle, on code of installed packages.
     python benchmarks/infill.py -m coder.gguf -md 135m.gguf --packages rich typer --json out.json \
         --server llama-server --server-draft 0.5b.gguf
 
-Bodies of functions of 5 to 20 lines are cut out of the packages' files and filled in again: without drafts,
-with n-grams and with each draft model, and by llama.cpp's server (`/infill`) without drafts, with n-grams
-and with `--server-draft`. All get the same text around a gap, and take turns for each gap. All gaps are filled
-`--passes` times, and the fastest run of each contender counts for a gap: other work on a machine can
-only slow a run, and did so here by up to five times. A ratio compares tokens a second after the first
-with specgen's without drafts for the same gap; given are the geometric mean, the median and the worst. "exact"
-counts the middles that begin with the text that was cut out. All of specgen's texts must be those
-without drafts, in every pass.
+Bodies of functions of 5 to 20 lines are cut out of the packages' files and filled in again: without
+drafts, with n-grams and with each draft model, and by llama.cpp's server (`/infill`) without
+drafts, with n-grams and with `--server-draft`. All get the same text around a gap, and take turns
+for each gap. All gaps are filled `--passes` times, and the fastest run of each contender counts for
+a gap: other work on a machine can only slow a run, and did so here by up to five times. A ratio
+compares tokens a second after the first with specgen's without drafts for the same gap; given are
+the geometric mean, the median and the worst. "exact" counts the middles that begin with the text
+that was cut out. All of specgen's texts must be those without drafts, in every pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import requests
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.models.files import cache_folder
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts.infill import Gap, infill_prompt
 from specgen.session.session import Session
 
@@ -42,7 +42,8 @@ N_PREFIX, N_SUFFIX = 1600, 500
 #: A context, and for the server a batch, that no prompt fills.
 N_CTX = 2048
 PORT = 18436
-#: What llama.cpp's n-grams look for and propose, in tokens: its defaults, 12 and 48, rarely find anything.
+#: What llama.cpp's n-grams look for and propose, in tokens: its defaults, 12 and 48, rarely find
+#: anything.
 NGRAMS = (
     *("--spec-type", "ngram-simple"),
     *("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "8"),
@@ -126,9 +127,9 @@ def _specgen(
     asked: argparse.Namespace, stack: contextlib.ExitStack, first: Gap
 ) -> Iterator[tuple[str, Fill]]:
     """Specgen's contenders, which have measured what decodes cost."""
-    memory = Memory()
+    measurements = MeasurementStore()
     for name, draft in drafts_of(asked.draft).items():
-        loaded = stack.enter_context(opened(asked.target, draft, asked.max_tokens, memory))
+        loaded = stack.enter_context(opened(asked.target, draft, asked.max_tokens, measurements))
         _fill(loaded, first, "")
         if loaded.costs.was_busy:  # what is measured then may say that no draft pays
             sys.exit(f"other work slowed the measurement of {name!r}: run it on an idle machine")
@@ -153,7 +154,8 @@ def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
 
 def _servers(asked: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[tuple[str, Fill]]:
     """llama.cpp's servers. With a batch as long as the context, there is no room in their prompts
-    for headings of files, which specgen's do not have either."""
+    for headings of files, which specgen's do not have either.
+    """
     if asked.server is None:
         return
     common = [asked.server, "-m", str(asked.target), "-np", "1", "--no-webui"]

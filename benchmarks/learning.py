@@ -1,15 +1,17 @@
 """What learning from a user's own answers brings: 40 requests of one kind, answered in turn.
 
 Functions of one package of Python's standard library, without their docstrings; for each the target
-is asked to write one. After every ten answers the draft learns from all so far. Then the last ten are
-drafted for in four ways: as without --learn; with what the draft learnt; with repetitions of earlier
-answers alone; with both. All texts must be equal. Whether the last ten are drafted for better is
-tested in pairs, answer by answer (exact sign-flip test of the mean difference, one-sided).
+is asked to write one. After every ten answers the draft learns from all so far. Then the last ten
+are drafted for in four ways: as without --learn; with what the draft learnt; with repetitions of
+earlier answers alone; with both. All texts must be equal. Whether the last ten are drafted for
+better is tested in pairs, answer by answer (exact sign-flip test of the mean difference,
+one-sided).
 
     python benchmarks/learning.py qwen2.5-coder-1.5b smollm2-135m --output learning.json
 
-`--replay` lets the target answer the last ten by itself, once, and drafts for these answers in all ways, without
-its arithmetic: acceptance is the same, and does not depend on how busy the machine is.
+`--replay` lets the target answer the last ten by itself, once, and drafts for these answers in all
+ways, without its arithmetic: acceptance is the same, and does not depend on how busy the machine
+is.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ import numpy as np
 from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
+from specgen.measure.draft_trial import Baseline, Replay, TargetAnswer, replay
 from specgen.measure.prompts import NOW
-from specgen.measure.trial import Baseline, Replay, TargetAnswer, replay
 from specgen.models.files import cache_folder, identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
@@ -44,7 +46,7 @@ from specgen.session.choose_models import find_target
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import last_number
-from specgen.session.open import open_memory
+from specgen.session.open import open_measurements
 from specgen.session.session import Session
 from specgen.system.files import as_json
 from specgen.system.machine import look_at_machine
@@ -84,7 +86,7 @@ def prompts() -> list[str]:
 def opened(options: SessionOptions) -> Iterator[Engine]:
     """An engine with a session, and a memory of its own."""
     with (
-        Session(options, time.perf_counter, open_memory()) as loaded,
+        Session(options, time.perf_counter, open_measurements()) as loaded,
         Engine(loaded, n_ctx=2048) as engine,
     ):
         calibrate(loaded)
@@ -135,11 +137,11 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
     """The figures of each way, and of each against the one without learning."""
 
     def rate(event: FinishedEvent | Replay) -> float:
-        counts = event.tally if isinstance(event, Replay) else event
+        counts = event.stats if isinstance(event, Replay) else event
         return counts.n_accepted / max(1, counts.n_drafted)
 
     def length(event: FinishedEvent | Replay) -> float:
-        n_rounds = event.tally.n_rounds if isinstance(event, Replay) else event.n_rounds
+        n_rounds = event.stats.n_rounds if isinstance(event, Replay) else event.n_rounds
         return event.n_tokens / n_rounds
 
     def speed(event: FinishedEvent) -> float:
@@ -234,7 +236,7 @@ def _answer_and_learn(
     first = len(lessons) * N_BLOCK
     if last_number(folder) == first:
         with (
-            Session(kept, time.perf_counter, open_memory()) as loaded,
+            Session(kept, time.perf_counter, open_measurements()) as loaded,
             Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
             calibrate(loaded)
@@ -313,7 +315,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
 def _scalars(event: FinishedEvent | Replay) -> dict[str, Any]:
     """The figures of an answer, without its text and what is counted place by place."""
     figures = asdict(event)
-    figures |= figures.pop("tally", {})
+    figures |= figures.pop("stats", {})
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 

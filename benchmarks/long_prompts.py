@@ -1,13 +1,14 @@
-r"""Answers behind long prompts: plain decoding and drafts by turns in one engine, tokens per second after the first
-token.
+r"""Answers behind long prompts: plain decoding and drafts by turns in one engine, tokens per second
+after the first token.
 
     python -m benchmarks.long_prompts -m 1.5b.gguf -md smollm2.gguf -md 0.5b.gguf --json out.json
     SPECGEN_KERNELS=llama.cpp python -m benchmarks.long_prompts -m 1.5b.gguf --lengths 1 4 12 --json theirs.json
 
-A prompt is so many thousand tokens of specgen's own pages and modules, and a question. The target reads each document
-once; later prompts find it in the cache. A draft's contexts are new for each answer, so that its prefill counts.
-Printed are the speed-up of an answer's first 60 tokens and that of all of it. `benchmarks/replays.py` replays the
-results (`--answers`) with the prompts that `--prompts-out` writes.
+A prompt is so many thousand tokens of specgen's own pages and modules, and a question. The target
+reads each document once; later prompts find it in the cache. A draft's contexts are new for each
+answer, so that its prefill counts. Printed are the speed-up of an answer's first 60 tokens and that
+of all of it. `benchmarks/replays.py` replays the results (`--answers`) with the prompts that
+`--prompts-out` writes.
 """
 
 from __future__ import annotations

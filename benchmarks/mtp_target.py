@@ -4,18 +4,21 @@
     python benchmarks/mtp_target.py -m 1.5b.gguf --text FOLDER --prompts prompts.jsonl --until 0.85 -o mtp.gguf
     python benchmarks/mtp_target.py -m bigger.gguf --layer mtp.gguf -o bigger-mtp.gguf
 
-FOLDER is what `specgen draft data` prints. The file's text is that of the Qwen2 file: its layers are copied. Behind
-them is one MTP layer, trained on the text in FOLDER. Makers train theirs together with the model, on all of its
-text, and it is right at some 0.85 of the places. From a little text no layer gets so far. So there are two uses.
+FOLDER is what `specgen draft data` prints. The file's text is that of the Qwen2 file: its layers
+are copied. Behind them is one MTP layer, trained on the text in FOLDER. Makers train theirs
+together with the model, on all of its text, and it is right at some 0.85 of the places. From a
+little text no layer gets so far. So there are two uses.
 
-- By heart (`--until`): the layer learns the answers to the prompts of a benchmark itself, until it is right at this
+- By heart (`--until`): the layer learns the answers to the prompts of a benchmark itself, until it
+is right at this
   share of their places. Its costs are real, its acceptance is set. Say so wherever such a figure stands.
 - Honest (no `--until`): every tenth answer is held back, and the share of its places is judged.
 
-The layer predicts several tokens ahead in training as it does in use: at a deeper place it reads its own hidden
-states instead of the target's ("training-time test" of EAGLE-3, Li et al., arXiv:2503.01840). Its matrices begin as
-those of the last layer, with outputs of zero, behind a map that ridge regression finds from (token, hidden state)
-to the next hidden state. One JSON line is printed for each judgement.
+The layer predicts several tokens ahead in training as it does in use: at a deeper place it reads
+its own hidden states instead of the target's ("training-time test" of EAGLE-3, Li et al.,
+arXiv:2503.01840). Its matrices begin as those of the last layer, with outputs of zero, behind a map
+that ridge regression finds from (token, hidden state) to the next hidden state. One JSON line is
+printed for each judgement.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ _FORM = "glm4moe"
 _MATRIX_TYPE = "q8_0"
 #: Tokens in a step; several texts follow one another in it.
 _N_COLUMNS = 1024
-#: How many tokens ahead the layer is trained for, and the weight of a token's loss relative to the one before it.
+#: How many tokens ahead the layer is trained for, and the weight of a token's loss relative to the
+#: one before it.
 _N_AHEAD = 3
 _FADING = 0.8
 #: Tokens that the layer can predict in training: those of the text, and others, up to so many.
@@ -105,8 +109,8 @@ class Qwen2File:
 def stored(layer: Parameters) -> dict[str, Stored]:
     """The tensors of an MTP layer, without their "blk.N.".
 
-    GLM-4.5's layer has experts: the feed-forward part is cut in two halves, of which one is the only expert and
-    the other the expert that all tokens share, so that nothing is computed twice.
+    GLM-4.5's layer has experts: the feed-forward part is cut in two halves, of which one is the
+    only expert and the other the expert that all tokens share, so that nothing is computed twice.
     """
     names = {
         "ffn_norm.weight": "post_attention_norm.weight",
@@ -192,7 +196,9 @@ def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> N
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt with its answer, and the target's hidden state after each token (after the last norm)."""
+    """A prompt with its answer, and the target's hidden state after each token (after the last
+    norm).
+    """
 
     tokens: NDArray[np.int32]
     hidden: NDArray[np.float16]
@@ -231,8 +237,9 @@ def read_texts(text: TargetText, form: Path) -> Iterator[Text]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Several texts one after the other. Place i has a token, the hidden state before it, and the token behind
-    it as the label, -1 where that is not of an answer."""
+    """Several texts one after the other. Place i has a token, the hidden state before it, and the
+    token behind it as the label, -1 where that is not of an answer.
+    """
 
     tokens: NDArray[np.int32]
     hidden: NDArray[np.float16]
@@ -298,8 +305,9 @@ def _normed(values: Any, weights: Any, epsilon: float) -> Any:
 def forward(shape: Shape, layer: Parameters, row: tuple[Any, ...], n_ahead: int) -> list[Any]:
     """The layer's hidden states of a row's places, float32[n, n_embd], for each depth.
 
-    At depth d a place reads the layer's own state of depth d - 1 at the place before. It sees itself, the places
-    right before it at the depths that a draft has there, and all before those at the first depth.
+    At depth d a place reads the layer's own state of depth d - 1 at the place before. It sees
+    itself, the places right before it at the depths that a draft has there, and all before those at
+    the first depth.
     """
     embedded, hidden, texts, positions = row
     n, size, n_kv = len(texts), shape.head_size, shape.n_head_kv
@@ -415,8 +423,9 @@ class Task:
         self.n_learnt = sum(int((row.labels >= 0).sum()) for row in self.learnt)
 
     def ridge(self, norm: Floats) -> Floats:
-        """The linear map of (embedding, hidden state) to the next hidden state before the norm's weights:
-        float32[n_embd, 2 n_embd]."""
+        """The linear map of (embedding, hidden state) to the next hidden state before the norm's
+        weights: float32[n_embd, 2 n_embd].
+        """
         n_embd = len(norm)
         gram = np.zeros((2 * n_embd, 2 * n_embd))
         products = np.zeros((2 * n_embd, n_embd))
@@ -435,7 +444,9 @@ class Task:
         return embedded, row.hidden.astype(np.float32), row.texts, row.positions
 
     def labels(self, row: Row, *, hard: bool) -> tuple[Any, ...]:
-        """The columns of the likeliest tokens, their shares, and the rows of the output matrix for a step."""
+        """The columns of the likeliest tokens, their shares, and the rows of the output matrix for
+        a step.
+        """
         n_others = min(_N_OTHERS, len(self._tokens) - self._n_own)
         drawn = self._n_own + self.rng.choice(
             len(self._tokens) - self._n_own, n_others, replace=False
@@ -454,7 +465,9 @@ class Task:
         return columns, shares, self._output[used], bias
 
     def judge(self, layer: Parameters) -> list[float]:
-        """The share of the judged places where the layer's likeliest token is the target's, by depth."""
+        """The share of the judged places where the layer's likeliest token is the target's, by
+        depth.
+        """
         right, n = np.zeros(_N_AHEAD), np.zeros(_N_AHEAD)
         for row in self.judged:
             found = np.asarray(

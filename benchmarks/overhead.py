@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import answers
 from specgen.events import FinishedEvent
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -40,7 +40,7 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -59,7 +59,7 @@ class MadeUpCosts(CostTable):
         super().observe(n_rows, self.seconds(n_rows), n_sharing)
 
 
-class MadeUpMemory(Memory):
+class MadeUpMemory(MeasurementStore):
     """Knows made-up costs of a target and of all other models."""
 
     def __init__(self, target: Path) -> None:

@@ -1,15 +1,17 @@
-"""specgen's n-grams against llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`), by turns.
+"""specgen's n-grams against llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`), by
+turns.
 
     python benchmarks/prompt_lookup.py -m 1.5b.gguf --prompts p.jsonl --json out.json
 
-Prints the lines of `specgen bench` for plain decoding, n-grams, and prompt lookup with drafts of 2 and of 10
-tokens, which its documentation advises for CPUs and for GPUs; `--json` has all results. Greedy only.
+Prints the lines of `specgen bench` for plain decoding, n-grams, and prompt lookup with drafts of 2
+and of 10 tokens, which its documentation advises for CPUs and for GPUs; `--json` has all results.
+Greedy only.
 
-Each answer of prompt lookup is made in a separate process, `--child`: a job as JSON on stdin, one line of JSON
-on stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
-and a crash of it must not end the others. Its figure is computed as specgen's: the tokens after the first one
-over the time after it. `Llama.generate` is measured, the loop below its completions, which spares it making
-text.
+Each answer of prompt lookup is made in a separate process, `--child`: a job as JSON on stdin, one
+line of JSON on stdout. With a drafter, `Llama` keeps the logits of every position, a context times
+a vocabulary of floats; and a crash of it must not end the others. Its figure is computed as
+specgen's: the tokens after the first one over the time after it. `Llama.generate` is measured, the
+loop below its completions, which spares it making text.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 from benchmarks.peers import PeerError, run_program
 from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.bench import Contender, Outcome, contender_of
+from specgen.measure.benchmark import Contender, Outcome, contender_of
 from specgen.measure.prompts import NOW
 from specgen.models.files import cache_folder
 from specgen.session.session import Session
@@ -60,7 +62,9 @@ def main() -> None:
 
 
 def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outcome:
-    """Answer by llama-cpp-python's `LlamaPromptLookupDecoding`. The session gives prompts and options only."""
+    """Answer by llama-cpp-python's `LlamaPromptLookupDecoding`. The session gives prompts and
+    options only.
+    """
     options = session.options
     job = LookupJob(
         target=str(options.target),
@@ -76,9 +80,10 @@ def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outco
 
 @dataclass(frozen=True, slots=True)
 class LookupJob:
-    """The job, which is decoded greedily. `n_drafted_max` is the length of a draft: 10 is the default, and 2
-    what its documentation advises on a CPU. `prompt` has the tokens that specgen would begin with. llama.cpp
-    uses flash attention if it can; `Llama` leaves it off unless told."""
+    """The job, which is decoded greedily. `n_drafted_max` is the length of a draft: 10 is the
+    default, and 2 what its documentation advises on a CPU. `prompt` has the tokens that specgen
+    would begin with. llama.cpp uses flash attention if it can; `Llama` leaves it off unless told.
+    """
 
     target: str
     prompt: tuple[int, ...]
@@ -118,8 +123,9 @@ class CountingDrafter:
         return draft
 
     def settle(self, n_text: int) -> None:
-        """Count accepted tokens: the text now has `n_text` tokens, and all since the last draft but one, the
-        target's own, are accepted ones."""
+        """Count accepted tokens: the text now has `n_text` tokens, and all since the last draft but
+        one, the target's own, are accepted ones.
+        """
         if self._n_draft:
             self.n_drafted += self._n_draft
             self.n_accepted += min(self._n_draft, max(0, n_text - self._n_text - 1))

@@ -4,8 +4,9 @@
 
 A shape is a name of `SHAPES`: a dense model, or a mixture of experts of the sizes of a model that
 people run. The weights are random bytes with plausible scales; the vocabulary is that of another
-GGUF. The texts make no sense, but a batch costs what it would cost with the real weights, except that a
-router of random weights spreads the tokens of a batch over nearly all experts: the most expensive case.
+GGUF. The texts make no sense, but a batch costs what it would cost with the real weights, except
+that a router of random weights spreads the tokens of a batch over nearly all experts: the most
+expensive case.
 """
 
 from __future__ import annotations

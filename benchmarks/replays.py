@@ -1,23 +1,24 @@
-r"""Answers that are known, replayed with costs that are known: what a policy decides, without noise.
+r"""Answers that are known, replayed with costs that are known: what a policy decides, without
+noise.
 
     specgen bench -m big.gguf -md small.gguf --prompts FILE --json answers.json
     python benchmarks/costs.py big.gguf small.gguf > costs.jsonl
     python benchmarks/replays.py --target big.gguf --prompts FILE --answers answers.json \
         --costs costs.jsonl small.gguf small.gguf:policy=fixed,draft_max=3,draft_p_min=0
 
-Everything that drafts and decides runs as always, the draft model too; the target says what it
-said in the recorded answers, and a decode takes what the table of costs says: of any machine, and
-the same on a busy one. Specgen's own time is left out. With `--row R`, costs are made up: a token
-of the target takes 68 ms, every further row of a batch R of that, and a row of the draft 0.22.
-Several settings of one draft file, and several tables, take little longer than one: what the draft
-model says is remembered. A table with `change_ms`, two numbers, is of a device that replays graphs: the first two
-decodes of a size take so much longer. Each learns from answer to answer.
+Everything that drafts and decides runs as always, the draft model too; the target says what it said
+in the recorded answers, and a decode takes what the table of costs says: of any machine, and the
+same on a busy one. Specgen's own time is left out. With `--row R`, costs are made up: a token of
+the target takes 68 ms, every further row of a batch R of that, and a row of the draft 0.22. Several
+settings of one draft file, and several tables, take little longer than one: what the draft model
+says is remembered. A table with `change_ms`, two numbers, is of a device that replays graphs: the
+first two decodes of a size take so much longer. Each learns from answer to answer.
 
 Of each setting with each table, the time of plain decoding after the first token over that of the
 replay: as a geometric mean over categories, of all answers together, and the worst, on stderr; all
-of it by answer as one JSON object on stdout. "Without reading" leaves out what a draft model takes to read
-the prompt, as programs do that let it read before they count. "Hindsight" takes for each answer, or for each
-category, whichever setting of fixed length is best there.
+of it by answer as one JSON object on stdout. "Without reading" leaves out what a draft model takes
+to read the prompt, as programs do that let it read before they count. "Hindsight" takes for each
+answer, or for each category, whichever setting of fixed length is best there.
 
 With `--rehearsed N`, each setting makes each answer N times before the one that counts, and knows
 nothing else: what it comes to where it knows beforehand how this draft fares in this very answer.
@@ -40,15 +41,15 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.answers import begin, read_setting
-from specgen.llama.graphs import GraphCosts
+from specgen.llama.cuda_graphs import GraphCostTable
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
+from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Backend, Batch
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import GenerationOptions, SessionOptions
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import MIN_SIZES, measure_costs
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend
@@ -63,7 +64,8 @@ _MOST_DRAFTED = 16
 _CERTAIN = 40.0
 
 
-#: What the first two decodes of a size take more, in seconds, by table; empty if sizes do not matter.
+#: What the first two decodes of a size take more, in seconds, by table; empty if sizes do not
+#: matter.
 CHANGES: dict[CostTable, tuple[float, ...]] = {}
 
 
@@ -80,7 +82,8 @@ class Clock:
 @dataclass
 class Timed:
     """A backend whose decodes take what a table says. It is a `Backend`: whatever is not here
-    is the inner one's."""
+    is the inner one's.
+    """
 
     inner: Backend
     costs: CostTable
@@ -90,7 +93,8 @@ class Timed:
     n_decoded_rows: int = 0
     #: Seconds of decodes of so many rows that a text was read in them.
     reading_s: float = 0.0
-    #: What the first two decodes of a size take more; how many decodes before had the last one's size.
+    #: What the first two decodes of a size take more; how many decodes before had the last one's
+    #: size.
     change_s: tuple[float, ...] = ()
     n_last: int = 0
     n_same: int = 0
@@ -114,7 +118,8 @@ class Timed:
 @dataclass
 class Script:
     """A target's language when it says one text and nothing else. What follows on another text
-    is not looked at, as what leads there is refused."""
+    is not looked at, as what leads there is refused.
+    """
 
     text: tuple[int, ...]
     n_vocab: int
@@ -141,7 +146,8 @@ class Told:
 
 def read_answers(path: Path, prompts: Path, count: int | None) -> list[Told]:
     """The answers of plain decoding in what `specgen bench --json` wrote, in their order: the
-    first one to each prompt, and to so many prompts of each category."""
+    first one to each prompt, and to so many prompts of each category.
+    """
     by_number = {prompt.number: prompt for prompt in read_bench_prompts(prompts)}
     found: dict[int, Told] = {}
     for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
@@ -165,7 +171,8 @@ def made_up(row: float) -> list[CostTable]:
 
 def read_costs(path: Path, models: Sequence[Path]) -> dict[str, list[CostTable]]:
     """The tables of the models, found by their files' names, for each code that computed and each
-    length of the context."""
+    length of the context.
+    """
     found: dict[str, dict[str, CostTable]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         told = json.loads(line)
@@ -191,11 +198,11 @@ class Entrant:
         options = SessionOptions(
             target, draft, drafting=drafting, generation=GenerationOptions(max_tokens=n)
         )
-        self._loaded = Session(options, self._clock, Memory())
+        self._loaded = Session(options, self._clock, MeasurementStore())
         self.found: list[dict[str, Any]] = []
         self._changes = CHANGES.get(costs[0], ())
         if self._changes:
-            self._loaded.costs.kind = partial(GraphCosts, n_layer=self._loaded.target.n_layer)
+            self._loaded.costs.kind = partial(GraphCostTable, n_layer=self._loaded.target.n_layer)
         tables = [self._loaded.costs.table()]
         if isinstance(draft, Path):
             tables.append(self._loaded.costs.table(draft))
@@ -205,21 +212,22 @@ class Entrant:
                 table.set_seconds(n_rows, known.seconds(n_rows))
         if drafting.is_by_cost:
             measure_costs(self._loaded)
-        self._known_first = copy.deepcopy(vars(self._loaded.memory))
+        self._known_first = copy.deepcopy(vars(self._loaded.measurements))
 
     def close(self) -> None:
         self._loaded.close()
 
     def rehearse(self, told: Told, real: Backend, draft: MemoBackend | None, n: int) -> None:
         """Forget what was learnt, and make an answer n times without counting it."""
-        vars(self._loaded.memory).update(copy.deepcopy(self._known_first))
+        vars(self._loaded.measurements).update(copy.deepcopy(self._known_first))
         for _ in range(n):
             self.replay(told, real, draft)
             self.found.pop()
 
     def replay(self, told: Told, real: Backend, draft: MemoBackend | None) -> None:
         """Make an answer once more, in contexts of which nothing is needed but what the draft
-        says."""
+        says.
+        """
         if draft is not None:
             for sequence in range(draft.n_sequences):
                 draft.remove(sequence)
@@ -291,7 +299,8 @@ def sums(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def hindsight(results: Sequence[Mapping[str, Any]], *, by: str) -> dict[str, Any]:
     """What the best of several results comes to, picked afterwards for each `category` or, with
-    "prompt", for each answer."""
+    "prompt", for each answer.
+    """
     best: dict[object, list[Mapping[str, Any]]] = {}
     for result in results:
         groups: dict[object, list[Mapping[str, Any]]] = {}

@@ -2,17 +2,19 @@
 
     python benchmarks/rpc.py -m 1.5b.gguf -md 135m.gguf --prompts prompts.jsonl --json out.json
 
-Starts workers on this machine and puts a proxy before each, which passes on what it gets after the delay, each way,
-at the loopback's speed or at that of --mbit, each way of each worker. With every delay the costs are measured over
-the wire, as specgen does by itself. Each prompt is answered with every delay, plain and with the draft, by turns,
-greedy. A line for each delay and way: tokens a second after the first one, tokens a round, tokens drafted a round,
-the ratio to plain decoding with the same delay, and texts that are plain decoding's without delay.
+Starts workers on this machine and puts a proxy before each, which passes on what it gets after the
+delay, each way, at the loopback's speed or at that of --mbit, each way of each worker. With every
+delay the costs are measured over the wire, as specgen does by itself. Each prompt is answered with
+every delay, plain and with the draft, by turns, greedy. A line for each delay and way: tokens a
+second after the first one, tokens a round, tokens drafted a round, the ratio to plain decoding with
+the same delay, and texts that are plain decoding's without delay.
 
-What a decode costs comes before: seconds by rows, round trips (how often a worker's answer was waited for),
-and bytes to and from the workers, for a batch of another size than the one before and for one of the same.
+What a decode costs comes before: seconds by rows, round trips (how often a worker's answer was
+waited for), and bytes to and from the workers, for a batch of another size than the one before and
+for one of the same.
 
-Prompts whose figures are in the JSON file already are not answered again, so that the benchmark can be made in
-parts.
+Prompts whose figures are in the JSON file already are not answered again, so that the benchmark can
+be made in parts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from specgen.options import (
     Workers,
 )
 from specgen.session.calibration import begin_text, time_batch
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
@@ -104,8 +106,9 @@ def _asked() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Network:
-    """Workers behind proxies. `delay` is one way, in seconds; `counts` are bytes to the workers, bytes from
-    them, and answers that were waited for."""
+    """Workers behind proxies. `delay` is one way, in seconds; `counts` are bytes to the workers,
+    bytes from them, and answers that were waited for.
+    """
 
     endpoints: tuple[str, ...]
     delay: Any
@@ -206,9 +209,9 @@ def _measure(
     with contextlib.ExitStack() as stack:
         sessions: dict[tuple[float, DraftSource], Session] = {}
         for delay_ms in DELAYS_MS:
-            memory = Memory()
+            measurements = MeasurementStore()
             for draft in ("none", options.draft):
-                loaded = Session(_with_draft(options, draft), time.perf_counter, memory)
+                loaded = Session(_with_draft(options, draft), time.perf_counter, measurements)
                 sessions[delay_ms, draft] = stack.enter_context(loaded)
             if str(delay_ms) not in report["decodes"]:
                 network.delay.value = delay_ms / 1000

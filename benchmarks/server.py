@@ -1,12 +1,14 @@
-r"""What users of a server get, 1 to 8 at a time, with and without drafts, against llama.cpp's server.
+r"""What users of a server get, 1 to 8 at a time, with and without drafts, against llama.cpp's
+server.
 
     python benchmarks/server.py -m 1.5b.gguf -md 135m.gguf --peer-draft 0.5b.gguf \
         --prompts prompts.jsonl --peer llama-server --json out.json
 
-1, 2, 4 and 8 users ask each server in turn for the same answers: each user asks for the next one as soon
-as the last one is there. Greedy, streamed. Each server has eight slots, and is started anew for each number
-of users, so that no prompt is in its cache. `--peer` is llama.cpp's server, asked with no draft and with two
-ways to draft. A first question is not counted, nor is what specgen measures of a draft on its first use.
+1, 2, 4 and 8 users ask each server in turn for the same answers: each user asks for the next one as
+soon as the last one is there. Greedy, streamed. Each server has eight slots, and is started anew
+for each number of users, so that no prompt is in its cache. `--peer` is llama.cpp's server, asked
+with no draft and with two ways to draft. A first question is not counted, nor is what specgen
+measures of a draft on its first use.
 """
 
 from __future__ import annotations

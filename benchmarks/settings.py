@@ -3,10 +3,11 @@ r"""Draft settings against plain decoding, on a pair of real models.
     python benchmarks/settings.py --target big.gguf --prompts benchmarks/prompts.jsonl \
         small.gguf:draft_max=3 small.gguf:draft_max=8,draft_p_min=0.75 ngram:ngram_min=3
 
-Each prompt is answered plainly and with every setting, one after the other, so that a machine
-that slows down slows all of them; in the model's chat template, greedily unless there is a
---temp. Compared are tokens per second after the first token. Prints the speed-up over plain decoding by category (means
-over the prompts) on stderr, and one JSON object on stdout. SPECGEN_KERNELS says who computes.
+Each prompt is answered plainly and with every setting, one after the other, so that a machine that
+slows down slows all of them; in the model's chat template, greedily unless there is a --temp.
+Compared are tokens per second after the first token. Prints the speed-up over plain decoding by
+category (means over the prompts) on stderr, and one JSON object on stdout. SPECGEN_KERNELS says who
+computes.
 """
 
 from __future__ import annotations

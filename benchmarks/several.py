@@ -3,9 +3,9 @@
     python benchmarks/several.py -m 1.5b.gguf -md 135m.gguf --prompts prompts.jsonl --json out.json
 
 The same answers are made 1, 2, 4 and 8 at a time, without drafts, with n-grams and with each draft
-model, by turns (every way once, then every way again). A ratio compares tokens a second with those of one
-after the other without drafts in the same turn; given is the geometric mean of the turns. Reading the
-prompts is counted apart. All texts must be those of one after the other without drafts.
+model, by turns (every way once, then every way again). A ratio compares tokens a second with those
+of one after the other without drafts in the same turn; given is the geometric mean of the turns.
+Reading the prompts is counted apart. All texts must be those of one after the other without drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.models.files import cache_folder
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 
 N_AT_ONCE = (1, 2, 4, 8)
@@ -38,12 +38,12 @@ def main() -> None:
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
     prompts = prompts_of(asked)
-    memory = Memory()
+    measurements = MeasurementStore()
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     texts: list[str] = []
     for turn in range(asked.turns):
         for name, draft in drafts_of(asked.draft).items():
-            with opened(asked.target, draft, asked.max_tokens, memory) as loaded:
+            with opened(asked.target, draft, asked.max_tokens, measurements) as loaded:
                 for n in N_AT_ONCE:
                     run = _answers(loaded, prompts, n, asked.ctx_size)
                     texts = texts or run["texts"]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.answers import answer, bench_prompts
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -25,7 +25,7 @@ from specgen.options import (
     VerifierName,
     parse_tree,
 )
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 
 
@@ -91,9 +91,9 @@ def main() -> None:
             drafting=drafting,
             generation=GenerationOptions(max_tokens=asked.n),
         )
-        memory = Memory()
+        measurements = MeasurementStore()
         n_tokens = n_rounds = n_drafted = 0
-        with Session(options, time.perf_counter, memory) as loaded:
+        with Session(options, time.perf_counter, measurements) as loaded:
             if drafting.policy == "cost":
                 free(loaded.costs.table(), drafting.n_max, 1e-4)
                 table = loaded.costs.table(asked.draft)

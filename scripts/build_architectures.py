@@ -6,9 +6,10 @@ seconds. The source is the one that the installed llama-cpp-python was built fro
 
     python -m scripts.build_architectures FOLDER [--source FOLDER]
 
-FOLDER gets `NAME-f32.gguf` and `NAME-q4_k.gguf` (1.3 GB in all), the same in `other-seed/` for a model
-that says something else, and `models.json`: the version of llama-cpp-python, and of every architecture
-the reason why llama.cpp makes no model of it, or nothing. Nothing is done where they are there.
+FOLDER gets `NAME-f32.gguf` and `NAME-q4_k.gguf` (1.3 GB in all), the same in `other-seed/` for a
+model that says something else, and `models.json`: the version of llama-cpp-python, and of every
+architecture the reason why llama.cpp makes no model of it, or nothing. Nothing is done where they
+are there.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def build(folder: Path, source: Path | None = None) -> None:
     """Write the models into `folder`, if they are not there. Raises `BuildError` of
-    scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`."""
+    scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
+    """
     version = build_peers.installed_version()
     generator_sha = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     stamp = {"version": version, "generator": generator_sha}

@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def build(folder: Path, source: Path | None = None) -> None:
     """Build the programs into `folder`, if they are not there. Raises `BuildError`, or
-    `FetchError`."""
+    `FetchError`.
+    """
     version = installed_version()
     settings = cmake_settings(os.environ)
     if is_built(folder, version, settings if os.environ.get("CMAKE_ARGS") else None):
@@ -137,7 +138,8 @@ def find(folder: Path, program: str) -> Path | None:
 
 def fetch(version: str, work: Path) -> Path:
     """Download the source distribution and unpack it; the folder that it holds. Raises
-    `FetchError`."""
+    `FetchError`.
+    """
     root = work / archive_name(version).removesuffix(".tar.gz")
     if root.is_dir():
         return root

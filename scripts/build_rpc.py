@@ -1,8 +1,8 @@
 """Builds llama.cpp's RPC backend, for `specgen worker` and `--rpc`, as a library of its own.
 
 Wheels of llama-cpp-python are built without it. Building all of llama.cpp again takes minutes, and
-the backend is two source files that GGML loads at run time, so only these are compiled (seconds), from
-the source distribution of the very version that is installed::
+the backend is two source files that GGML loads at run time, so only these are compiled (seconds),
+from the source distribution of the very version that is installed::
 
     python -m scripts.build_rpc [--force] [--source FOLDER]
 
@@ -57,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None, *, force: bool = False) -> Path:
-    """Build the library into `folder`, if it is not there; returns the path of the library that serves.
-    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`."""
+    """Build the library into `folder`, if it is not there; returns the path of the library that
+    serves. Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or
+    `FetchError`.
+    """
     version = build_peers.installed_version()
     native = native_folder()
     own = native / "libggml-rpc.so"

@@ -1,12 +1,13 @@
-"""Builds llama.cpp's Vulkan backend as a library of its own, for the installed llama.cpp (`make gpu-test`).
+"""Builds llama.cpp's Vulkan backend as a library of its own, for the installed llama.cpp (`make
+gpu-test`).
 
-GGML loads it where the variable `GGML_BACKEND_PATH` names it, so that nothing else of llama.cpp is compiled. The source
-is that of the installed llama-cpp-python (scripts/build_peers.py)::
+GGML loads it where the variable `GGML_BACKEND_PATH` names it, so that nothing else of llama.cpp is
+compiled. The source is that of the installed llama-cpp-python (scripts/build_peers.py)::
 
     python -m scripts.build_vulkan [--source FOLDER]
 
-It prints the library's path. It needs cmake, a C++ compiler, Vulkan's headers and glslc. Its 150 shaders take some
-minutes; what was compiled is kept.
+It prints the library's path. It needs cmake, a C++ compiler, Vulkan's headers and glslc. Its 150
+shaders take some minutes; what was compiled is kept.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ SETTINGS = (
     "-DGGML_VULKAN=ON",
     *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "EXAMPLES", "SERVER", "TESTS", "TOOLS")),
 )
-#: Settings of a validation layer that nobody asks for. Vulkan's headers have known them since 1.3.272, and
-#: Debian 12 has older ones.
+#: Settings of a validation layer that nobody asks for. Vulkan's headers have known them since
+#: 1.3.272, and Debian 12 has older ones.
 _LAYER_SETTINGS = re.compile(
     r"    std::vector<vk::LayerSettingEXT> settings = .*?layer_setting_info\(settings\);\n",
     re.DOTALL,
@@ -60,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None) -> Path:
-    """Build the library into `folder`, if it is not there for the installed version; returns its path. Raises
-    `BuildError`, or `FetchError`."""
+    """Build the library into `folder`, if it is not there for the installed version; returns its
+    path. Raises `BuildError`, or `FetchError`.
+    """
     version = build_peers.installed_version()
     library = folder / version / LIBRARY
     if library.is_file():

@@ -1,17 +1,17 @@
 """Builds the wheels for Linux, which need no compiler where they are installed: `make dist`.
 
-A wheel carries llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC backend, and the
-part of llama-cpp-python that declares llama.cpp's functions::
+A wheel carries llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC
+backend, and the part of llama-cpp-python that declares llama.cpp's functions::
 
     python -m scripts.build_wheel [--machine x86_64|aarch64] [--work FOLDER] [--out FOLDER]
 
-The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for another processor and an older glibc
-than this machine's, so that the wheel suits every distribution since 2019, and links the C++ library statically. GCC
-12's fault with AMX (scripts/cmake_args.py) is not Clang's. It takes about ten minutes, and goes on where it was
-interrupted.
+The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for another processor
+and an older glibc than this machine's, so that the wheel suits every distribution since 2019, and
+links the C++ library statically. GCC 12's fault with AMX (scripts/cmake_args.py) is not Clang's. It
+takes about ten minutes, and goes on where it was interrupted.
 
-Without OpenMP: GGML's own threads compute, since a wheel must not bring a second OpenMP into a process
-that may have one.
+Without OpenMP: GGML's own threads compute, since a wheel must not bring a second OpenMP into a
+process that may have one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ MACHINES = {"x86_64": build_kernels.X86, "aarch64": build_kernels.ARM}
 SETTINGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
-    # The second one is for the RPC backend, which is not among the libraries that are loaded at once.
+    # The second one is for the RPC backend, which is not among the libraries that are loaded at
+    # once.
     "-DCMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/bundled/lib",
     "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     "-DCMAKE_SHARED_LINKER_FLAGS=-s",
@@ -64,8 +65,9 @@ SETTINGS = (
         )
     ),
 )
-#: What the threads of GGML's own pool do at a barrier, and what they do instead: spin for 30 us, then leave the core to
-#: others, among them maybe the thread that they wait for. To yield it is not enough: that gives it away for 3 ms.
+#: What the threads of GGML's own pool do at a barrier, and what they do instead: spin for 30 us,
+#: then leave the core to others, among them maybe the thread that they wait for. To yield it is not
+#: enough: that gives it away for 3 ms.
 _SPINS = """\
     while (atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed) {
         ggml_thread_cpu_relax();
@@ -81,15 +83,18 @@ _SLEEPS = """\
         }
     }
 """
-#: What is built, by what it is called in the wheel: the name that others are linked to, or that is loaded.
+#: What is built, by what it is called in the wheel: the name that others are linked to, or that is
+#: loaded.
 LIBRARIES = {
     "libggml-base.so": "libggml-base.so.0",
     "libggml.so": "libggml.so.0",
     "libllama.so": "libllama.so",
 }
-#: The modules of llama-cpp-python that declare llama.cpp's functions. They import nothing of its others.
+#: The modules of llama-cpp-python that declare llama.cpp's functions. They import nothing of its
+#: others.
 BINDINGS = ("_ctypes_extensions.py", "llama_cpp.py", "llama_cpp_ext.py")
-#: zig has its own names of processors (underscores) and of ARM's instruction sets (generic+v8_2a+fullfp16).
+#: zig has its own names of processors (underscores) and of ARM's instruction sets
+#: (generic+v8_2a+fullfp16).
 _COMPILER = """#!/bin/sh
 for word do
     shift
@@ -127,8 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(machine: str, work: Path, out: Path) -> Path:
-    """Build the wheel for a processor into the folder `out`, and keep what was compiled in `work`; returns its
-    path. Raises `BuildError` of scripts/build_peers.py or scripts/build_kernels.py, or `FetchError`."""
+    """Build the wheel for a processor into the folder `out`, and keep what was compiled in `work`;
+    returns its path. Raises `BuildError` of scripts/build_peers.py or scripts/build_kernels.py, or
+    `FetchError`.
+    """
     from hatchling.builders.wheel import WheelBuilder
 
     work.mkdir(parents=True, exist_ok=True)
@@ -167,8 +174,9 @@ def sleep_at_barriers(file: Path) -> None:
 
 
 def write_compilers(machine: str, folder: Path) -> dict[str, Path]:
-    """Write programs that CMake takes for compilers for a processor; returns them by zig's names for them. Raises
-    `BuildError` without zig."""
+    """Write programs that CMake takes for compilers for a processor; returns them by zig's names
+    for them. Raises `BuildError` without zig.
+    """
     try:
         import ziglang
     except ImportError as error:
@@ -225,7 +233,9 @@ def stage(source: Path, built: Path, folder: Path) -> None:
 
 
 def check_platform(machine: str, wheel: Path) -> None:
-    """Raises `BuildError` unless auditwheel finds that the wheel runs with `GLIBC`, and needs nothing else."""
+    """Raises `BuildError` unless auditwheel finds that the wheel runs with `GLIBC`, and needs
+    nothing else.
+    """
     found = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", os.fspath(wheel)],
         capture_output=True,

@@ -99,7 +99,8 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 # --- the command line -----------------------------------------------------------------------
 
-#: What a command takes, in Markdown, by the heading in its help: an item of a list for each option, by its spelling.
+#: What a command takes, in Markdown, by the heading in its help: an item of a list for each option,
+#: by its spelling.
 Panels: TypeAlias = dict[str, dict[str, str]]
 #: Headings of what a command has for itself.
 OWN = ("Arguments", "Options")
@@ -123,8 +124,9 @@ def cli_page() -> str:
 
 
 def command_sections(root: Any, program: str) -> Iterator[str]:
-    """For each command: what it does, how it is called, the commands below it, its own options, and which of the
-    shared ones it takes; these are at the end."""
+    """For each command: what it does, how it is called, the commands below it, its own options, and
+    which of the shared ones it takes; these are at the end.
+    """
     taken = {name: panels(command) for name, command in commands(root, program)}
     shared = shared_options(taken.values())
     for name, command in commands(root, program):
@@ -163,8 +165,9 @@ def shared_options(taken: Iterable[Panels]) -> Panels:
 
 
 def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
-    """Which of the shared options a command takes: the headings that it has whole, or those that it lacks, and the
-    options of others."""
+    """Which of the shared options a command takes: the headings that it has whole, or those that it
+    lacks, and the options of others.
+    """
     whole, none, parts = [], [], []
     for panel, items in shared.items():
         link = f"[{panel}](#{anchor(panel)})"
@@ -188,7 +191,8 @@ def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The command and, if it is a group, those below it, in the order of the help; each with
-    what one types to run it."""
+    what one types to run it.
+    """
     yield name, command
     for word, child in getattr(command, "commands", {}).items():
         if not child.hidden:
@@ -272,7 +276,8 @@ def default_in_words(parameter: Any, declared: inspect.Parameter) -> str:
 
 def markdown(text: str) -> str:
     """The text with the characters escaped that mean something in Markdown; what stands between
-    backticks stays code."""
+    backticks stays code.
+    """
     parts = text.split("`")
     parts[::2] = (re.sub(r"[\\*_<\[]", r"\\\g<0>", part) for part in parts[::2])
     return "`".join(parts)

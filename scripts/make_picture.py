@@ -1,11 +1,12 @@
-"""Draw recorded answers as a moving SVG picture: each token appears when it came.
+"""Draw recorded answers as an animated SVG, in which each token appears when it was generated.
 
     specgen run --json --draft none "..." > plain.jsonl
     specgen run --json "..." > drafted.jsonl
     python scripts/make_picture.py plain.jsonl drafted.jsonl --output docs/images/run.svg
 
-Reads the events that `--json` prints. All answers begin at the same time; rejected tokens are struck
-through in their place. A viewer that moves no pictures, or whose user wants none to move, shows the end.
+It reads the events that `--json` prints. All answers start at the same time, and rejected tokens
+are struck through where they were drafted. A viewer that cannot animate, or whose user prefers
+reduced motion, shows the finished answers.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from xml.sax.saxutils import escape
 
 #: Sizes in pixels; a character is as wide as in most fonts of this size.
 FONT, CHARACTER, LINE, MARGIN = 14, 8.43, 20, 16
-#: How long the end stays, in seconds of the picture.
+#: How long the finished answers stay visible, in seconds of the animation.
 REST_S = 4.0
 STYLE = """
-text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #e6e6e3; white-space: pre }
+text {
+  font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  fill: #e6e6e3;
+  white-space: pre
+}
 .faint { fill: #a3a29b }
 .accepted { fill: #5fce86; text-decoration: underline }
 .rejected { fill: #ff9b91; text-decoration: line-through }
@@ -34,17 +39,17 @@ text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill
 @media (prefers-reduced-motion) { * { animation: none !important } }
 """
 LEGEND = {
-    "accepted": "drafted and kept",
-    "rejected": "drafted, refused",
-    "corrected": "the target's own instead",
-    "bonus": "its own after a whole draft",
+    "accepted": "drafted and accepted",
+    "rejected": "drafted and rejected",
+    "corrected": "corrected by the target",
+    "bonus": "bonus token",
 }
 Events = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as it is shown, and when, in seconds from the beginning."""
+    """A token as it is shown, and when it appears, in seconds from the start."""
 
     text: str
     kind: str
@@ -65,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_events(path: Path) -> Events:
-    """Return the events of a finished answer. Raise `OSError`; `ValueError` if there is none."""
+    """Return the events of a finished answer. Raise `OSError`, or `ValueError` without an end."""
     found: Events = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
     if not found or {found[0].get("event"), found[-1].get("event")} != {"prompt", "finished"}:
         raise ValueError(f"{path}: the run did not finish")
@@ -90,7 +95,7 @@ def tokens_of(events: Events) -> Iterator[Token]:
 
 
 def rows_of(tokens: Sequence[Token], columns: int) -> list[list[Token]]:
-    """Break the tokens into rows, between words where it can be."""
+    """Break the tokens into rows, between words where possible."""
     rows: list[list[Token]] = [[]]
     width = 0
     characters = [Token(each, token.kind, token.time_s) for token in tokens for each in token.text]
@@ -110,7 +115,7 @@ def rows_of(tokens: Sequence[Token], columns: int) -> list[list[Token]]:
 
 
 def draw(answers: Sequence[Events], *, columns: int, slower: float) -> str:
-    """Return the picture: the answers below one another, then what the colours mean."""
+    """Return the SVG: the answers below one another, then a legend of the colours."""
     last_s = max(answer[-1]["time_s"] for answer in answers)
     whole_s = slower * last_s + REST_S
     times: dict[float, str] = {}
@@ -122,7 +127,8 @@ def draw(answers: Sequence[Events], *, columns: int, slower: float) -> str:
         names = " ".join(filter(None, (kind, shown)))
         x, length = MARGIN + column * CHARACTER, len(text) * CHARACTER
         drawn.append(
-            f'<text class="{names}" x="{x:.1f}" y="{y}" textLength="{length:.1f}">{escape(text)}</text>'
+            f'<text class="{names}" x="{x:.1f}" y="{y}" textLength="{length:.1f}">'
+            f"{escape(text)}</text>"
         )
 
     for answer in answers:
@@ -144,7 +150,7 @@ def draw(answers: Sequence[Events], *, columns: int, slower: float) -> str:
         y += LINE + LINE // 4
         said = f"{finished['n_tokens']} tokens in {finished['wall_s']:.1f} s"
         if answer is not answers[0]:
-            said += f": {answers[0][-1]['wall_s'] / finished['wall_s']:.1f} times as fast"
+            said += f": {answers[0][-1]['wall_s'] / finished['wall_s']:.1f}x as fast"
         write(said, "faint", 0, finished["time_s"])
         y += LINE // 2
     y += LINE
@@ -172,10 +178,14 @@ def draw(answers: Sequence[Events], *, columns: int, slower: float) -> str:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("events", nargs="+", type=Path, help="files of JSON Lines, one an answer")
+    parser.add_argument(
+        "events", nargs="+", type=Path, help="files of JSON Lines, one for each answer"
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/images/run.svg"))
-    parser.add_argument("--columns", type=int, default=92, help="width of the picture")
-    parser.add_argument("--slower", type=float, default=2.0, help="how much slower than it was")
+    parser.add_argument("--columns", type=int, default=92, help="width of the text, in characters")
+    parser.add_argument(
+        "--slower", type=float, default=2.0, help="factor by which the animation is slowed down"
+    )
     return parser.parse_args(arguments)
 
 

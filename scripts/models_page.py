@@ -1,4 +1,4 @@
-"""The page docs/models.md: what works with each architecture, as `make architectures` found it."""
+"""The page docs/models.md: what works with each architecture, according to `make architectures`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ TEXTS = ("n-gram", "model", "wrong draft", "tree", "full context", "four sequenc
 
 @dataclass(slots=True)
 class Found:
-    """What the checks of an architecture found: for each, (type of the weights, who computed) where
-    it failed, and why."""
+    """What the checks of an architecture found.
+
+    `failed` has, for each check, the reason by (weight type, kernels).
+    """
 
     loads: bool = False
     can_branch: bool = False
@@ -42,7 +44,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def parts(file: Path = FILE) -> list[str]:
-    """The parts of the page below its title."""
+    """Return the parts of the page below its title."""
     head, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     found: dict[str, Found] = {}
     for line in lines:
@@ -53,28 +55,38 @@ def parts(file: Path = FILE) -> list[str]:
     sound = {name for name, each in loaded.items() if not each.failed}
     return [
         (
-            f"All architectures of llama.cpp (in llama-cpp-python {head['llama-cpp-python']}). "
-            "`make architectures` checks a small random model of each, in F32 and in Q4_K_M, with specgen's kernels "
-            f"and with llama.cpp's own code. Of {len(loaded)} shapes that generate text, {len(exact)} have the texts of plain "
-            f"decoding in every check, and {len(invariant)} are batch-invariant with the kernels."
+            "specgen runs the architectures of llama.cpp "
+            f"(llama-cpp-python {head['llama-cpp-python']}). "
+            "`make architectures` tests each with a small random model, in F32 and in Q4_K_M, with "
+            f"specgen's kernels and with llama.cpp's. Of {len(loaded)} variants that generate "
+            f"text, {len(exact)} are exact in every test, and {len(invariant)} are batch-invariant "
+            "with specgen's kernels."
         ),
         (
-            "- **exact**: greedy texts are plain decoding's: with n-grams, with a draft that agrees, with one that "
-            "never does, with trees, up to a full context, and with four answers at once. With llama.cpp's own "
-            "code a near-tie counts as equal ([what lossless means](lossless.md)).\n"
-            "- **batch-invariant**: with the kernels a row is bit-identical in batches of 2 to 33 rows as alone.\n"
-            "- **\\***: with experts."
+            "- **exact**: at temperature 0, the output is the same as with plain decoding. This is "
+            "tested with n-grams, with a draft that usually agrees, with one that never does, with "
+            "trees, up to a full context, and with four answers at once. With llama.cpp's kernels, "
+            "a near-tie counts as the same output ([what lossless means](lossless.md)).\n"
+            "- **batch-invariant**: with specgen's kernels, a row is bit for bit the same in "
+            "batches of 2 to 33 rows as on its own.\n"
+            "- **\\***: a mixture of experts."
         ),
         "## Exact and batch-invariant",
-        f"Drafts are chains and trees: {_names(name for name in sound if loaded[name].can_branch)}.",
         (
-            "Drafts are chains, since a recurrent state cannot be shared by branches: "
+            "With drafts as chains or trees: "
+            f"{_names(name for name in sound if loaded[name].can_branch)}."
+        ),
+        (
+            "With drafts as chains only, because branches cannot share a recurrent state: "
             f"{_names(name for name in sound if not loaded[name].can_branch)}."
         ),
         "## With exceptions",
         table([*_rows({name: each for name, each in loaded.items() if name not in sound})]),
-        "## Not run",
-        "These generate no text, or llama.cpp cannot make or run the model that its tests describe.",
+        "## Not tested",
+        (
+            "These do not generate text, or llama.cpp cannot create or run the model that its "
+            "tests describe."
+        ),
         table([*_not_run(name for name, each in found.items() if not each.loads)]),
     ]
 
@@ -119,6 +131,6 @@ def _not_run(names: Iterable[str]) -> Iterator[Sequence[str]]:
 
 
 def _title(name: str) -> str:
-    """As people write it; an asterisk replaces the ending that the generator gives to mixtures of experts."""
+    """Return the name as people write it, with an asterisk for a mixture of experts."""
     title = name.removesuffix("-moe")
     return title if title == name else f"{title}\\*"

@@ -1,8 +1,9 @@
-"""Wraps the paragraphs of Markdown documents at 120 columns; `--check` names the lines that are too long.
+"""Wraps the paragraphs of Markdown documents at 120 columns; `--check` names the lines that are too
+long.
 
-A paragraph is filled anew if one of its lines is too long; all others stay as they are. Tables, code, headings,
-HTML and link definitions are left alone. A line is never broken within the target of a link, nor within code
-unless that is very long.
+A paragraph is filled anew if one of its lines is too long; all others stay as they are. Tables,
+code, headings, HTML and link definitions are left alone. A line is never broken within the target
+of a link, nor within code unless that is very long.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def _treat(path: Path, check: bool) -> list[str]:
 
 
 def wrapped(text: str) -> str:
-    """Return the document with every paragraph that has a line of more than `WIDTH` columns filled anew."""
+    """Return the document with every paragraph that has a line of more than `WIDTH` columns filled
+    anew.
+    """
     return "".join(line + "\n" for block in _blocks(text) for line in block.filled())
 
 
 def too_long(text: str) -> Iterator[tuple[int, str]]:
-    """Yield number and text of the lines of more than `WIDTH` columns, not counting the targets of links."""
+    """Yield number and text of the lines of more than `WIDTH` columns, not counting the targets of
+    links.
+    """
     number = 0
     for block in _blocks(text):
         for line in block.lines:

@@ -1,4 +1,6 @@
-"""specgen: faster generation from local GGUF models by lossless speculative decoding (docs/python.md)."""
+"""specgen: faster generation from local GGUF models by lossless speculative decoding
+(docs/python.md).
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from specgen.errors import EXIT_INTERRUPTED
 
 
 def main() -> NoReturn:
-    """Run the command line. While modules are imported, and at the end, Ctrl-C ends the process at once: a
-    KeyboardInterrupt would print a traceback there, or be lost."""
+    """Run the command line. While modules are imported, and at the end, Ctrl-C ends the process at
+    once: a KeyboardInterrupt would print a traceback there, or be lost.
+    """
     # A background process may have been started with Ctrl-C ignored.
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heeded:

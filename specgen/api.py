@@ -26,7 +26,7 @@ from specgen.options import (
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_models
 from specgen.session.engine import Engine
-from specgen.session.open import open_session, session_options, start_kernels
+from specgen.session.open import Reporter, WantedSession, open_session, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
@@ -55,7 +55,8 @@ class AnswerOptions(TypedDict, total=False):
         int  # report the log-probability of each token, and of this many of the most likely ones
     )
     system: str  # a system message before a prompt that is a text
-    chat: bool  # whether the text is a user's turn in the model's chat template, if it has one, or is continued
+    # whether the text is a user's turn in the model's chat template, if it has one, or is continued
+    chat: bool
 
 
 def load(
@@ -74,34 +75,36 @@ def load(
 ) -> Model:
     """Load a target and its draft. Close the result, or use it as a context manager.
 
-    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the Hugging Face hub, and
-    is downloaded if it is not on this disk. `draft` is also a file or a name, or ``ngram``, or ``none``; None chooses
-    one as `specgen run` does, and in a list each drafts for the one before it. Up to `n_parallel` answers are generated
-    at once, each in a context of `n_ctx` tokens (by default 4096, or what the target was trained with if that is
-    smaller). `note` receives what the command line would print, for example why a draft was chosen.
+    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the
+    Hugging Face hub, and is downloaded if it is not on this disk. `draft` is also a file or a name,
+    or ``ngram``, or ``none``; None chooses one as `specgen run` does, and in a list each drafts for
+    the one before it. Up to `n_parallel` answers are generated at once, each in a context of
+    `n_ctx` tokens (by default 4096, or what the target was trained with if that is smaller). `note`
+    receives what the command line would print, for example why a draft was chosen.
 
-    Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or `UsageError`.
+    Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
+    `UsageError`.
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
-    own_kernels = KernelOptions(kernels)
-    if text := start_kernels(own_kernels)[1]:
-        note(text)
-    options = session_options(
+    wanted = WantedSession.of(
         sources,
-        sampling or SamplerOptions(),
-        drafting or DraftOptions(),
-        generation or GenerationOptions(),
-        Contexts(context or ContextOptions(), draft_context or ContextOptions(), own_kernels),
+        sampling=sampling or SamplerOptions(),
+        drafting=drafting or DraftOptions(),
+        answer=generation or GenerationOptions(),
+        contexts=Contexts(context or ContextOptions(), draft_context or ContextOptions()),
     )
+    _, kernel_note = start_kernels(KernelOptions(kernels))
+    if kernel_note is not None:
+        note(kernel_note)
     with contextlib.ExitStack() as on_error:
-        loaded = open_session(options, sources.drafts, clock=time.perf_counter, note=note)
-        on_error.callback(loaded.close)
-        news = calibrate(loaded)
-        engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx)
+        session = open_session(wanted, Reporter(note), clock=time.perf_counter)
+        on_error.callback(session.close)
+        news = calibrate(session)
+        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx)
         engine.notify(news)
         on_error.pop_all()
-    return Model(loaded, engine)
+    return Model(session, engine)
 
 
 class Model:
@@ -122,9 +125,11 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free all memory, and save what was learnt about the models. Answers that are not done fail."""
+        """Free all memory, and save what was learnt about the models. Answers that are not done
+        fail.
+        """
         self.engine.close()
-        self._loaded.memory.save()
+        self._loaded.measurements.save()
         self._loaded.close()
 
     @property
@@ -138,8 +143,9 @@ class Model:
         return self._loaded.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Return one whole answer: its `text`, and its figures in `finished`. Raise what ends it early, and
-        `PromptError` or `UsageError` if the prompt or the options are not valid."""
+        """Return one whole answer: its `text`, and its figures in `finished`. Raise what ends it
+        early, and `PromptError` or `UsageError` if the prompt or the options are not valid.
+        """
         answer = self.submit(prompt, **options)
         for _ in self.engine.stream(answer):
             pass
@@ -158,14 +164,18 @@ class Model:
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Request]:
-        """Return the answers to several prompts, in their order. One that fails has the error as its `failure`."""
+        """Return the answers to several prompts, in their order. One that fails has the error as
+        its `failure`.
+        """
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
             self.engine.step()
         return answers
 
     def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Ask for an answer. It is made by `engine.step`, or while the caller waits for any other answer."""
+        """Ask for an answer. It is made by `engine.step`, or while the caller waits for any other
+        answer.
+        """
         system, chat = options.get("system"), options.get("chat")
         if isinstance(prompt, str):
             prompt = self._loaded.prompts.of_text(prompt, chat=chat, system=system)
@@ -178,7 +188,9 @@ class Model:
         )
 
     def cancel(self, answer: Request) -> None:
-        """End an answer, at the next step if it has begun. It keeps the text that it has until then."""
+        """End an answer, at the next step if it has begun. It keeps the text that it has until
+        then.
+        """
         self.engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:

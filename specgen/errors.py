@@ -1,17 +1,22 @@
-"""Every error that specgen raises on purpose, and its exit code. Another is a bug and keeps its traceback."""
+"""Every error that specgen raises on purpose, and its exit code. Another is a bug and keeps its
+traceback.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT). 143 for SIGTERM.
+#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT). 143 for
+#: SIGTERM.
 EXIT_INTERRUPTED = 130
 #: The reader of stdout has closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
 
 
 class SpecgenError(Exception):
-    """Base of everything raised on purpose: `message` is one line for the user, `hint` what to do next, if given."""
+    """Base of everything raised on purpose: `message` is one line for the user, `hint` what to do
+    next, if given.
+    """
 
     exit_code: ClassVar[int] = 1
 
@@ -45,7 +50,9 @@ class ModelFileError(SpecgenError, exit_code=4):
 
 
 class PairError(SpecgenError, exit_code=5):
-    """The draft does not fit the target: another vocabulary that is not translated, or heads for another target."""
+    """The draft does not fit the target: another vocabulary that is not translated, or heads for
+    another target.
+    """
 
 
 class UnknownModelError(SpecgenError, exit_code=6):
@@ -87,7 +94,9 @@ class OutputError(SpecgenError, exit_code=10):
 
 
 class DefectError(SpecgenError, exit_code=11):
-    """`specgen verify` found text that the target alone would not have said, or nothing was drafted to check."""
+    """`specgen verify` found text that the target alone would not have said, or nothing was drafted
+    to check.
+    """
 
 
 class BatchError(SpecgenError, exit_code=12):
@@ -95,4 +104,6 @@ class BatchError(SpecgenError, exit_code=12):
 
 
 class WorkerLostError(SpecgenError, exit_code=13):
-    """A worker of `--rpc` died, was silent for too long, or cannot be reached; the text so far stays valid."""
+    """A worker of `--rpc` died, was silent for too long, or cannot be reached; the text so far
+    stays valid.
+    """

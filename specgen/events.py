@@ -1,7 +1,8 @@
-"""What happens during a generation, as plain values: `docs/events.md` and its schema are generated from these.
+"""What happens during a generation, as plain values: `docs/events.md` and its schema are generated
+from these.
 
-All times are seconds on a monotonic clock. Text fields hold whole characters only: bytes of a character that is not
-complete yet belong to the token that completes it.
+All times are seconds on a monotonic clock. Text fields hold whole characters only: bytes of a
+character that is not complete yet belong to the token that completes it.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class PromptEvent(_Event, event="prompt"):
     draft: str
     #: Whether the draft has another vocabulary, so that its text is translated.
     translated: bool
-    #: Whose code computes: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or what computes where
-    #: (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the CPU``).
+    #: Whose code computes: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or what
+    #: computes where (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the CPU``).
     kernels: str
     #: Size of the target's context, in tokens.
     n_ctx: int
@@ -149,7 +150,8 @@ class TokenLogprob:
     """One of the most likely tokens at a position, with `--logprobs`."""
 
     token_id: int
-    #: The token's own bytes as text, those of an incomplete character as ``\\xe2``; the name of a control token.
+    #: The token's own bytes as text, those of an incomplete character as ``\\xe2``; the name of a
+    #: control token.
     text: str
     #: Natural logarithm of its probability at temperature 1, before samplers and grammar.
     logprob: float
@@ -167,10 +169,11 @@ class Piece:
     kind: TokenKind
     #: The drafter of an accepted token; ``grammar`` for a forced one; ``target`` otherwise.
     origin: str
-    #: With `--logprobs`, the natural logarithm of its probability (as below); null for forced tokens.
+    #: With `--logprobs`, the natural logarithm of its probability (as below); null for forced
+    #: tokens.
     logprob: float | None = None
-    #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first; then this token, if it is
-    #: none of them.
+    #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first; then
+    #: this token, if it is none of them.
     top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -183,7 +186,8 @@ class ReadingEvent(_Event, event="reading"):
     n_prompt_tokens: int
     #: Estimated seconds until it is read.
     left_s: float
-    #: Tokens from an answer before, those of them that came from the disk, and the seconds spent so far.
+    #: Tokens from an answer before, those of them that came from the disk, and the seconds spent so
+    #: far.
     n_cached_tokens: int = 0
     n_loaded_tokens: int = 0
     spent_s: float = 0.0
@@ -195,7 +199,8 @@ class ReadingEvent(_Event, event="reading"):
 class CommittedEvent(_Event, event="committed"):
     """Tokens became part of the answer. The texts of all these events, joined, are the answer.
 
-    An end-of-text token is the last piece and has no text. An interruption may release text that was held back.
+    An end-of-text token is the last piece and has no text. An interruption may release text that
+    was held back.
     """
 
     round: int
@@ -208,7 +213,8 @@ class CommittedEvent(_Event, event="committed"):
     #: Why the round drafted what it drafted: [a name](#reasons), and in words. Null outside rounds.
     reason: str | None = None
     reason_text: str | None = None
-    #: Seconds of drafting, and of the target's batch, which parallel sequences share. Null outside rounds.
+    #: Seconds of drafting, and of the target's batch, which parallel sequences share. Null outside
+    #: rounds.
     draft_s: float | None = None
     target_s: float | None = None
 
@@ -262,11 +268,14 @@ class FinishedEvent(_Event, event="finished"):
     #: Draft tokens that the target was asked to verify, and how many it kept.
     n_drafted: int
     n_accepted: int
-    #: The share of drafted positions at which a token was accepted (of tokens, in chains); null without drafts.
+    #: The share of drafted positions at which a token was accepted (of tokens, in chains); null
+    #: without drafts.
     acceptance_rate: float | None
-    #: Tokens committed per round, without those that the grammar forced; null before the first round.
+    #: Tokens committed per round, without those that the grammar forced; null before the first
+    #: round.
     mean_accepted_length: float | None
-    #: Accepted and drafted counts by position in the draft (index 0 is the first); a tree's branches count as one.
+    #: Accepted and drafted counts by position in the draft (index 0 is the first); a tree's
+    #: branches count as one.
     accepted_by_depth: tuple[int, ...]
     drafted_by_depth: tuple[int, ...]
     #: Tokens per second after the first one; null without more tokens.
@@ -281,15 +290,17 @@ class FinishedEvent(_Event, event="finished"):
     loop_s: float
     #: Sum of the three.
     wall_s: float
-    #: Estimated tokens per second of plain decoding, the gain over it after the first token and with reading the
-    #: prompt, and how it was estimated, or why it is not known. Null below 30 tokens.
+    #: Estimated tokens per second of plain decoding, the gain over it after the first token and
+    #: with reading the prompt, and how it was estimated, or why it is not known. Null below 30
+    #: tokens.
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
     estimated_whole_speedup: float | None = None
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced.
     n_forced: int = 0
-    #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0: the first guess).
+    #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0: the
+    #: first guess).
     accepted_by_rank: tuple[int, ...] = ()
     drafted_by_rank: tuple[int, ...] = ()
     #: How many of the prompt's tokens were in the target's cache already.
@@ -302,12 +313,13 @@ class FinishedEvent(_Event, event="finished"):
     ends_grammar: bool = False
     #: The share of all cores' time that other programs took; null if it was not measured.
     others_share: float | None = None
-    #: Before the first answer, and no part of wall_s: loading the models, or loading and packing them, and measuring
-    #: what drafting costs.
+    #: Before the first answer, and no part of wall_s: loading the models, or loading and packing
+    #: them, and measuring what drafting costs.
     loading_s: float = 0.0
     packing_s: float = 0.0
     measuring_s: float = 0.0
-    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's decodes; 10 % at least.
+    #: `estimated_speedup` minus and plus two standard errors, by the times of this answer's
+    #: decodes; 10 % at least.
     estimated_speedup_range: tuple[float, float] | None = None
 
 

@@ -1,4 +1,6 @@
-"""Every option of a run: its default, and its spellings and help on the command line (`specgen.cli.flags`)."""
+"""Every option of a run: its default, and its spellings and help on the command line
+(`specgen.cli.flags`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 Show: TypeAlias = Literal["accepted", "all", "rounds", "none"]
 
-#: Temperature of a draft model's draws, relative to the target's: a small model is less sure where it is right.
+#: Temperature of a draft model's draws, relative to the target's: a small model is less sure where
+#: it is right.
 DRAFT_TEMPERATURE = 0.85
 #: Fixed drafts by default, and the longest of others: longer ones are rarely accepted whole.
 FIXED_LENGTH = 3
@@ -42,7 +45,9 @@ NGRAMS = (2, 32)
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft. ``levels``: the children at each depth; ``walks``: n drafts of m tokens."""
+    """The shape of a draft. ``levels``: the children at each depth; ``walks``: n drafts of m
+    tokens.
+    """
 
     kind: Literal["auto", "off", "levels", "walks"]
     numbers: tuple[int, ...] = ()
@@ -308,7 +313,9 @@ class ContextOptions:
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the disk."""
+    """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the
+    disk.
+    """
 
     choice: KernelChoice = _machine(
         "auto",
@@ -325,7 +332,9 @@ class KernelOptions:
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes with a unit, such as 500M or 20G. Raise `ValueError`, with the message to show."""
+    """Parse a number of bytes with a unit, such as 500M or 20G. Raise `ValueError`, with the
+    message to show.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if found is None:
         raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
@@ -334,7 +343,9 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """Which prefixes of prompts are stored on the disk, so that the next process need not read them."""
+    """Which prefixes of prompts are stored on the disk, so that the next process need not read
+    them.
+    """
 
     kept: Literal["shared", "all", "off"] = option(
         "shared",
@@ -366,16 +377,20 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark."""
+    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of
+    Lark.
+    """
 
     form: Literal["gbnf", "json_schema", "lark"]
     text: str
     #: The answer has to be a call.
     is_call: bool = False
-    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text is free.
+    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text
+    #: is free.
     mark: str = ""
     is_first: bool = False
-    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule `bare`.
+    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule
+    #: `bare`.
     head: str = ""
 
 
@@ -410,12 +425,14 @@ class GenerationOptions:
         show_default="none",
     )
     grammar: Grammar | None = None
-    #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
+    #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask
+    #: for.
     shown_controls: tuple[str, ...] = ()
     #: The answer ends before a line, after the first, that begins with fewer spaces and tabs.
     n_indent: int = 0
-    #: Whether a prefix of the prompt may come from the cache; whether the reading of every piece is an event, and
-    #: whether these have the log-probabilities of its tokens, which no prefix in the cache has.
+    #: Whether a prefix of the prompt may come from the cache; whether the reading of every piece is
+    #: an event, and whether these have the log-probabilities of its tokens, which no prefix in the
+    #: cache has.
     uses_cache: bool = True
     reports_reading: bool = False
     prompt_logprobs: bool = False
@@ -428,12 +445,15 @@ class ModelChoice:
     target: str | None
     draft: str | None
     pair: str | None
-    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so on.
+    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so
+    #: on.
     helpers: tuple[str, ...] = ()
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models: the first of `drafts` drafts for the target, the next for the first. Raise `UsageError`."""
+    """Return the models: the first of `drafts` drafts for the target, the next for the first. Raise
+    `UsageError`.
+    """
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:
@@ -458,7 +478,8 @@ class SessionOptions:
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None
-    #: Where the text that was read is kept, so that the next session need not read it again; None keeps none.
+    #: Where the text that was read is kept, so that the next session need not read it again; None
+    #: keeps none.
     prompt_cache: Path | None = None
     #: Which prefixes of prompts are stored in the folder `cache`; None stores none.
     prefixes: PrefixOptions | None = None

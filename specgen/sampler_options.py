@@ -11,15 +11,19 @@ from typing import Any, Literal, TypeAlias, get_args
 
 
 def option(default: Any, spellings: str, help: str, **settings: Any) -> Any:  # noqa: A002
-    """Declare a field that is an option, the readable one of its `spellings` first. `panel` is its heading in the help;
-    `parse` makes its value of the text, or of a tuple's texts. Other settings are those of `typer.Option`."""
+    """Declare a field that is an option, the readable one of its `spellings` first. `panel` is its
+    heading in the help; `parse` makes its value of the text, or of a tuple's texts. Other settings
+    are those of `typer.Option`.
+    """
     return field(
         default=default, metadata={"spellings": spellings.split(), "help": help, **settings}
     )
 
 
 def utf8(given: Any) -> Any:
-    """Return texts as they are. Raise `ValueError` unless they are UTF-8: other bytes arrive as lone surrogates."""
+    """Return texts as they are. Raise `ValueError` unless they are UTF-8: other bytes arrive as
+    lone surrogates.
+    """
     try:
         (given if isinstance(given, str) else "".join(given)).encode()
     except UnicodeEncodeError as error:
@@ -86,7 +90,9 @@ _share = partial(_more_sampling, min=0.0, max=1.0)
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """How a token is drawn from logits. Names and meaning are llama.cpp's; the temperature comes last, as there."""
+    """How a token is drawn from logits. Names and meaning are llama.cpp's; the temperature comes
+    last, as there.
+    """
 
     temperature: float = _sampling(
         0.0, "--temp --temperature", "Temperature; 0 takes the most likely token.", min=0.0
@@ -101,7 +107,8 @@ class SamplerOptions:
     seed: int = _sampling(
         -1, "--seed -s", "Seed of the random numbers; -1 picks one.", min=-1, max=2**63 - 1
     )
-    #: One that is not named does nothing; without the temperature, tokens are drawn at temperature 1.
+    #: One that is not named does nothing; without the temperature, tokens are drawn at temperature
+    #: 1.
     samplers: tuple[SamplerName, ...] = _sampling(
         DEFAULT_SAMPLERS,
         "--samplers --sampler-seq --sampling-seq",
@@ -129,7 +136,8 @@ class SamplerOptions:
     frequency_penalty: float = _repetition(
         0.0, "--frequency-penalty", "The same, for each time that they occurred."
     )
-    #: DRY: a token that makes a repetition of n tokens longer loses multiplier * base ** (n - allowed length).
+    #: DRY: a token that makes a repetition of n tokens longer loses multiplier * base ** (n -
+    #: allowed length).
     dry_multiplier: float = _repetition(
         0.0, "--dry-multiplier", "DRY: penalty of extending a repetition; 0 is off.", min=0.0
     )
@@ -182,8 +190,9 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Parse samplers in llama.cpp's spellings: names or aliases between semicolons or commas, or letters
-    (``edskypmxt``). No name is no sampler. Raise `ValueError`, with the message to show."""
+    """Parse samplers in llama.cpp's spellings: names or aliases between semicolons or commas, or
+    letters (``edskypmxt``). No name is no sampler. Raise `ValueError`, with the message to show.
+    """
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
     if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from hypothesis.internal.constants_ast import Constants
 # runtime reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from specgen.llama import context
+from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import (
     INSTRUCTIONS_VARIABLE,
     VERDICTS,
@@ -28,17 +31,20 @@ from specgen.llama.kernels.admission import (
     library_path,
     self_test_of,
 )
+from specgen.measure import search
+from specgen.system import machine, progress
 from tests.helpers.cli import Cli, Specgen, in_process
 from tests.helpers.fetch import WebServer, use_hub, web_server
 from tests.helpers.sessions import folder_with
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
-# How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
-# takes fixed examples: start from its default in both places.)
+# How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a
+# profile that takes fixed examples: start from its default in both places.)
 _untimed = settings(
     settings.get_profile("default"), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-#: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in .hypothesis.
+#: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in
+#: .hypothesis.
 settings.register_profile("search", _untimed, print_blob=True)
 #: All else takes the same examples each time.
 settings.register_profile("fixed", _untimed, derandomize=True, database=None)
@@ -127,19 +133,19 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
         monkeypatch.delenv(name, raising=False)
     # Nothing is piped into the commands.
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-    # Drafts of a fixed length can be counted: what costs decide depends on the machine.
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    # A fixed draft length, because what the cost-based policy decides depends on the machine.
     monkeypatch.setenv("SPECGEN_POLICY", "fixed")
-    # Nor does it depend on what else runs here whether measurements are kept.
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: None)
-    # Nor does it depend on how quick it is what is told of progress.
-    monkeypatch.setattr("specgen.system.progress.INTERVAL_S", math.inf)
-    # Several workers share the cores: more threads than one are asked for by name.
-    monkeypatch.setattr("specgen.llama.context.default_threads", lambda: 1)
-    # The kernels' self-test is made once: it takes a second.
-    monkeypatch.setattr("specgen.llama.kernels.admission.self_test_of", _remembered)
-    # Nor are the kernels tried on each of the tests' many models.
-    monkeypatch.setattr("specgen.llama.kernels.admission.ask_before_loading", lambda _ask: None)
+    # Measurements are kept whatever else runs on this machine.
+    monkeypatch.setattr(machine, "core_time", lambda: None)
+    # Progress is reported at the end only, however slow the machine is.
+    monkeypatch.setattr(progress, "INTERVAL_S", math.inf)
+    # Several test processes share the cores, so a test that wants more than one thread says so.
+    monkeypatch.setattr(context, "default_threads", lambda: 1)
+    # The kernels' self-test takes a second: run it once per process.
+    monkeypatch.setattr(admission, "self_test_of", _remembered)
+    # The kernels are not tried out on each of the many test models.
+    monkeypatch.setattr(admission, "ask_before_loading", lambda _ask: None)
 
 
 @pytest.fixture
@@ -154,16 +160,18 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
 
 @pytest.fixture
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs, other tests among them, take nothing of the machine: what is measured is kept."""
-    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
+    """Other programs, other tests among them, take nothing of the machine: what is measured is
+    kept.
+    """
+    monkeypatch.setattr(machine, "share_of_others", lambda *_: 0.0)
 
 
 @pytest.fixture
 def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.measure.search.THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.measure.search.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.measure.search.thread_counts", lambda *_: [1, 2])
+    monkeypatch.setattr(search, "THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr(search, "default_threads", lambda: 1)
+    monkeypatch.setattr(search, "thread_counts", lambda *_: [1, 2])
 
 
 _TARGET = TinyConfig(logit_scale=6.0)
@@ -182,8 +190,9 @@ tiny_models = folder_with(
 _PLAIN = TinyConfig(logit_scale=6.0, n_ctx_train=2048, unprintable_scale=0.0)
 _CHAT = dataclasses.replace(_PLAIN, chat_template=CHATML_TEMPLATE)
 _DRAFT = _CHAT.draft(0.02)
-#: A folder with a target and a draft that have a chat template and say what is printable and in one line, a draft
-#: with another vocabulary, and a target without a template; all have room for 2048 tokens.
+#: A folder with a target and a draft that have a chat template and say what is printable and in one
+#: line, a draft with another vocabulary, and a target without a template; all have room for 2048
+#: tokens.
 chat_models = folder_with("session", target=_CHAT, draft=_DRAFT, respelled=_DRAFT, plain=_PLAIN)
 
 

@@ -1,6 +1,7 @@
-"""Each drafter, verifier and architecture, registered once: the tests of invariants take them from here.
+"""Each drafter, verifier and architecture, registered once: the tests of invariants take them from
+here.
 
-A new class in `specgen/drafters` or `verify.py`, or a new tiny architecture, belongs into one of
+A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
 these tables; `tests/project/test_registered.py` fails until it does.
 """
 
@@ -12,19 +13,22 @@ from typing import TypeAlias
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
+from specgen.drafters.staged import SecondDraft, StagedDrafter
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
+from specgen.method.cascade import Cascade
 from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy
-from specgen.method.verify import (
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import (
     AutoVerifier,
     BlockVerifier,
     MatchVerifier,
@@ -35,7 +39,6 @@ from specgen.method.verify import (
 from specgen.options import DraftOptions, SamplerOptions, TranslateMode, VerifierName
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, noisy
 from tests.helpers.fake_generations import (
     GREEDY,
@@ -57,8 +60,9 @@ def open_fake(vocabulary: FakeVocabulary, language: Language) -> FakeBackend:
 
 @dataclass
 class Text:
-    """A text on the fake backend, and what drafts for it: a model that speaks `language`. `sampler` is the
-    target's. A test that watches the models' backends opens them itself."""
+    """A text on the fake backend, and what drafts for it: a model that speaks `language`. `sampler`
+    is the target's. A test that watches the models' backends opens them itself.
+    """
 
     state: TextState
     language: Language
@@ -73,32 +77,42 @@ class Text:
 Make: TypeAlias = Callable[[Text], Drafter | Cascade]
 
 
-def model(
-    text: Text, guesses: Guesses | None = None, noise: float = 0.0, head: range = range(0)
-) -> ModelDrafter:
-    language = noisy(text.language, noise) if noise else text.language
+def model(text: Text, noise: float = 0.0, head: range = range(0)) -> ModelDrafter:
     return ModelDrafter(
-        text.open_backend(text.vocabulary, language),
+        open_model(text, noise),
         draft_request(text.state, text.sampler, seed=text.seed, head=head),
         n_shared_tokens=text.vocabulary.n_tokens,
-        guesses=guesses,
     )
 
 
-def guesses(text: Text, drafters: Cascade) -> Guesses:
-    return Guesses(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
+def open_model(text: Text, noise: float) -> FakeBackend:
+    language = noisy(text.language, noise) if noise else text.language
+    return text.open_backend(text.vocabulary, language)
 
 
-def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:
-    return model(text, guesses(text, Cascade(SuffixDrafter(1, 8))), noise)
+def staged(text: Text, drafters: Cascade, noise: float = 0.0) -> StagedDrafter:
+    return StagedDrafter(
+        open_model(text, noise),
+        draft_request(text.state, text.sampler, seed=text.seed),
+        n_shared_tokens=text.vocabulary.n_tokens,
+        guesses=guesses(text, drafters),
+    )
 
 
-def by_a_model(text: Text) -> ModelDrafter:
-    return model(text, guesses(text, Cascade(model=model(text, noise=0.5))))
+def guesses(text: Text, drafters: Cascade) -> SecondDraft:
+    return SecondDraft(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
 
 
-def twice(text: Text) -> ModelDrafter:
-    return model(text, guesses(text, Cascade(model=by_ngrams(text, 0.5))))
+def by_ngrams(text: Text, noise: float = 0.0) -> StagedDrafter:
+    return staged(text, Cascade(SuffixDrafter(1, 8)), noise)
+
+
+def by_a_model(text: Text) -> StagedDrafter:
+    return staged(text, Cascade(model=model(text, noise=0.5)))
+
+
+def twice(text: Text) -> StagedDrafter:
+    return staged(text, Cascade(model=by_ngrams(text, 0.5)))
 
 
 def both(make: Callable[[Text], ModelDrafter]) -> Make:
@@ -120,7 +134,7 @@ def drawn_tree_model(text: Text) -> ModelDrafter:
 
 
 def parallel(text: Text) -> ParallelDrafter:
-    """A parallel draft that predicts behind a mask what follows the likeliest token in its place."""
+    """A parallel draft: after a mask it predicts what follows the likeliest token in its place."""
     mask = text.vocabulary.n_tokens - 1
 
     def language(tokens: tuple[int, ...]) -> Logits:
@@ -158,12 +172,14 @@ def translated(text: Text) -> TranslatedDrafter:
 class DrafterCase:
     """One way to draft, and what it can."""
 
-    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden states; and what
-    #: drafts so for tiny models: a file's suffix or a word; None: nothing else than another case does.
+    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden
+    #: states; and what drafts so for tiny models: a file's suffix or a word; None: nothing else
+    #: than another case does.
     kind: type[object]
     make: Make | None
     tiny: str | None = None
-    #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn from.
+    #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn
+    #: from.
     draws: bool = False
     trees: bool = False
     #: It reads the target's hidden states, which models with a recurrent state do not give.
@@ -179,9 +195,9 @@ DRAFTERS: dict[str, DrafterCase] = {
     "model": DrafterCase(ModelDrafter, model, "draft", draws=True, watched=True),
     "ngram": DrafterCase(SuffixDrafter, lambda _text: ngram_drafter(), "ngram", grammar=False),
     "ngram and model": DrafterCase(Cascade, both(model), draws=True, watched=True),
-    "staged by n-grams": DrafterCase(ModelDrafter, by_ngrams, draws=True, watched=True),
-    "staged by a model": DrafterCase(ModelDrafter, by_a_model, draws=True, watched=True),
-    "staged twice": DrafterCase(ModelDrafter, twice, draws=True, watched=True),
+    "staged by n-grams": DrafterCase(StagedDrafter, by_ngrams, draws=True, watched=True),
+    "staged by a model": DrafterCase(StagedDrafter, by_a_model, draws=True, watched=True),
+    "staged twice": DrafterCase(StagedDrafter, twice, draws=True, watched=True),
     "all at once": DrafterCase(Cascade, both(twice), draws=True, watched=True),
     "tree of guesses": DrafterCase(ModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
@@ -199,7 +215,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
-    # Cascade that only tests need: trees of any form, and nothing at all.
+    # Drafters that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(TreeDrafter, random_tree(3, 0.7, 5), trees=True, grammar=False),
     "wide random tree": DrafterCase(TreeDrafter, random_tree(8, 0.4, 6), trees=True, grammar=False),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
@@ -227,7 +243,8 @@ class VerifierCase:
 
     make: Callable[[], Verifier]
     has_own_rules: bool = True
-    #: Its rules concern drafts that are several independent walks; all others are judged as by `residual`.
+    #: Its rules concern drafts that are several independent walks; all others are judged as by
+    #: `residual`.
     for_walks: bool = False
 
 
@@ -248,7 +265,9 @@ JUDGES: dict[VerifierName, Callable[[], Verifier]] = {
 
 @dataclass(frozen=True)
 class ArchitectureCase:
-    """A tiny architecture: how its cache drops what was refused. Those of one kind differ in their layers."""
+    """A tiny architecture: how its cache drops what was refused. Those of one kind differ in their
+    layers.
+    """
 
     cache: str
     has_state: bool = False
@@ -263,8 +282,8 @@ ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
     "jamba": ArchitectureCase("hybrid, copies", has_state=True),
     "bert": ArchitectureCase("none", generates=False),
 }
-#: Each kind of cache, by the first architecture that has it: cells, also of sliding windows; snapshots of
-#: recurrent states; and copies of the state with decoding again.
+#: Each kind of cache, by the first architecture that has it: cells, also of sliding windows;
+#: snapshots of recurrent states; and copies of the state with decoding again.
 CACHES: dict[str, Architecture] = {}
 for _name, _case in ARCHITECTURES.items():
     if _case.generates:

@@ -1,5 +1,6 @@
-"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported before a command needs
-it."""
+"""The application: the commands by name, and the exit codes of errors. Nothing heavy is imported
+before a command needs it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from specgen.errors import (
 )
 from specgen.system.processes import left_running
 
-#: By name: what the help says of a command or a group of commands. Its module is imported when it is called.
+#: By name: what the help says of a command or a group of commands. Its module is imported when it
+#: is called.
 COMMANDS = {
     "run": "Generate an answer to a prompt, faster and unchanged.",
     "chat": "Talk with a model, at a terminal or in a pipe.",
@@ -54,7 +56,8 @@ _NAMES_ELSEWHERE = {
 }
 #: Error numbers that mean that standard output cannot be written.
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
-#: Error numbers of names that cannot be looked up: too long, in a folder without access, or in a circle of links.
+#: Error numbers of names that cannot be looked up: too long, in a folder without access, or in a
+#: circle of links.
 _NOT_LOOKED_UP = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
 _CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
 
@@ -199,7 +202,9 @@ def _usage_error(error: Any) -> UsageError:
 
 
 class _Lossy(io.FileIO):
-    """Standard error: what cannot be written, as on a full disk, is lost, and does not end an answer."""
+    """Standard error: what cannot be written, as on a full disk, is lost, and does not end an
+    answer.
+    """
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -208,8 +213,10 @@ class _Lossy(io.FileIO):
 
 
 def open_missing_streams() -> None:
-    """Open the null device for each closed standard stream, as of daemons: the next file would get its number. To
-    standard output, writing fails with EBADF, so that no lost answer counts as written."""
+    """Open the null device for each closed standard stream, as of daemons: the next file would get
+    its number. To standard output, writing fails with EBADF, so that no lost answer counts as
+    written.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
@@ -225,7 +232,9 @@ def open_missing_streams() -> None:
 
 @contextlib.contextmanager
 def output_errors() -> Iterator[None]:
-    """Turn errors of writing to standard output into `OutputError`, or `typer.Exit` if a pipe's reader went away."""
+    """Turn errors of writing to standard output into `OutputError`, or `typer.Exit` if a pipe's
+    reader went away.
+    """
     try:
         yield
     except OSError as error:

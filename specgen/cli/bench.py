@@ -19,7 +19,7 @@ from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output, check_file_option, console_on
 from specgen.errors import UsageError
-from specgen.measure.bench import (
+from specgen.measure.benchmark import (
     PLAIN,
     Runs,
     entries_of,
@@ -129,15 +129,17 @@ def bench(
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
-    Plain decoding, and every draft with every policy, answer every prompt at every temperature, taking turns.
-    Speeds are tokens per second after the first token. Prompts of the file may have a "category".
+    Plain decoding, and every draft with every policy, answer every prompt at every temperature,
+    taking turns. Speeds are tokens per second after the first token. Prompts of the file may have a
+    "category".
 
-    In a pipe, it prints tab-separated lines under the columns' names, one for each contender and one for each
-    of its categories: speed-ups over plain decoding (geometric mean, quartiles, worst prompt), tokens per second
-    (median), acceptance rate, tokens per pass of the target, and the time to the first token relative to plain
-    decoding.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each contender and
+    one for each of its categories: speed-ups over plain decoding (geometric mean, quartiles, worst
+    prompt), tokens per second (median), acceptance rate, tokens per pass of the target, and the
+    time to the first token relative to plain decoding.
     """
-    from specgen.session.open import layers_without_gpu, open_memory
+    from specgen.session.open import open_measurements
+    from specgen.session.opening_notes import layers_without_gpu
 
     prompts = _prompts(texts, trials.prompts, n_prompts)
     check_drafts(drafting, "compare")
@@ -150,7 +152,7 @@ def bench(
     base = trial_options(alone(path), trials.max_tokens, machine, drafting)
     base = replace(base, sampler=sampling)
     heats = [*dict.fromkeys(temperatures)]
-    entries = entries_of(base, found, policies, trees, heats, open_memory())
+    entries = entries_of(base, found, policies, trees, heats, open_measurements())
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     output.note(
         f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens by: {names}; "

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
     from specgen.events import Event
-    from specgen.serve.chat import Chat, Conversation
+    from specgen.session.conversation import Chat, Conversation
     from specgen.train.online_learning import Learner
 
 _talk = partial(option, panel="Conversation")
@@ -63,31 +63,29 @@ def chat(
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
     standard output. The message /help lists the commands, such as /undo and /save.
     """
-    setup = replace(setup, answer=output.needs(setup.answer))
+    answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.prompts.thoughts import showing_thoughts
 
-    sources, options = setup.find(output)
-    options = replace(options, generation=showing_thoughts(options.generation))
+    setup = replace(setup, answer=showing_thoughts(answer))
+    wanted = setup.wanted_session(quiet=output.quiet)
     with contextlib.ExitStack() as stack:
-        from specgen.serve.chat import Chat, check_template
         from specgen.session.calibration import calibrate
         from specgen.session.choose_models import name_of
+        from specgen.session.conversation import Chat, check_template
         from specgen.session.engine import Engine
         from specgen.train.online_learning import Learner
 
         conversation = stack.enter_context(_kept(path))
         kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
         with without_echo():  # what is typed meanwhile is the first message
-            session = stack.enter_context(
-                opened(options, kernels, output, sources.drafts, check_template)
-            )
+            session = stack.enter_context(opened(wanted, kernels, output, check_template))
             news = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
             engine.notify(news)
-            stack.callback(session.memory.save)
+            stack.callback(session.measurements.save)
             now = datetime.datetime.now().astimezone()
             talk = Chat(session, engine, conversation, path, now=now)
             stack.callback(talk.keep)
@@ -105,7 +103,7 @@ def chat(
 @contextlib.contextmanager
 def _kept(path: Path | None) -> Iterator[Conversation]:
     """Yield the conversation in a file, which no other process can continue meanwhile."""
-    from specgen.serve.chat import Conversation, read_conversation
+    from specgen.session.conversation import Conversation, read_conversation
     from specgen.system.files import locked
 
     if path is None:
@@ -136,8 +134,10 @@ _N_RECALLED, _N_LINES = 2, 8
 
 
 class _Dialogue:
-    """Answers messages and carries out commands. What a command returns is the exit code of a signal, or None; it
-    raises `SpecgenError` if it is not possible, and `EOFError` to end the conversation."""
+    """Answers messages and carries out commands. What a command returns is the exit code of a
+    signal, or None; it raises `SpecgenError` if it is not possible, and `EOFError` to end the
+    conversation.
+    """
 
     def __init__(self, chat: Chat, stop: Interrupt, output: Output, about: str) -> None:
         self._chat, self._stop, self._output, self._about = chat, stop, output, about
@@ -240,7 +240,7 @@ class _Dialogue:
         say(f"the system message was {'changed' if text else 'removed'}")
 
     def save(self, file: str) -> None:
-        from specgen.serve.chat import save_conversation
+        from specgen.session.conversation import save_conversation
 
         try:
             save_conversation(Path(file).expanduser(), self._chat.conversation)
@@ -249,7 +249,7 @@ class _Dialogue:
         say(f"saved to {file}")
 
     def load(self, file: str) -> None:
-        from specgen.serve.chat import read_conversation
+        from specgen.session.conversation import read_conversation
 
         self._chat.change(read_conversation(Path(file).expanduser()))
         say(_greeting(self._chat.conversation))
@@ -325,8 +325,9 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of a stream. A backslash at the end of a line continues the message on the next one;
-    empty lines are skipped. Raise `PromptError` for a line that is not UTF-8."""
+    """Yield the lines of a stream. A backslash at the end of a line continues the message on the
+    next one; empty lines are skipped. Raise `PromptError` for a line that is not UTF-8.
+    """
     message = ""
     for number, raw in enumerate(stream, start=1):
         try:
@@ -345,8 +346,8 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
 def typed_messages() -> Iterator[str]:
     """Yield messages that a person types, with an editor's keys and a history.
 
-    A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one message.
-    Ctrl-C clears the line, Ctrl-D in an empty one ends. Commands are completed.
+    A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one
+    message. Ctrl-C clears the line, Ctrl-D in an empty one ends. Commands are completed.
     """
     with without_echo():  # to import it takes a while
         from prompt_toolkit import PromptSession
@@ -417,8 +418,9 @@ def _keys() -> KeyBindings:
 
 @contextlib.contextmanager
 def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
-    """Let a signal of `kill`, or of a closed terminal, end the editor, which then restores the terminal. Raise
-    `SystemExit` with the signal's exit code."""
+    """Let a signal of `kill`, or of a closed terminal, end the editor, which then restores the
+    terminal. Raise `SystemExit` with the signal's exit code.
+    """
 
     def end(number: int, _frame: FrameType | None) -> None:
         ended, loop = SystemExit(128 + number), editor.app.loop

@@ -1,8 +1,9 @@
-"""What all commands have in common: the user's defaults, llama.cpp's spellings, and examples in the help.
+"""What all commands have in common: the user's defaults, llama.cpp's spellings, and examples in the
+help.
 
-The defaults are in `config.toml` in the configuration folder. A key is the long name of an option, without its
-dashes. Keys at the top are for every target; a table `[targets."NAME"]` is for one. Environment variables and options
-of the command line come first.
+The defaults are in `config.toml` in the configuration folder. A key is the long name of an option,
+without its dashes. Keys at the top are for every target; a table `[targets."NAME"]` is for one.
+Environment variables and options of the command line come first.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def examples(command: str) -> list[str]:
     return [line for line in _EXAMPLES.splitlines() if own.search(line)]
 
 
-#: The commands that answer prompts: all defaults are theirs. The others, which measure or make drafts, take
-#: only those of two panels, that name models and describe the machine.
+#: The commands that answer prompts: all defaults are theirs. The others, which measure or make
+#: drafts, take only those of two panels, that name models and describe the machine.
 _ANSWERING = ("run", "chat", "fim", "batch", "serve", "config")
 _PANELS = ("Models", "Machine")
 #: Options that say what is asked for, and not how, have no default in the file.
@@ -88,8 +89,8 @@ def without_flag_types(parameters: Any) -> Any:
     return parameters
 
 
-#: Of the headings that many commands share, the options that the short help shows; it shows all that are a command's
-#: own.
+#: Of the headings that many commands share, the options that the short help shows; it shows all
+#: that are a command's own.
 _SHARED = re.compile(
     "Models|Answer|Constrained|Prompt|Drafting|Repetitions|Other texts|Sampling|Machine|Learning|Output|Server|Limits"
 )
@@ -102,8 +103,9 @@ _FEW = 20
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose options have the user's defaults. Its help is plain text, in which no name is cut: the usual
-    options with a sentence each, or all with `--help-all`."""
+    """A command whose options have the user's defaults. Its help is plain text, in which no name is
+    cut: the usual options with a sentence each, or all with `--help-all`.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         names = {"help_option_names": ["-h", "--help", "--help-all"], "max_content_width": 100}
@@ -167,8 +169,10 @@ class Command(typer.core.TyperCommand):
 
 
 def _model_given_first(ctx: Any, given: Mapping[str, Any], behind: Sequence[str]) -> str | None:
-    """Return the first argument if it is a GGUF file, a word like one's name, or a model's name in the registry, and no
-    target is given: other tools take the model there. `behind` are the arguments for which the command has no parameter."""
+    """Return the first argument if it is a GGUF file, a word like one's name, or a model's name in
+    the registry, and no target is given: other tools take the model there. `behind` are the
+    arguments for which the command has no parameter.
+    """
     parameters = ctx.command.params
     targets = [each.name for each in parameters if "--target" in each.opts]
     is_part = ctx.parent is not None and ctx.parent.parent is not None  # such as `draft find`
@@ -205,7 +209,9 @@ def config_file() -> Path:
 
 
 def option_keys(parameter: Any) -> list[str]:
-    """Return the keys of an option in the file, its readable spelling first; none if it has no default there."""
+    """Return the keys of an option in the file, its readable spelling first; none if it has no
+    default there.
+    """
     names = [name.removeprefix("--") for name in parameter.opts if name.startswith("--")]
     is_constraint = getattr(parameter, "rich_help_panel", None) == "Constrained answers"
     is_out = parameter.param_type_name != "option" or parameter.is_eager or is_constraint
@@ -213,7 +219,9 @@ def option_keys(parameter: Any) -> list[str]:
 
 
 def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's defaults for a command, by its parameters, beside what the command line has `given`."""
+    """Return the user's defaults for a command, by its parameters, beside what the command line has
+    `given`.
+    """
     path = config_file()
     if not path.exists() or not (document := read_toml(path)):
         return {}
@@ -284,7 +292,9 @@ def checked(where: str, value: Any, option: Any, context: Any) -> Any:
 
 
 def _profile(tables: Mapping[str, Any], target: Any, pair: Any) -> Any:
-    """Return the table for a target as it was given, for its file's name, or that without its suffix."""
+    """Return the table for a target as it was given, for its file's name, or that without its
+    suffix.
+    """
     if tables and target is None:
         from specgen.models.registry import load_registry
 

@@ -53,9 +53,9 @@ def config(
 ) -> int:
     """Show the defaults of options, and where each comes from.
 
-    They come from specgen, your file config.toml in the configuration folder, environment variables, and the
-    options that you give here; later ones count. It prints what could stand in the file; lines of specgen's
-    own defaults are comments.
+    They come from specgen, your file config.toml in the configuration folder, environment
+    variables, and the options that you give here; later ones count. It prints what could stand in
+    the file; lines of specgen's own defaults are comments.
     """
     del setup, template, output  # ConfigCommand shows their options instead
     return 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specgen.measure.doctor import DoctorReport
+    from specgen.measure.diagnosis import DoctorReport
 
 
 @flags.takes_options
@@ -40,7 +40,7 @@ def doctor(
     from rich.console import Console
 
     from specgen.cli.models import on_disk
-    from specgen.measure.doctor import diagnose
+    from specgen.measure.diagnosis import diagnose
     from specgen.models.registry import load_registry
     from specgen.session.choose_models import find_model
 
@@ -62,7 +62,9 @@ def doctor(
 
 
 def _show(report: DoctorReport, console: Console) -> None:
-    """Print a report. Lines are broken on a terminal only, so that the output of a pipe can be searched."""
+    """Print a report. Lines are broken on a terminal only, so that the output of a pipe can be
+    searched.
+    """
     from rich.table import Table
     from rich.text import Text
 

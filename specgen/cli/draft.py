@@ -21,7 +21,7 @@ from specgen.cli import flags
 from specgen.cli.command import Command
 from specgen.cli.flags import argument, option
 from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts, trial_options
-from specgen.cli.model_loading import load, log_shown, opened, use_kernels
+from specgen.cli.model_loading import log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
@@ -51,7 +51,9 @@ app = typer.Typer(
 
 
 def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
-    """Print the ranking, on a terminal as a table, and what it means; None is one that was interrupted."""
+    """Print the ranking, on a terminal as a table, and what it means; None is one that was
+    interrupted.
+    """
     from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, notes_on_figures, print_draft_table
 
@@ -77,8 +79,9 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
 
 
 def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json: bool) -> Any:
-    """Save the best draft for the target if `save` is set and the machine was not busy, and show the ranking. Return what
-    was saved."""
+    """Save the best draft for the target if `save` is set and the machine was not busy, and show
+    the ranking. Return what was saved.
+    """
     from specgen.session.choose_models import SavedDraft, save_draft
 
     saved, was_busy = None, search is not None and is_busy(search.others_share)
@@ -120,16 +123,17 @@ def find(
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, or else the models on this disk and the saved draft, and in any case
-    n-grams and the target's own MTP layers. The target answers a few prompts once; each draft is then replayed
-    on these answers, and ranked by its speed-up over plain decoding.
+    It tries the files that you name, or else the models on this disk and the saved draft, and in
+    any case n-grams and the target's own MTP layers. The target answers a few prompts once; each
+    draft is then replayed on these answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best first: the
-    speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance rate; tokens per
-    pass of the target; milliseconds to draft a token, and to begin.
+    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best
+    first: the speed-up over plain decoding, and that of the worst prompt; tokens per second;
+    acceptance rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
+    from specgen.session.open import WantedSession
 
     check_drafts(wanted.drafting, "find")
     prompts, output = wanted.trials.chosen(), wanted.output
@@ -139,8 +143,11 @@ def find(
     path = find_target(target, quiet=output.quiet)
     if save:
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
-    options, kernels = wanted.options(alone(path)), wanted.machine.kernels
-    with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
+    session = WantedSession(wanted.options(alone(path)))
+    with (
+        opened(session, wanted.machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
+    ):
         found = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
             loaded, *found, prompts, chat=wanted.chat, interrupted=stop, progress=progress
@@ -180,11 +187,13 @@ def data(
 ) -> int:
     """Let a target write the text that drafts are made from.
 
-    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state and the
-    likeliest tokens of each token. Run an interrupted command again to resume.
+    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state
+    and the likeliest tokens of each token. Run an interrupted command again to resume.
     """
+    from specgen.session.open import WantedSession
+
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(alone(path), text.max_tokens, machine)
+    own = WantedSession(trial_options(alone(path), text.max_tokens, machine))
     with opened(own, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
         builder = DraftBuilder(
             loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
@@ -228,17 +237,18 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside n-grams and the
-    models on this disk, on other prompts, as by `specgen draft find`. An interrupted command keeps the text.
+    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside
+    n-grams and the models on this disk, on other prompts, as by `specgen draft find`. An
+    interrupted command keeps the text.
 
-    Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small model that
-    is fitted to the target agrees with it more often. Both need JAX (`pip install 'specgen-gguf[train]'`).
-    The target without some of its layers gains least.
+    Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small
+    model that is fitted to the target agrees with it more often. Both need JAX (`pip install
+    'specgen-gguf[train]'`). The target without some of its layers gains least.
     """
     from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.calibration import target_costs
-    from specgen.session.open import open_session
+    from specgen.session.open import WantedSession, open_session
     from specgen.train.target_text import is_held_back
 
     if kind != "pruned":
@@ -255,7 +265,7 @@ def make(
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
-        with load(own, output) as loaded:
+        with open_session(WantedSession(own), output.reporter, clock=time.perf_counter) as loaded:
             costs = target_costs(loaded, stop)
             builder = DraftBuilder(
                 loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
@@ -279,7 +289,9 @@ def make(
             return stop.exit_code
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
-        with open_session(judged, clock=time.perf_counter, memory=loaded.memory) as loaded:
+        with open_session(
+            WantedSession(judged), clock=time.perf_counter, measurements=loaded.measurements
+        ) as loaded:
             texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
             found = find_candidates(made, path)
             search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
@@ -330,8 +342,9 @@ def learn(
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The new weights are kept, for commands with --learn, if the draft then agrees with the target more often
-    in the latest answers, which are held back. `specgen chat` and `specgen serve` do this by themselves.
+    The new weights are kept, for commands with --learn, if the draft then agrees with the target
+    more often in the latest answers, which are held back. `specgen chat` and `specgen serve` do
+    this by themselves.
     """
     from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn as learn_from

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
 from specgen.cli.inputs import STDIO, read_text
-from specgen.cli.model_loading import Setup
+from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
 
@@ -72,7 +72,12 @@ def fim(
         context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
         repository=Path.cwd().name or "repository",
     )
-    with setup.opened(output, lambda session: check_infill(session.target)) as session:
+
+    def check(session: Session) -> None:
+        check_infill(session.target)
+
+    wanted = setup.wanted_session(quiet=output.quiet)
+    with opened(wanted, setup.machine.kernels, output, check) as session:
         prompt, left_out = _prompt(session, gap)
         if left_out:
             output.note(left_out)
@@ -90,7 +95,9 @@ def _unix(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _FileGap:
-    """A gap between two texts, which are those of the file `path`, if there is one, after its byte order mark."""
+    """A gap between two texts, which are those of the file `path`, if there is one, after its byte
+    order mark.
+    """
 
     prefix: str
     suffix: str
@@ -98,7 +105,9 @@ class _FileGap:
     mark: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with its own line ends. Raise `OutputError` if it changed meanwhile."""
+        """Write the file with the middle in it, with its own line ends. Raise `OutputError` if it
+        changed meanwhile.
+        """
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
@@ -152,8 +161,10 @@ def _in_file(place: str) -> _FileGap:
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
-    """Return the prompt for a gap, and a sentence about what is not read. Unless the user gave the context's size, it
-    is as long as this machine reads in a few seconds. Raise `UsageError` if the middle needs the whole context."""
+    """Return the prompt for a gap, and a sentence about what is not read. Unless the user gave the
+    context's size, it is as long as this machine reads in a few seconds. Raise `UsageError` if the
+    middle needs the whole context.
+    """
     from specgen.session.calibration import target_costs
     from specgen.session.prompts.infill import infill_prompt
 

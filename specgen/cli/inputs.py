@@ -34,8 +34,10 @@ BUILT_IN = {
 def read_prompt(
     argument: str | None, option: str | None, files: Sequence[Path], note: Callable[[str], None]
 ) -> str:
-    """Return the prompt: the files, then what is piped in, then the question (`argument` or `option`), with blank lines
-    between. `-` is standard input at that position. Raise `UsageError` or `PromptError`."""
+    """Return the prompt: the files, then what is piped in, then the question (`argument` or
+    `option`), with blank lines between. `-` is standard input at that position. Raise `UsageError`
+    or `PromptError`.
+    """
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = argument if argument is not None else option
@@ -59,7 +61,9 @@ def read_prompt(
 
 
 def _read(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
-    """Return the name of a part of the prompt (a string is the question), and its text without the last newline."""
+    """Return the name of a part of the prompt (a string is the question), and its text without the
+    last newline.
+    """
     if isinstance(source, str):
         try:
             return "the question", utf8(source)
@@ -110,7 +114,9 @@ def is_terminal() -> bool:
 
 
 def read_template(given: str) -> str:
-    """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself. Raise `UsageError`."""
+    """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself. Raise
+    `UsageError`.
+    """
     from specgen.session.prompts.template import check_syntax
 
     template = given if "{{" in given or "{%" in given else BUILT_IN.get(given)

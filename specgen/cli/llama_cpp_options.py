@@ -1,5 +1,7 @@
-"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left out, with one note;
-what has an equal is replaced by it; the others are refused, with what to use instead."""
+"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left
+out, with one note; what has an equal is replaced by it; the others are refused, with what to use
+instead.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ _HUB_OTHERS = {"-hff": "file", "--hf-file": "file", "-hft": "token", "--hf-token
 
 
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
-    """Return a command line without llama.cpp's own options. Raise `UsageError` for one that has no equal."""
+    """Return a command line without llama.cpp's own options. Raise `UsageError` for one that has no
+    equal.
+    """
     command = context.command
     own = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts)}
     same = {*_SAME[""].split(), *_SAME.get(command.name, "").split()}

@@ -167,7 +167,9 @@ def path(*, name: str = _NAME_OR_REPO) -> None:
 
 
 def on_disk(name: str) -> list[Path]:
-    """Return where a model is, or the models of a pair. Raise `ModelFileError` if one is not on this disk."""
+    """Return where a model is, or the models of a pair. Raise `ModelFileError` if one is not on
+    this disk.
+    """
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
     else:
@@ -224,7 +226,8 @@ def quantize(
         "q4_0", "--type", "The type of all matrices."
     ),
 ) -> None:
-    """Write a draft again with another type of weights: Q4_0 is often quicker, and drafts nearly as well.
+    """Write a draft again with another type of weights: Q4_0 is often quicker, and drafts nearly as
+    well.
 
     `specgen bench` says which of the two is the better draft for your target.
     """
@@ -309,8 +312,9 @@ def _print_json(document: object) -> None:
 
 
 def find_removal(name: str, registry: Registry) -> tuple[list[str], list[Path], Path | None]:
-    """Return the names of the models that a name stands for, their files with what interrupted downloads left, and the
-    folder of their repository in the hub's cache. Raise `ModelFileError`."""
+    """Return the names of the models that a name stands for, their files with what interrupted
+    downloads left, and the folder of their repository in the hub's cache. Raise `ModelFileError`.
+    """
     files: list[Path] = []
     if "/" in name:
         reference = parse_reference(name)
@@ -327,7 +331,8 @@ def find_removal(name: str, registry: Registry) -> tuple[list[str], list[Path], 
         files = [path for path in hub.folder_of(known).glob("*") if path.is_file()]
         path = locate(known)
         if known.hub is not None and path is not None and path not in files:
-            # By its name: the path may be in an older snapshot than the newest, which `cached_models` gives.
+            # By its name: the path may be in an older snapshot than the newest, which
+            # `cached_models` gives.
             file = known.hub.file
             cached = [each for each in cached_models(known.hub.repo) if file in each.names]
     if not files and not cached:
@@ -337,7 +342,9 @@ def find_removal(name: str, registry: Registry) -> tuple[list[str], list[Path], 
 
 
 def _in_cache(storage: Path | None, models: Sequence[CachedModel]) -> list[Path]:
-    """Return the files of models in all versions of their repository, and the blobs that only they use."""
+    """Return the files of models in all versions of their repository, and the blobs that only they
+    use.
+    """
     if storage is None:
         return []
     names, snapshots = {name for model in models for name in model.names}, storage / "snapshots"
@@ -359,7 +366,9 @@ def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
 
 
 def cached_models(repo: str | None = None) -> list[CachedModel]:
-    """Return the models in the cache, or those of a repository. Of several versions the newest counts."""
+    """Return the models in the cache, or those of a repository. Of several versions the newest
+    counts.
+    """
     found: dict[tuple[str, str], CachedModel] = {}
     for storage in (
         sorted(hub.cache_of_hub().glob("models--*--*")) if not repo else [hub.storage_of(repo)]

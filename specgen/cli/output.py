@@ -1,4 +1,6 @@
-"""What commands show: answers, and on standard error notes and progress; and the signals that end them."""
+"""What commands show: answers, and on standard error notes and progress; and the signals that end
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from specgen.events import Event, FinishedEvent
     from specgen.render.streams import Renderer
+    from specgen.session.open import Reporter
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -74,7 +77,6 @@ class Output:
         show_default=False,
     )
 
-    prefix: str = ""  # of notes
     thinks: bool = False  # answers may begin with thoughts
 
     def __post_init__(self) -> None:
@@ -87,15 +89,24 @@ class Output:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            say(f"note: {self.prefix}{text}")
+            say(f"note: {text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
         return console_on(sys.stderr).status(text)
 
+    @property
+    def reporter(self) -> Reporter:
+        """Where the notes and the progress of loading models go."""
+        from specgen.session.open import Reporter
+
+        return Reporter(self.note, self.status, shows_log=self.verbose > 0)
+
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
-        """Return the options of an answer, with the probabilities that are shown. Raise `UsageError`."""
+        """Return the options of an answer, with the probabilities that are shown. Raise
+        `UsageError`.
+        """
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
         check_file_option("--html", self.html)
@@ -140,9 +151,11 @@ class Output:
         *,
         in_chat: bool = False,
     ) -> Renderer:
-        """Return what shows an answer on `stdout`, and notices on `stderr`. In a conversation, thoughts are folded, and
-        each answer ends its line. On a terminal it always does, in a pipe (and where `stderr` is the same file, as with
-        2>&1) as `newline` says, or where the summary follows."""
+        """Return what shows an answer on `stdout`, and notices on `stderr`. In a conversation,
+        thoughts are folded, and each answer ends its line. On a terminal it always does, in a pipe
+        (and where `stderr` is the same file, as with 2>&1) as `newline` says, or where the summary
+        follows.
+        """
         from specgen.render import live, rounds, streams
 
         console, errors = (streams.make_console(each, environ) for each in (stdout, stderr))
@@ -179,7 +192,7 @@ def show_answer(
     with Interrupt() as interrupt:
         events = generate(session, prompt, interrupted=interrupt, status=output.status)
         finished = output.show_answer(events)
-    session.memory.save()
+    session.measurements.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
     return interrupt.exit_code if is_cut else 0, finished
 
@@ -226,8 +239,10 @@ SIGNALS = tuple(
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped in the middle. A
-    second one raises KeyboardInterrupt, which ends the process with the signal's exit code, if it `ends_process`."""
+    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped
+    in the middle. A second one raises KeyboardInterrupt, which ends the process with the signal's
+    exit code, if it `ends_process`.
+    """
 
     def __init__(self, *, ends_process: bool = True) -> None:
         self._ends_process = ends_process

@@ -27,16 +27,17 @@ def tune(
 ) -> int:
     """Measure what drafting is worth for your models on this machine.
 
-    It measures the best number of threads, what decodes cost, and the speed-up of the draft, of n-grams, and,
-    if you name no draft, of others on this disk, in a few minutes. `specgen run` with the same models and
-    options uses the results. From a busy machine nothing is kept. Ctrl-C shows the results so far and keeps
-    nothing (exit code 130).
+    It measures the best number of threads, what decodes cost, and the speed-up of the draft, of
+    n-grams, and, if you name no draft, of others on this disk, in a few minutes. `specgen run` with
+    the same models and options uses the results. From a busy machine nothing is kept. Ctrl-C shows
+    the results so far and keeps nothing (exit code 130).
     """
     check_drafts(wanted.drafting, "tune")
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import find_models
+    from specgen.session.open import WantedSession
 
     prompts, output = wanted.trials.chosen(), wanted.output
     sources = find_models(models, quiet=output.quiet)
@@ -47,7 +48,7 @@ def tune(
         options = replace(options, draft="none")
         drafts += [path for path in find_candidates([], sources.target)[0] if path not in drafts]
     with (
-        opened(options, wanted.machine.kernels, output) as session,
+        opened(WantedSession(options), wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
         search = search_drafts(
@@ -67,17 +68,21 @@ def tune(
 
 
 def _keep(session: Session, search: Search | None) -> str:
-    """Save what was learnt if the search is complete and the machine was not busy; say so in a sentence."""
-    from specgen.models.files import memory_file
+    """Save what was learnt if the search is complete and the machine was not busy; say so in a
+    sentence.
+    """
+    from specgen.models.files import measurements_file
 
     if search is None or search.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"
     if (share := search.others_share) is not None and is_busy(share):
         return "nothing was kept, since the machine was busy"
     try:
-        session.memory.write()
+        session.measurements.write()
     except OSError as error:
-        return f"nothing was kept: {memory_file()} cannot be written: {error.strerror or error}"
+        return (
+            f"nothing was kept: {measurements_file()} cannot be written: {error.strerror or error}"
+        )
     threads = "".join(
         f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch, "
         for name, chosen in search.threads.items()

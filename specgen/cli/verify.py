@@ -49,19 +49,20 @@ def verify(
 ) -> int:
     """Check that drafting does not change what your model says.
 
-    It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and without
-    drafts are compared, some of them three at once; a difference is a near-tie and rounding in batches, or a
-    defect. Sampled: draws of the next token are tested against the target's exact distribution. Exit code 0
-    means that no defect was found, 11 that one was, or that nothing was drafted.
+    It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and
+    without drafts are compared, some of them three at once; a difference is a near-tie and rounding
+    in batches, or a defect. Sampled: draws of the next token are tested against the target's exact
+    distribution. Exit code 0 means that no defect was found, 11 that one was, or that nothing was
+    drafted.
     """
-    from specgen.measure.trial import fitting_prompts
-    from specgen.measure.verify import (
+    from specgen.measure.draft_trial import fitting_prompts
+    from specgen.measure.exactness import (
         N_SEARCHED,
         VerifyReport,
         run_checks,
         ways_to_draft,
     )
-    from specgen.session.open import session_options
+    from specgen.session.open import WantedSession
 
     if models.draft == "none":
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
@@ -75,10 +76,12 @@ def verify(
     greedy_sampler = replace(sampling, temperature=0.0, xtc_probability=0.0)
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_TEMPERATURE)
-    options = session_options(sources, greedy_sampler, drafting, answer, machine)
+    wanted = WantedSession.of(
+        sources, sampling=greedy_sampler, drafting=drafting, answer=answer, contexts=machine
+    )
     ways = ways_to_draft(drafting)
     with (
-        opened(options, machine.kernels, output, sources.drafts) as session,
+        opened(wanted, machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
         n_more = 1 if check == "greedy" else N_SEARCHED + 1
@@ -93,7 +96,7 @@ def verify(
             session, prompts, ways, progress=progress, interrupted=stop, **how
         )
         report = VerifyReport(
-            target=options.target.name,
+            target=sources.target.name,
             draft=session.draft.name if session.draft is not None else "none",
             verifier=drafting.verifier,
             draft_max=drafting.n_max,

@@ -103,7 +103,9 @@ def worker(
 
 
 def _check_address(host: str, port: int, *, insecure: bool) -> None:
-    """Raise `UsageError` if other machines can reach the address, unless that is allowed, or it is in use."""
+    """Raise `UsageError` if other machines can reach the address, unless that is allowed, or it is
+    in use.
+    """
     if ":" in host:
         raise UsageError(f"--host {host}: not a host name or an IPv4 address")
     if not insecure and not is_loopback(host):
@@ -115,7 +117,9 @@ def _check_address(host: str, port: int, *, insecure: bool) -> None:
 
 
 def _native_stdout(*, shows: bool) -> int:
-    """Redirect llama.cpp's output to standard error, or discard it; return the former standard output."""
+    """Redirect llama.cpp's output to standard error, or discard it; return the former standard
+    output.
+    """
     sys.stdout.flush()
     out = os.dup(1)
     os.dup2(2 if shows else os.open(os.devnull, os.O_WRONLY), 1)

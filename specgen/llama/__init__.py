@@ -1,5 +1,7 @@
-"""llama.cpp as a backend, through llama-cpp-python's low-level API: no other package imports llama_cpp, whose native
-failures become `SpecgenError`s here. The import takes a quarter of a second: it is made where a model is needed."""
+"""llama.cpp as a backend, through llama-cpp-python's low-level API: no other package imports
+llama_cpp, whose native failures become `SpecgenError`s here. The import takes a quarter of a
+second: it is made where a model is needed.
+"""
 
 from specgen.llama.context import LlamaBackend, default_threads
 from specgen.llama.library import LogSink, build, logging_to

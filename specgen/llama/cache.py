@@ -1,5 +1,6 @@
 """The KV cache of a context, with checks of every native result. What is
-rejected is decided in `method/verify.py` and dropped by `method/draft.py`."""
+rejected is decided in `method/verifiers.py` and dropped by `method/draft.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ _PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 class Cache:
     """llama.cpp's memory of a native `context` of a model: the cells or states of each sequence.
-    llama.cpp gives cells outside the sliding window of their sequence's end to others. A rollback may need them, so
-    `guards` names a second sequence for each whose cells must stay: cells of two sequences are never taken."""
+    llama.cpp gives cells outside the sliding window of their sequence's end to others. A rollback
+    may need them, so `guards` names a second sequence for each whose cells must stay: cells of two
+    sequences are never taken.
+    """
 
     def __init__(self, model: LlamaModel, context: Any, guards: Mapping[int, int]) -> None:
         self.name, self.n_window, self.call = model.name, model.n_window, model.call
@@ -61,7 +64,9 @@ class Cache:
     def saved(
         self, sequence: int, flags: int = 0, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. Raise `BackendError`."""
+        """Return the state of a sequence, in `buffer` if it is large enough: uint8[n_bytes]. Raise
+        `BackendError`.
+        """
         n_bytes = self.saved_bytes(sequence, flags)
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
@@ -75,8 +80,10 @@ class Cache:
         return buffer[:n]
 
     def put(self, sequence: int, state: NDArray[np.uint8], flags: int = 0) -> bool:
-        """Give a sequence a state that `saved` returned; return whether llama.cpp took it. The sequence then has no
-        guard, since llama.cpp frees the cells of its sliding window, and restores them elsewhere."""
+        """Give a sequence a state that `saved` returned; return whether llama.cpp took it. The
+        sequence then has no guard, since llama.cpp frees the cells of its sliding window, and
+        restores them elsewhere.
+        """
         if (guard := self._guards.get(sequence)) is not None:
             llama_cpp.llama_memory_seq_rm(self._memory, guard, 0, -1)
         forget_log()
@@ -95,7 +102,9 @@ class Cache:
             llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
 
     def check_window(self, sequence: int, start: int) -> None:
-        """Raise `RollbackError` if a token at `start` would miss cells of its window, which a guard would have kept."""
+        """Raise `RollbackError` if a token at `start` would miss cells of its window, which a guard
+        would have kept.
+        """
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
             raise RollbackError(
@@ -117,7 +126,9 @@ def _pointer(state: NDArray[np.uint8]) -> Any:
 
 
 def restore_part(cache: Cache, sequence: int, state: NDArray[np.uint8], position: int) -> None:
-    """Let a sequence go back to a position, with the recurrent part of its state there. Raise `RollbackError`."""
+    """Let a sequence go back to a position, with the recurrent part of its state there. Raise
+    `RollbackError`.
+    """
     if not cache.put(sequence, state, _PARTIAL):
         raise RollbackError(
             f"{cache.name}: the state of sequence {sequence} at position {position} "
@@ -129,10 +140,12 @@ def restore_part(cache: Cache, sequence: int, state: NDArray[np.uint8], position
 
 
 class StateCopies:
-    """Keeps at most one copy of the recurrent state of each sequence. With `n_shared` sequences, sequence `n_shared` +
-    s of the cache shares the cell of the state of s, which leaves the cell when it goes on: a copy costs only flags,
-    but the cache needs twice the cells. With 0, copies are in the process's memory, and hold only the recurrent part of
-    the state: `restore` drops the later attention cells of a hybrid model."""
+    """Keeps at most one copy of the recurrent state of each sequence. With `n_shared` sequences,
+    sequence `n_shared` + s of the cache shares the cell of the state of s, which leaves the cell
+    when it goes on: a copy costs only flags, but the cache needs twice the cells. With 0, copies
+    are in the process's memory, and hold only the recurrent part of the state: `restore` drops the
+    later attention cells of a hybrid model.
+    """
 
     def __init__(self, cache: Cache, n_shared: int) -> None:
         self.cache = cache
@@ -164,20 +177,24 @@ class StateCopies:
 
 # --- rollback of recurrent and hybrid models
 
-# A recurrent model has one state for each sequence, and every token changes it. A rollback must go back to an earlier
-# state. There are three ways; the first one that is possible is used:
+# A recurrent model has one state for each sequence, and every token changes it. A rollback must go
+# back to an earlier state. There are three ways; the first one that is possible is used:
 #
-# - llama.cpp's *snapshots*, for some architectures: a decode of n rows of a sequence keeps the states
+# - llama.cpp's *snapshots*, for some architectures: a decode of n rows of a sequence keeps the
+# states
 #   after each of the last few rows. They reach back to the state after the first row of the last decode,
 #   not to the state before it. The next decode replaces them.
-# - A *copy* of the state (`StateCopies`), made at a checkpoint. The tokens between the checkpoint and the
+# - A *copy* of the state (`StateCopies`), made at a checkpoint. The tokens between the checkpoint
+# and the
 #   new end of the sequence are decoded again.
 # - The whole sequence is decoded again from its beginning.
 #
-# A removal only changes the remembered text of the sequence. Before the sequence's next decode, the cache is made to
-# agree with the text: tokens that must be decoded again come before the new rows in the same batch.
+# A removal only changes the remembered text of the sequence. Before the sequence's next decode, the
+# cache is made to agree with the text: tokens that must be decoded again come before the new rows
+# in the same batch.
 
-#: The most tokens decoded again in each round; more of them are decoded once, and the state is copied.
+#: The most tokens decoded again in each round; more of them are decoded once, and the state is
+#: copied.
 _MAX_REPEATED = 3
 
 
@@ -186,7 +203,8 @@ class _Text:
     """A sequence: its tokens, and how many of them the cache holds."""
 
     tokens: list[int] = field(default_factory=list)
-    #: The number of tokens that the cache holds, and how many of the first are still those of the text.
+    #: The number of tokens that the cache holds, and how many of the first are still those of the
+    #: text.
     n_cached: int = 0
     n_agreed: int = 0
     #: The earliest position that snapshots go back to; `n_cached` if there are none.
@@ -205,7 +223,9 @@ class _Text:
 
 
 class Rewinder:
-    """Decodes, at most `n_rows` rows at once, for a context with recurrent states, and rolls these back."""
+    """Decodes, at most `n_rows` rows at once, for a context with recurrent states, and rolls these
+    back.
+    """
 
     def __init__(
         self, copies: StateCopies, decode: Callable[[Batch], Logits], n_rows: int, n_snapshots: int
@@ -255,7 +275,9 @@ class Rewinder:
             text.copied_at = None
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch behind the texts of its sequences, after any pending rollback. Raise `BackendError`."""
+        """Decode a batch behind the texts of its sequences, after any pending rollback. Raise
+        `BackendError`.
+        """
         n_rows = self._check(batch)
         for sequence in n_rows:
             self._agree(sequence)
@@ -276,7 +298,9 @@ class Rewinder:
         return logits
 
     def _check(self, batch: Batch) -> Counter[int]:
-        """Return the rows of each sequence. Raise `BackendError` for a wrong position: llama.cpp would only warn."""
+        """Return the rows of each sequence. Raise `BackendError` for a wrong position: llama.cpp
+        would only warn.
+        """
         n_rows: Counter[int] = Counter()
         for position, sequences in zip(batch.positions, batch.sequences, strict=True):
             if len(sequences) != 1:
@@ -293,7 +317,9 @@ class Rewinder:
         return n_rows
 
     def _agree(self, sequence: int) -> None:
-        """Drop tokens from the cache that are not in the text. It may then hold fewer tokens than the text."""
+        """Drop tokens from the cache that are not in the text. It may then hold fewer tokens than
+        the text.
+        """
         text = self._texts[sequence]
         if text.n_agreed == text.n_cached:
             return
@@ -313,7 +339,9 @@ class Rewinder:
         text.n_cached = text.snapshots_from = text.n_agreed
 
     def _copy_if_due(self, sequence: int, n: int, n_whole: Counter[int]) -> None:
-        """Copy the state before n rows that may be dropped, unless snapshots (of `n_whole` rows) will be enough."""
+        """Copy the state before n rows that may be dropped, unless snapshots (of `n_whole` rows)
+        will be enough.
+        """
         text = self._texts[sequence]
         if not text.checkpoint_due:
             return
@@ -346,7 +374,8 @@ class Rewinder:
         try:
             logits = self._decode_rows(batch)
         except BaseException as error:
-            # The cache may hold any part of the batch: keep nothing of it but a copy that is good still.
+            # The cache may hold any part of the batch: keep nothing of it but a copy that is good
+            # still.
             for sequence in n_rows:
                 text = self._texts[sequence]
                 if not isinstance(error, DecodeEndedError):
@@ -360,14 +389,17 @@ class Rewinder:
             text.n_agreed = text.n_cached
             text.snapshots_from = text.n_cached - self._reach(n, n_rows)
         if len(n_rows) > 1:
-            # If llama.cpp moves the cell of another sequence, its state moves too, but its snapshots do not.
+            # If llama.cpp moves the cell of another sequence, its state moves too, but its
+            # snapshots do not.
             for sequence, text in self._texts.items():
                 if sequence not in n_rows:
                     text.snapshots_from = text.n_cached
         return logits
 
     def _reach(self, n: int, n_rows: Counter[int]) -> int:
-        """Return how far snapshots go back after n rows; 0 where parts of unequal sequences may move cells."""
+        """Return how far snapshots go back after n rows; 0 where parts of unequal sequences may
+        move cells.
+        """
         if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
             return 0
         return min(n - 1, self._n_snapshots)

@@ -25,7 +25,7 @@ from specgen.errors import (
     WorkerLostError,
 )
 from specgen.llama.cache import Cache, Rewinder, StateCopies
-from specgen.llama.graphs import replays_graphs
+from specgen.llama.cuda_graphs import replays_graphs
 from specgen.llama.library import (
     forget_log,
     has_gpu,
@@ -55,12 +55,15 @@ class ComputedRows(Protocol):
 
 
 class LlamaBackend:
-    """A context of a model: its KV cache, and the decoding of batches. Its creator closes it. `n_ctx` is in tokens; one
-    batch may want `n_outputs` rows of logits, of which `n_rollback` are likely to be dropped again (None: all but one).
-    Each text has `n_branches` sequences, its own first: with a sliding window, only these keep what a rollback needs.
-    `on_tensor` is a native callback that sees the computed tensors; its owner keeps it alive. `is_mtp` opens a context
-    of the MTP layers; `other` is the native context of a target, whose matrices a draft takes. Raises
-    `MemoryLimitError`, `UsageError`, `BackendError`, and `ModelFileError` if the model has no KV cache."""
+    """A context of a model: its KV cache, and the decoding of batches. Its creator closes it.
+    `n_ctx` is in tokens; one batch may want `n_outputs` rows of logits, of which `n_rollback` are
+    likely to be dropped again (None: all but one). Each text has `n_branches` sequences, its own
+    first: with a sliding window, only these keep what a rollback needs. `on_tensor` is a native
+    callback that sees the computed tensors; its owner keeps it alive. `is_mtp` opens a context of
+    the MTP layers; `other` is the native context of a target, whose matrices a draft takes. Raises
+    `MemoryLimitError`, `UsageError`, `BackendError`, and `ModelFileError` if the model has no KV
+    cache.
+    """
 
     def __init__(
         self,
@@ -145,10 +148,11 @@ class LlamaBackend:
             self.decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        """Decode, and also return the final hidden states of the rows that want logits: float32[n_wanted, n_embd], or
-        with `all_rows` those that a draft reads, of all rows. Without it, llama.cpp computes an output for each row:
-        that is expensive for a prompt. Raise `BackendError` then also for a recurrent model, which may decode more rows
-        again."""
+        """Decode, and also return the final hidden states of the rows that want logits:
+        float32[n_wanted, n_embd], or with `all_rows` those that a draft reads, of all rows. Without
+        it, llama.cpp computes an output for each row: that is expensive for a prompt. Raise
+        `BackendError` then also for a recurrent model, which may decode more rows again.
+        """
         if all_rows:
             return self._decode_all_rows(batch)
         if self._rewinder is not None:
@@ -198,7 +202,9 @@ class LlamaBackend:
         return memory[:size].reshape(n_rows, n_values)
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `all_rows` return the inputs of these layers (of a model in `HOOKED`)."""
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers (of a model in
+        `HOOKED`).
+        """
         for layer in set(layers) - set(self._layers):
             set_layer_input(self.handle, layer, True)
         self._layers = tuple(layers)
@@ -237,8 +243,9 @@ class LlamaBackend:
 
     @contextlib.contextmanager
     def _ended_if_unwanted(self) -> Iterator[None]:
-        """Let llama.cpp ask after each operator whether the decode is still wanted. Ctrl-C is seen there, too: an
-        exception of its handler ends the decode, and is raised after it."""
+        """Let llama.cpp ask after each operator whether the decode is still wanted. Ctrl-C is seen
+        there, too: an exception of its handler ends the decode, and is raised after it.
+        """
         asked = self.is_unwanted
         if asked is None or self.model.is_remote:
             yield
@@ -262,8 +269,9 @@ class LlamaBackend:
                 raise raised[0]
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
-        """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`. Raise
-        `ValueError` unless both are from 1 to `MAX_THREADS`."""
+        """Decode batches of one row with `n_single` threads from now on, and larger ones with
+        `n_batch`. Raise `ValueError` unless both are from 1 to `MAX_THREADS`.
+        """
         if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
             raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
         llama_cpp.llama_set_n_threads(self.handle, n_single, n_batch)
@@ -286,7 +294,9 @@ class LlamaBackend:
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
-        """Let a sequence hold a text whose state was saved; return whether llama.cpp took it (else it is empty)."""
+        """Let a sequence hold a text whose state was saved; return whether llama.cpp took it (else
+        it is empty).
+        """
         self.remove(sequence)
         if self._rewinder is not None:
             is_taken = self._rewinder.restore(sequence, tokens, state)
@@ -344,7 +354,8 @@ def _decode(context: Any, batch: Any) -> int:
     return status
 
 
-#: The most rows that a draft decodes one by one: four take 5 ms, and two together and two single ones 10.
+#: The most rows that a draft decodes one by one: four take 5 ms, and two together and two single
+#: ones 10.
 _MOST_BY_ROW = 8
 #: llama.cpp's status of a decode that its callback ended.
 _ENDED = 2
@@ -369,7 +380,8 @@ class _RowBuffers:
         n_most = len(with_guards(tuple(range(n_sequences))))
         self._sequences: list[Any] = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
         self._wants_logits: Any = (ctypes.c_int8 * n_rows)()
-        #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is written.
+        #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is
+        #: written.
         self._written: list[tuple[int, ...]] = [()] * n_rows
         int32_p = ctypes.POINTER(ctypes.c_int32)
         self._pointers = (int32_p * n_rows)(
@@ -432,15 +444,19 @@ class ContextSize:
     n_branches: int = 1
     #: Whether it is for the model's MTP layers only.
     is_mtp: bool = False
-    #: llama.cpp's number of how the hidden states of a text become one embedding; None: it computes logits only.
+    #: llama.cpp's number of how the hidden states of a text become one embedding; None: it computes
+    #: logits only.
     pooling: int | None = None
-    #: A native callback that sees the computed tensors, and the native context of a target; see `LlamaBackend`.
+    #: A native callback that sees the computed tensors, and the native context of a target; see
+    #: `LlamaBackend`.
     on_tensor: Any = None
     other: Any = None
 
 
 class OpenContext(NamedTuple):
-    """A native context, how many tokens its snapshots go back, and the guards of its sequences (see `Cache`)."""
+    """A native context, how many tokens its snapshots go back, and the guards of its sequences (see
+    `Cache`).
+    """
 
     handle: Any
     n_snapshots: int
@@ -448,18 +464,21 @@ class OpenContext(NamedTuple):
 
 
 def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
-    """Return the most of llama.cpp's sequences that a text with its branches needs, with copies of each recurrent state
-    (see `StateCopies`), and a guard if there is a sliding window (see `Cache`)."""
+    """Return the most of llama.cpp's sequences that a text with its branches needs, with copies of
+    each recurrent state (see `StateCopies`), and a guard if there is a sliding window (see
+    `Cache`).
+    """
     return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
 
 
 def open_context(
     model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
 ) -> OpenContext:
-    """Open a native context, with snapshots of `n_rollback` tokens where the architecture has them and they fit.
-    Without them, a recurrent model has twice as many sequences (`StateCopies`). With a sliding window and several
-    sequences, those of texts get guards; those of branches do not outlive a draft. Raise `MemoryLimitError`,
-    `UsageError`."""
+    """Open a native context, with snapshots of `n_rollback` tokens where the architecture has them
+    and they fit. Without them, a recurrent model has twice as many sequences (`StateCopies`). With
+    a sliding window and several sequences, those of texts get guards; those of branches do not
+    outlive a draft. Raise `MemoryLimitError`, `UsageError`.
+    """
     if options.flash_attention == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):
         hint = "leave out --flash-attn off, or use --cache-type-v f16"
         raise UsageError(f"--cache-type-v {options.cache_type_v} needs flash attention", hint)
@@ -494,8 +513,10 @@ def open_context(
 
 
 def _most_snapshots(model: LlamaModel) -> int:
-    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more. It has room for 8 operators
-    for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
+    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more. It has
+    room for 8 operators for each tensor, 1024 at least. A layer needs some 70, and 3 for each
+    snapshot.
+    """
     if model.architecture not in _SMALL_GRAPHS:
         return 2**31
     return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
@@ -553,8 +574,10 @@ def _needed_bytes(
 
 
 def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
-    """Return the memory in bytes that a context may take. With too little, Linux kills the process when llama.cpp
-    clears it, or llama.cpp aborts. A GPU's allocator and workers report failures properly: there it is infinite."""
+    """Return the memory in bytes that a context may take. With too little, Linux kills the process
+    when llama.cpp clears it, or llama.cpp aborts. A GPU's allocator and workers report failures
+    properly: there it is infinite.
+    """
     if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
         return float("inf")
     return float(psutil.virtual_memory().available)

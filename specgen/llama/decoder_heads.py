@@ -1,17 +1,18 @@
-"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts the tokens after the
-next one.
+"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts
+the tokens after the next one.
 
-A round of the target gives its next token x and the hidden state h from which x was chosen. From these two the heads
-predict the target's next hidden state h'. Like the target, they compute from h' the logits of the token that follows.
-From h' and that token they predict the next state, and so on:
+A round of the target gives its next token x and the hidden state h from which x was chosen. From
+these two the heads predict the target's next hidden state h'. Like the target, they compute from h'
+the logits of the token that follows. From h' and that token they predict the next state, and so on:
 
     h' = M h + N e + c + C silu(Q h + P e + b)       e: the embedding of the token x
     logits = V h'                                    V: rows of the target's output matrix
 
-In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al., arXiv:1811.03115) each head
-reads h alone, in Hydra (Ankner et al., arXiv:2402.05109) also the tokens before its own. ReDrafter (Cheng et al.,
-arXiv:2403.09919) uses one cell for all heads. EAGLE (Li et al., arXiv:2401.15077) predicts the target's next hidden
-state. V has only the frequent part of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
+In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al.,
+arXiv:1811.03115) each head reads h alone, in Hydra (Ankner et al., arXiv:2402.05109) also the
+tokens before its own. ReDrafter (Cheng et al., arXiv:2403.09919) uses one cell for all heads. EAGLE
+(Li et al., arXiv:2401.15077) predicts the target's next hidden state. V has only the frequent part
+of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
 
 A file of heads is a GGUF with the architecture `ARCHITECTURE`.
 """
@@ -35,16 +36,20 @@ from specgen.llama.operators import FloatArray, Matrix, Weights
 from specgen.system.arrays import Hidden, Logits
 
 ARCHITECTURE = "specgen-heads"
-#: The types of the cell's matrices and of those with a row for each token, which are by far the largest.
+#: The types of the cell's matrices and of those with a row for each token, which are by far the
+#: largest.
 CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden state, n_inner that
-    of the argument of silu. Matrices that are multiplied with the same vector are stored as one."""
+    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden
+    state, n_inner that of the argument of silu. Matrices that are multiplied with the same vector
+    are stored as one.
+    """
 
-    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its vocabulary.
+    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of
+    #: its vocabulary.
     target: str
     n_embd: int
     n_vocab: int
@@ -91,7 +96,9 @@ class DecoderHeads:
         self._resources.close()
 
     def begin(self, hidden: Hidden, token: int) -> Hidden:
-        """Return the state after `token`, which the target chose from a hidden state, as float32[1, n_embd]."""
+        """Return the state after `token`, which the target chose from a hidden state, as float32[1,
+        n_embd].
+        """
         return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
 
     def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
@@ -203,5 +210,7 @@ def _check(weights: HeadWeights) -> None:
 
 
 def matrix(values: FloatArray, name: str) -> Weights:
-    """Quantise float32[n_rows, n_columns], n_columns a multiple of 32, to the matrix of this name in `HeadWeights`."""
+    """Quantise float32[n_rows, n_columns], n_columns a multiple of 32, to the matrix of this name
+    in `HeadWeights`.
+    """
     return operators.quantize(values, _MATRICES[name])

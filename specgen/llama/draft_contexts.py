@@ -1,4 +1,6 @@
-"""The contexts of drafts that read what their target computes; `specgen.llama.draft_models` has their files."""
+"""The contexts of drafts that read what their target computes; `specgen.llama.draft_models` has
+their files.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
+from specgen.method.hidden_states import HiddenStateBuffer
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.hidden_trail import HiddenTrail
 
 #: The most nodes of a tree that are decoded at once.
 _WIDEST = 8
-#: The most rows of EAGLE-3 in one native batch: llama.cpp computes logits of all rows of a batch or of none.
+#: The most rows of EAGLE-3 in one native batch: llama.cpp computes logits of all rows of a batch or
+#: of none.
 _MOST_OUTPUTS = 32
 #: The most rows of an assistant in a batch for each text: drafts are chains, a token at a time.
 _N_ROWS = 8
@@ -46,10 +49,12 @@ class Rows(NamedTuple):
 
 
 class StatesContext(LlamaBackend):
-    """A context of a draft that reads what its target computes; `n_slots` texts of `n_ctx` tokens share it.
-    `trails` keep the target's states that the draft may still have to read. A row of a batch has a token and the state
-    before it (`Batch.hidden`; None: zeros). Logits are of the first `n_shared_tokens` tokens, which the vocabularies
-    share. Close it before the context of the `target`, which from now on hands out the inputs of the draft's layers."""
+    """A context of a draft that reads what its target computes; `n_slots` texts of `n_ctx` tokens
+    share it. `trails` keep the target's states that the draft may still have to read. A row of a
+    batch has a token and the state before it (`Batch.hidden`; None: zeros). Logits are of the first
+    `n_shared_tokens` tokens, which the vocabularies share. Close it before the context of the
+    `target`, which from now on hands out the inputs of the draft's layers.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class StatesContext(LlamaBackend):
             other=target.handle if target is not None else None,
         )
         self._n_shared_tokens = n_shared_tokens
-        self.trails = tuple(HiddenTrail() for _ in range(n_slots))
+        self.hidden_states_by_slot = tuple(HiddenStateBuffer() for _ in range(n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
         if kind.states != "none":
@@ -130,9 +135,11 @@ class StatesContext(LlamaBackend):
 
 
 class MtpContext(StatesContext):
-    """A context of an MTP layer: a cache of that layer, beside the target's own. The row of a token has the state
-    before it: the target's or, for a drafted token, the layer's own. llama.cpp computes one layer at a time, so each
-    has a context; the first opens and closes the others (`layers`). Raises `BackendError`."""
+    """A context of an MTP layer: a cache of that layer, beside the target's own. The row of a token
+    has the state before it: the target's or, for a drafted token, the layer's own. llama.cpp
+    computes one layer at a time, so each has a context; the first opens and closes the others
+    (`layers`). Raises `BackendError`.
+    """
 
     def __init__(
         self,
@@ -168,8 +175,10 @@ class MtpContext(StatesContext):
 
 
 class EagleContext(StatesContext):
-    """A context of an EAGLE-3 draft: a cache of its layer, beside the target's. The state of a row (`Batch.hidden`) is
-    what the target's layers read, which is encoded here, or, for a drafted token, the draft's own."""
+    """A context of an EAGLE-3 draft: a cache of its layer, beside the target's. The state of a row
+    (`Batch.hidden`) is what the target's layers read, which is encoded here, or, for a drafted
+    token, the draft's own.
+    """
 
     def _rows_of(
         self, model: EagleModel, target: LlamaBackend | None, n_branches: int, n_slots: int
@@ -178,7 +187,9 @@ class EagleContext(StatesContext):
         return Rows(model.n_embd, n_outputs)
 
     def _encode(self, batch: Batch) -> None:
-        """Encode what the target's layers read, float32[n_read] for a row, as hidden states, float32[n_embd]."""
+        """Encode what the target's layers read, float32[n_read] for a row, as hidden states,
+        float32[n_embd].
+        """
         rows = [
             row
             for row, state in enumerate(batch.hidden)
@@ -214,10 +225,11 @@ class EagleContext(StatesContext):
 
 
 class DflashContext(StatesContext):
-    """A context of a DFlash or DSpark draft: a cache of the text, beside the target's. A block, the last token and
-    masks, is predicted in one decode. Its rows have no states (`Batch.hidden`) and all want logits; those of the text
-    have the target's, of which keys and values are made, and give none. (DSpark adds a bias by the likeliest token
-    before to each.)"""
+    """A context of a DFlash or DSpark draft: a cache of the text, beside the target's. A block, the
+    last token and masks, is predicted in one decode. Its rows have no states (`Batch.hidden`) and
+    all want logits; those of the text have the target's, of which keys and values are made, and
+    give none. (DSpark adds a bias by the likeliest token before to each.)
+    """
 
     def __init__(self, model: DflashModel, *context: Any, **sizes: Any) -> None:
         super().__init__(model, *context, **sizes)
@@ -239,8 +251,9 @@ class DflashContext(StatesContext):
             start = end
 
     def _part(self, row: tuple[Hidden | None, tuple[int, ...]]) -> tuple[bool, tuple[int, ...]]:
-        """Return what rows of a native batch have in common: hidden states or tokens, and chained blocks of one
-        size."""
+        """Return what rows of a native batch have in common: hidden states or tokens, and chained
+        blocks of one size.
+        """
         hidden, sequences = row
         is_text = hidden is not None
         return is_text, sequences if self.draft.is_chained and not is_text else ()
@@ -268,8 +281,10 @@ class DflashContext(StatesContext):
 
 
 class AssistantContext(StatesContext):
-    """A context of an assistant, over the cells of the target's context, to which its rows add none. Each row has a
-    token, the state before it, the target's or its own, and the position behind the target's last token."""
+    """A context of an assistant, over the cells of the target's context, to which its rows add
+    none. Each row has a token, the state before it, the target's or its own, and the position
+    behind the target's last token.
+    """
 
     def __init__(
         self,

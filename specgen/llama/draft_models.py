@@ -1,9 +1,11 @@
-"""The files of drafts that read what their target computes: EAGLE-3, DFlash and DSpark, Gemma 4 assistants, MTP layers.
+"""The files of drafts that read what their target computes: EAGLE-3, DFlash and DSpark, Gemma 4
+assistants, MTP layers.
 
-EAGLE-3 (Li et al., arXiv:2503.01840) is a layer that reads the inputs of three of its target's layers, of which its
-*encoder*, a matrix, makes one hidden state. DFlash (Chen et al., arXiv:2602.06036) reads the inputs of some layers,
-too, and predicts a block of tokens at once. An assistant is a few layers without keys and values, which attend to those
-of the target's last two layers. MTP layers read its last hidden state.
+EAGLE-3 (Li et al., arXiv:2503.01840) is a layer that reads the inputs of three of its target's
+layers, of which its *encoder*, a matrix, makes one hidden state. DFlash (Chen et al.,
+arXiv:2602.06036) reads the inputs of some layers, too, and predicts a block of tokens at once. An
+assistant is a few layers without keys and values, which attend to those of the target's last two
+layers. MTP layers read its last hidden state.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from specgen.llama.library import llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.options import CacheType
 
-#: The architectures whose graphs hand out the inputs of layers: llama.cpp ends the process with others.
+#: The architectures whose graphs hand out the inputs of layers: llama.cpp ends the process with
+#: others.
 HOOKED = frozenset(
     (
         *("bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2"),
@@ -33,7 +36,9 @@ _USUAL_BLOCK = 16
 
 
 class DraftModel(LlamaModel):
-    """A draft made for one target. Raises `ModelFileError`, and `PairError` if it was made for another one."""
+    """A draft made for one target. Raises `ModelFileError`, and `PairError` if it was made for
+    another one.
+    """
 
     #: What it is called in messages, and whether the file's MTP layers are loaded.
     kind: ClassVar[str]
@@ -88,7 +93,9 @@ class MtpModel(DraftModel):
 
 
 class TrainedModel(DraftModel):
-    """A draft with an architecture of its own, which reads the inputs of some of the target's layers."""
+    """A draft with an architecture of its own, which reads the inputs of some of the target's
+    layers.
+    """
 
     file_architecture: ClassVar[str]
     #: Whether it may read what the last layer made, as if a further layer read it.
@@ -141,7 +148,9 @@ class EagleModel(TrainedModel):
 
 
 class DflashModel(TrainedModel):
-    """A loaded DFlash or DSpark draft. Raises `ModelFileError` also if it is of a kind that specgen cannot use."""
+    """A loaded DFlash or DSpark draft. Raises `ModelFileError` also if it is of a kind that specgen
+    cannot use.
+    """
 
     file_architecture = "dflash"
     kind = "DFlash"
@@ -200,7 +209,9 @@ class AssistantModel(TrainedModel):
 
 
 def _shapes(model: LlamaModel) -> list[tuple[bool, int, int]]:
-    """Return for each layer whether it has a sliding window, the number of its heads of keys, and their size."""
+    """Return for each layer whether it has a sliding window, the number of its heads of keys, and
+    their size.
+    """
     prefix = f"{model.architecture}.attention"
     with GgufMetadata(model.file) as about:
         sizes = [about.number(f"{prefix}.key_length{end}") for end in ("", "_swa")]

@@ -45,7 +45,8 @@ class Embedder:
             self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
             architecture = self.model.architecture
             causal = self.model.metadata(f"{architecture}.attention.causal")
-            #: Whether the last hidden state is enough: a long text is then decoded in pieces, not in one batch.
+            #: Whether the last hidden state is enough: a long text is then decoded in pieces, not
+            #: in one batch.
             self._in_pieces = pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST and causal != "false"
             self._n_batch = min(options.n_batch, self.n_ctx) if self._in_pieces else self.n_ctx
             n_outputs = 1 if self._in_pieces else self.n_ctx
@@ -57,7 +58,9 @@ class Embedder:
         self.n_embd = self.model.n_embd_out
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the model wants around it. Raise `PromptLengthError`."""
+        """Return the tokens of a text, with those that the model wants around it. Raise
+        `PromptLengthError`.
+        """
         vocabulary, n_bytes = self.model.vocabulary, len(text.encode())
         if n_bytes > self.n_ctx:
             n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
@@ -69,7 +72,9 @@ class Embedder:
         return tokens
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Raise `PromptError` for tokens that the model lacks, for none, and for more than the context has."""
+        """Raise `PromptError` for tokens that the model lacks, for none, and for more than the
+        context has.
+        """
         if not tokens:
             raise PromptError("it is empty")
         if len(tokens) > self.n_ctx:
@@ -78,11 +83,14 @@ class Embedder:
         self.model.vocabulary.check(tokens)
 
     def embed(self, tokens: Sequence[int]) -> Hidden:
-        """Return the vector of a text, of length 1 (all zeros stay so): float32[n_embd]. Raise `BackendError`."""
+        """Return the vector of a text, of length 1 (all zeros stay so): float32[n_embd]. Raise
+        `BackendError`.
+        """
         if self._memory:
             llama_cpp.llama_memory_clear(self._memory, True)
         if self._in_pieces:
-            # llama.cpp computes logits for each row of a batch with embeddings: the last one has its own.
+            # llama.cpp computes logits for each row of a batch with embeddings: the last one has
+            # its own.
             *head, last = tokens
             llama_cpp.llama_set_embeddings(self._handle, False)
             for start in range(0, len(head), self._n_batch):
@@ -108,7 +116,9 @@ class Embedder:
 
 
 def unit(values: Hidden) -> Hidden:
-    """Return a vector scaled to length 1; all zeros stay so. Raise `BackendError` if a value is not finite."""
+    """Return a vector scaled to length 1; all zeros stay so. Raise `BackendError` if a value is not
+    finite.
+    """
     length = float(np.linalg.norm(values.astype(np.float64)))
     if not np.isfinite(length):
         raise BackendError("the embedding has values that are not finite")
@@ -116,7 +126,9 @@ def unit(values: Hidden) -> Hidden:
 
 
 def pooling_of(file: Path) -> int | None:
-    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is none."""
+    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is
+    none.
+    """
     with contextlib.suppress(BackendError), GgufMetadata(file) as about:
         architecture = about.text("general.architecture")
         return pooling_in(architecture, about.number(f"{architecture}.pooling_type"))

@@ -1,5 +1,6 @@
-"""GGUF files: their metadata, read by the functions of gguf.h, their MTP layers, and the check before llama.cpp reads
-a file."""
+"""GGUF files: their metadata, read by the functions of gguf.h, their MTP layers, and the check
+before llama.cpp reads a file.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +143,9 @@ def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
 
 
 def architecture_of(path: Path) -> str:
-    """Return the architecture that a file names in its first bytes; empty if it names none or cannot be read."""
+    """Return the architecture that a file names in its first bytes; empty if it names none or
+    cannot be read.
+    """
     with contextlib.suppress(OSError, struct.error), path.open("rb") as file:
         _, _, rest = file.read(_N_SEARCHED).partition(b"general.architecture")
         kind, length = struct.unpack_from("<IQ", rest)
@@ -153,9 +156,10 @@ def architecture_of(path: Path) -> str:
 
 # --- multi-token prediction (MTP) layers -------------------------------------------------------------
 
-# They stand behind the last layer of a model, and were trained with it: from a token and the model's hidden state
-# before it they predict the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF files call them NextN; some
-# makers put them into a file of their own (`mtp-*.gguf`), with copies of the embeddings and the output matrix.
+# They stand behind the last layer of a model, and were trained with it: from a token and the
+# model's hidden state before it they predict the next one (DeepSeek-V3, arXiv:2412.19437, section
+# 2.2). GGUF files call them NextN; some makers put them into a file of their own (`mtp-*.gguf`),
+# with copies of the embeddings and the output matrix.
 
 #: The architectures whose MTP layers llama.cpp computes.
 _MTP_ARCHITECTURES = frozenset(
@@ -188,7 +192,9 @@ def holds_mtp_only(path: Path) -> bool:
 
 
 def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
-    """Return "mtp" if the target's own MTP layers draft, else the file beside it that fits, and is named most alike."""
+    """Return "mtp" if the target's own MTP layers draft, else the file beside it that fits, and is
+    named most alike.
+    """
     if not why_no_mtp(target):
         return "mtp"
     files = sorted(
@@ -221,7 +227,9 @@ class _Layers(NamedTuple):
 
 
 def _layers_of(path: Path) -> _Layers:
-    """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or `BackendError`."""
+    """Read a file's metadata, once while it is the same (some 40 ms). Raise `OSError` or
+    `BackendError`.
+    """
     return _read_layers(path, version_of(path))
 
 
@@ -267,7 +275,8 @@ _NO_MODELS = {
     "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
 }
 _AGAIN = "fetch or convert the model again"
-#: Values of the metadata beyond these end the process in llama.cpp, a server with all of its answers.
+#: Values of the metadata beyond these end the process in llama.cpp, a server with all of its
+#: answers.
 _LARGEST = 3.4e38
 _BOUNDS = {
     "block_count": (1, 512),  # LLAMA_MAX_LAYERS
@@ -288,13 +297,17 @@ _passed = KeptResults(None)
 
 
 def remember_checks(folder: Path | None) -> None:
-    """Remember checked files in a folder from now on, so that each file is checked only once; None remembers none."""
+    """Remember checked files in a folder from now on, so that each file is checked only once; None
+    remembers none.
+    """
     global _passed  # noqa: PLW0603 - like the choice of kernels, it holds for the process
     _passed = KeptResults(None if folder is None else folder / FILE_NAME)
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process in llama.cpp."""
+    """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process
+    in llama.cpp.
+    """
     try:
         _check_kind(path)
         with path.open("rb") as file:

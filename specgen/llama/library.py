@@ -1,5 +1,6 @@
-"""Load the native library (llama-cpp-python, or what the wheel carries of it), keep its log for error messages,
-describe its build, and report its end. The package imports llama_cpp from here."""
+"""Load the native library (llama-cpp-python, or what the wheel carries of it), keep its log for
+error messages, describe its build, and report its end. The package imports llama_cpp from here.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from specgen.system.machine import BUNDLE, REBUILD, Build, Device, uses_bundle
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-# A thread of GCC's OpenMP spins for 7 ms before it sleeps, on a core that the thread it waits for may need. The spins of
-# other processors are much shorter.
+# A thread of GCC's OpenMP spins for 7 ms before it sleeps, on a core that the thread it waits for
+# may need. The spins of other processors are much shorter.
 if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 try:
@@ -59,7 +60,9 @@ llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
 
 @contextlib.contextmanager
 def logging_to(sink: LogSink) -> Iterator[None]:
-    """Pass llama.cpp's log to `sink`, piece by piece, inside this context. Outside, it is not shown."""
+    """Pass llama.cpp's log to `sink`, piece by piece, inside this context. Outside, it is not
+    shown.
+    """
     _log_sinks.append(sink)
     try:
         yield
@@ -83,8 +86,10 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, which llama-cpp-python does not declare. Raise `BackendError`.
-    Of several copies in a wheel, the one to which llama.cpp is linked has the devices."""
+    """Return a function of the GGML libraries, which llama-cpp-python does not declare. Raise
+    `BackendError`. Of several copies in a wheel, the one to which llama.cpp is linked has the
+    devices.
+    """
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
             function = library[name]
@@ -94,7 +99,9 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
-    """Hand out what a layer reads. llama.cpp ends the process unless the architecture is in `HOOKED`."""
+    """Hand out what a layer reads. llama.cpp ends the process unless the architecture is in
+    `HOOKED`.
+    """
     types = (ctypes.c_uint32, ctypes.c_bool)
     _extension("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
 
@@ -107,7 +114,9 @@ def layer_input(context: Any, layer: int) -> Any:
 
 @functools.cache
 def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
-    """Return a function of llama.cpp's llama-ext.h, exported under its C++ name. Raise `BackendError`."""
+    """Return a function of llama.cpp's llama-ext.h, exported under its C++ name. Raise
+    `BackendError`.
+    """
     name = f"llama_{verb}_embeddings_layer_inp"
     of_windows = {
         "set": f"?{name}@@YAXPEAUllama_context@@I_N@Z",
@@ -119,7 +128,9 @@ def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
 
 
 def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
-    """Return a function of a backend, which may be in a library of its own; None if it has none of that name."""
+    """Return a function of a backend, which may be in a library of its own; None if it has none of
+    that name.
+    """
     types = 2 * (ctypes.c_void_p,)
     find = ggml("ggml_backend_reg_get_proc_address", *types, ctypes.c_char_p)
     address = find(registry, name)
@@ -127,8 +138,9 @@ def procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 
 
 def _ggml_libraries() -> Iterator[Any]:
-    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is linked to, then
-    these."""
+    """Yield llama.cpp's library, which mostly also finds the symbols of the libraries that it is
+    linked to, then these.
+    """
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
     for name in ("ggml", "ggml-base", "ggml-cpu"):
@@ -141,7 +153,9 @@ def native_folder() -> Path:
 
 
 def _load_backends() -> None:
-    """Load backends that are libraries of their own, and the one of `GGML_BACKEND_PATH`. Raise `BackendError`."""
+    """Load backends that are libraries of their own, and the one of `GGML_BACKEND_PATH`. Raise
+    `BackendError`.
+    """
     if not ggml("ggml_backend_reg_count", ctypes.c_size_t)():
         load = ggml("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
         load(os.fsencode(native_folder()))
@@ -204,9 +218,11 @@ def device_of(handle: int) -> Device:
 
 # --- if native code ends the process --------------------------------------------------------------
 
-#: Called with the message of a failed assertion, in the thread that failed. Whoever can go on never returns.
+#: Called with the message of a failed assertion, in the thread that failed. Whoever can go on never
+#: returns.
 abort_listeners: list[Callable[[str], None]] = []
-#: Called first if native code ends the process, and the callbacks, kept for as long as they may be called.
+#: Called first if native code ends the process, and the callbacks, kept for as long as they may be
+#: called.
 _before_end: list[Callable[[], None]] = []
 _callbacks: list[Any] = []
 _ending = threading.Lock()
@@ -227,20 +243,25 @@ def watch_aborts() -> None:
 
 
 def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
-    """Print one line and a hint on standard error if native code ends the process, and exit with the code of a
-    `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Call it once."""
+    """Print one line and a hint on standard error if native code ends the process, and exit with
+    the code of a `BackendError` or `MemoryLimitError`. `before_end` is called first, to write
+    pending output. Call it once.
+    """
     if _before_end:
         return
     _before_end.append(before_end)
     watch_aborts()
     if hasattr(signal, "SIGBUS"):
-        # Set through the C library: Python's handler would run only after the failed instruction, for ever.
+        # Set through the C library: Python's handler would run only after the failed instruction,
+        # for ever.
         _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error))
         ctypes.CDLL(None).signal(signal.SIGBUS, _callbacks[-1])
 
 
 def gave_up(message: str) -> str:
-    """Return where llama.cpp gave up, by GGML's own `message` of a failed assertion, which tells users nothing."""
+    """Return where llama.cpp gave up, by GGML's own `message` of a failed assertion, which tells
+    users nothing.
+    """
     found = _IN_SOURCE.match(message.strip())
     return f"llama.cpp gave up at {found[1]}" if found else "llama.cpp gave up"
 

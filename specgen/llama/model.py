@@ -36,7 +36,8 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 }
 #: Architectures with which llama.cpp computes a batch of several sequences wrong.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
-#: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are pooled.
+#: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are
+#: pooled.
 _ENCODERS = frozenset(
     (
         *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3"),
@@ -58,10 +59,11 @@ _TILED_TYPES = frozenset({16, 17, 18, 19, 21, 22, 29})
 
 
 class LlamaModel:
-    """A GGUF model: its weights, which all models of the same file share, its vocabulary and metadata. `weights` is a
-    copy of the file that is loaded in its place; `workers` hold its layers; with `mtp` its MTP layers are loaded too.
-    With `vocabulary_only` no context can be made, and sizes are not known. Raises `ModelFileError`, `MemoryLimitError`,
-    `WorkerLostError`."""
+    """A GGUF model: its weights, which all models of the same file share, its vocabulary and
+    metadata. `weights` is a copy of the file that is loaded in its place; `workers` hold its
+    layers; with `mtp` its MTP layers are loaded too. With `vocabulary_only` no context can be made,
+    and sizes are not known. Raises `ModelFileError`, `MemoryLimitError`, `WorkerLostError`.
+    """
 
     def __init__(
         self,
@@ -104,12 +106,14 @@ class LlamaModel:
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(handle))
         #: The number of tokens that layers with a sliding window see; 0: there are none.
         self.n_window = int(llama_cpp.llama_model_n_swa(handle))
-        #: Whether it has a state that every token changes, alone or (hybrid models) beside a cache of cells.
+        #: Whether it has a state that every token changes, alone or (hybrid models) beside a cache
+        #: of cells.
         self.has_recurrent_state = bool(
             llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
         )
         n_on_gpu = 0 if vocabulary_only else n_gpu_layers
-        #: What computes: `WORKERS`, or the kernels as `computing` names them, with llama.cpp for layers on a GPU.
+        #: What computes: `WORKERS`, or the kernels as `computing` names them, with llama.cpp for
+        #: layers on a GPU.
         self.kernels = self._computing_with(n_on_gpu) if workers is None else WORKERS
         try:
             self._check_usable()
@@ -157,7 +161,9 @@ class LlamaModel:
 
     @cached_property
     def row_exception(self) -> str:
-        """Why rows of this model depend on their batch, whatever computes, with the operator; else empty."""
+        """Why rows of this model depend on their batch, whatever computes, with the operator; else
+        empty.
+        """
         if self.architecture in _ROW_EXCEPTIONS:
             return _ROW_EXCEPTIONS[self.architecture]
         with opened_parts(self.file) as (_, tensors):
@@ -209,7 +215,9 @@ class LlamaModel:
         return buffer.value.decode("utf-8", "replace")
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have one for tools."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have one
+        for tools.
+        """
         if self.own_template is not None:
             return self.own_template
         key = name.encode() if name is not None else None
@@ -217,8 +225,10 @@ class LlamaModel:
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were like the first, the
-        only one that llama.cpp describes: too small for hybrid models that begin with a recurrent layer."""
+        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were
+        like the first, the only one that llama.cpp describes: too small for hybrid models that
+        begin with a recurrent layer.
+        """
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
         head_size = self.n_embd // (int(llama_cpp.llama_model_n_head(self.handle)) or 1)
         size_k = self.number("attention.key_length") or head_size
@@ -244,7 +254,9 @@ class LlamaModel:
         return int(value) if value.isdecimal() else 0
 
     def close(self) -> None:
-        """Close the model: its contexts decode nothing more. The weights are freed with the last that uses them."""
+        """Close the model: its contexts decode nothing more. The weights are freed with the last
+        that uses them.
+        """
         if not self.is_closed:
             self.is_closed = True
             self.loaded.release()

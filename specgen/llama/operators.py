@@ -1,8 +1,9 @@
-"""Single operators of GGML on the CPU, which compute decoder heads and test the kernels: matrix products, also with
-experts, and attention. Copies of model files in other types of weights.
+"""Single operators of GGML on the CPU, which compute decoder heads and test the kernels: matrix
+products, also with experts, and attention. Copies of model files in other types of weights.
 
-The name of a buffer type for the weights selects the code: ``CPU`` is GGML's, `SPECGEN_BUFFER` that of specgen's
-kernels, if they are attached. Shapes of an attention that do not fit together end the process.
+The name of a buffer type for the weights selects the code: ``CPU`` is GGML's, `SPECGEN_BUFFER` that
+of specgen's kernels, if they are attached. Shapes of an attention that do not fit together end the
+process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from specgen.system.files import new_beside, write_errors
 FloatArray: TypeAlias = NDArray[np.float32]
 IndexArray: TypeAlias = NDArray[np.int32]
 
-#: The types of weights, and GGML's numbers of them. (GGML reads past the end of a table for others.)
+#: The types of weights, and GGML's numbers of them. (GGML reads past the end of a table for
+#: others.)
 TYPE_NUMBERS = {
     name: GGMLQuantizationType[name.upper()].value
     for name in (
@@ -103,8 +105,9 @@ class Weights:
 
 
 def row_bytes(type_name: str, n_columns: int) -> int:
-    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no multiple of its
-    block."""
+    """Return the size of a row. Raise `ValueError` for an unknown type, or a length that is no
+    multiple of its block.
+    """
     if type_name not in TYPE_NUMBERS:
         raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}")
     number = TYPE_NUMBERS[type_name]
@@ -116,7 +119,9 @@ def row_bytes(type_name: str, n_columns: int) -> int:
 
 
 def quantize(values: FloatArray, type_name: str) -> Weights:
-    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise `ValueError`."""
+    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round. Raise
+    `ValueError`.
+    """
     values = np.ascontiguousarray(values, np.float32)
     n_rows, n_columns = math.prod(values.shape[:-1]), values.shape[-1]
     data = np.zeros(n_rows * row_bytes(type_name, n_columns), np.uint8)
@@ -159,8 +164,9 @@ def dequantize(weights: Weights) -> FloatArray:
 
 
 class Matrix:
-    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no such buffer
-    type."""
+    """Weights in a buffer of a given type, ready for products. Raises `BackendError` if there is no
+    such buffer type.
+    """
 
     def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
         self.weights = weights
@@ -199,9 +205,11 @@ def multiply(
     *,
     n_threads: int = 1,
 ) -> FloatArray:
-    """Multiply rows of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows], with leading dimensions
-    too. With `experts`, int32[n_tokens, n_used], each token is multiplied with the matrices of these numbers
-    (unchecked): float32[n_tokens, n_used, n_rows], from activations float32[n_tokens, n_used or 1, n_columns]."""
+    """Multiply rows of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows],
+    with leading dimensions too. With `experts`, int32[n_tokens, n_used], each token is multiplied
+    with the matrices of these numbers (unchecked): float32[n_tokens, n_used, n_rows], from
+    activations float32[n_tokens, n_used or 1, n_columns].
+    """
     activations = np.ascontiguousarray(activations, np.float32)
     *_, n_rows, n_columns = matrix.weights.shape
     if activations.shape[-1] != n_columns:
@@ -229,9 +237,11 @@ def attend(
     cache_type: str = "f16",
     n_threads: int = 1,
 ) -> FloatArray:
-    """Compute attention (FLASH_ATTN_EXT) as llama.cpp's cache is laid out: float32[n_streams, n_rows, n_heads, size].
-    Queries have this shape, keys and values [n_streams, n_cells, n_kv_heads, size]; the mask is added to the scores:
-    float16[n_streams or 1, n_mask_heads, n_rows, n_cells]."""
+    """Compute attention (FLASH_ATTN_EXT) as llama.cpp's cache is laid out: float32[n_streams,
+    n_rows, n_heads, size]. Queries have this shape, keys and values [n_streams, n_cells,
+    n_kv_heads, size]; the mask is added to the scores: float16[n_streams or 1, n_mask_heads,
+    n_rows, n_cells].
+    """
     attention = ggml("ggml_flash_attn_ext", _POINTER, *5 * (_POINTER,), *3 * (ctypes.c_float,))
     permute = ggml("ggml_permute", _POINTER, *2 * (_POINTER,), *4 * (ctypes.c_int,))
 
@@ -242,7 +252,8 @@ def attend(
         for part in (keys, values):
             cells = quantize(part.reshape(-1, part.shape[-1]), cache_type).data
             inputs.append((new_tensor(context, TYPE_NUMBERS[cache_type], part.shape), cells))
-        # The operator wants the rows of each head together; a permuted view does that without a copy.
+        # The operator wants the rows of each head together; a permuted view does that without a
+        # copy.
         by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
         masking = new_tensor(context, _F16, mask.shape)
         inputs.append((masking, np.ascontiguousarray(mask, np.float16)))
@@ -265,7 +276,9 @@ def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
 
 
 def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
-    """Copy a whole tensor with the GGML function `name`. Raise `BackendError` if the array has another size."""
+    """Copy a whole tensor with the GGML function `name`. Raise `BackendError` if the array has
+    another size.
+    """
     copy = ggml(name, None, *2 * (_POINTER,), *2 * (ctypes.c_size_t,))
     size = ggml("ggml_nbytes", ctypes.c_size_t, _POINTER)(tensor)
     if size != data.nbytes:
@@ -302,7 +315,9 @@ def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: 
 
 
 def buffer_types() -> dict[str, Any]:
-    """Return the CPU's buffer types by name. They may change when a library is loaded, so they are not cached."""
+    """Return the CPU's buffer types by name. They may change when a library is loaded, so they are
+    not cached.
+    """
     found: dict[str, Any] = {CPU_BUFFER: ggml("ggml_backend_cpu_buffer_type", _POINTER)()}
     pointers = ctypes.POINTER(_POINTER)
     if list_extra := _procedure_of_cpu(b"ggml_backend_dev_get_extra_bufts", pointers, _POINTER):

@@ -1,8 +1,9 @@
-"""llama.cpp's RPC backend: use the devices of other machines for a model, or offer this machine's to others.
+"""llama.cpp's RPC backend: use the devices of other machines for a model, or offer this machine's
+to others.
 
-llama.cpp's RPC client has no time limit, and ends the process when a connection ends. So every call that may use a
-connection is made in a separate thread (`RemoteCalls`). If a worker is lost, the thread is abandoned with its native
-memory, and the caller gets a `WorkerLostError`.
+llama.cpp's RPC client has no time limit, and ends the process when a connection ends. So every call
+that may use a connection is made in a separate thread (`RemoteCalls`). If a worker is lost, the
+thread is abandoned with its native memory, and the caller gets a `WorkerLostError`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from specgen.system.worker_probe import check_protocol, lost_among, probe
 _POINTER: Any = ctypes.c_void_p
 _CMAKE = 'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse"'
 _BUILD_HINT = f"in a checkout of specgen: make rpc; with pip: {_CMAKE} {REINSTALL}"
-#: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
+#: The tensor names of an output matrix, as a regular expression. Models without one use the
+#: embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
 #: The longest that a worker may take to answer a probe.
 _PROBE_S = 10.0
@@ -53,7 +55,9 @@ def library_path() -> Path | None:
 
 
 def load_rpc() -> Any:
-    """Return GGML's RPC backend: the one in this build of llama.cpp, or the library's. Raise `BackendError`."""
+    """Return GGML's RPC backend: the one in this build of llama.cpp, or the library's. Raise
+    `BackendError`.
+    """
     if found := ggml("ggml_backend_reg_by_name", _POINTER, ctypes.c_char_p)(b"RPC"):
         return found
     path = library_path()
@@ -84,7 +88,9 @@ def check_workers(workers: Workers, file: Path) -> None:
 
 
 def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCalls]:
-    """Load a model onto workers. Return its native handle, None if llama.cpp cannot, and what makes its calls."""
+    """Load a model onto workers. Return its native handle, None if llama.cpp cannot, and what makes
+    its calls.
+    """
     remote = RemoteCalls(workers.endpoints, workers.timeout_s)
 
     def go_on(_share: float, _data: object) -> bool:
@@ -104,7 +110,9 @@ def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCal
 
 
 def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
-    """Return the workers' devices in order; they stay off GGML's list, so that no other model gets them."""
+    """Return the workers' devices in order; they stay off GGML's list, so that no other model gets
+    them.
+    """
     add_server = rpc_procedure(b"ggml_backend_rpc_add_server", _POINTER, ctypes.c_char_p)
     count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, _POINTER)
     get = ggml("ggml_backend_reg_dev_get", _POINTER, _POINTER, ctypes.c_size_t)
@@ -118,7 +126,9 @@ def _remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
 
 
 def _spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
-    """Spread a model over devices; return what must be kept alive until it is loaded. Raise `UsageError`."""
+    """Spread a model over devices; return what must be kept alive until it is loaded. Raise
+    `UsageError`.
+    """
     array = (_POINTER * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(array, _POINTER).value
     kept: list[Any] = [array]
@@ -159,8 +169,10 @@ _open: list[RemoteCalls] = []
 
 
 class RemoteCalls:
-    """Makes the native calls of one target in a thread, one at a time. A call is given up, with all later ones, after
-    `timeout_s` seconds without a call of `alive` (at most twice as long, since that is checked so often)."""
+    """Makes the native calls of one target in a thread, one at a time. A call is given up, with all
+    later ones, after `timeout_s` seconds without a call of `alive` (at most twice as long, since
+    that is checked so often).
+    """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
         self._endpoints = tuple(endpoints)
@@ -169,7 +181,8 @@ class RemoteCalls:
         self._calls = queue.SimpleQueue()
         self._waiting: Future[Any] | None = None
         self._is_alive = False
-        #: Why the workers cannot be called any more, and what to do about it; and which are lost, once asked for.
+        #: Why the workers cannot be called any more, and what to do about it; and which are lost,
+        #: once asked for.
         self._lost: tuple[str, str] | None = None
         self._names: Sequence[str] = ()
         if _on_abort not in abort_listeners:
@@ -209,7 +222,9 @@ class RemoteCalls:
         self._is_alive = True
 
     def give_up(self, reason: str, hint: str = _RESTART) -> None:
-        """Make the waiting call, and all later ones, raise `WorkerLostError`. Any thread may call this."""
+        """Make the waiting call, and all later ones, raise `WorkerLostError`. Any thread may call
+        this.
+        """
         if self._lost is None:
             self._lost = reason, hint
             left_running.set()
@@ -234,7 +249,9 @@ class RemoteCalls:
 
 
 def _on_abort(message: str) -> None:
-    """Handle the end of a connection. GGML calls this in the thread of the error, and aborts afterwards."""
+    """Handle the end of a connection. GGML calls this in the thread of the error, and aborts
+    afterwards.
+    """
     if "ggml-rpc" not in message:
         return
     # The message does not say which connection it was, so all calls to all workers are given up.
@@ -258,7 +275,9 @@ class _DeviceStruct(ctypes.Structure):
 
 
 def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
-    """Return the GPUs, or else the CPU, by native pointers; clients see `memory_bytes` of each at most."""
+    """Return the GPUs, or else the CPU, by native pointers; clients see `memory_bytes` of each at
+    most.
+    """
     load_rpc()
     found = {handle: device_of(handle) for handle in native_devices()}
     gpus = [handle for handle, each in found.items() if each.kind not in ("cpu", "accelerator")]
@@ -271,7 +290,9 @@ def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
 def serve_devices(
     endpoint: str, devices: Collection[int], n_threads: int, cache: Path | None
 ) -> None:
-    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` keeps tensors."""
+    """Compute for clients, one after the other; return only if llama.cpp gives up. `cache` keeps
+    tensors.
+    """
     types = (*2 * (ctypes.c_char_p,), *2 * (ctypes.c_size_t,), _POINTER)
     start = rpc_procedure(b"ggml_backend_rpc_start_server", None, *types)
     folder = None if cache is None else os.fsencode(cache)

@@ -27,22 +27,26 @@ _N_SAMPLED = 2048
 _STRIPPING = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 #: The attributes of tokens whose names are parsed only on request.
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-#: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
+#: A marker before text that continues other text; no vocabulary has a token that joins it to the
+#: text.
 _MARKER = "☺"
-#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word or of white
-#: space, and of some models' words with spaces in them: in 8 MB some 20,000 of them end the process (llama.cpp
-#: #21919, #26965). A frame has some 400 bytes. Texts with longer lines than the first are tokenized in a thread with
-#: a stack for its longest line; words longer than the last are refused.
+#: llama.cpp splits a text into words by std::regex, which calls itself for each character of a word
+#: or of white space, and of some models' words with spaces in them: in 8 MB some 20,000 of them end
+#: the process (llama.cpp #21919, #26965). A frame has some 400 bytes. Texts with longer lines than
+#: the first are tokenized in a thread with a stack for its longest line; words longer than the last
+#: are refused.
 _LINE, _FRAME_BYTES, LONGEST_RUN = 1000, 1024, 1 << 20
 _LINES, _WORDS = (re.compile(pattern, re.ASCII) for pattern in (r"[^\n]+\s*|\s+", r"\S+\s*|\s+"))
-#: The size of a thread's stack is set for all threads that begin meanwhile; and one such stack at a time is enough.
+#: The size of a thread's stack is set for all threads that begin meanwhile; and one such stack at a
+#: time is enough.
 _deep = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class ControlToken:
-    """A token that llama.cpp finds in a text by its name if it is to parse special tokens, and whether white space
-    beside the name is dropped."""
+    """A token that llama.cpp finds in a text by its name if it is to parse special tokens, and
+    whether white space beside the name is dropped.
+    """
 
     token: int
     name: str
@@ -51,7 +55,9 @@ class ControlToken:
 
 
 class LlamaVocabulary:
-    """The tokens of an open GGUF model. `texts` are what some of them add to the text, if not llama.cpp's."""
+    """The tokens of an open GGUF model. `texts` are what some of them add to the text, if not
+    llama.cpp's.
+    """
 
     def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
         self._model = model
@@ -63,7 +69,8 @@ class LlamaVocabulary:
         self._ends: list[int] | None = None
         self._controls: list[ControlToken] | None = None
         self._views: dict[frozenset[int], LlamaVocabulary] = {}
-        #: The bytes of the longest entry, and whether tokens take white space beside them; None: not counted.
+        #: The bytes of the longest entry, and whether tokens take white space beside them; None:
+        #: not counted.
         self._longest: int | None = None
         self._strips = False
 
@@ -81,11 +88,15 @@ class LlamaVocabulary:
         return self._by_role("bos", "eos", "eot")
 
     def infill_tokens(self) -> dict[str, int]:
-        """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for one that the model does not have."""
+        """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for one that the model does
+        not have.
+        """
         return self._by_role("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 
     def _by_role(self, *roles: str) -> dict[str, int]:
-        """Return tokens by llama.cpp's names of their roles; -1 for one that the model does not have."""
+        """Return tokens by llama.cpp's names of their roles; -1 for one that the model does not
+        have.
+        """
         return {role: getattr(llama_cpp, f"llama_vocab_{role}")(self.handle) for role in roles}
 
     def check(self, tokens: Sequence[int]) -> None:
@@ -96,7 +107,9 @@ class LlamaVocabulary:
                 raise PromptError(f"there is no token {token}: the model has {n} tokens")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize a text. Raise `UsageError` for a word of over a million characters: they are found by recursion."""
+        """Tokenize a text. Raise `UsageError` for a word of over a million characters: they are
+        found by recursion.
+        """
         data = _encoded(text)
         longest = _longest(_LINES, text) if len(text) > _LINE else 0
         if longest <= _LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
@@ -123,7 +136,9 @@ class LlamaVocabulary:
             capacity = -n
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a least number of tokens, by the bytes of text and of the longest token; 0 if bytes are dropped."""
+        """Return a least number of tokens, by the bytes of text and of the longest token; 0 if
+        bytes are dropped.
+        """
         if self.kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
             return 0
         data = _encoded(text)
@@ -138,7 +153,9 @@ class LlamaVocabulary:
         return len(data) // max(1, self._longest)
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Tokenize text that continues other text: without the space that SentencePiece adds at a beginning."""
+        """Tokenize text that continues other text: without the space that SentencePiece adds at a
+        beginning.
+        """
         if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
             return self.tokenize(text, add_special=False, parse_special=parse_special)
         marker = self.tokenize(_MARKER, add_special=False, parse_special=False)
@@ -187,7 +204,9 @@ class LlamaVocabulary:
         return (text or b"" for text in map(entry, repeat(vocabulary), range(self.n_tokens)))
 
     def digest(self) -> str:
-        """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the entries."""
+        """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the
+        entries.
+        """
         step = max(1, self.n_tokens // _N_SAMPLED)
         found = hashlib.blake2b(f"{self.kind} {self.n_tokens}".encode(), digest_size=16)
         for token_id in range(0, self.n_tokens, step):
@@ -251,7 +270,9 @@ class LlamaVocabulary:
 
 
 def _encoded(text: str) -> bytes:
-    """Return a text in UTF-8. Raise `PromptError` if it has half a surrogate pair, which UTF-8 cannot express."""
+    """Return a text in UTF-8. Raise `PromptError` if it has half a surrogate pair, which UTF-8
+    cannot express.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -267,7 +288,8 @@ def _longest(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:
-    # After Ctrl-C the executor waits for the end of its thread: the model must stay until the text is read.
+    # After Ctrl-C the executor waits for the end of its thread: the model must stay until the text
+    # is read.
     with _deep, ThreadPoolExecutor(1, "tokenizer") as executor:
         before = threading.stack_size(n_bytes + (1 << 20))
         try:

@@ -49,12 +49,15 @@ _ahead: dict[_Key, threading.Thread] = {}
 
 @dataclass(eq=False)
 class LoadedWeights:
-    """The native model of a file (`lease_weights`). It counts its users, and is freed with the last one."""
+    """The native model of a file (`lease_weights`). It counts its users, and is freed with the last
+    one.
+    """
 
     key: _Key
     #: llama.cpp's pointer.
     handle: Any
-    #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
+    #: Why specgen's kernels do not compute this model although they compute others; empty if they
+    #: do.
     kernel_problem: str
     #: Makes the calls that may wait for workers; None if this machine has all layers.
     remote: RemoteCalls | None = None
@@ -95,8 +98,10 @@ def lease_weights(
     mtp: bool = False,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> LoadedWeights:
-    """Return the weights of a file, or its vocabulary only, loaded if nothing uses them already; the caller is a user.
-    `goes_on` is asked between tensors. Raise `ModelFileError`, `MemoryLimitError`, `WorkerLostError`, `OSError`."""
+    """Return the weights of a file, or its vocabulary only, loaded if nothing uses them already;
+    the caller is a user. `goes_on` is asked between tensors. Raise `ModelFileError`,
+    `MemoryLimitError`, `WorkerLostError`, `OSError`.
+    """
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
     key = _Key(version_of(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
@@ -155,8 +160,10 @@ def _load_error(file: Path, reason: str) -> SpecgenError:
 
 
 def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
-    """Load a checked file's weights in a thread, for which `lease_weights` waits and whose errors it raises: llama.cpp
-    uses one core for the vocabulary. Return what ends this use of the weights; it may be called twice."""
+    """Load a checked file's weights in a thread, for which `lease_weights` waits and whose errors
+    it raises: llama.cpp uses one core for the vocabulary. Return what ends this use of the weights;
+    it may be called twice.
+    """
     if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
         return lambda: None
     key = _Key(version_of(file), n_gpu_layers, computing())
@@ -184,8 +191,10 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _interrupt_between_tensors(params: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
-    """Let Ctrl-C, or in another thread `goes_on`, stop the loading. The progress callback only asks for a stop, and
-    KeyboardInterrupt is raised afterwards: in the callback, ctypes would print and lose it."""
+    """Let Ctrl-C, or in another thread `goes_on`, stop the loading. The progress callback only asks
+    for a stop, and KeyboardInterrupt is raised afterwards: in the callback, ctypes would print and
+    lose it.
+    """
     is_stopped = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -57,8 +57,10 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
-    """Read a file's prompts: a text on each line, or JSON Lines with a `prompt` or `turns`, of which the first counts,
-    and perhaps a `category`. Empty lines are skipped. Raise a `PromptError` that names the line."""
+    """Read a file's prompts: a text on each line, or JSON Lines with a `prompt` or `turns`, of
+    which the first counts, and perhaps a `category`. Empty lines are skipped. Raise a `PromptError`
+    that names the line.
+    """
     try:
         # Not `splitlines`, which also splits at characters that JSON allows within a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -1,5 +1,7 @@
-"""Try what may draft for a target, on answers of the target, and rank it by the gain that was measured; and find the
-best numbers of threads. `specgen tune`, `specgen draft find` and `specgen draft make` show the result."""
+"""Try what may draft for a target, on answers of the target, and rank it by the gain that was
+measured; and find the best numbers of threads. `specgen tune`, `specgen draft find` and `specgen
+draft make` show the result.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import kinds
 from specgen.llama import default_threads
-from specgen.measure.trial import Baseline, DraftFigures, measure_target, try_draft
+from specgen.measure.draft_trial import Baseline, DraftFigures, measure_target, try_draft
 from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
-from specgen.session.calibration import Costs, begin_text, break_even, short_context, time_batch
+from specgen.session.calibration import PairCosts, begin_text, break_even, short_context, time_batch
 from specgen.session.choose_models import name_of, saved_draft
-from specgen.session.memory import Threads
+from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
@@ -52,7 +54,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, what cannot draft, the numbers of threads chosen, and the saved draft."""
+    """Drafts for a target, the best first, what cannot draft, the numbers of threads chosen, and
+    the saved draft.
+    """
 
     target: Path
     baseline: Baseline
@@ -93,9 +97,11 @@ def search_drafts(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, MTP layers and the `candidates` as `specgen run` would use them at temperature 0.
-    With `tunes_threads`, threads of the target and the first candidate are measured first. The caller saves the costs.
-    None if interrupted before a result. Raise an error of the target; drafts that fail are refused, like `refused`."""
+    """Try plain decoding, n-grams, MTP layers and the `candidates` as `specgen run` would use them
+    at temperature 0. With `tunes_threads`, threads of the target and the first candidate are
+    measured first. The caller saves the costs. None if interrupted before a result. Raise an error
+    of the target; drafts that fail are refused, like `refused`.
+    """
     target, load = session.options.target, LoadOfOthers()
     session.change_draft("none")
     threads: dict[str, Threads] = {}
@@ -142,7 +148,9 @@ def search_drafts(
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Return drafts by their speed-ups; of those that are shown as equal, what needs no second model first."""
+    """Return drafts by their speed-ups; of those that are shown as equal, what needs no second
+    model first.
+    """
 
     def order(one: Tried) -> tuple[float, bool, bool]:
         return (-round(one.figures.speedup, 2), isinstance(one.draft, Path), one.draft == "none")
@@ -151,7 +159,9 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def advice(search: Search) -> tuple[str, ...]:
-    """Return what was measured, what it means and what to do; only the first if interrupted or busy."""
+    """Return what was measured, what it means and what to do; only the first if interrupted or
+    busy.
+    """
     baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
     measured = (
         f"measured on {counted(len(baseline.answers), 'answer')} of {search.target.name}: "
@@ -169,7 +179,7 @@ def advice(search: Search) -> tuple[str, ...]:
     if figures.is_gain:
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
         # From which acceptance on drafts pay by these costs, and what it was.
-        least = break_even(Costs(baseline.batch_s, figures.draft_token_s or 0.0))
+        least = break_even(PairCosts(baseline.batch_s, figures.draft_token_s or 0.0))
         needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
         return measured, f"{batch}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were", use
     none = f"{batch}, and no draft that was tried is clearly faster"
@@ -183,8 +193,9 @@ def advice(search: Search) -> tuple[str, ...]:
 def find_candidates(
     named: Sequence[Path], target: Path, *, tries_known: bool = True
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try for `target`, with `tries_known` also the registry's on this disk and the saved draft,
-    without larger and equal ones; and the `named` that are refused."""
+    """Return the files to try for `target`, with `tries_known` also the registry's on this disk and
+    the saved draft, without larger and equal ones; and the `named` that are refused.
+    """
     of_target, known = identity_of(target), list[Path]()
     if tries_known:
         known += filter(None, map(hub_names.locate, load_registry().models.values()))
@@ -217,7 +228,8 @@ def find_candidates(
 THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
 #: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
-#: A number is chosen if it is faster than the default by this share, and so in this share of the rounds.
+#: A number is chosen if it is faster than the default by this share, and so in this share of the
+#: rounds.
 _MARGIN, _MAJORITY = 0.03, 0.75
 #: The most rounds, and the least with which anything is changed.
 _N_ROUNDS, _N_LEAST = 9, 4
@@ -245,12 +257,14 @@ def _tuned_threads(
         chosen = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
     if interrupted():
         return {}
-    session.memory.keep_threads(model, options, chosen)
+    session.measurements.keep_threads(model, options, chosen)
     return {model.name: chosen}
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending: shares of the cores, all logical and all usable ones."""
+    """Return the numbers of threads to try, ascending: shares of the cores, all logical and all
+    usable ones.
+    """
     shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
     return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
 
@@ -262,8 +276,10 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Threads:
-    """Return the best of these numbers of threads, which the backend then uses; its context is empty before and after.
-    All are timed in turns, since a machine's speed changes. If `interrupted`, the default stays."""
+    """Return the best of these numbers of threads, which the backend then uses; its context is
+    empty before and after. All are timed in turns, since a machine's speed changes. If
+    `interrupted`, the default stays.
+    """
     backend.set_threads(default, default)
     text, before_s = begin_text(backend), backend.decode_s
     #: By the rows of the batch: the seconds by the number of threads, of each round.

@@ -1,1 +1,3 @@
-"""Models by name: the known models, those on this disk, and downloads that resume. Nothing here prints."""
+"""Models by name: the known models, those on this disk, and downloads that resume. Nothing here
+prints.
+"""

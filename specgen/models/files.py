@@ -20,7 +20,9 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """A model file's name, and the size of all its shards: a digest of gigabytes would take longer than the answer."""
+    """A model file's name, and the size of all its shards: a digest of gigabytes would take longer
+    than the answer.
+    """
 
     name: str
     size_bytes: int
@@ -76,7 +78,8 @@ def _folder(kind: str) -> Path:
     return Path(getattr(platformdirs, f"user_{kind}_dir")("specgen", appauthor=False))
 
 
-#: The folders of files that can be made or fetched again, that the user writes, and that the user wants to keep.
+#: The folders of files that can be made or fetched again, that the user writes, and that the user
+#: wants to keep.
 cache_folder = partial(_folder, "cache")
 config_folder = partial(_folder, "config")
 data_folder = partial(_folder, "data")
@@ -90,7 +93,7 @@ def prefixes_folder(cache: Path) -> Path:
     return cache / "prefixes"
 
 
-def memory_file() -> Path:
+def measurements_file() -> Path:
     return cache_folder() / "learnt.json"
 
 

@@ -1,5 +1,6 @@
-"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the hub's cache, which
-is shared with other programs. (Downloads: `download.py`.)"""
+"""Models of the Hugging Face hub: how they are named (as by llama.cpp's ``-hf``), and those in the
+hub's cache, which is shared with other programs. (Downloads: `download.py`.)
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ _QUANT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A model in a repository: of a quantisation, of a file's name, or the usual one of the repository."""
+    """A model in a repository: of a quantisation, of a file's name, or the usual one of the
+    repository.
+    """
 
     repo: str
     quant: str | None = None
@@ -52,7 +55,9 @@ def looks_like_reference(name: str) -> bool:
 
 
 def parse_reference(name: str) -> HubReference:
-    """Read USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without. Raise `UsageError`."""
+    """Read USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without. Raise
+    `UsageError`.
+    """
     match = _REFERENCE.fullmatch(name.removeprefix(PREFIX))
     if match is None or any(each in match["repo"] for each in ("--", "..")):
         raise UsageError(
@@ -63,7 +68,9 @@ def parse_reference(name: str) -> HubReference:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among files, each as its files in order; `with_drafts` those for one target, too."""
+    """Return the models among files, each as its files in order; `with_drafts` those for one
+    target, too.
+    """
     left_out = _NO_MODELS if with_drafts else (*_NO_MODELS, *FILE_PREFIXES)
     every = set(names)
     found = []
@@ -78,7 +85,9 @@ def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[lis
 
 
 def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
-    """Return the files of the model that a reference names, in order, in upper or lower case as in llama.cpp."""
+    """Return the files of the model that a reference names, in order, in upper or lower case as in
+    llama.cpp.
+    """
     models = models_among(names, with_drafts=reference.file is not None)
     if reference.file is not None:
         wanted = reference.file.lower()
@@ -121,12 +130,16 @@ def quant_of(name: str) -> str | None:
 
 
 def folder_of(model: CatalogueModel) -> Path:
-    """Return our folder of a model, named after the digest of its file: two files of one name never meet."""
+    """Return our folder of a model, named after the digest of its file: two files of one name never
+    meet.
+    """
     return cache_folder() / "models" / model.sha256[:16]
 
 
 def locate(model: CatalogueModel) -> Path | None:
-    """Return where a model of the registry is on this disk: in our store, or the hub's cache. No file is read."""
+    """Return where a model of the registry is on this disk: in our store, or the hub's cache. No
+    file is read.
+    """
     own = folder_of(model) / model.file
     if size_of(own) == model.size_bytes:
         return own
@@ -134,7 +147,8 @@ def locate(model: CatalogueModel) -> Path | None:
         return None
     for snapshot, _names in snapshots(storage_of(model.hub.repo)):
         path = snapshot / model.hub.file
-        # Only one link is followed: a store beyond has other names. Without links, the size must do.
+        # Only one link is followed: a store beyond has other names. Without links, the size must
+        # do.
         blob = path.readlink().name if path.is_symlink() else path.name
         is_it = blob == model.sha256 or not SHA256.fullmatch(blob)
         if is_it and size_of(path) == model.size_bytes:

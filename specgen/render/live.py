@@ -41,8 +41,9 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"
 _ERASE_RIGHT, _ERASE_BELOW = "\x1b[K", "\x1b[J"
 
-#: The rows of the unfinished line that are repainted in each round, and laid out again when the window changes; there
-#: may be more if rows of one line are to be copied in one piece. Earlier rows belong to the terminal.
+#: The rows of the unfinished line that are repainted in each round, and laid out again when the
+#: window changes; there may be more if rows of one line are to be copied in one piece. Earlier rows
+#: belong to the terminal.
 _MOVING_ROWS, _MOST_MOVING_ROWS = 3, 12
 _GAP = "    "
 
@@ -63,7 +64,9 @@ class Region:
         self._open = False
 
     def paint(self, settled: str, moving: Sequence[Line]) -> None:
-        """Let `settled` rows scroll away for good; `moving` is the new region, less than the screen."""
+        """Let `settled` rows scroll away for good; `moving` is the new region, less than the
+        screen.
+        """
         parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
         if settled:
             parts += (_ERASE_BELOW, settled)
@@ -91,10 +94,12 @@ class Region:
 
 
 class LiveRenderer(Renderer):
-    """Shows one generation on a terminal that understands escape codes. Text that can no longer change scrolls away.
-    Below it, the end of the text is repainted in each round, followed by what this round rejected (if `show` is
-    ``accepted``), and a line with the legend and the speed. With `thinks`, a thinking block may come first, which
-    `folds`. `notice` prints notices; without it there are none."""
+    """Shows one generation on a terminal that understands escape codes. Text that can no longer
+    change scrolls away. Below it, the end of the text is repainted in each round, followed by what
+    this round rejected (if `show` is ``accepted``), and a line with the legend and the speed. With
+    `thinks`, a thinking block may come first, which `folds`. `notice` prints notices; without it
+    there are none.
+    """
 
     def __init__(
         self,
@@ -152,7 +157,9 @@ class LiveRenderer(Renderer):
         self._region.close(self._settled(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out again if the window's width has changed: before text is added, which settles rows."""
+        """Lay the text out again if the window's width has changed: before text is added, which
+        settles rows.
+        """
         columns = max(2, self._console.width)
         for flow in (self._flow, *([self._thought.flow] if self._thought is not None else ())):
             if columns != flow.columns:
@@ -181,13 +188,17 @@ class LiveRenderer(Renderer):
         return [Line(row.codes(self._pens), row.width >= self._flow.columns) for row in rows]
 
     def _settled(self, rows: Sequence[Row]) -> str:
-        """Return rows that stay. Between joined ones it is the terminal that breaks the line, but the last is not
-        joined to the region. Nothing is erased: a row that turns out to be too long ends somewhere else."""
+        """Return rows that stay. Between joined ones it is the terminal that breaks the line, but
+        the last is not joined to the region. Nothing is erased: a row that turns out to be too long
+        ends somewhere else.
+        """
         ends = ["" if row.joined else "\n" for row in rows[:-1]] + ["\n"]
         return "".join(row.codes(self._pens) + end for row, end in zip(rows, ends, strict=False))
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
-        """Return this round's rejected text: the part behind the `last` row, and the part in the row below."""
+        """Return this round's rejected text: the part behind the `last` row, and the part in the
+        row below.
+        """
         cells: list[Cell] = []
         for text in self._rejected:
             append_cells(cells, "  " if cells else "", "plain", join=False)
@@ -259,8 +270,9 @@ _THOUGHT_ROWS = 5
 
 
 class Thought:
-    """The thinking block of one answer, dim above the rest of it. If it `folds`, its last rows are shown while it is
-    generated, then one line in its place."""
+    """The thinking block of one answer, dim above the rest of it. If it `folds`, its last rows are
+    shown while it is generated, then one line in its place.
+    """
 
     def __init__(self, flow: Flow, prompt: str, folds: bool) -> None:
         self.flow = flow  # of rows that stand for the answer while the block is open
@@ -275,7 +287,9 @@ class Thought:
         return self._folds and self._reader.is_open
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
-        """Take the text that a round added, at `time_s` with `n_tokens` tokens in all; yield what is shown of it."""
+        """Take the text that a round added, at `time_s` with `n_tokens` tokens in all; yield what
+        is shown of it.
+        """
         was_open = self._reader.is_open
         thoughts, answer = "", []
         for text, mark in runs:
@@ -302,7 +316,9 @@ class Thought:
         yield from answer
 
     def fold(self) -> Iterator[Run]:
-        """Yield what ends the thinking block once, and then text that was held back as a possible tag."""
+        """Yield what ends the thinking block once, and then text that was held back as a possible
+        tag.
+        """
         if self._first_s is not None:
             about = f"{self._last_s - self._first_s:.1f} s, {counted(self._n_tokens, 'token')}"
             self._first_s = None

@@ -1,4 +1,6 @@
-"""The walk-through: a line for each round with what was drafted, what the target made of it, and what it took."""
+"""The walk-through: a line for each round with what was drafted, what the target made of it, and
+what it took.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _HEAD = "round      ms  tokens  "
 
 
 class RoundsRenderer(Renderer):
-    """Prints the rounds of one answer; with `verbose` also the probabilities of tokens, and each reason."""
+    """Prints the rounds of one answer; with `verbose` also the probabilities of tokens, and each
+    reason.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,8 @@ class RoundsRenderer(Renderer):
     def _show(self, found: Round) -> None:
         event, nodes, own = found.committed, found.nodes, len(found.accepted)
         places = [found.place(branch) for branch in found.rejected]
-        # The branch in whose place the target's own token stands is in the line, and the others are below it.
+        # The branch in whose place the target's own token stands is in the line, and the others are
+        # below it.
         inline = places.index(own) if own in places else None
         tokens: list[Text] = []
         words = event.reason_text or ""
@@ -112,7 +117,9 @@ class RoundsRenderer(Renderer):
         self._lay_out(Text(" " * len(_HEAD)), told, gap=" ")
 
     def _branch(self, found: Round, index: int, instead: Piece | None = None) -> list[Text]:
-        """Return the tokens of a rejected branch; the target's probability of the first may be that beside `instead`."""
+        """Return the tokens of a rejected branch; the target's probability of the first may be that
+        beside `instead`.
+        """
         nodes = [found.nodes[node] for node in found.rejected[index].nodes]
         likeliest = instead.top_logprobs if instead is not None else ()
         first = {each.token_id: each.logprob for each in likeliest}.get(nodes[0].token_id)

@@ -1,9 +1,10 @@
 """Text for a terminal: cleaned, marked by where it comes from, and laid out in rows.
 
-A `Cell` is what a reader takes for one character. Terminals disagree about the width of emoji sequences, so its width
-is the largest that is usual, and a row never runs over the edge. Prose is broken between words. Code, tables, and words
-longer than a row are broken where the terminal itself would break them, so that it joins their rows when text is
-copied. No row depends on more than the next row's first cell: all but the last of a growing text (`Flow`) are settled.
+A `Cell` is what a reader takes for one character. Terminals disagree about the width of emoji
+sequences, so its width is the largest that is usual, and a row never runs over the edge. Prose is
+broken between words. Code, tables, and words longer than a row are broken where the terminal itself
+would break them, so that it joins their rows when text is copied. No row depends on more than the
+next row's first cell: all but the last of a growing text (`Flow`) are settled.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from specgen.events import (
 # --- text that a terminal does not obey
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: What stands for control characters (U+2400 is the sign of NUL), for what would reorder the text on the screen, and
-#: for what UTF-8 cannot express.
+#: What stands for control characters (U+2400 is the sign of NUL), for what would reorder the text
+#: on the screen, and for what UTF-8 cannot express.
 _SIGNS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: "\N{SYMBOL FOR DELETE}",
@@ -46,8 +47,9 @@ _SIGNS: dict[int, str] = {
 
 
 class Cleaner:
-    """Replaces characters that a terminal would obey, or UTF-8 cannot express, in a stream of text. Line feeds and
-    tabs pass; CR LF and the Unicode line and paragraph separators become line feeds."""
+    """Replaces characters that a terminal would obey, or UTF-8 cannot express, in a stream of text.
+    Line feeds and tabs pass; CR LF and the Unicode line and paragraph separators become line feeds.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -82,8 +84,9 @@ def clean_line(text: str) -> str:
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 #: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
-#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds. What matters most is said
-#: without them, too: accepted tokens are underlined, and rejected ones struck through.
+#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds. What
+#: matters most is said without them, too: accepted tokens are underlined, and rejected ones struck
+#: through.
 STYLES: Mapping[str, Style] = {
     "accepted": Style(color="green", underline=True),
     "corrected": Style(color="magenta"),
@@ -99,8 +102,10 @@ Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 def styles_on(console: Console) -> Mapping[str, Style]:
-    """Return the style of each mark on this console. Without colours (NO_COLOR) the attributes stay, the target's own
-    tokens are bold, and rejected text is also dimmed: not every terminal strikes text through."""
+    """Return the style of each mark on this console. Without colours (NO_COLOR) the attributes
+    stay, the target's own tokens are bold, and rejected text is also dimmed: not every terminal
+    strikes text through.
+    """
     if not console.no_color:
         return STYLES
     bold = {mark: STYLES[mark] + Style(bold=True) for mark in ("corrected", "bonus")}
@@ -131,7 +136,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round: its draft's nodes, what became of them, what it added to the answer, and what a second draft guessed."""
+    """A round: its draft's nodes, what became of them, what it added to the answer, and what a
+    second draft guessed.
+    """
 
     committed: CommittedEvent
     nodes: tuple[DraftNode, ...] = ()
@@ -144,7 +151,9 @@ class Round:
         return (-1, *self.accepted).index(self.nodes[branch.nodes[0]].parent)
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its position: one alone is struck out."""
+        """Yield the text in order, and with `shows_all` each rejected branch at its position: one
+        alone is struck out.
+        """
         for index, piece in enumerate(self.committed.pieces):
             branches = [each for each in self.rejected if self.place(each) == index]
             lost = [each.text for each in branches if each.text]
@@ -183,7 +192,8 @@ class RoundReader:
 _N_BEGINNING = 16
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
-#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing.
+#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not
+#: writing.
 _MAX_CELL_LENGTH, _MAX_CELL_WIDTH = 24, 8
 
 
@@ -194,12 +204,15 @@ class Cell(NamedTuple):
     #: The most columns that it may take, and whether every terminal agrees on them.
     width: int
     exact: bool
-    #: Its style. A space has none unless it is rejected, so that underlining does not run from word to word.
+    #: Its style. A space has none unless it is rejected, so that underlining does not run from word
+    #: to word.
     mark: str
 
 
 def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
-    """Cut clean text without line feeds and tabs into cells; with `join`, the first may belong to the last one there."""
+    """Cut clean text without line feeds and tabs into cells; with `join`, the first may belong to
+    the last one there.
+    """
     if not text:
         return
     first_mark = mark
@@ -269,8 +282,10 @@ def wrap(
     *,
     between_words: bool = False,
 ) -> list[Row]:
-    """Lay one line out in at least one row, the first with room for `first_columns`, if that is less than `columns`.
-    A row is as wide as the screen only if all its cells have an exact width, otherwise one column less."""
+    """Lay one line out in at least one row, the first with room for `first_columns`, if that is
+    less than `columns`. A row is as wide as the screen only if all its cells have an exact width,
+    otherwise one column less.
+    """
     rows: list[Row] = []
     start, room = 0, columns if first_columns is None else first_columns
     while True:
@@ -295,7 +310,9 @@ def wrap(
 
 
 def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] | None:
-    """Return where a row with room for `cells[start:end]` ends between words, if in its second half, and the next begins."""
+    """Return where a row with room for `cells[start:end]` ends between words, if in its second
+    half, and the next begins.
+    """
     for n in range(end, start + (end - start) // 2, -1):
         if cells[n].text == " ":
             before = n
@@ -308,17 +325,21 @@ def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] |
 
 
 class Flow:
-    """Lays text out in rows and keeps those of the last line that `take_settled` has not handed out."""
+    """Lays text out in rows and keeps those of the last line that `take_settled` has not handed
+    out.
+    """
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
         self._cleaner = Cleaner()
         self._settled: list[Row] = []
-        #: The last line's rows, at least one, which may be empty; the last of them is the one that grows.
+        #: The last line's rows, at least one, which may be empty; the last of them is the one that
+        #: grows.
         self.rows: list[Row] = [EMPTY_ROW]
         #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
-        #: Whether the text is in a block of code; whether its last line is the edge of one, or is broken anywhere.
+        #: Whether the text is in a block of code; whether its last line is the edge of one, or is
+        #: broken anywhere.
         self._in_code = self._is_fence = self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:
@@ -347,8 +368,9 @@ class Flow:
         self._lay_out(cells)
 
     def take_settled(self, n_kept: int, n_most: int) -> list[Row]:
-        """Hand out the rows of finished lines, and those of the last line except `n_kept`; joined rows are handed out
-        together, but at most `n_most` rows are kept."""
+        """Hand out the rows of finished lines, and those of the last line except `n_kept`; joined
+        rows are handed out together, but at most `n_most` rows are kept.
+        """
         n_rows = len(self.rows)
         n_taken = max(0, n_rows - n_kept)
         while n_taken and self.rows[n_taken - 1].joined:

@@ -1,4 +1,6 @@
-"""Consoles and renderers: their interface, and those that write to a stream, as text or as JSON Lines."""
+"""Consoles and renderers: their interface, and those that write to a stream, as text or as JSON
+Lines.
+"""
 
 from __future__ import annotations
 
@@ -79,16 +81,19 @@ class Renderer(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # If another exception is being raised, a second one from a broken output would only hide it.
+        # If another exception is being raised, a second one from a broken output would only hide
+        # it.
         with contextlib.suppress(*(() if kind is None else (OSError,))):
             self.close()
 
 
 class TextRenderer(Renderer):
-    """Writes the answer's text to a binary stream with each round, and nothing else. With `is_terminal` it is for one
-    without escape codes: control characters become signs, and notices start a line. `ends_line` ends the last line,
-    with `ends_empty` also that of an empty answer. With `thinks`, thoughts of all families stand between ``<think>``
-    and ``</think>``; an answer that follows a grammar has none."""
+    """Writes the answer's text to a binary stream with each round, and nothing else. With
+    `is_terminal` it is for one without escape codes: control characters become signs, and notices
+    start a line. `ends_line` ends the last line, with `ends_empty` also that of an empty answer.
+    With `thinks`, thoughts of all families stand between ``<think>`` and ``</think>``; an answer
+    that follows a grammar has none.
+    """
 
     def __init__(
         self,
@@ -165,7 +170,9 @@ def reading(event: ReadingEvent) -> str:
 def print_notice(
     console: Console, event: NoticeEvent | ReadingEvent, *, verbose: bool = False
 ) -> None:
-    """Print `note: ...` for a notice, with `verbose` also its detail, indented; or how far a prompt is read."""
+    """Print `note: ...` for a notice, with `verbose` also its detail, indented; or how far a prompt
+    is read.
+    """
     if isinstance(event, ReadingEvent):
         say(console, Text(reading(event)))
         return

@@ -139,7 +139,9 @@ def _histogram(n_rounds: Sequence[int]) -> str:
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
-    """Return between which two numbers the gain of the whole answer is, in which reading takes the same time."""
+    """Return between which two numbers the gain of the whole answer is, in which reading takes the
+    same time.
+    """
     speedup, whole = finished.estimated_speedup, finished.estimated_whole_speedup
     if speedup is None:
         return None

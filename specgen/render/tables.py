@@ -1,4 +1,6 @@
-"""The results of `specgen bench` and `draft find`: tables on a terminal, tab-separated lines in a pipe."""
+"""The results of `specgen bench` and `draft find`: tables on a terminal, tab-separated lines in a
+pipe.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.events import FinishedEvent
-    from specgen.measure.bench import Figures
+    from specgen.measure.benchmark import Figures
     from specgen.measure.search import Search, Tried
     from specgen.serve.batch.runner import Tally
 
@@ -53,7 +55,9 @@ def _cell(value: float | None, missing: str = "") -> str:
 
 
 def _lines(headings: str, columns: Sequence[_Column], rows: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the columns' names, and the figures of each row behind its beginning, with tabs between."""
+    """Yield the columns' names, and the figures of each row behind its beginning, with tabs
+    between.
+    """
     yield "\t".join((headings, *(name for name, _, _ in columns)))
     for beginning, of in rows.items():
         yield "\t".join((beginning, *(_cell(figure(of)) for _, _, figure in columns)))
@@ -109,7 +113,9 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
 
 
 def print_argument(search: Search, console: Console) -> None:
-    """Print why drafts pay here, or not: what one and several rows cost, and what is accepted by kind of task."""
+    """Print why drafts pay here, or not: what one and several rows cost, and what is accepted by
+    kind of task.
+    """
     baseline, best = search.baseline, next((o for o in search.tried if o.draft != "none"), None)
     sizes = [n for n in (1, 2, 4, 8) if n <= max(baseline.batch_s)]
     rows = [
@@ -134,8 +140,9 @@ def print_argument(search: Search, console: Console) -> None:
 def _figures(
     first: str, columns: Sequence[_Column], rows: Sequence[tuple[str, Any]], console: Console
 ) -> Table:
-    """Return a table of the first columns, the most telling ones, for which there is room beside the names. The best
-    speed-up is bold."""
+    """Return a table of the first columns, the most telling ones, for which there is room beside
+    the names. The best speed-up is bold.
+    """
     columns = [each for each in columns if each[1]]
     room = console.width - min(_NAME_COLUMNS, max((len(name) for name, _ in rows), default=0))
     while sum(max(_FIGURE_COLUMNS, len(heading) + 2) for _, heading, _ in columns) > room > 0:
@@ -169,8 +176,9 @@ def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str
 
 
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:
-    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
-    whom."""
+    """Return a sentence about a finished batch. `where` says how many answers were generated at
+    once, or by whom.
+    """
     answers, *others = totals(tally.n_answers, [tally])
     speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
     return ", ".join((answers, speed, where, *others))

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from specgen.measure.verify import Difference, GreedyResult, SampledResult, VerifyReport, WayName
+from specgen.measure.exactness import Difference, GreedyResult, SampledResult, VerifyReport, WayName
 from specgen.render.rows import clean_line
 from specgen.system.progress import counted
 

@@ -1,2 +1,3 @@
 """Ways to serve an engine to others: OpenAI's format, the server, batches of requests, chats, and
-adapters for other libraries."""
+adapters for other libraries.
+"""

@@ -1,2 +1,3 @@
-"""Sessions and engines: they load the models, build the prompts and run the loop of propose, decode,
-verify and commit, which produces a stream of events."""
+"""Sessions and engines: they load the models, build the prompts and run the loop of propose,
+decode, verify and commit, which produces a stream of events.
+"""

@@ -23,14 +23,16 @@ from specgen.system.progress import measured_gain
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
-#: The general draft is for targets of at least this many times its bytes: one that is not much quicker cannot pay.
+#: The general draft is for targets of at least this many times its bytes: one that is not much
+#: quicker cannot pay.
 _MIN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A draft, `why` it was chosen (empty: the user named it), `advice` how to find a better one, and whether its gain
-    for this target `is_measured`."""
+    """A draft, `why` it was chosen (empty: the user named it), `advice` how to find a better one,
+    and whether its gain for this target `is_measured`.
+    """
 
     draft: DraftSource
     why: str = ""
@@ -40,8 +42,9 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a session: the target, the drafts in the order in which to try them, and `helpers`, the drafts of
-    the draft model, of that one, and so on."""
+    """The files of a session: the target, the drafts in the order in which to try them, and
+    `helpers`, the drafts of the draft model, of that one, and so on.
+    """
 
     target: Path
     drafts: tuple[DraftChoice, ...]
@@ -59,9 +62,11 @@ def find_models(
     registry: Registry | None = None,
     fetch: Fetch | None = None,
 ) -> Sources:
-    """Find the target and the drafts; models that are not here are fetched. Without a target it is the default pair's,
-    whose draft is fetched if none is saved. A named draft, or that of a named pair, replaces those of `choose_drafts`.
-    Raise `UsageError`, `UnknownModelError`, `FetchError` or `ModelFileError`."""
+    """Find the target and the drafts; models that are not here are fetched. Without a target it is
+    the default pair's, whose draft is fetched if none is saved. A named draft, or that of a named
+    pair, replaces those of `choose_drafts`. Raise `UsageError`, `UnknownModelError`, `FetchError`
+    or `ModelFileError`.
+    """
     from specgen.llama.gguf_file import mtp_of
 
     registry = registry or load_registry()
@@ -116,8 +121,9 @@ def find_target(name: str, *, quiet: bool) -> Path:
 
 
 def find_model(name: str, registry: Registry, fetch: Fetch, others: Iterable[str] = ()) -> Path:
-    """Return the file of a model: on the hub (``hf:``), a path, or a model's name in the registry; `others` are words
-    that may have been meant. Raise `UnknownModelError` or `FetchError`."""
+    """Return the file of a model: on the hub (``hf:``), a path, or a model's name in the registry;
+    `others` are words that may have been meant. Raise `UnknownModelError` or `FetchError`.
+    """
     if name.startswith(PREFIX):
         return fetch(name)
     path = Path(name).expanduser()
@@ -159,8 +165,10 @@ def choose_drafts(
     mtp: DraftSource | None = None,
     locate: Callable[[CatalogueModel], Path | None] = locate,
 ) -> tuple[DraftChoice, ...]:
-    """Return the drafts for a target, the best first: the `saved` one, its MTP layers (`mtp`), the partner in the
-    registry that is here, the general draft if it is much smaller, n-grams, which always load."""
+    """Return the drafts for a target, the best first: the `saved` one, its MTP layers (`mtp`), the
+    partner in the registry that is here, the general draft if it is much smaller, n-grams, which
+    always load.
+    """
     gone, found = "", list[DraftChoice]()
     if saved is not None:
         by = f"as `specgen draft find --save` found best for {target.name}"

@@ -10,19 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
-from specgen.method.drafter import TargetStates
+from specgen.method.drafter import HiddenStateSink
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
-from specgen.method.tables import AcceptanceRates, CostTable
-from specgen.method.verify import VERIFIERS
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import VERIFIERS
 from specgen.options import DRAFT_TEMPERATURE, DraftOptions, SamplerName, SamplerOptions, TreeShape
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings, Slot
 from specgen.session.session import Session
-from specgen.text.answer_state import AnswerState
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
@@ -32,7 +35,9 @@ _N_GUESSES = 8
 
 @dataclass(frozen=True)
 class DrafterFactory:
-    """Makes what drafts for an answer. With `learns_alone`, what it adds to statistics is dropped with it."""
+    """Makes what drafts for an answer. With `learns_alone`, what it adds to statistics is dropped
+    with it.
+    """
 
     session: Session
     learns_alone: bool = False
@@ -45,23 +50,26 @@ class DrafterFactory:
         seed: int,
         request: Request | None = None,
     ) -> AnswerState:
-        """Return the state of an answer to `prompt`. `caches` are the draft's contexts, without which models draft
-        nothing. Without a `request`, it has the session's settings, and the only slot in all contexts."""
+        """Return the state of an answer to `prompt`. `caches` are the draft's contexts, without
+        which models draft nothing. Without a `request`, it has the session's settings, and the only
+        slot in all contexts.
+        """
         session, rng = self.session, np.random.SeedSequence(seed)
         settings, index, slot, draft = session.settings, 0, Slot(), session.draft
         if request is not None:
             settings, index, slot = request.settings, request.index, request.slot or slot
             draft = draft if request.drafts else None
-        # The draft has a random generator of its own, so that it cannot change the target's samples.
+        # The draft has a random generator of its own, so that it cannot change the target's
+        # samples.
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
-        trail: TargetStates | None = None
+        hidden_states: HiddenStateSink | None = None
         if draft is not None and (caches or draft.timed is None):
             asked = self._draft_request(draft, prompt, state, settings, draft_seed)
             asked = replace(asked, caches=caches, slot=slot)
             drafter = draft.drafter(asked)
-            trail = drafter.trail
+            hidden_states = drafter.hidden_states
             cascade = Cascade(None, drafter, state)
             if draft.is_free:
                 cascade = Cascade(drafter, None, state)
@@ -75,12 +83,12 @@ class DrafterFactory:
             cascade=cascade,
             policy=self._policy(len(prompt.tokens), settings),
             verifier=VERIFIERS[settings.verifier],
-            shaper=Shaper(settings.sampler, state),
-            state=state,
+            sampling=SamplingPipeline(settings.sampler, state),
+            text_state=state,
             rng=np.random.default_rng(target_seed),
             slot=Branches(slot.number * session.n_branches_max, session.n_branches_max),
             index=index,
-            trail=trail,
+            hidden_states=hidden_states,
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
         )
 
@@ -103,7 +111,7 @@ class DrafterFactory:
     def _acceptance_of(
         self, target: Path, draft: Key, mode: str
     ) -> MutableMapping[str, AcceptanceRates]:
-        found = self.session.memory.acceptance(target, draft, mode)
+        found = self.session.measurements.acceptance(target, draft, mode)
         return copy.deepcopy(found) if self.learns_alone else found
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
@@ -132,14 +140,14 @@ class DrafterFactory:
         def costs_of(key: Key) -> CostTable:
             return self.session.costs.table(key, n_past)
 
-        wants_draws = VERIFIERS[settings.verifier].wants_draws
-        draws = draft.can_draw and settings.sampler.is_random and wants_draws
+        wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
+        draws = draft.can_draw and settings.sampler.is_random and wants_sampled_drafts
         can_branch = drafting.grows_trees and draft.why_chains is None
         branches = can_branch and (drafting.tree.is_fixed or not draws)
         shaped = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
         return DraftRequest(
             state,
-            Shaper(Sampler(shaped, settings.sampler.breakers), state),
+            SamplingPipeline(Sampler(shaped, settings.sampler.breakers), state),
             np.random.default_rng(seed),
             prompt=prompt.tokens,
             costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),

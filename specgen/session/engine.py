@@ -22,10 +22,11 @@ from specgen.errors import (
 )
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
-from specgen.method.tables import CostTable
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState, interrupted_event
+from specgen.method.cost_table import CostTable
 from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, keep_answer
@@ -36,21 +37,22 @@ from specgen.session.scheduler import Scheduler
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.text.answer_state import AnswerState, interrupted_event
 
 #: Texts with fewer tokens are read again.
 _LEAST_ANCHORED = 128
 
 
 class Engine:
-    """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a context manager.
+    """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a
+    context manager.
 
-    `step` takes a request from the queue, reads its prompt in pieces, decodes its answer in rounds and settles it.
-    The contexts stay open: of a prompt that begins like a text in a cache, only the rest is decoded. `n_ctx` is the
-    room for one prompt and its answer. Once `interrupted` returns True, answers end with the text that they have.
-    With `learn_alone`, drafts never depend on another text. `prepare` may change a request's answer before its
-    prompt is read. Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
-    fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
+    `step` takes a request from the queue, reads its prompt in pieces, decodes its answer in rounds
+    and settles it. The contexts stay open: of a prompt that begins like a text in a cache, only the
+    rest is decoded. `n_ctx` is the room for one prompt and its answer. Once `interrupted` returns
+    True, answers end with the text that they have. With `learn_alone`, drafts never depend on
+    another text. `prepare` may change a request's answer before its prompt is read. Several threads
+    may use the engine: one at a time steps it, for the answers of all. An answer that fails or is
+    cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class Engine:
             target, _ = self._resources.enter_context(
                 session.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
             )
-            #: The target's context, in which the answers are generated. Nobody else may decode in it.
+            #: The target's context, in which the answers are generated. Nobody else may decode in
+            #: it.
             self.target: LlamaBackend = target
             self._loop = AnswerLoop(target, session.clock, interrupted)
             self._scheduler = Scheduler(n_parallel, target)
@@ -101,8 +104,10 @@ class Engine:
 
     @classmethod
     def largest(cls, session: Session, *, n_parallel: int, **options: Any) -> Engine:
-        """Return an engine for up to `n_parallel` answers: half as many until the contexts fit into memory, and 1 for
-        models that cannot make several at once, with a notice. Raise `MemoryLimitError`."""
+        """Return an engine for up to `n_parallel` answers: half as many until the contexts fit into
+        memory, and 1 for models that cannot make several at once, with a notice. Raise
+        `MemoryLimitError`.
+        """
         why = session.why_one_sequence if n_parallel > 1 else None
         n_parallel = 1 if why else n_parallel
         while n_parallel > 1:
@@ -141,9 +146,11 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the session's options unless others are given. A text becomes a user's turn in the
-        model's chat template, if it has one. `n_drafted_max` limits the tokens that are drafted in a round. Raise
-        `PromptError`, `UsageError`, and `BackendError` if the engine is closed."""
+        """Queue a request, with the session's options unless others are given. A text becomes a
+        user's turn in the model's chat template, if it has one. `n_drafted_max` limits the tokens
+        that are drafted in a round. Raise `PromptError`, `UsageError`, and `BackendError` if the
+        engine is closed.
+        """
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
@@ -165,8 +172,9 @@ class Engine:
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> FinishedEvent | None:
-        """End an answer with the text that it has: at once while its prompt is read, else at the next step. One that
-        waits leaves the queue; its summary is returned."""
+        """End an answer with the text that it has: at once while its prompt is read, else at the
+        next step. One that waits leaves the queue; its summary is returned.
+        """
         request.is_cancelled = True
         if not self._scheduler.drop(request):
             return None
@@ -176,8 +184,10 @@ class Engine:
         return ended
 
     def reload_draft(self) -> bool:
-        """Load the draft model again, with the weights that it learnt last, unless answers are being generated; return
-        whether that was done. After a `ModelFileError` or `MemoryLimitError` nothing drafts."""
+        """Load the draft model again, with the weights that it learnt last, unless answers are
+        being generated; return whether that was done. After a `ModelFileError` or
+        `MemoryLimitError` nothing drafts.
+        """
         with self.stepping:
             if self.n_busy:
                 return False
@@ -207,17 +217,19 @@ class Engine:
         return self._scheduler.is_idle
 
     def step(self) -> list[Event]:
-        """Begin the next request if there is room for its answer, decode a piece of one prompt, and run one
-        round of all answers that have started. Return the events. An answer that fails has a `failure` and
-        no more events. Raise `BackendError` if all answers of the round fail, since its batch cannot be decoded."""
+        """Begin the next request if there is room for its answer, decode a piece of one prompt, and
+        run one round of all answers that have started. Return the events. An answer that fails has
+        a `failure` and no more events. Raise `BackendError` if all answers of the round fail, since
+        its batch cannot be decoded.
+        """
         with self.stepping:
             events = self._begin_next()
             for request in self._scheduler.busy:
                 if request.is_cancelled:  # its slot is free for others at once
                     request.running.finish("interrupted")
                     events += self._settle(request)
-            reading = self._scheduler.next_reading()
-            if reading is None or self._scheduler.can_read_beside(reading):
+            reading = self._scheduler.next_prefill()
+            if reading is None or self._scheduler.can_prefill_alongside(reading):
                 return events + self._round(reading)
             return events + self._read_piece(reading) + self._round()
 
@@ -226,8 +238,10 @@ class Engine:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; others advance at the same time. Raise what ended it early;
-        if a worker was lost, a summary of the text so far comes first. To close the iterator cancels the request."""
+        """Yield the events of one answer until it is done; others advance at the same time. Raise
+        what ended it early; if a worker was lost, a summary of the text so far comes first. To
+        close the iterator cancels the request.
+        """
         try:
             while True:
                 is_done = request.is_done  # asked before its events: another thread may step
@@ -255,8 +269,9 @@ class Engine:
         return self._draft_contexts.enter_context(own)
 
     def _open_stores(self) -> None:
-        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes, where the options ask
-        for them."""
+        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes,
+        where the options ask for them.
+        """
         options, target = self._session.options, self.target
         context = CachedContext.of(target, options.target_context)
         if options.prompt_cache is not None:
@@ -280,9 +295,11 @@ class Engine:
     def _extend_prefix(
         self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many tokens were loaded, and
-        where reading the prompt stops: where its state is stored and, for a model that cannot go back anywhere, before
-        the answer's turn, behind which the next prompt may go on otherwise than this answer."""
+        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many
+        tokens were loaded, and where reading the prompt stops: where its state is stored and, for a
+        model that cannot go back anywhere, before the answer's turn, behind which the next prompt
+        may go on otherwise than this answer.
+        """
         stops, n, n_loaded = [0], len(prompt.tokens), 0
         marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
         if self._prefixes is not None:
@@ -296,7 +313,7 @@ class Engine:
         slot = request.slot
         if self._prefixes is not None and slot is not None:
             sequence = slot.branches(self.target).first
-            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
+            reading_s = self._loop.prefill_costs.seconds(0, self._prefixes.due(sequence))
             self._prefixes.store(sequence, reading_s)
 
     # --- waiting, reading, decoding, done ----------------------------------------------------
@@ -310,7 +327,8 @@ class Engine:
         request.load, events = LoadOfOthers(), list[Event]()
         with self._failing([request]):
             draft, uses_cache = self._session.draft, request.settings.generation.uses_cache
-            # The state behind a prefix may be forgotten, and the first row of such a draft reads it.
+            # The state behind a prefix may be forgotten, and the first row of such a draft reads
+            # it.
             n_again = int(draft is not None and draft.reads in ("all states", "cache"))
             tokens = prompt.tokens[: None if uses_cache else 1]
             n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
@@ -319,7 +337,7 @@ class Engine:
             answer = self._factory.new_answer(
                 prompt, self.n_ctx, self.drafts, request.seed, request
             )
-            answer.n_loaded, answer.reading_stops = n_loaded, stops
+            answer.n_loaded, answer.prefill_stops = n_loaded, stops
             request.answer = answer
             self._prepare(request, answer)
             self._store_prefix(request)
@@ -353,21 +371,23 @@ class Engine:
         events: list[Event] = []
         with self._failing([request]):
             n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
-            events += self._loop.read(request.running, n_most, is_unwanted)
+            events += self._loop.prefill(request.running, n_most, is_unwanted)
             self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)
         return events
 
     def _round(self, reading: Request | None = None) -> list[Event]:
-        """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in its batch."""
+        """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in
+        its batch.
+        """
         decoding = self._scheduler.decoding
         busy = decoding if reading is None else [*decoding, reading]
         with self._failing(busy, raises=True):
             decode = None
             if reading is not None:
                 costs = self._session.costs.table()
-                decode = functools.partial(self._loop.decode_beside, reading.running, costs)
+                decode = functools.partial(self._loop.decode_alongside, reading.running, costs)
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in busy}
         for event in events:
@@ -380,7 +400,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self, requests: Sequence[Request], *, raises: bool = False) -> Iterator[None]:
-        """End the requests with what the block raises, which an error of ours does not leave unless it `raises`."""
+        """End the requests with what the block raises, which an error of ours does not leave unless
+        it `raises`.
+        """
         try:
             yield
         except WorkerLostError:  # the answers have not failed: another process may make them
@@ -448,8 +470,9 @@ class Engine:
         return list(events)
 
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
-        """Store a finished text for lookups of later answers and for drafts to learn from, if the options ask for
-        that. Raise `OutputError` if it cannot be written for learning."""
+        """Store a finished text for lookups of later answers and for drafts to learn from, if the
+        options ask for that. Raise `OutputError` if it cannot be written for learning.
+        """
         self._session.ngrams.keep_text(tokens)
         folder = self._session.options.learning
         if folder is None:
@@ -469,8 +492,10 @@ def generate(
     interrupted: Callable[[], bool] = bool,
     status: Status = no_status,
 ) -> Generator[Event, None, None]:
-    """Generate an answer in contexts of its own, and yield its events; the last one is a `FinishedEvent`. Raise
-    `PromptError`, `MemoryLimitError`, and `BackendError` if the models are closed."""
+    """Generate an answer in contexts of its own, and yield its events; the last one is a
+    `FinishedEvent`. Raise `PromptError`, `MemoryLimitError`, and `BackendError` if the models are
+    closed.
+    """
     n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)

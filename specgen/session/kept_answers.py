@@ -1,8 +1,10 @@
-"""Answers that are kept on this disk for drafts to learn from (`--learn`), and the weights that drafts learnt.
+"""Answers that are kept on this disk for drafts to learn from (`--learn`), and the weights that
+drafts learnt.
 
-A folder for each target, which only its user may read, holds ``answers.jsonl``, the latest answer last. For each
-draft that learnt, a small JSON file names its weights. It is replaced whole, after these are on the disk: even if the
-learning process is killed, others find complete weights, or none.
+A folder for each target, which only its user may read, holds ``answers.jsonl``, the latest answer
+last. For each draft that learnt, a small JSON file names its weights. It is replaced whole, after
+these are on the disk: even if the learning process is killed, others find complete weights, or
+none.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from specgen.system.files import locked, open_private, replace_bytes, write_erro
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
 MAX_BYTES = 16 << 20
-#: The last tokens of a prompt and the first of an answer that are kept; shorter answers teach nothing.
+#: The last tokens of a prompt and the first of an answer that are kept; shorter answers teach
+#: nothing.
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, _LEAST_TOKENS = 512, 4096, 8
 #: The longest wait for another process's lock, in seconds; a write takes milliseconds.
 _WAIT_S = 5.0
@@ -39,7 +42,8 @@ class KeptAnswer:
 
     prompt: _Tokens
     answer: _Tokens
-    #: The prompt as a draft with another vocabulary reads it, and that vocabulary's digest; else None.
+    #: The prompt as a draft with another vocabulary reads it, and that vocabulary's digest; else
+    #: None.
     draft_prompt: _Tokens | None = None
     draft_vocabulary: str | None = None
     #: Its number, from 1 on; answers that were removed count too. 0 before it is written.
@@ -109,8 +113,10 @@ def _parsed(data: bytes) -> list[KeptAnswer]:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the last answer, how
-    many it learnt from, and its agreement with the latest answers before and after."""
+    """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the
+    last answer, how many it learnt from, and its agreement with the latest answers before and
+    after.
+    """
 
     weights: str = ""
     last_number: int = 0
@@ -123,7 +129,9 @@ _LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """Return the file about a draft model's learning; of the same name and another size, it is another draft."""
+    """Return the file about a draft model's learning; of the same name and another size, it is
+    another draft.
+    """
     digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{size_of(draft)}")).hexdigest()[:12]
     return folder / f"{draft.stem}-{digest}.json"
 

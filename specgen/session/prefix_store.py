@@ -1,8 +1,10 @@
-"""Prefixes of prompts on the disk, with what contexts computed of them, so that the next process need not read them.
+"""Prefixes of prompts on the disk, with what contexts computed of them, so that the next process
+need not read them.
 
-An entry is a text in a context of the target. Stored is what two prompts share before they part, such as an agent's
-system message and tools; what came once is not. Keyed hashes of prompts remember what was seen. A state is copied when
-exactly the place has been read, and written beside the answer. (Drafts read the end of a long text only.)
+An entry is a text in a context of the target. Stored is what two prompts share before they part,
+such as an agent's system message and tools; what came once is not. Keyed hashes of prompts remember
+what was seen. A state is copied when exactly the place has been read, and written beside the
+answer. (Drafts read the end of a long text only.)
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ _log = logging.getLogger("specgen.session.prefix_store")
 
 @dataclass(frozen=True, slots=True)
 class CachedContext:
-    """A context of the target; `key` names all that the state of a text there depends on, but the text."""
+    """A context of the target; `key` names all that the state of a text there depends on, but the
+    text.
+    """
 
     backend: LlamaBackend
     key: str
@@ -98,7 +102,9 @@ class CachedContext:
 
 @dataclass(frozen=True, slots=True)
 class SavedText:
-    """A text in a file: a line of JSON, its tokens as int32, and llama.cpp's form of a sequence's state."""
+    """A text in a file: a line of JSON, its tokens as int32, and llama.cpp's form of a sequence's
+    state.
+    """
 
     path: Path
     key: str
@@ -135,8 +141,9 @@ class SavedText:
         return int(differ[0]) if len(differ) else n
 
     def restore(self, backend: LlamaBackend, sequence: int) -> bool | None:
-        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is damaged. Raise
-        `OSError`."""
+        """Let a sequence hold the text. Return whether llama.cpp took it, and None if the file is
+        damaged. Raise `OSError`.
+        """
         data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
         if zlib.crc32(data.data) != self.crc32:
             return None
@@ -151,7 +158,9 @@ def write_text(
     token_s: float = 0.0,
     stopped: Callable[[], bool] = bool,  # never: bool() is False
 ) -> bool:
-    """Append a text to a file, and return whether all of it was written before `stopped`. Raise `OSError`."""
+    """Append a text to a file, and return whether all of it was written before `stopped`. Raise
+    `OSError`.
+    """
     tokens = np.array(text, "<i4").view(np.uint8)
     crc32, n_bytes = zlib.crc32(state.data, zlib.crc32(tokens.data)), len(tokens) + len(state)
     header = {"format": _FORMAT, "key": key, "n_tokens": len(text), "token_s": token_s}
@@ -173,8 +182,9 @@ def marks_in(vocabulary: LlamaVocabulary, tokens: Sequence[int] | NDArray[np.int
 
 
 class PromptCache:
-    """A file that the user names (llama.cpp's `--prompt-cache`): the text that a context held when a process ended.
-    Raises `UsageError` if the file is of another kind, or cannot be read."""
+    """A file that the user names (llama.cpp's `--prompt-cache`): the text that a context held when
+    a process ended. Raises `UsageError` if the file is of another kind, or cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -191,7 +201,9 @@ class PromptCache:
             raise UsageError(f"--prompt-cache {path}: this file is no prompt cache", hint)
 
     def restore(self, context: CachedContext) -> str:
-        """Let the context hold the file's text. Return why it cannot; empty if it can, or if there is no file yet."""
+        """Let the context hold the file's text. Return why it cannot; empty if it can, or if there
+        is no file yet.
+        """
         if not size_of(self._path):
             return ""
         saved, backend = SavedText.read(self._path), context.backend
@@ -223,9 +235,11 @@ class PromptCache:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A prompt that was seen in a context with this `key`: its length, and keyed hashes of its prefixes by their
-    lengths. `run` is the process, and `subject` the hash of the user's first message; empty without a conversation.
-    A later one of the same name replaces it: the conversation went on."""
+    """A prompt that was seen in a context with this `key`: its length, and keyed hashes of its
+    prefixes by their lengths. `run` is the process, and `subject` the hash of the user's first
+    message; empty without a conversation. A later one of the same name replaces it: the
+    conversation went on.
+    """
 
     name: str
     key: str
@@ -239,7 +253,9 @@ _SEEN = TypeAdapter(_Seen)
 
 
 class PrefixStore:
-    """The prefixes in a folder, for the context of one engine. What cannot be read or written changes no answer."""
+    """The prefixes in a folder, for the context of one engine. What cannot be read or written
+    changes no answer.
+    """
 
     def __init__(
         self,
@@ -270,9 +286,10 @@ class PrefixStore:
     def extend(
         self, slot: CacheSlot, prompt: Prompt, marks: Sequence[int], n_held: int, n_again: int
     ) -> int:
-        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer: at most all tokens but
-        the last, and the `n_again` before it. Return how many were loaded. Decide what is stored when it is read;
-        `marks` are the places of control tokens."""
+        """Load the longest stored prefix of a prompt, if the slot's `n_held` tokens are fewer: at
+        most all tokens but the last, and the `n_again` before it. Return how many were loaded.
+        Decide what is stored when it is read; `marks` are the places of control tokens.
+        """
         backend, n_loaded = self._context.backend, 0
         sequence, tokens = slot.branches(backend).first, np.array(prompt.tokens, "<i4")
         self._due.pop(sequence, None)
@@ -299,8 +316,9 @@ class PrefixStore:
         return len(self._due.get(sequence, ()))
 
     def store(self, sequence: int, reading_s: float) -> None:
-        """Copy the state of a text that is due, if the sequence holds it, for another thread to write. Reading it takes
-        `reading_s`; 0 if that is not known."""
+        """Copy the state of a text that is due, if the sequence holds it, for another thread to
+        write. Reading it takes `reading_s`; 0 if that is not known.
+        """
         tokens, backend = self._due.get(sequence), self._context.backend
         if tokens is None or backend.length(sequence) != (n := len(tokens)):
             return
@@ -343,8 +361,9 @@ class PrefixStore:
                     self._drop(path)
 
     def _load(self, sequence: int, saved: SavedText | None, n: int, n_held: int) -> int:
-        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read what it lacks. Return
-        how many were loaded."""
+        """Let a sequence hold the first `n` tokens of an entry, if that is quicker than to read
+        what it lacks. Return how many were loaded.
+        """
         if saved is None or n <= n_held:
             return 0
         if saved.token_s and (n - n_held) * saved.token_s < saved.n_bytes / self._bytes_per_s:
@@ -372,7 +391,9 @@ class PrefixStore:
     # --- what is stored
 
     def _place(self, tokens: NDArray[np.int32], marks: Sequence[int], subject: str) -> int:
-        """Return the length of the prefix that is worth storing, 0 for none, and remember the prompt."""
+        """Return the length of the prefix that is worth storing, 0 for none, and remember the
+        prompt.
+        """
         n = len(tokens)
         shared, blocks = n - 1, range(_BLOCK, n, _BLOCK)
         if self._options.kept == "shared":
@@ -380,7 +401,8 @@ class PrefixStore:
             shared = self._shared(tokens, points, subject)
         if self._context.goes_back:
             return shared if shared >= LEAST_TOKENS else 0
-        # Only a whole entry can be used, so it ends where a message does, which the next prompt may share too.
+        # Only a whole entry can be used, so it ends where a message does, which the next prompt may
+        # share too.
         for places in (marks, blocks):
             place = max((each for each in places if each <= shared), default=0)
             if place >= LEAST_TOKENS:
@@ -388,8 +410,9 @@ class PrefixStore:
         return 0
 
     def _shared(self, tokens: NDArray[np.int32], points: set[int], subject: str) -> int:
-        """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes on behind one
-        that is as long. The same prompt counts if another process read it."""
+        """Return how many tokens a prompt shares with an earlier one before they part; 0 if it goes
+        on behind one that is as long. The same prompt counts if another process read it.
+        """
         key = self._context.key
         hashed = functools.partial(hashlib.blake2b, key=self._secret(), digest_size=8)
         n, known = len(tokens), [seen for seen in self._seen_prompts() if seen.key == key]
@@ -416,7 +439,9 @@ class PrefixStore:
         return parted if parted > continued else 0
 
     def _seen_prompts(self) -> list[_Seen]:
-        """Return the latest prompts, the last one last, from a file to which processes add lines. Raise `OSError`."""
+        """Return the latest prompts, the last one last, from a file to which processes add lines.
+        Raise `OSError`.
+        """
         known: dict[str, _Seen] = {}
         with open(self._seen, "rb", opener=open_private) as file:
             data = file.read()

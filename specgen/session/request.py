@@ -1,4 +1,6 @@
-"""A request for one answer, and its settings: samplers, grammar, drafting, and where the answer ends."""
+"""A request for one answer, and its settings: samplers, grammar, drafting, and where the answer
+ends.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from specgen.drafters.interface import CacheSlot
 from specgen.errors import SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.llama import LlamaModel
+from specgen.method.answer_state import AnswerState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, split_thought
 from specgen.system.machine import LoadOfOthers
-from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
 from specgen.text.sampling.chain import Sampler
@@ -41,7 +43,9 @@ class RequestSettings:
         drafting: DraftOptions,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Build the samplers and the grammar, which holds behind the answer's `thoughts`. Raise `UsageError`."""
+        """Build the samplers and the grammar, which holds behind the answer's `thoughts`. Raise
+        `UsageError`.
+        """
         vocabulary, in_use = model.vocabulary, sampling
         for token, _ in sampling.logit_bias:
             if not 0 <= token < vocabulary.n_tokens:
@@ -75,7 +79,9 @@ class RequestSettings:
         verifier: VerifierName | None = None,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Return these settings with the given options changed; only what changes is rebuilt. Raise `UsageError`."""
+        """Return these settings with the given options changed; only what changes is rebuilt. Raise
+        `UsageError`.
+        """
         sampling, generation = sampling or self.sampling, generation or self.generation
         drafting = self.drafting
         if verifier is not None:
@@ -98,15 +104,18 @@ class RequestSettings:
 
     @property
     def verifier(self) -> VerifierName:
-        """With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on measured times: the
-        seed then gives the same text every time."""
+        """With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on
+        measured times: the seed then gives the same text every time.
+        """
         is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
         return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
 
 
 @dataclass(slots=True, eq=False)
 class Slot(CacheSlot):
-    """A slot of all caches, and the request that it serves; None while it is free. Its text stays in the caches."""
+    """A slot of all caches, and the request that it serves; None while it is free. Its text stays
+    in the caches.
+    """
 
     request: Request | None = None
     #: The index of the last request that was served there; -1 before any.
@@ -155,7 +164,9 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The whole answer, of one with a grammar without thoughts. Raise the error that ended it early."""
+        """The whole answer, of one with a grammar without thoughts. Raise the error that ended it
+        early.
+        """
         if self.failure is not None:
             raise self.failure
         if self.finished is None:

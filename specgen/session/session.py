@@ -1,4 +1,6 @@
-"""The loaded models: a target and what drafts for it, with their contexts and the costs of their decodes."""
+"""The loaded models: a target and what drafts for it, with their contexts and the costs of their
+decodes.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,18 @@ from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 
-from specgen.drafters.interface import DraftSetup, LoadedDraft, Room
+from specgen.drafters.interface import ContextSpec, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.errors import PairError, PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context import n_native_sequences
+from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
 from specgen.llama.gguf_file import GgufMetadata, check_file
-from specgen.llama.graphs import GraphCosts, replays_graphs
 from specgen.llama.library import has_gpu
 from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
-from specgen.session.memory import Memory, ModelCosts
+from specgen.session.measurement_store import MeasurementStore, SessionCosts
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
@@ -39,7 +41,9 @@ def usual_n_ctx(wanted: int | None, n_train: int) -> int:
 
 
 def _check_helpers(options: SessionOptions) -> None:
-    """Refuse a draft's draft of another vocabulary before anything is loaded. Raise `PairError`, `ModelFileError`."""
+    """Refuse a draft's draft of another vocabulary before anything is loaded. Raise `PairError`,
+    `ModelFileError`.
+    """
     files = [each for each in (options.draft, *options.helpers) if isinstance(each, Path)]
     for target, draft in pairwise(files):
         beginnings = []
@@ -55,28 +59,31 @@ def _check_helpers(options: SessionOptions) -> None:
 
 
 class Session:
-    """A target and the models that draft for it, loaded once, as a context manager. `memory` is updated; the caller
-    saves it. The weights of `draft_ahead` are loaded beside the target's. With `vocabulary_only` the target decodes
-    elsewhere. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
+    """A target and the models that draft for it, loaded once, as a context manager. `memory` is
+    updated; the caller saves it. The weights of `draft_ahead` are loaded beside the target's. With
+    `vocabulary_only` the target decodes elsewhere. Raises `ModelFileError`, `MemoryLimitError` or
+    `PairError`.
+    """
 
     def __init__(
         self,
         options: SessionOptions,
         clock: Callable[[], float],
-        memory: Memory | None = None,
+        measurements: MeasurementStore | None = None,
         *,
         draft_ahead: DraftSource = "none",
         vocabulary_only: bool = False,
     ) -> None:
         self.options = options
         self.clock = clock
-        self.memory = memory if memory is not None else Memory()
+        self.measurements = measurements if measurements is not None else MeasurementStore()
         #: The costs of the models' decodes, and the options of their contexts.
-        self.costs = ModelCosts(options, self.memory)
+        self.costs = SessionCosts(options, self.measurements)
         #: What drafts for the target, and the source that it was loaded from.
         self.draft: LoadedDraft | None = None
         self.draft_source: DraftSource = "none"
-        #: Seconds of the work before the first answer, by their names in its `FinishedEvent`, which takes them.
+        #: Seconds of the work before the first answer, by their names in its `FinishedEvent`, which
+        #: takes them.
         self.setup_s: defaultdict[str, float] = defaultdict(float)
         self._resources = contextlib.ExitStack()
         #: Ends the use of weights that were loaded ahead.
@@ -98,7 +105,7 @@ class Session:
             self._resources.callback(self.target.close)
             self._count_loading(self.target, started_s)
             if replays_graphs(self.target, options.target_context.n_gpu_layers):
-                self.costs.kind = partial(GraphCosts, n_layer=self.target.n_layer)
+                self.costs.kind = partial(GraphCostTable, n_layer=self.target.n_layer)
             self.target.own_template = options.target_context.chat_template
             #: The settings of a request that has none of its own.
             self.settings = RequestSettings.of(
@@ -125,7 +132,9 @@ class Session:
         return Prompts(self.target, self.own_vocabulary, variables=variables)
 
     def _load_ahead(self, draft: Path) -> None:
-        """Begin to load a draft's weights, unless that may take the target's memory, or the file is small."""
+        """Begin to load a draft's weights, unless that may take the target's memory, or the file is
+        small.
+        """
         with contextlib.suppress(SpecgenError, OSError):
             is_small = draft.stat().st_size < LEAST_AHEAD
             if is_small or has_gpu() or self.options.learning is not None:
@@ -138,8 +147,9 @@ class Session:
     # --- what drafts -------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
-        """Replace the present draft, which must have no open context, with its latest weights. Raise what `open_draft`
-        raises."""
+        """Replace the present draft, which must have no open context, with its latest weights.
+        Raise what `open_draft` raises.
+        """
         self._close_draft()
         learning = self.options.learning
         setup = replace(
@@ -217,7 +227,9 @@ class Session:
 
     @property
     def n_rows_max(self) -> int:
-        """The most rows of an answer in a round's batch: those of the draft, and of the token before it."""
+        """The most rows of an answer in a round's batch: those of the draft, and of the token
+        before it.
+        """
         return 1 + self.options.drafting.n_max
 
     @property
@@ -240,7 +252,9 @@ class Session:
         return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
-        """Return the size of the target's context for an answer of `max_tokens`. Raise `PromptError`."""
+        """Return the size of the target's context for an answer of `max_tokens`. Raise
+        `PromptError`.
+        """
         n_train, n_ctx = self.target.n_ctx_train, self.usual_n_ctx
         hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
         if self.options.target_context.n_ctx is None:
@@ -259,7 +273,9 @@ class Session:
     def contexts(
         self, n_ctx: int, *, drafts: bool = True, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
-        """Open contexts of the target and, with `drafts`, of the draft, for `n_slots` answers at once."""
+        """Open contexts of the target and, with `drafts`, of the draft, for `n_slots` answers at
+        once.
+        """
         self.target.check_parallel(n_slots)
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
@@ -280,8 +296,12 @@ class Session:
     def draft_contexts(
         self, n_ctx: int, *, target: LlamaBackend | None = None, n_slots: int = 1
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Open contexts of the draft and of what drafts for it, beside the target's if it reads that."""
-        room = Room(n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target)
+        """Open contexts of the draft and of what drafts for it, beside the target's if it reads
+        that.
+        """
+        room = ContextSpec(
+            n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target
+        )
         with contextlib.ExitStack() as stack:
             found = self.draft.contexts(room) if self.draft is not None else ()
             for context in found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +30,9 @@ _SMALL = 2048
 
 
 def best(scores: Scores, n: int) -> TokenArray:
-    """Return the positions of the n largest of float[m], largest first; maxima of groups leave few to sort."""
+    """Return the positions of the n largest of float[m], largest first; maxima of groups leave few
+    to sort.
+    """
     positions = _likely(scores, n) if 0 < n < len(scores) else None
     values = scores if positions is None else scores[positions]
     # Positions ascend, and a stable sort keeps equals in that order.
@@ -44,7 +48,8 @@ def _likely(scores: Scores, n: int) -> TokenArray:
     if group < 4 or len(scores) < _SMALL:
         bound = np.partition(scores, len(scores) - n)[len(scores) - n]
         return np.flatnonzero(scores >= bound)
-    # A group is a column, not a stretch of the row, so that maxima are taken by whole SIMD registers.
+    # A group is a column, not a stretch of the row, so that maxima are taken by whole SIMD
+    # registers.
     n_groups = len(scores) // group
     n_grouped = n_groups * group
     table = scores[:n_grouped].reshape(group, n_groups)
@@ -56,3 +61,12 @@ def _likely(scores: Scores, n: int) -> TokenArray:
     rows, hits = np.nonzero(table[:, columns] >= bound)
     rest = np.flatnonzero(scores[n_grouped:] >= bound)
     return np.concatenate((rows * n_groups + columns[hits], rest + n_grouped))
+
+
+def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Return what `np.interp` does for a single number, several times as fast."""
+    place = bisect.bisect_right(places, x) - 1
+    if not 0 <= place < len(places) - 1:
+        return values[max(0, place)]
+    slope = (values[place + 1] - values[place]) / (places[place + 1] - places[place])
+    return slope * (x - places[place]) + values[place]

@@ -27,8 +27,9 @@ NEW = ".new"
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Iterator[Path]:
-    """Make an empty file beside `path`, which the caller writes and moves there with `replace`. Raise `OSError`, also if
-    `path` is something that must not be replaced, such as a device."""
+    """Make an empty file beside `path`, which the caller writes and moves there with `replace`.
+    Raise `OSError`, also if `path` is something that must not be replaced, such as a device.
+    """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
@@ -51,7 +52,9 @@ def parts_of(file: _File) -> list[_File]:
 
 
 def version_of(file: Path) -> tuple[int, int, int]:
-    """Return inode, size and time of a file, which change if it is replaced or written to. Raise `OSError`."""
+    """Return inode, size and time of a file, which change if it is replaced or written to. Raise
+    `OSError`.
+    """
     about = file.stat()
     return about.st_ino, about.st_size, about.st_mtime_ns
 
@@ -67,7 +70,9 @@ def existing_parent(path: Path) -> Path:
 
 
 def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
-    """Delete the least recently used files until `n_bytes` more fit; return whether that is possible."""
+    """Delete the least recently used files until `n_bytes` more fit; return whether that is
+    possible.
+    """
     found = sorted(files, key=lambda path: path.stat().st_mtime)
     excess = sum(path.stat().st_size for path in found) + n_bytes - most_bytes
     for path in found if n_bytes <= most_bytes else ():
@@ -78,8 +83,9 @@ def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file through one of `new_beside`; its rights stay, and a new one is the user's alone. A device or a pipe
-    is written to, and a link stays a link."""
+    """Replace a file through one of `new_beside`; its rights stay, and a new one is the user's
+    alone. A device or a pipe is written to, and a link stays a link.
+    """
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
@@ -97,7 +103,9 @@ def open_private(file: str, flags: int) -> int:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Replace a file by a JSON value, and make its folder; lone surrogates become escapes. Raise `OSError`."""
+    """Replace a file by a JSON value, and make its folder; lone surrogates become escapes. Raise
+    `OSError`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
@@ -161,7 +169,9 @@ def correct(file: object) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Convert dataclasses, dictionaries, lists, tuples, paths, infinities and NaN to what JSON can hold."""
+    """Convert dataclasses, dictionaries, lists, tuples, paths, infinities and NaN to what JSON can
+    hold.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: as_json(getattr(value, name)) for name in names}
@@ -173,12 +183,15 @@ def as_json(value: Any) -> Any:
     return str(value) if is_infinite or isinstance(value, PurePath) else value
 
 
-#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
+#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line
+#: breaks.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 def to_line(value: Any) -> bytes:
-    """Return a value as a line of JSON in UTF-8. Numbers that JSON lacks become null, lone surrogates escapes."""
+    """Return a value as a line of JSON in UTF-8. Numbers that JSON lacks become null, lone
+    surrogates escapes.
+    """
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -190,7 +203,9 @@ def to_line(value: Any) -> bytes:
 
 @contextlib.contextmanager
 def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a lock. Raise `held` if another process holds it for `wait_s` seconds, and `OutputError`."""
+    """Hold a lock. Raise `held` if another process holds it for `wait_s` seconds, and
+    `OutputError`.
+    """
     import filelock
 
     with write_errors(lock_file, "SPECGEN_CACHE and SPECGEN_DATA choose other folders"):
@@ -205,7 +220,9 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
 
 @contextlib.contextmanager
 def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
-    """Turn an `OSError`, but not that of a pipe nobody reads, into an `OutputError` that names the file."""
+    """Turn an `OSError`, but not that of a pipe nobody reads, into an `OutputError` that names the
+    file.
+    """
     try:
         yield
     except BrokenPipeError:

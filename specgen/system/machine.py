@@ -1,4 +1,6 @@
-"""The machine, the Python and the build of llama.cpp that specgen runs on, and the load of other programs."""
+"""The machine, the Python and the build of llama.cpp that specgen runs on, and the load of other
+programs.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,16 @@ def cpu_name() -> str:
 
 #: psutil's counts of time without work, and those that are a part of another one.
 _IDLE, _COUNTED_TWICE = ("idle", "iowait"), ("guest", "guest_nice", "interrupt", "dpc")
-#: If other programs take more than this share of the cores, the machine is too busy to measure speeds.
+#: If other programs take more than this share of the cores, the machine is too busy to measure
+#: speeds.
 _BUSY_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds of all cores since the machine was started, the busy ones among them, and this process's own."""
+    """Seconds of all cores since the machine was started, the busy ones among them, and this
+    process's own.
+    """
 
     total_s: float
     busy_s: float
@@ -104,7 +109,9 @@ def core_time() -> CoreTime | None:
 
 
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:
-    """Return the share of all cores' time, in [0, 1], that other programs took between two counts, if it is known."""
+    """Return the share of all cores' time, in [0, 1], that other programs took between two counts,
+    if it is known.
+    """
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
@@ -138,7 +145,8 @@ class Device:
     """A device that llama.cpp can compute on."""
 
     name: str
-    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (beside the CPU) or ``meta`` (several as one).
+    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (beside the CPU) or ``meta`` (several
+    #: as one).
     kind: str
     description: str
     #: 0 if the device does not report its memory.
@@ -158,12 +166,15 @@ class Build:
     devices: tuple[Device, ...]
 
 
-#: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py); a checkout has none.
+#: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py); a checkout has
+#: none.
 BUNDLE = "specgen.llama.bundled"
 
 
 def uses_bundle() -> bool:
-    """Return whether the wheel's llama.cpp computes: not if there is the same one, perhaps built for a GPU."""
+    """Return whether the wheel's llama.cpp computes: not if there is the same one, perhaps built
+    for a GPU.
+    """
     own = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         own = importlib.metadata.version("llama-cpp-python").partition("+")[0]
@@ -183,5 +194,7 @@ def protocol_in(header: Path) -> str | None:
 
 
 def stamp_of(library: Path) -> dict[str, Any]:
-    """Return the "version" of llama-cpp-python and the "protocol" for which the library was built, if it says so."""
+    """Return the "version" of llama-cpp-python and the "protocol" for which the library was built,
+    if it says so.
+    """
     return read_object(library.with_name(STAMP))

@@ -20,7 +20,9 @@ class ChildTimeoutError(ChildError):
 
 
 class ChildDiedError(ChildError):
-    """A child ended with an exit code other than 0, or by a signal, whose name and description it has, if so."""
+    """A child ended with an exit code other than 0, or by a signal, whose name and description it
+    has, if so.
+    """
 
     def __init__(self, returncode: int, stderr: str) -> None:
         self.signal_name, self.description = _cause_of_death(returncode)
@@ -60,7 +62,9 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 def ask_child_again(
     command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Start a child that takes too long once more: the machine may have stood still. `prepare` comes before each."""
+    """Start a child that takes too long once more: the machine may have stood still. `prepare`
+    comes before each.
+    """
     prepare()
     try:
         return ask_child(command, timeout_s)

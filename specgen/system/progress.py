@@ -1,4 +1,6 @@
-"""Show how far long work is: on a terminal a bar, elsewhere a line now and then; and numbers with units."""
+"""Show how far long work is: on a terminal a bar, elsewhere a line now and then; and numbers with
+units.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-#: A function that receives the name of the work, how much of it is done, and how much there is in all.
+#: A function that receives the name of the work, how much of it is done, and how much there is in
+#: all.
 Progress = Callable[[str, int, int], None]
-#: What is counted: parts of one piece of work after the other, bytes of one file after the other, or lines of a batch,
-#: whose text tells of its speed.
+#: What is counted: parts of one piece of work after the other, bytes of one file after the other,
+#: or lines of a batch, whose text tells of its speed.
 Kind: TypeAlias = Literal["counts", "bytes", "lines"]
 #: The least time in seconds between two lines, and from the start to the first line.
 INTERVAL_S = 10.0
@@ -57,7 +60,9 @@ class ProgressView:
             print(message, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End what `show` began, which may begin again: remove the bar, or write the last line if one is due."""
+        """End what `show` began, which may begin again: remove the bar, or write the last line if
+        one is due.
+        """
         if self._bar is not None:
             self._bar.stop()
         elif self._begun_s is not None:
@@ -141,7 +146,9 @@ def is_gain(speedup: float) -> bool:
 
 
 def gain_text(low: float, high: float, spread: str = "") -> str:
-    """Say how fast answers with drafts are, between two numbers: a gain that may be none is not called one."""
+    """Say how fast answers with drafts are, between two numbers: a gain that may be none is not
+    called one.
+    """
     times, told = times_text(low, high), [spread] if spread else []
     if is_gain(low):
         said = f"{times} times as fast as without drafts"

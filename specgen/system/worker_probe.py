@@ -1,6 +1,8 @@
-"""Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit, by its protocol
-(ggml/src/ggml-rpc): a command's byte, then the size of data and data; an answer is a size and data. Numbers are
-little-endian. A worker serves one connection at a time; others get no answer meanwhile."""
+"""Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit, by
+its protocol (ggml/src/ggml-rpc): a command's byte, then the size of data and data; an answer is a
+size and data. Numbers are little-endian. A worker serves one connection at a time; others get no
+answer meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ _START = "is `specgen worker` running there? docs/cluster.md shows how to start 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's protocol, the free and the whole memory of each device in bytes, and the shortest of some round
-    trips."""
+    """A worker's protocol, the free and the whole memory of each device in bytes, and the shortest
+    of some round trips.
+    """
 
     endpoint: str
     protocol: str
@@ -91,7 +94,9 @@ def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: i
 
 
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
-    """Return the workers without an open connection (all, if unknown): a worker serves one program at a time."""
+    """Return the workers without an open connection (all, if unknown): a worker serves one program
+    at a time.
+    """
     connected = set()
     with contextlib.suppress(OSError, psutil.Error):
         for one in psutil.Process().net_connections("tcp4"):

@@ -15,7 +15,9 @@ class Vocabulary(Protocol):
     def add_bos(self) -> bool: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokenize, with `add_special` behind a bos token if `add_bos`, with `parse_special` control tokens by name."""
+        """Tokenize, with `add_special` behind a bos token if `add_bos`, with `parse_special`
+        control tokens by name.
+        """
 
     def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]:
         """Tokenize a text in the middle of other text."""
@@ -27,7 +29,9 @@ class Vocabulary(Protocol):
         """Return the token's entry in the token table, for comparisons and messages."""
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where there is none."""
+        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 where
+        there is none.
+        """
 
     def is_end(self, token_id: int) -> bool: ...
     def end_tokens(self) -> Sequence[int]: ...

@@ -1,8 +1,10 @@
 """Fits a draft model to a target's own text, with JAX, and writes it as a GGUF file.
 
-Training changes the scales of the blocks of its matrices (`gguf_weights.py`), towards the tokens that the target
-chose or, where they are known, found likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). Some
-ten thousand tokens suffice for a gain. The draft is a Llama, Qwen2, Qwen3 or Gemma 3."""
+Training changes the scales of the blocks of its matrices (`gguf_weights.py`), towards the tokens
+that the target chose or, where they are known, found likeliest (distillation as in DistillSpec,
+Zhou et al., arXiv:2310.08461). Some ten thousand tokens suffice for a gain. The draft is a Llama,
+Qwen2, Qwen3 or Gemma 3.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from specgen.train.gguf_weights import (
 from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
 from specgen.train.training_loop import LEAST_TEXT, Budget, Schedule, TrainingState, train
 
-#: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
+#: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is
+#: the layer.
 Parameters: TypeAlias = dict[str, Any]
 #: The names of a layer's matrices, which `_linear` multiplies by.
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -45,16 +48,20 @@ _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=
 RATE = 6e-3
 #: The number of rows in a step, and passes over the text at most.
 N_ROWS, N_PASSES = 3, 2
-#: Judgements in a pass over the text, and the number without an improvement after which training ends.
+#: Judgements in a pass over the text, and the number without an improvement after which training
+#: ends.
 _JUDGED_PER_PASS, _PATIENCE = 3, 4
-#: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this share of its peak.
+#: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this
+#: share of its peak.
 _MOST_RISING, _LAST_SHARE = 20, 0.05
 _LEAST_LEARNT, _LEAST_JUDGED = LEAST_TEXT["distilled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """The shares of held-back tokens that the draft finds likeliest, before and as written after training."""
+    """The shares of held-back tokens that the draft finds likeliest, before and as written after
+    training.
+    """
 
     agreement_before: float
     agreement_after: float
@@ -72,7 +79,9 @@ class Distilled:
 def distil(
     draft: Path, texts: Sequence[TrainingText], output: Path, budget: Budget, *, rate: float = RATE
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for too little text."""
+    """Train a draft on texts and write it to `output`; None if interrupted. Raise `UsageError` for
+    too little text.
+    """
     learnt, judged = pack_split(texts)
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
@@ -158,8 +167,9 @@ def hidden_states(
     texts: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd], from `Rows`.
-    A token sees only itself and the tokens before it in the same text."""
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns,
+    n_embd], from `Rows`. A token sees only itself and the tokens before it in the same text.
+    """
     shape = hyperparameters
     states = others["token_embd.weight"][tokens]
     if shape.architecture == "gemma3":
@@ -175,7 +185,8 @@ def hidden_states(
         mask = is_seen & (distances < window)
         return _layer(shape, layer, states, mask, angles), None
 
-    # The backward pass recomputes all but the outputs of matrices: attention scores would take the most memory.
+    # The backward pass recomputes all but the outputs of matrices: attention scores would take the
+    # most memory.
     step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     states, _ = jax.lax.scan(step, states, (layers, windows, frequencies))
     return _normed(shape, states, others["output_norm.weight"])
@@ -231,7 +242,9 @@ def _attention(
 
 
 def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate queries or keys. Llama's files have a pair's values beside one another, the others half a head apart."""
+    """Rotate queries or keys. Llama's files have a pair's values beside one another, the others
+    half a head apart.
+    """
     axis = -1 if shape.architecture == "llama" else -2
     pairs = (2, -1) if axis == -2 else (-1, 2)
     first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
@@ -246,7 +259,9 @@ def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> ja
 
 
 def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
-    """Return inputs times a matrix, with the factors of its blocks if it has some, plus the bias if any."""
+    """Return inputs times a matrix, with the factors of its blocks if it has some, plus the bias if
+    any.
+    """
     matrix = layer[f"{name}.weight"]
     if f"{name}.factors" in layer:
         matrix = apply_changes(matrix, layer[f"{name}.factors"])
@@ -262,7 +277,8 @@ class Score:
 
     #: The share of tokens that the draft finds likeliest.
     agreement: float
-    #: The mean cross-entropy with the target's likeliest tokens or, where these are not known, its tokens.
+    #: The mean cross-entropy with the target's likeliest tokens or, where these are not known, its
+    #: tokens.
     loss: float
 
 
@@ -332,7 +348,9 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return three sums over the rows' labels: of losses, of those that are the likeliest token, and of all."""
+    """Return three sums over the rows' labels: of losses, of those that are the likeliest token,
+    and of all.
+    """
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
@@ -351,7 +369,8 @@ def _sums(
         is_right = is_label & (logits.argmax(axis=-1) == labels)
         return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
 
-    # One row at a time, and recomputed for the gradient: the logits of a few tokens take a megabyte.
+    # One row at a time, and recomputed for the gradient: the logits of a few tokens take a
+    # megabyte.
     losses, n_right = jax.lax.map(
         jax.checkpoint(of_row), (states, labels, top_tokens, top_probabilities)
     )

@@ -1,4 +1,6 @@
-"""Builds drafts for a target in a given time: first the target's own text, then a draft of each kind."""
+"""Builds drafts for a target in a given time: first the target's own text, then a draft of each
+kind.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from specgen.system.progress import Progress, human_bytes
 from specgen.train.training_loop import LEAST_TEXT, Budget, TextOptions
 
 if TYPE_CHECKING:
-    from specgen.method.tables import CostTable
+    from specgen.method.cost_table import CostTable
     from specgen.models.files import FileIdentity
     from specgen.session.session import Session
     from specgen.train.distillation import Distilled
-    from specgen.train.heads import TrainedHeads
+    from specgen.train.head_training import TrainedHeads
     from specgen.train.layer_skip import Pruned
     from specgen.train.target_text import TargetText
 
@@ -28,12 +30,14 @@ Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: The share of the time that is spent on the text, once drafts are compared, if no more is needed for the least text;
-#: the least seconds of training a draft; and by how much the text may take longer than it is estimated.
+#: The share of the time that is spent on the text, once drafts are compared, if no more is needed
+#: for the least text; the least seconds of training a draft; and by how much the text may take
+#: longer than it is estimated.
 _SHARE_OF_TEXT, _TRAINING_S, _SLACK = 0.6, 20.0, 1.3
 #: The number of prompts on which drafts are compared, and of tokens of their answers.
 N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
-#: The share of the time for comparing drafts; seconds to open one; the share of the target's time to replay an answer.
+#: The share of the time for comparing drafts; seconds to open one; the share of the target's time
+#: to replay an answer.
 _SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
 
 
@@ -57,7 +61,9 @@ def least_text(kinds: Sequence[Kind]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time, at least `needed_s`, is divided, and the tokens of text and judged prompts that fit into it."""
+    """How the time, at least `needed_s`, is divided, and the tokens of text and judged prompts that
+    fit into it.
+    """
 
     text_s: float
     training_s: float
@@ -75,7 +81,9 @@ def plan_time(
     n_least: int,
     n_kinds: int = 1,
 ) -> TimePlan:
-    """Divide the time; `n_drafts` are compared, and `n_kinds` made, of a text that lacks at least `n_least` tokens."""
+    """Divide the time; `n_drafts` are compared, and `n_kinds` made, of a text that lacks at least
+    `n_least` tokens.
+    """
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     # A token is written in a batch, and read again with its prompt, in larger ones.
     token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
@@ -116,7 +124,9 @@ class DraftBuilder:
         return max(0, least_text(kinds) - sum(len(answer.tokens) for answer in answers))
 
     def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
-        """Make drafts as planned; return their files, or None if interrupted. `small` is what is distilled."""
+        """Make drafts as planned; return their files, or None if interrupted. `small` is what is
+        distilled.
+        """
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
@@ -140,8 +150,10 @@ class DraftBuilder:
         return made
 
     def write_text(self, until_s: float = math.inf, n_least: int = 0, latest_s: float = 0.0) -> int:
-        """Let the target write text until the clock reaches `until_s`; return how many tokens there are. If they are
-        less than `n_least` more by then, it goes on until `latest_s`, and keeps the beginnings of answers."""
+        """Let the target write text until the clock reaches `until_s`; return how many tokens there
+        are. If they are less than `n_least` more by then, it goes on until `latest_s`, and keeps
+        the beginnings of answers.
+        """
         from specgen.train.target_text import N_TOP, write_text
 
         options, session = self.text_options, self.session
@@ -161,7 +173,7 @@ class DraftBuilder:
         text = TargetText(self.folder, self.text_options.prompts)
         made: TrainedHeads | Pruned | Distilled | None
         if kind == "heads":
-            from specgen.train.heads import train_heads
+            from specgen.train.head_training import train_heads
 
             output, budget = (
                 heads_file(self.cache, identity),

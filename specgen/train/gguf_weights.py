@@ -1,8 +1,11 @@
-"""The weights of GGUF files as numbers, and copies of a file with other scales of its blocks of weights.
+"""The weights of GGUF files as numbers, and copies of a file with other scales of its blocks of
+weights.
 
-A GGUF file stores a matrix in blocks with a float16 scale each. Training finds a factor for every scale (PEQA, Kim et
-al., arXiv:2305.14152): the file keeps its size, speed and tokenizer, and nothing learnt is lost by quantising again.
-(Low-rank changes, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)"""
+A GGUF file stores a matrix in blocks with a float16 scale each. Training finds a factor for every
+scale (PEQA, Kim et al., arXiv:2305.14152): the file keeps its size, speed and tokenizer, and
+nothing learnt is lost by quantising again. (Low-rank changes, LoRA, are smaller than the steps of a
+four-bit type, which rounds them away.)
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ class Hyperparameters:
     head_size: int
     #: Added to the mean square under the root by which a norm divides.
     norm_epsilon: float
-    #: For each layer: the base of rotation angles, the divisor of positions, and its window (0: all).
+    #: For each layer: the base of rotation angles, the divisor of positions, and its window (0:
+    #: all).
     rope_bases: tuple[float, ...]
     rope_factors: tuple[float, ...]
     windows: tuple[int, ...]
@@ -50,7 +54,9 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """A transformer: its hyperparameters, and its tensors and their types by their names in the file."""
+    """A transformer: its hyperparameters, and its tensors and their types by their names in the
+    file.
+    """
 
     hyperparameters: Hyperparameters
     tensors: dict[str, FloatArray]
@@ -58,7 +64,9 @@ class GgufWeights:
 
 
 def read_weights(path: Path) -> GgufWeights:
-    """Read and dequantise a model in one file. Raise `ModelFileError` if it cannot be read or trained."""
+    """Read and dequantise a model in one file. Raise `ModelFileError` if it cannot be read or
+    trained.
+    """
     reader = _opened(path)
     hyperparameters = _hyperparameters(path, reader)
     tensors, types = {}, {}
@@ -74,7 +82,9 @@ def read_weights(path: Path) -> GgufWeights:
 
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with blocks multiplied, by `changes` as of `initial_changes`. Raise `OSError`."""
+    """Write a copy of a file with blocks multiplied, by `changes` as of `initial_changes`. Raise
+    `OSError`.
+    """
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
@@ -158,7 +168,9 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
 
 
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
-    """Return tokens' rows of a model's embeddings and of its output matrix, which may be the same one."""
+    """Return tokens' rows of a model's embeddings and of its output matrix, which may be the same
+    one.
+    """
     readers = map(_opened, parts_of(path))
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     embeddings = tensors.get("token_embd.weight")
@@ -176,7 +188,9 @@ def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
 
 
 class _Layout(NamedTuple):
-    """A type's block: its weights, its bytes, and the offsets of the float16 numbers that scale the weights."""
+    """A type's block: its weights, its bytes, and the offsets of the float16 numbers that scale the
+    weights.
+    """
 
     n_weights: int
     n_bytes: int
@@ -215,8 +229,10 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 def initial_changes(
     matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatArray]:
-    """Return zeros, since a factor is 1 plus its change: for each "NAME.weight" whose `types` have scales,
-    float32[n_layer, n_outputs, n_inputs], "NAME.factors", float32[n_layer, n_outputs, n_inputs / block_size]."""
+    """Return zeros, since a factor is 1 plus its change: for each "NAME.weight" whose `types` have
+    scales, float32[n_layer, n_outputs, n_inputs], "NAME.factors", float32[n_layer, n_outputs,
+    n_inputs / block_size].
+    """
     found = {}
     for name, values in matrices.items():
         size = block_size(types[name], values.shape[-1])
@@ -227,7 +243,9 @@ def initial_changes(
 
 
 def apply_changes(matrix: Any, changes: Any) -> Any:
-    """Return a matrix, NumPy's or JAX's [n_outputs, n_inputs], with its blocks multiplied by 1 + `changes`."""
+    """Return a matrix, NumPy's or JAX's [n_outputs, n_inputs], with its blocks multiplied by 1 +
+    `changes`.
+    """
     blocks = matrix.reshape(*changes.shape, -1)
     return (blocks * (1.0 + changes)[..., None]).reshape(matrix.shape)
 

@@ -1,10 +1,12 @@
 """Pruned drafts: the target without some of its layers, chosen by Bayesian optimisation.
 
-The layers are searched for as in Draft & Verify (Zhang et al., arXiv:2309.08168): a Gaussian process over sets of
-layers chooses the next set to judge, by its expected improvement of the expected speed. One pass over some hundred
-tokens of the target's own answers judges a set (SWIFT, Xia et al., arXiv:2410.06916), with the layers left out in
-memory: llama.cpp calls back with their results, which are replaced by their inputs. The logits are, bit for bit, those
-of a file without these layers. The chosen draft is such a file, and drafts like any other model."""
+The layers are searched for as in Draft & Verify (Zhang et al., arXiv:2309.08168): a Gaussian
+process over sets of layers chooses the next set to judge, by its expected improvement of the
+expected speed. One pass over some hundred tokens of the target's own answers judges a set (SWIFT,
+Xia et al., arXiv:2410.06916), with the layers left out in memory: llama.cpp calls back with their
+results, which are replaced by their inputs. The logits are, bit for bit, those of a file without
+these layers. The chosen draft is such a file, and drafts like any other model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from specgen.llama.library import ggml, llama_cpp
 from specgen.llama.operators import copy_tensor, write_copy
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.session.calibration import Costs, expected_gain, target_costs
+from specgen.session.calibration import PairCosts, expected_gain, target_costs
 from specgen.session.session import Session
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget
@@ -46,7 +48,8 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2
 _NUMBERS = ("leading_dense_block_count", "nextn_predict_layers", "interleave_moe_layer_step")
 _LISTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _LEAST_LAYERS = 4
-#: Places of the target's text that judge a set of layers, places that judge the result, and rows decoded at once.
+#: Places of the target's text that judge a set of layers, places that judge the result, and rows
+#: decoded at once.
 _N_JUDGED, _N_HELD_BACK, _N_ROWS = 512, 1024, 512
 #: The most judged tokens of an answer, and the longest prompt: prompts take time and judge nothing.
 _MOST_ANSWER, _MOST_PROMPT = 96, 96
@@ -56,7 +59,9 @@ _RESULT = b"l_out-"
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A target without the layers `left_out`, its agreement with the target, and the expected speed-up."""
+    """A target without the layers `left_out`, its agreement with the target, and the expected
+    speed-up.
+    """
 
     left_out: tuple[int, ...]
     n_layer: int
@@ -87,7 +92,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
     def speedup(n_left_out: int, agreement: float) -> float:
         token_s = batch_s[1] * (1.0 - n_left_out * layer_share)
-        return expected_gain(Costs(batch_s, token_s), agreement)
+        return expected_gain(PairCosts(batch_s, token_s), agreement)
 
     context = session.costs.context_options()
     with Judge(model, context, judging, session.clock) as judge:
@@ -143,7 +148,9 @@ def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
 
 
 def judged_texts(answers: Sequence[TargetAnswer], n_tokens: int, *, held_back: bool) -> list[_Text]:
-    """Return prompts and beginnings of answers, about `n_tokens` tokens in all. Raise `UsageError` if none."""
+    """Return prompts and beginnings of answers, about `n_tokens` tokens in all. Raise `UsageError`
+    if none.
+    """
     found: list[_Text] = []
     for answer in answers:
         if answer.is_held_back == held_back and len(answer.prompt_tokens) <= _MOST_PROMPT:
@@ -157,7 +164,9 @@ def judged_texts(answers: Sequence[TargetAnswer], n_tokens: int, *, held_back: b
 
 
 class Judge:
-    """Judges sets of left-out layers by texts of the target, as a context manager. Raises `MemoryLimitError`."""
+    """Judges sets of left-out layers by texts of the target, as a context manager. Raises
+    `MemoryLimitError`.
+    """
 
     def __init__(
         self,
@@ -193,7 +202,9 @@ class Judge:
         self._backend.close()
 
     def agreement(self, left_out: Layers) -> float:
-        """Return how often the model without these layers predicts the text's token. Layer 0 must stay."""
+        """Return how often the model without these layers predicts the text's token. Layer 0 must
+        stay.
+        """
         n_agreed = n_places = 0
         for batch, expected in self._batches:
             self._left_out = left_out
@@ -208,7 +219,9 @@ class Judge:
         return n_agreed / n_places
 
     def _on_tensor(self, tensor: Any, is_asked: bool, _data: Any) -> bool:
-        """Give a left-out layer's result its input. llama.cpp calls twice: to ask, and when it is computed."""
+        """Give a left-out layer's result its input. llama.cpp calls twice: to ask, and when it is
+        computed.
+        """
         name: bytes = self._name(tensor)
         if not self._left_out or not name.startswith(_RESULT):
             return not is_asked
@@ -246,9 +259,11 @@ def _batches(texts: Sequence[_Text]) -> Iterator[tuple[Batch, list[int]]]:
 
 # --- the search ------------------------------------------------------------------------------------
 
-#: The length scale of the process, in layers by which two sets differ, and the variance of its noise.
+#: The length scale of the process, in layers by which two sets differ, and the variance of its
+#: noise.
 _LENGTH, _NOISE = 4.0, 0.02
-#: Candidates of a step: neighbours of so many best sets, so many with two changes, and other random sets.
+#: Candidates of a step: neighbours of so many best sets, so many with two changes, and other random
+#: sets.
 _N_BEST, _N_NEAR, _N_FAR = 8, 200, 100
 #: The search ends after so many judgements without a better one.
 _PATIENCE = 60
@@ -259,8 +274,10 @@ _LEAST = 0.01
 def search(
     agreement: Agreement, speedup: Speedup, n_layer: int, budget: Budget, *, seed: int = 0
 ) -> dict[Layers, float]:
-    """Return the expected speed-ups of judged sets of layers. The first layer and half of all always stay; each is left
-    out alone first: the process learns how sets differ from the product of these agreements."""
+    """Return the expected speed-ups of judged sets of layers. The first layer and half of all
+    always stay; each is left out alone first: the process learns how sets differ from the product
+    of these agreements.
+    """
     rng = np.random.default_rng(seed)
     known: dict[Layers, float] = {}
     alone = np.zeros(n_layer)
@@ -294,7 +311,9 @@ def search(
 def _candidates(
     known: dict[Layers, float], alone: _Floats, rng: np.random.Generator
 ) -> list[Layers]:
-    """Return sets that were not judged: near the best ones, and random ones of layers that do little harm alone."""
+    """Return sets that were not judged: near the best ones, and random ones of layers that do
+    little harm alone.
+    """
     layers = np.arange(1, len(alone))
     shares = np.exp(4.0 * alone[1:])
     shares /= shares.sum()
@@ -313,8 +332,9 @@ def _candidates(
 def _expected_improvements(
     known: dict[Layers, float], new: Sequence[Layers], independent: _Floats, n_layer: int
 ) -> _Floats:
-    """Return how much faster than the best each new set is expected to be; `independent` are the speed-ups of known and
-    new sets if layers did harm independently."""
+    """Return how much faster than the best each new set is expected to be; `independent` are the
+    speed-ups of known and new sets if layers did harm independently.
+    """
     values = np.array(list(known.values()))
     beyond = values - independent[: len(known)]
     centre, scale = beyond.mean(), beyond.std() + 1e-6

@@ -1,9 +1,11 @@
 """Lets a draft learn from kept answers (online speculative decoding, Liu et al., arXiv:2310.07177).
 
-Training continues from the better of the draft's own weights and those it learnt before. The latest answers judge
-these and the new ones, each as written to a file; what agrees most often with the target is used from then on. As a
-program, which `Learner` starts, it gets its task as JSON and prints the result; `PAUSE` and `GO` on standard input pause
-it between steps. It has the lowest priority, and ends with its input."""
+Training continues from the better of the draft's own weights and those it learnt before. The latest
+answers judge these and the new ones, each as written to a file; what agrees most often with the
+target is used from then on. As a program, which `Learner` starts, it gets its task as JSON and
+prints the result; `PAUSE` and `GO` on standard input pause it between steps. It has the lowest
+priority, and ends with its input.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,18 @@ if TYPE_CHECKING:
     from specgen.session.engine import Engine
     from specgen.session.session import Session
 
-#: The learning rate of Adam at its peak, and the most passes over the texts: the next lesson uses them again.
+#: The learning rate of Adam at its peak, and the most passes over the texts: the next lesson uses
+#: them again.
 RATE, N_PASSES = 6e-3, 1
-#: The number of latest answers that are used; the share of them that judges, and the most that judge.
+#: The number of latest answers that are used; the share of them that judges, and the most that
+#: judge.
 MOST_ANSWERS, _JUDGING_SHARE, _MOST_JUDGING = 128, 0.25, 12
 #: The fewest answers for a lesson, those that judge included.
 LEAST_ANSWERS = 8
 #: Judgements in a pass, and the number without an improvement after which training ends.
 _JUDGED_PER_PASS, _PATIENCE = 2, 3
-#: The learning rate rises in so many steps, and falls to this share: less learns nothing in a lesson.
+#: The learning rate rises in so many steps, and falls to this share: less learns nothing in a
+#: lesson.
 _N_RISING, _LAST_SHARE = 5, 0.5
 
 Outcome: TypeAlias = Literal["new", "kept", "none"]
@@ -57,7 +62,9 @@ Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The shares of judging tokens that the draft finds likeliest: as it came, in use before, and newly learnt."""
+    """The shares of judging tokens that the draft finds likeliest: as it came, in use before, and
+    newly learnt.
+    """
 
     n_answers: int
     n_judging: int
@@ -65,7 +72,8 @@ class Lesson:
     agreement_as_it_came: float
     agreement_in_use: float | None
     agreement_new: float
-    #: What is used from now on: the new weights, those from before, or those that the draft came with.
+    #: What is used from now on: the new weights, those from before, or those that the draft came
+    #: with.
     outcome: Outcome
     n_steps: int
     seconds: float
@@ -95,8 +103,10 @@ def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAns
 def learn(
     folder: Path, target: Path, draft: Path, budget: Budget, *, rate: float = RATE
 ) -> Lesson | None:
-    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed. Raise `UsageError` for
-    too few answers, without JAX, or if another process learns there; `SpecgenError`."""
+    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
+    Raise `UsageError` for too few answers, without JAX, or if another process learns there;
+    `SpecgenError`.
+    """
     check_library()
     from specgen.train.distillation import Trainer, fit
 
@@ -241,8 +251,10 @@ COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:
-    """A context manager that starts a lesson when there are enough new answers, pauses it while an answer is generated,
-    and gives its result, or what another process learnt, to the engine's draft. `tell` gets a sentence for each lesson."""
+    """A context manager that starts a lesson when there are enough new answers, pauses it while an
+    answer is generated, and gives its result, or what another process learnt, to the engine's
+    draft. `tell` gets a sentence for each lesson.
+    """
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._target, self._engine, self._tell = session.options.target, engine, tell
@@ -284,7 +296,9 @@ class Learner:
         self._last_words(child)
 
     def between_answers(self, *, begins: bool = False) -> None:
-        """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`), which pauses it."""
+        """Start, pause, continue or finish a lesson: after an answer, or before one (`begins`),
+        which pauses it.
+        """
         if not self._is_on:
             return
         try:

@@ -1,7 +1,10 @@
-"""A target's own answers: written with its hidden states and likeliest tokens, and read as rows to train on.
+"""A target's own answers: written with its hidden states and likeliest tokens, and read as rows to
+train on.
 
-A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the answer, and for each
-token of the answer the target's final hidden state before it and the likeliest tokens there."""
+A folder holds a file for each answer, ``000123.npz``: the prompt, its tokens and those of the
+answer, and for each token of the answer the target's final hidden state before it and the likeliest
+tokens there.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ _N_ROWS = 64
 _FILES = "[0-9]*.npz"
 #: The fewest tokens of an answer that was not finished.
 _SHORTEST = 8
-#: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with their prompt.
+#: The number of tokens in a row, and the most before a part of a kept answer: most answers fit with
+#: their prompt.
 N_COLUMNS, _N_BEFORE = 384, 192
 
 _Tokens: TypeAlias = tuple[int, ...]
@@ -55,7 +59,9 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder: all, or those to some `prompts`. Raises `ModelFileError` for a damaged file."""
+    """The answers in a folder: all, or those to some `prompts`. Raises `ModelFileError` for a
+    damaged file.
+    """
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
         found = [(_read_answer(path), path) for path in sorted(folder.glob(_FILES))]
@@ -65,11 +71,15 @@ class TargetText:
         self._paths = [path for _, path in kept]
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """Return the target's final hidden states before each token of an answer: float16[n_tokens, n_embd]."""
+        """Return the target's final hidden states before each token of an answer: float16[n_tokens,
+        n_embd].
+        """
         return _arrays(self._paths[index], "hidden")[0]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return the likeliest tokens at each position and their probabilities: int32 and float16[n_tokens, N_TOP]."""
+        """Return the likeliest tokens at each position and their probabilities: int32 and
+        float16[n_tokens, N_TOP].
+        """
         tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
         return tokens, probabilities
 
@@ -103,10 +113,12 @@ def write_text(
     n_least: int = 0,
     latest_s: float = 0.0,
 ) -> int:
-    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt or no time; return
-    the number of tokens there are. Finished answers stay if interrupted. If there are less than `n_least` new tokens,
-    it goes on until `latest_s`, and keeps beginnings of answers, too. Raise `OutputError`, `MemoryLimitError`,
-    `UsageError`, `PairError` for a recurrent target, and `ModelFileError` if a file is damaged."""
+    """Let the target answer prompts that have no answer yet, until there is enough text, no prompt
+    or no time; return the number of tokens there are. Finished answers stay if interrupted. If
+    there are less than `n_least` new tokens, it goes on until `latest_s`, and keeps beginnings of
+    answers, too. Raise `OutputError`, `MemoryLimitError`, `UsageError`, `PairError` for a recurrent
+    target, and `ModelFileError` if a file is damaged.
+    """
     if session.target.has_recurrent_state:
         why = "has a recurrent state: its hidden states cannot be read"
         raise PairError(f"{session.target.name} {why}")
@@ -125,7 +137,8 @@ def write_text(
             until_s = budget.until_s if n_have >= n_least else max(latest_s, budget.until_s)
             return budget.interrupted() or budget.clock() > until_s
 
-        # Of ten prompts, that for judging comes first: there is something to judge by however few answers there are.
+        # Of ten prompts, that for judging comes first: there is something to judge by however few
+        # answers there are.
         order = sorted(
             enumerate(options.prompts), key=lambda each: (each[0] // 10, not is_held_back(each[0]))
         )
@@ -193,7 +206,9 @@ def _write_answer(path: Path, answer: TargetAnswer, reader: LlamaBackend) -> Non
 def read_answer(
     backend: LlamaBackend, prompt: Sequence[int], answer: Sequence[int]
 ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-    """Yield logits and final hidden states before each token of an answer, in pieces, valid until the next."""
+    """Yield logits and final hidden states before each token of an answer, in pieces, valid until
+    the next.
+    """
     if backend.length(0):
         backend.remove(0)
     text, n_before, n_rows = [*prompt, *answer[:-1]], len(prompt) - 1, backend.n_outputs
@@ -218,7 +233,9 @@ def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
 
 
 def _context_size(session: Session, lengths: Sequence[int], max_tokens: int) -> int:
-    """Return a context size, in tokens, in which nine of ten prompts of these lengths fit with their answers."""
+    """Return a context size, in tokens, in which nine of ten prompts of these lengths fit with
+    their answers.
+    """
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
     n_ctx = -(-(n_prompt + max_tokens) // 256) * 256
     n_train = session.target.n_ctx_train
@@ -254,7 +271,8 @@ class TrainingText:
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
-    #: What the target found likeliest at each position of the answer, if it is known; see `TargetText.top`.
+    #: What the target found likeliest at each position of the answer, if it is known; see
+    #: `TargetText.top`.
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
@@ -265,8 +283,10 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft reads them: in its own template and tokens, if its vocabulary is another
-    one (what the target found likely is then unknown). `now` is for templates. Raise `PromptError`."""
+    """Return the target's answers as a draft reads them: in its own template and tokens, if its
+    vocabulary is another one (what the target found likely is then unknown). `now` is for
+    templates. Raise `PromptError`.
+    """
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
     found = []
@@ -287,7 +307,9 @@ def kept_texts(
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer] = (),
 ) -> list[TrainingText]:
-    """Return kept answers as a draft reads them, to learn from and to judge by; long ones are several texts."""
+    """Return kept answers as a draft reads them, to learn from and to judge by; long ones are
+    several texts.
+    """
     translation, digest = _translation(target, draft), draft.vocabulary.digest()
     found: list[TrainingText] = []
     for number, answer in enumerate((*learning, *judging)):
@@ -331,9 +353,11 @@ def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]
 
 
 class Rows(NamedTuple):
-    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says which of its row's
-    texts a token belongs to (0: padding); `labels` are the tokens behind, of answers, else -1; what the target found
-    likely is [n_rows, n_columns, n_top], n_top being 0 where that is not known of all."""
+    """Texts one after the other in rows of one length, arrays of [n_rows, n_columns]. `texts` says
+    which of its row's texts a token belongs to (0: padding); `labels` are the tokens behind, of
+    answers, else -1; what the target found likely is [n_rows, n_columns, n_top], n_top being 0
+    where that is not known of all.
+    """
 
     tokens: NDArray[np.int32]
     texts: NDArray[np.int32]
@@ -362,7 +386,9 @@ def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> Rows:
-    """Put texts into few rows, the longest first; an answer is cut at the end, and too long a prompt left out."""
+    """Put texts into few rows, the longest first; an answer is cut at the end, and too long a
+    prompt left out.
+    """
     rows: list[list[TrainingText]] = []
     free: list[int] = []
     fitting = (text for text in texts if len(text.prompt_tokens) < n_columns)

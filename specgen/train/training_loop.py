@@ -1,4 +1,6 @@
-"""The training loop of every draft that is trained: steps of gradient descent, judged on held-back text."""
+"""The training loop of every draft that is trained: steps of gradient descent, judged on held-back
+text.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def check_library() -> None:
             raise UsageError(f"training a draft needs {name}, which is not installed", hint)
 
 
-#: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
+#: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little
+#: more.
 N_TOKENS = 40_000
 #: The fewest tokens of answers to learn from, and to judge by, by what is made of them.
 LEAST_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)}
@@ -50,7 +53,9 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The time that work may take: until `until_s`, or `interrupted`. `progress` gets steps done and in all."""
+    """The time that work may take: until `until_s`, or `interrupted`. `progress` gets steps done
+    and in all.
+    """
 
     clock: Callable[[], float]
     until_s: float = math.inf
@@ -63,8 +68,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`n_passes` over `n_rows` rows, `n_batch` a step. The rate rises in `n_rising` steps, and falls along half a cosine
-    to `last_share`. Training ends after `patience` judgements, every `judged_every` steps, without a lower loss."""
+    """`n_passes` over `n_rows` rows, `n_batch` a step. The rate rises in `n_rising` steps, and
+    falls along half a cosine to `last_share`. Training ends after `patience` judgements, every
+    `judged_every` steps, without a lower loss.
+    """
 
     n_rows: int
     n_batch: int
@@ -102,7 +109,9 @@ class TrainingState:
 
 
 class Trainee(Protocol):
-    """What is trained: it has a loss on the held-back text, and gives copies of its present parameters."""
+    """What is trained: it has a loss on the held-back text, and gives copies of its present
+    parameters.
+    """
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None: ...
 

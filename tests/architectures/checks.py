@@ -2,7 +2,7 @@
 
 With specgen's kernels texts and rows must be the very same; llama.cpp's own code may round a row
 differently in a batch, and then a row must be as near as batches alone leave rows, and a text may
-differ only where two tokens are that near (`specgen.measure.verify`).
+differ only where two tokens are that near (`specgen.measure.exactness`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.measure.verify import SLACK, GreedyResult, check_greedy, movement
+from specgen.measure.exactness import SLACK, GreedyResult, check_greedy, movement
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, parse_tree
 from specgen.session.engine import Engine
@@ -190,8 +190,9 @@ def _random_text(n: int, seed: int = 0) -> list[int]:
 
 
 def _along(backend: LlamaBackend, text: Sequence[int], size: int, n_prompt: int = 0) -> Logits:
-    """The rows of a text, decoded in batches of `size`: float32[n_rows, n_vocab]. A prompt before them is one
-    batch, which wants the last of its rows only."""
+    """The rows of a text, decoded in batches of `size`: float32[n_rows, n_vocab]. A prompt before
+    them is one batch, which wants the last of its rows only.
+    """
     backend.remove(0)
     rows = [decoded_last(backend, text[:n_prompt])[None]] if n_prompt else []
     starts = range(n_prompt, len(text), size)
@@ -200,7 +201,7 @@ def _along(backend: LlamaBackend, text: Sequence[int], size: int, n_prompt: int 
 
 
 def _moved(backend: LlamaBackend) -> dict[str, float]:
-    """How far each kind of batch moves rows of a random text; nothing where the bits are the same."""
+    """Return how far each kind of batch moves rows of a random text; equal bits are left out."""
     text = _random_text(3 * max(BATCHES))
     alone = _along(backend, text, 1)
     _require(bool(np.isfinite(alone).all()), "rows are not finite")

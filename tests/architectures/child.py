@@ -1,6 +1,7 @@
 """The checks of one architecture in a process of its own, as lines of JSON on stdout::
 
-    python -m tests.architectures.child '{"name": ..., "folder": ..., "wrong": ..., "cache": ..., "todo": [...]}'
+    python -m tests.architectures.child \\
+        '{"name": ..., "folder": ..., "wrong": ..., "cache": ..., "todo": [...]}'
 
 `todo` lists (type, who computes, check). Each line is about one of them: it begins, or this came of
 it. So whoever reads knows what a crash of llama.cpp ended. Where specgen's kernels cannot be used,

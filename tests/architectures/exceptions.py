@@ -34,21 +34,24 @@ def _known(
 
 
 _TWO_SEQUENCES = "llama.cpp is wrong for two sequences of several tokens in a batch"
-#: `make`: llama.cpp makes no model of the shape that its tests know. `load`: it does not generate text.
+#: `make`: llama.cpp cannot create the model that its tests describe. `load`: it does not generate
+#: text.
 EXCEPTIONS: tuple[KnownException, ...] = (
     _known(
-        "clip gemma4-assistant eagle3 dflash", "make", "no model of its own: a part of another one"
+        "clip gemma4-assistant eagle3 dflash",
+        "make",
+        "not a model of its own: a part of another one",
     ),
     _known(
         "bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3", "make", "an embedding model"
     ),
     _known("gptj", "make", "llama.cpp does not run it"),
-    _known("graniteswitch", "make", "needs adapters, which the tests do not make"),
+    _known("graniteswitch", "make", "needs adapters, which the tests do not create"),
     _known("modern-bert neo-bert eurobert gemma-embedding", "load", "an embedding model"),
-    _known("t5 t5encoder", "load", "an encoder, or with one"),
+    _known("t5 t5encoder", "load", "an encoder, or an encoder-decoder"),
     _known("dream llada llada-moe-moe rnd1-moe", "load", "a diffusion model"),
-    _known("wavtokenizer-dec", "load", "a decoder of sounds"),
-    _known("plm", "load", "llama.cpp aborts: the shape of its values (ggml_set_rows)"),
+    _known("wavtokenizer-dec", "load", "an audio decoder"),
+    _known("plm", "load", "llama.cpp aborts because of the shape of its values (ggml_set_rows)"),
     _known(
         "plamo2",
         "four sequences, fuzz",
@@ -60,34 +63,40 @@ EXCEPTIONS: tuple[KnownException, ...] = (
     _known(
         "cogvlm",
         "four sequences, rows",
-        "llama.cpp gives the first rows of a batch for those that want logits",
+        "llama.cpp returns the first rows of a batch instead of those that need logits",
         "inp_out_ids",
         by="specgen",
     ),
     _known(
         "minimax-01-moe",
         "four sequences, fuzz",
-        "llama.cpp's own code aborts for two sequences in a batch: a 4-D product",
+        "llama.cpp's kernels abort for two sequences in a batch (a 4-D product)",
         "mul_mat",
         by="llama.cpp",
     ),
     _known(
         "minicpm3 phimoe-moe",
         "four sequences",
-        "llama.cpp turns keys by the size of the whole context, which is that of all answers",
+        "llama.cpp rotates keys by the size of the whole context, which all answers share",
         "rope factors",
     ),
-    _known("minimax-01-moe", "rows", "its decay", "q_decay_exp", by="specgen"),
+    _known(
+        "minimax-01-moe",
+        "rows",
+        "the decay of its lightning attention",
+        "q_decay_exp",
+        by="specgen",
+    ),
     _known(
         "chameleon",
         "n-gram, model, wrong draft, tree, full context, four sequences, rows, fuzz",
-        "llama.cpp forbids tokens of images in the first row of a batch only",
+        "llama.cpp masks image tokens in the first row of a batch only",
         "img_logits",
     ),
     _known(
         "qwen3tts",
         "wrong draft",
-        "the random model says tokens that the draft's vocabulary has not",
+        "the random model generates tokens that are missing from the draft's vocabulary",
     ),
 )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specgen.errors import BackendError
-from specgen.session.answer_loop import AnswerLoop
+from specgen.method.answer_loop import AnswerLoop
 from tests.helpers.cli import Result, Specgen, models_of, spawn
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Chat = Callable[..., Result]
 Terminal = Callable[..., "pexpect.spawn[str]"]
 
-pytestmark = pytest.mark.usefixtures("tested_kernels")
+pytestmark = [pytest.mark.usefixtures("tested_kernels"), pytest.mark.slow]
 #: A terminal is told to mark pastes when a message can be typed.
 READY = "\x1b[?2004h"
 
@@ -177,7 +177,7 @@ def test_a_conversation_is_kept_and_goes_on_unless_its_file_fails(
 
     before = kept("zoo")
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.serve.chat.replace_bytes", full)
+        patch.setattr("specgen.session.conversation.replace_bytes", full)
         failed = chat("--session", "zoo", lines="is on\nthe mat\n")
     assert (failed.code, failed.out) == (10, "")
     assert "No space left" in failed.err

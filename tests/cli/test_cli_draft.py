@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgen.measure.trial import DraftFigures
+from specgen.measure.draft_trial import DraftFigures
 from specgen.models.files import identity_of
 from specgen.session.choose_models import SavedDraft, save_draft, saved_draft
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
@@ -16,7 +16,7 @@ from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-N", "2", "-n", "24", "--draft-p-min", "0")
-pytestmark = pytest.mark.usefixtures("idle_machine")
+pytestmark = [pytest.mark.usefixtures("idle_machine"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -69,7 +69,9 @@ MadeAndUsed = Callable[..., tuple[dict[str, Any], str]]
 
 @pytest.fixture
 def made_and_used(specgen: Specgen, asked: Path) -> MadeAndUsed:
-    """Makes a draft, which is compared with n-grams alone, and uses it; the report, and what was noted."""
+    """Makes a draft, which is compared with n-grams alone, and uses it; the report, and what was
+    noted.
+    """
 
     def make(target: Path, file: Path, *options: str | Path) -> tuple[dict[str, Any], str]:
         own = ("draft", "make", "-m", target, "--prompts", asked, "--json", *MACHINE)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, build
-from specgen.models.files import cache_folder, memory_file
+from specgen.models.files import cache_folder, measurements_file
 from tests.helpers.cli import Cli, Result, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 
@@ -78,7 +80,7 @@ def test_costs_decide_unless_something_else_is_asked_for(
     cli: Cli, plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measures(*arguments: str) -> bool:
-        memory_file().unlink(missing_ok=True)
+        measurements_file().unlink(missing_ok=True)
         result = cli.run(PROMPT, "--stats", *arguments)
         assert result.out == plain
         return "measuring what drafting costs" in result.err  # the summary says how long
@@ -231,7 +233,7 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert [line.split()[1:3] for line in notes("-t", "3", draft="draft")] == [["-t", "3"]]
     built = dataclasses.replace(build(), gpu_offload=False)
-    monkeypatch.setattr("specgen.session.open.build", lambda: built)
+    monkeypatch.setattr("specgen.session.opening_notes.build", lambda: built)
     assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]
     built = dataclasses.replace(built, gpu_offload=True)
     assert notes("-ngl", "9", draft="draft") == []

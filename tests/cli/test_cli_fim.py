@@ -1,4 +1,6 @@
-"""`specgen fim` as a user meets it: places in files, the middle alone on standard output, and in place."""
+"""`specgen fim` as a user meets it: places in files, the middle alone on standard output, and in
+place.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from typing import Any
 import pytest
 
 from specgen.cli import output
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 from tests.helpers.cli import Result, Specgen, complaint, ended, events_of, models_of
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
 from tests.tiny.config import INFILL_TOKENS
+
+pytestmark = pytest.mark.slow
 
 Fim = Callable[..., Result]
 

@@ -1,4 +1,6 @@
-"""Options, those of llama.cpp's programs that are typed out of habit, the help, and defaults in config.toml."""
+"""Options, those of llama.cpp's programs that are typed out of habit, the help, and defaults in
+config.toml.
+"""
 
 from __future__ import annotations
 

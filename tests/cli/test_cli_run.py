@@ -27,7 +27,7 @@ from tests.helpers.common import posix
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 
-pytestmark = pytest.mark.usefixtures("tested_kernels")
+pytestmark = [pytest.mark.usefixtures("tested_kernels"), pytest.mark.slow]
 
 
 # --- the answer

@@ -1,4 +1,6 @@
-"""The process of the command: standard streams that are closed, Ctrl-C at bad moments, and drafters that hang."""
+"""The process of the command: standard streams that are closed, Ctrl-C at bad moments, and drafters
+that hang.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_closed_streams(tiny_models: Path) -> None:
     whole = shell(RUN, tiny_models)
     assert whole.returncode == 0
     assert whole.stdout
-    # Daemons and cron close what they do not need, and logs fill disks: that is no reason not to answer.
+    # Daemons and cron close what they do not need, and logs fill disks: that is no reason not to
+    # answer.
     for closed in ("2>&-", "<&- 2>&-", "2>/dev/full"):
         done = shell(f"{RUN.replace('-q', '')} {closed}", tiny_models)
         assert (done.returncode, done.stdout, done.stderr) == (0, whole.stdout, b"")
@@ -95,7 +98,8 @@ def test_ctrl_c_during_imports_is_quiet() -> None:
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "40", "-q")
-#: Hangs in its fourth draft, and says so again and again through the descriptor that is named first.
+#: Hangs in its fourth draft, and says so again and again through the descriptor that is named
+#: first.
 HANGS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background

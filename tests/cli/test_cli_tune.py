@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from specgen.measure.trial import try_draft
-from specgen.models.files import memory_file
+from specgen.measure.draft_trial import try_draft
+from specgen.models.files import measurements_file
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4", "-t", "1")
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 
-pytestmark = pytest.mark.usefixtures("quick_threads")
+pytestmark = [pytest.mark.usefixtures("quick_threads"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path
         (("-n", "1"), 2, "--max-tokens"),
     ):
         assert message in complaint(tune(*arguments), code)
-    assert not memory_file().exists()
+    assert not measurements_file().exists()
 
 
 def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
@@ -95,7 +95,9 @@ def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
     result = tune("--draft", "draft")
     assert result.code == 0
     assert result.out.startswith("draft\tspeedup\t")
-    assert notes(result)[-1].startswith(f"nothing was kept: {memory_file()} cannot be written: ")
+    assert notes(result)[-1].startswith(
+        f"nothing was kept: {measurements_file()} cannot be written: "
+    )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
@@ -119,7 +121,7 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
     assert found["is_interrupted"] is True
     assert tried(found) == {"none", "ngram"}
     assert len(found["advice"]) == 1
-    assert not memory_file().exists()
+    assert not measurements_file().exists()
 
 
 # --- what is kept

@@ -14,6 +14,8 @@ import pytest
 from tests.helpers.bugs import plant
 from tests.helpers.cli import Result, Specgen, complaint, models_of, on_terminal, rest_of
 
+pytestmark = pytest.mark.slow
+
 #: Quick, and enough for a test of the command line.
 SHORT = ("-N", "2", "-n", "12", "--draws", "100")
 

@@ -1,7 +1,8 @@
-"""Layers on a GPU. `make gpu-test` makes one of the processor (Mesa's lavapipe); without one these tests are skipped.
+"""Layers on a GPU. `make gpu-test` makes one of the processor (Mesa's lavapipe); without one these
+tests are skipped.
 
-llama.cpp's own code computes there, whose rows depend a little on their batch. So `specgen verify` judges: a text
-may differ from plain decoding's in near-ties only.
+llama.cpp's own code computes there, whose rows depend a little on their batch. So `specgen verify`
+judges: a text may differ from plain decoding's in near-ties only.
 
 Without flash attention: Mesa 22.3 dies in its own thread while it computes some batches with it.
 """
@@ -52,7 +53,8 @@ FROM_STATES = (
     *(("glm4moe", "mtp"), ("qwen35", "mtp"), ("mimo2", "mtp"), ("llama", "eagle")),
     ("llama", "dflash"),
 )
-#: Each draft and each kind of cache on the GPU, and some of them in every other place. (A decode takes 20 ms there.)
+#: Each draft and each kind of cache on the GPU, and some of them in every other place. (A decode
+#: takes 20 ms there.)
 CASES = [
     *((cache, "model", "GPU") for cache in CACHES),
     *(("attention", draft, "GPU") for draft in DRAFTS if draft not in {"model", "ngram"}),
@@ -99,7 +101,9 @@ def verified(
     place: str,
     check: str = "greedy",
 ) -> dict[str, Any]:
-    """The report of `specgen verify`: an answer alone, and three at once, with a draft in every round."""
+    """The report of `specgen verify`: an answer alone, and three at once, with a draft in every
+    round.
+    """
     name, *options = draft
     source = name if name in {"ngram", "mtp"} else str(models / f"{target} {name}.gguf")
     forced = ("--policy", "fixed", "--draft-max", "6", "--draft-p-min", "0", "--check", check)

@@ -1,5 +1,6 @@
-"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them: each was made by
-somebody, in a library, in an example that many copied, or in a paper's first code."""
+"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them:
+each was made by somebody, in a library, in an example that many copied, or in a paper's first code.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 
 from specgen.events import CommittedEvent, Event
-from specgen.method.draft import ROOT, Distribution, Draft
+from specgen.measure import exactness
+from specgen.method.answer_state import AnswerState
+from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.verify import MatchVerifier, TargetAt, Verdict, Verifier, drawn_from
+from specgen.method.verifiers import MatchVerifier, TargetAt, Verdict, Verifier, sampled_from
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.text.answer_state import AnswerState
+from specgen.text.sampling.distribution import Distribution
+from tests.helpers import joint_draws
 from tests.helpers.fake_generations import WrappedDrafter
 
 
@@ -52,7 +56,7 @@ class _Picky(WrappedDrafter):
 class _Residual:
     """Speculative sampling with one step replaced."""
 
-    wants_draws = True
+    wants_sampled_drafts = True
 
     def __init__(self, _: Verifier) -> None:
         pass
@@ -63,13 +67,13 @@ class _Residual:
         while draft.children[node]:
             child = draft.children[node][0]
             token = draft.tokens[child]
-            source = drawn_from(draft, child)
+            source = sampled_from(draft, child)
             wanted = target(node)
             if not self.accepts(wanted, source, token, rng):
-                return Verdict(tuple(path), self.residual(wanted, source).draw(rng))
+                return Verdict(tuple(path), self.residual(wanted, source).sample(rng))
             path.append(child)
             node = child
-        return Verdict(tuple(path), target(self.bonus_row(path)).draw(rng))
+        return Verdict(tuple(path), target(self.bonus_row(path)).sample(rng))
 
     def accepts(
         self, target: Distribution, draft: Distribution, token: int, rng: np.random.Generator
@@ -145,11 +149,13 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let checks miss the token after a wholly accepted draft, as if it had been decoded but not told."""
+    """Let checks miss the token after a wholly accepted draft, as if it had been decoded but not
+    told.
+    """
 
     def tokens_of(events: Iterable[Event]) -> list[int]:
         found = [event.pieces for event in events if isinstance(event, CommittedEvent)]
         return [each.token_id for pieces in found for each in pieces if each.kind != "bonus"]
 
-    for module in ("specgen.measure.verify", "tests.helpers.joint_draws"):
-        monkeypatch.setattr(f"{module}.tokens_of", tokens_of)
+    for module in (exactness, joint_draws):
+        monkeypatch.setattr(module, "tokens_of", tokens_of)

@@ -64,8 +64,9 @@ def spawn(
     env: Mapping[str, str] = MappingProxyType({}),
     **choices: Any,
 ) -> subprocess.Popen[Any]:
-    """Start the command line in a process of its own, or a program of Python's. Unless `choices` say otherwise,
-    nothing is in its standard input, and all that it prints can be read."""
+    """Start the command line in a process of its own, or a program of Python's. Unless `choices`
+    say otherwise, nothing is in its standard input, and all that it prints can be read.
+    """
     start = ["-m", "specgen"] if code is None else ["-c", code]
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **env}

@@ -33,8 +33,9 @@ _N_REMEMBERED = 2**14
 
 
 def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: int = 3) -> Language:
-    """Return a made-up language in which the last `order` tokens and the length of the text decide the next
-    token's logits, normally distributed with standard deviation `scale`."""
+    """Return a made-up language in which the last `order` tokens and the length of the text decide
+    the next token's logits, normally distributed with standard deviation `scale`.
+    """
 
     @lru_cache(_N_REMEMBERED)
     def row(last: tuple[int, ...], total: int, length: int) -> Logits:
@@ -46,7 +47,9 @@ def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: i
 
 
 def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
-    """Return a language that differs from another one by noise on its logits: a draft of chosen quality."""
+    """Return a language that differs from another one by noise on its logits: a draft of chosen
+    quality.
+    """
 
     @lru_cache(_N_REMEMBERED)
     def row(text: tuple[int, ...]) -> Logits:

@@ -9,25 +9,27 @@ from typing import Any, cast
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.translated import PrefixPipeline, TranslatedDrafter, Translation
 from specgen.events import Event
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Branches, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import FixedPolicy, Policy, RoundPlan, RoundResult
-from specgen.method.tables import FREE, CostTable, Price
-from specgen.method.verify import AutoVerifier, Verifier
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import AutoVerifier, Verifier
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, TreeShape, parse_tree
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import draft_sampling
 from specgen.system.arrays import Logits
-from specgen.text.answer_state import AnswerState
 from specgen.text.grammar.base import GrammarState
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()
@@ -46,7 +48,7 @@ class Clock:
 
 
 class NoDrafter(Drafter):
-    """Drafts what `draft` returns, here nothing: the base of drafters that are made up for tests."""
+    """Drafts what `draft` returns, here nothing: the base of drafters that only tests have."""
 
     name = "nothing"
 
@@ -114,7 +116,7 @@ class WrappedDrafter(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.trail = inner.trail
+        self.hidden_states = inner.hidden_states
 
     @property
     def name(self) -> str:
@@ -149,7 +151,9 @@ class FailingDrafter(WrappedDrafter):
 
 
 class NonsenseDrafter(WrappedDrafter):
-    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked for."""
+    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked
+    for.
+    """
 
     def __init__(
         self, inner: Drafter, n_good: int, nonsense: Callable[[Draft, int], object]
@@ -220,8 +224,8 @@ class Setup:
             cascade=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
             policy=(self.policy or FixedPolicy)(self.drafting),
             verifier=self.verifier or AutoVerifier(),
-            shaper=Shaper(Sampler(self.sampler), state),
-            state=state,
+            sampling=SamplingPipeline(Sampler(self.sampler), state),
+            text_state=state,
             rng=np.random.default_rng(self.seed),
             slot=Branches(first=index * self.n_branches, n_branches=self.n_branches),
             index=index,
@@ -249,7 +253,7 @@ class Setup:
 
 def read_prompt(loop: AnswerLoop, generation: AnswerState) -> None:
     while not (generation.is_started or generation.is_finished):
-        loop.read(generation)
+        loop.prefill(generation)
 
 
 def plain_answer(setup: Setup) -> tuple[int, ...]:
@@ -267,18 +271,22 @@ def drafters_of(drafter: Drafter | Cascade | None) -> Cascade | None:
 
 def draft_request(
     state: TextState | None = None,
-    sampler: SamplerOptions | Shaper = GREEDY,
+    sampler: SamplerOptions | SamplingPipeline = GREEDY,
     *,
     seed: int = 99,
     **fields: Any,
 ) -> DraftRequest:
-    """A request to draft by these samplers, drawn at random if they are; other `fields` as they are given."""
+    """A request to draft by these samplers, drawn at random if they are; other `fields` as they are
+    given.
+    """
     state = state or TextState(PROMPT)
     if not isinstance(sampler, SamplerOptions):
         return DraftRequest(state, sampler, np.random.default_rng(seed), **fields)
     chain = Sampler(sampler)
     fields = {"draws": chain.is_random, **fields}
-    return DraftRequest(state, Shaper(chain, state), np.random.default_rng(seed), **fields)
+    return DraftRequest(
+        state, SamplingPipeline(chain, state), np.random.default_rng(seed), **fields
+    )
 
 
 def tree_request(
@@ -333,7 +341,7 @@ def tree_drafter(
     n_sequences: int = 40,
     n_deepest: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
-    """A drafter of trees of a shape as `--tree` has it, and its backend. `sampler` is the target's."""
+    """A drafter of trees of a shape as in `--tree`, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
     costs = costs or CostTable()
     request = tree_request(
@@ -353,10 +361,12 @@ def translated_drafter(
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
-    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend."""
+    """A drafter whose model has another vocabulary, as `StandaloneDraft` makes it, and its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, None)
-    shaper = PrefixShaper(translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ())
+    shaper = PrefixPipeline(
+        translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ()
+    )
     request = draft_request(TextState(()), shaper, seed=seed)
     inner = ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens)
     return TranslatedDrafter(inner, translation, text, shaper), backend

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import CatalogueModel, HubSource, PypiSource
@@ -43,7 +44,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET: another status, or an end or (until `released`) a stop after so many bytes."""
+    """What happens to one GET: another status, or an end or (until `released`) a stop after so many
+    bytes.
+    """
 
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -259,7 +262,9 @@ def publish_repository(
     token: str | None = None,
     storage: WebServer | None = None,
 ) -> None:
-    """Put a repository on the hub. A `token` makes it gated; a `storage` is another host that has the files."""
+    """Put a repository on the hub. A `token` makes it gated; a `storage` is another host that has
+    the files.
+    """
     siblings = []
     for name, content in files.items():
         digest, size = sha256(content), len(content)
@@ -279,8 +284,8 @@ def publish_repository(
 def point_hub_at(patch: pytest.MonkeyPatch, url: str) -> None:
     """Let huggingface_hub, which may be imported already, ask there."""
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    patch.setattr("huggingface_hub.constants.ENDPOINT", url)
-    patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr(constants, "ENDPOINT", url)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
@@ -289,9 +294,9 @@ def use_hub(patch: pytest.MonkeyPatch, folder: Path, server: WebServer) -> None:
         patch.setenv(name, value)
     patch.delenv("HF_TOKEN", raising=False)
     point_hub_at(patch, server.url)
-    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub" / "hub"))
-    patch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder / "hub" / "token"))
-    patch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65_536)
+    patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub" / "hub"))
+    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "hub" / "token"))
+    patch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 65_536)
 
 
 def environment(folder: Path, server: WebServer) -> dict[str, str]:

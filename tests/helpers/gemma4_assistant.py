@@ -73,7 +73,8 @@ def _tensors(
     n_vocab: int, windows: list[bool], n_embd: int, n_head_kv: int, seed: int, n_target: int | None
 ) -> list[tuple[str, Values]]:
     shared, rng = np.random.default_rng(seed), np.random.default_rng([seed, n_embd])
-    # Both models have the same matrices from a token to logits; the assistant has the first columns.
+    # Both models have the same matrices from a token to logits; the assistant has the first
+    # columns.
     embeddings = shared.standard_normal((n_vocab, _N_EMBD), np.float32)
     output = shared.standard_normal((n_vocab, _N_EMBD), np.float32)
     eighth, quarter = np.float32(1 / 8), np.float32(1 / 4)

@@ -1,4 +1,6 @@
-"""Goodness of fit of drawn tokens to a known distribution, and what deviation so many draws would show."""
+"""Goodness of fit of drawn tokens to a known distribution, and what deviation so many draws would
+show.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
-from specgen.measure.verify import GTest, g_test
+from specgen.measure.exactness import GTest, g_test
 
 #: A total variation distance that has to be found with probability `POWER`, at the false-alarm
 #: level `LEVEL`.
@@ -22,8 +24,9 @@ Cell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DepthFit:
-    """The fit of the joint distribution of `n_tokens` tokens; `detectable` is the total variation distance that
-    such a test finds with probability `POWER` at its level."""
+    """The fit of the joint distribution of `n_tokens` tokens; `detectable` is the total variation
+    distance that such a test finds with probability `POWER` at its level.
+    """
 
     n_tokens: int
     test: GTest
@@ -37,8 +40,9 @@ class DepthFit:
 def fits_of(
     drawn: Mapping[Cell, int], exact: Mapping[Cell, float], depth: int
 ) -> Iterator[DepthFit]:
-    """The fits of the first token, of the first two, and so on. A draw that is shorter than the cells that begin
-    with it ended where the target would go on: it is impossible."""
+    """The fits of the first token, of the first two, and so on. A draw that is shorter than the
+    cells that begin with it ended where the target would go on: it is impossible.
+    """
     for n in range(1, depth + 1):
         probs: dict[Cell, float] = {}
         for cell, prob in exact.items():
@@ -53,12 +57,13 @@ def fits_of(
 
 
 def detectable_deviation(n_draws: int, level: float, power: float, n_cells: int) -> float:
-    """The smallest total variation distance D between the cells that `g_test` finds with at least this power; 1
-    for a single cell, which finds nothing.
+    """The smallest total variation distance D between the cells that `g_test` finds with at least
+    this power; 1 for a single cell, which finds nothing.
 
-    The statistic is about noncentral chi-square, with n times the divergence of the true distribution from
-    the exact one as its noncentrality; and the divergence is at least 4 D², by Cauchy-Schwarz for
-    chi-square's and by Pinsker's inequality for the likelihood ratio's."""
+    The statistic is about noncentral chi-square, with n times the divergence of the true
+    distribution from the exact one as its noncentrality; and the divergence is at least 4 D², by
+    Cauchy-Schwarz for chi-square's and by Pinsker's inequality for the likelihood ratio's.
+    """
     if n_cells < 2:
         return 1.0
     critical = stats.chi2.isf(level, n_cells - 1)
@@ -67,7 +72,7 @@ def detectable_deviation(n_draws: int, level: float, power: float, n_cells: int)
 
 
 def p_value(counts: Counter[Cell], expected: dict[Cell, float]) -> float:
-    """The p-value of a G-test; see `specgen.measure.verify.g_test`. Fails if there are too few
+    """The p-value of a G-test; see `specgen.measure.exactness.g_test`. Fails if there are too few
     draws to find what has to be found."""
     assert set(counts) <= set(expected), "something was drawn that the target never says"
     observed = np.array([counts[cell] for cell in expected], np.int64)

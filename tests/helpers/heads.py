@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specgen.options import ContextOptions
 from specgen.session.session import Session
-from specgen.train.heads import TrainedHeads, train_heads
+from specgen.train.head_training import TrainedHeads, train_heads
 from specgen.train.target_text import TargetText, write_text
 from specgen.train.training_loop import Budget, TextOptions
 from tests.helpers import sessions
@@ -51,7 +51,9 @@ def trained(
 
 
 def make_heads(target: Path, path: Path, folder: Path, seconds: float = 60.0) -> TrainedHeads:
-    """Write heads for a target to `path`, by way of a text in `folder`; train them for so long at most."""
+    """Write heads for a target to `path`, by way of a text in `folder`; train them for so long at
+    most.
+    """
     with opened(target) as loaded:
         written(loaded, folder, prompts())
         made = trained(loaded, folder, path, seconds)

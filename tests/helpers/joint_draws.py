@@ -1,4 +1,5 @@
-"""Draws of several tokens from one place in a text, by the loop of `specgen run`, and their exact joint distribution.
+"""Draws of several tokens from one place in a text, by the loop of `specgen run`, and their exact
+joint distribution.
 
 Rows of logits are remembered by their text, so that thousands of draws cost a few hundred decodes.
 """
@@ -13,21 +14,27 @@ from unittest.mock import patch
 
 import numpy as np
 
-from specgen.drafters.translated import DraftText, TranslatedDrafter
-from specgen.measure.verify import tokens_of
+from specgen.drafters.draft_text import DraftText
+from specgen.drafters.translated import TranslatedDrafter
+from specgen.measure.exactness import tokens_of
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.hidden_states import LastHiddenState
 from specgen.method.policy import Offer, Policy, RoundPlan
-from specgen.method.verify import TargetAt, Verdict, Verifier, drawn_from
-from specgen.session.answer_loop import AnswerLoop
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import TargetAt, Verdict, Verifier, sampled_from
+from specgen.session import drafter_factory
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden, Logits
-from specgen.text.answer_state import AnswerState, Tally
-from specgen.text.hidden_trail import LastHidden
+from specgen.text.overlap import common_prefix_length
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Shaper, TextState, n_common
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.fake_generations import read_prompt
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
@@ -46,8 +53,8 @@ def _rows(text: Sequence[int], start: int, end: int, n_wanted: int = 0) -> Batch
 class MemoBackend:
     """Wraps a backend whose sequence 0 decodes each text once, plainly; its rows are remembered.
 
-    The caller's sequences are texts and nothing else: any can be cut, copied and gone back to. Hidden states are
-    remembered with `has_states`.
+    The caller's sequences are texts and nothing else: any can be cut, copied and gone back to.
+    Hidden states are remembered with `has_states`.
     """
 
     def __init__(self, inner: Backend, *, has_states: bool = False) -> None:
@@ -94,7 +101,7 @@ class MemoBackend:
     def row(self, text: Cell) -> tuple[Logits, Hidden]:
         """The row behind a text, and the hidden state."""
         if text not in self._rows:
-            n_kept = n_common(self._cached, text[:-1])
+            n_kept = common_prefix_length(self._cached, text[:-1])
             if n_kept < len(self._cached):
                 n_kept = n_kept if self.rollback == "cells" else 0
                 self._inner.remove(0, n_kept)
@@ -140,21 +147,23 @@ class MemoBackend:
 
 @dataclass
 class _Scout:
-    """A verifier that notes how visible a wrong judgement would be: the smallest of the probabilities that the first
-    drafted token is accepted, or not, and that target and drafter take another than their likeliest token."""
+    """A verifier that notes how visible a wrong judgement would be: the smallest of the
+    probabilities that the first drafted token is accepted, or not, and that target and drafter take
+    another than their likeliest token.
+    """
 
     inner: Verifier
     chance: float = -1.0
 
     @property
-    def wants_draws(self) -> bool:
-        return self.inner.wants_draws
+    def wants_sampled_drafts(self) -> bool:
+        return self.inner.wants_sampled_drafts
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         self.chance = -1.0
         if children := draft.children[ROOT]:
             wanted, first = target(ROOT), children[0]
-            source = drawn_from(draft, first)
+            source = sampled_from(draft, first)
             refused = wanted.excess(source)
             unsure = [wanted] if draft.distributions[first] is None else [wanted, source]
             tops = (1.0 - float(each.probs.max()) for each in unsure)
@@ -166,22 +175,29 @@ class _Mark:
     """A place in a text, to which tests go back; the product never does."""
 
     def __init__(self, sequence: AnswerState) -> None:
-        self.n_tokens, self._grammar = len(sequence.state.tokens), sequence.state.grammar()
+        self.n_tokens, self._grammar = (
+            len(sequence.text_state.tokens),
+            sequence.text_state.grammar(),
+        )
         self._drafter = sequence.cascade.model if sequence.cascade is not None else None
-        self._hidden = sequence.trail.last if isinstance(sequence.trail, LastHidden) else None
+        self._hidden = (
+            sequence.hidden_states.last
+            if isinstance(sequence.hidden_states, LastHiddenState)
+            else None
+        )
         if isinstance(self._drafter, TranslatedDrafter):
             self._spelled = _copied(self._drafter.text)
 
     def restore(self, sequence: AnswerState) -> None:
-        state = sequence.state
+        state = sequence.text_state
         del state.tokens[self.n_tokens :]
         state._n_shown = min(state._n_shown, self.n_tokens)  # noqa: SLF001
-        sequence.state._grammar = self._grammar  # noqa: SLF001
+        sequence.text_state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
         if sequence.cascade is not None and sequence.cascade.free is not None:
             sequence.cascade.free.rewind(self.n_tokens)
-        if isinstance(sequence.trail, LastHidden):
-            sequence.trail.last = self._hidden
+        if isinstance(sequence.hidden_states, LastHiddenState):
+            sequence.hidden_states.last = self._hidden
         elif isinstance(drafter, TranslatedDrafter):
             drafter.text, drafter.drafted = _copied(self._spelled), NO_DRAFT
             # The last few tokens may be spelled otherwise in its cache.
@@ -192,8 +208,9 @@ class _Mark:
 
 def _copied(text: DraftText) -> DraftText:
     made = copy.copy(text)
-    made.tokens, made.ends = list(text.tokens), list(text.ends)
-    made._bytes = bytearray(text._bytes)  # noqa: SLF001
+    made.tokens = text.tokens[:]
+    made.ends = text.ends[:]
+    made.data = text.data[:]
     return made
 
 
@@ -221,16 +238,18 @@ class JointDraws:
 def draw_with_models(
     session: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
 ) -> JointDraws | None:
-    """Draw `depth` tokens again and again with loaded models, at the place in an answer where a wrong judgement is most
-    visible; None if nothing is drafted. Drafts have one token, two, and so on in turn, so that the bonus token behind
-    a whole draft is among the tested ones. Not for drafts from the target's states, which read its context."""
+    """Draw `depth` tokens again and again with loaded models, at the place in an answer where a
+    wrong judgement is most visible; None if nothing is drafted. Drafts have one token, two, and so
+    on in turn, so that the bonus token behind a whole draft is among the tested ones. Not for
+    drafts from the target's states, which read its context.
+    """
     assert session.draft is None or session.draft.reads in ("text", "last states")
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
     with session.contexts(n_ctx) as (cache, draft_caches):
         has_states = session.draft is not None and session.draft.reads == "last states"
         target = MemoBackend(cache, has_states=has_states)
         drafts = [MemoBackend(each) for each in draft_caches]
-        with patch("specgen.session.drafter_factory.Shaper", RememberingShaper):
+        with patch.object(drafter_factory, "SamplingPipeline", RememberingPipeline):
             sequence = DrafterFactory(session).new_answer(prompt, n_ctx, drafts, seed)
         loop = AnswerLoop(target, session.clock)
         place = _find_place(sequence, loop)
@@ -265,13 +284,13 @@ def _draw(
         policy.n_max = 1 + policy.n_max % max(1, min(depth, sequence.policy.n_max))
         place.restore(drawing)
         loop.target.remove(0, place.n_tokens - 1)
-        once = replace(drawing, tally=Tally(), finish_reason=None)
+        once = replace(drawing, stats=AnswerStats(), finish_reason=None)
         found: list[int] = []
         while len(found) < depth and not once.is_finished:
             found += tokens_of(loop.round([once]))
             assert once.failure is None, once.failure
-        n_drafted += once.tally.n_drafted
-        n_accepted += once.tally.n_accepted
+        n_drafted += once.stats.n_drafted
+        n_accepted += once.stats.n_accepted
         drawn[tuple(found[:depth])] += 1
     place.restore(drawing)
     exact = exact_cells(sequence, loop.target, depth)
@@ -280,8 +299,8 @@ def _draw(
 
 def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell, float]:
     """The probability of each continuation of the text by `depth` tokens, or to its end."""
-    # Another shaper: that of the draws remembers the distributions that it used, right or wrong.
-    shaper = Shaper(sequence.shaper._sampler, sequence.state)  # noqa: SLF001
+    # Another pipeline: that of the draws remembers the distributions that it used, right or wrong.
+    sampling = SamplingPipeline(sequence.sampling._sampler, sequence.text_state)  # noqa: SLF001
     is_end = sequence.vocabulary.is_end
     cells: dict[Cell, float] = {}
 
@@ -289,14 +308,14 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
         if len(path) == depth or (path and is_end(path[-1])):
             cells[path] = prob
             return
-        forced = sequence.state.forced(path)
+        forced = sequence.text_state.forced(path)
         if forced is not None:
             follow((*path, forced), prob)
             return
-        text = (*sequence.state.tokens, *path)
-        target.remove(0, len(sequence.state.tokens) - 1)
+        text = (*sequence.text_state.tokens, *path)
+        target.remove(0, len(sequence.text_state.tokens) - 1)
         batch = _rows(text, target.length(0), len(text), n_wanted=1)
-        step = shaper.distribution(target.decode(batch)[-1].copy(), path)
+        step = sampling.distribution(target.decode(batch)[-1].copy(), path)
         for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
             follow((*path, token), prob * p)
 
@@ -304,9 +323,10 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
     return cells
 
 
-class RememberingShaper(Shaper):
-    """A shaper that computes the distribution after each text once: for texts that come again and
-    again, with the same logits each time."""
+class RememberingPipeline(SamplingPipeline):
+    """Computes the distribution after each text once: for texts that come again and again, with the
+    same logits each time.
+    """
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         super().__init__(sampler, state)

@@ -11,9 +11,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from specgen.method.draft import Distribution
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
+from specgen.text.sampling.distribution import Distribution
 
 #: llama_token_data as NumPy sees it.
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

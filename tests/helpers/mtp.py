@@ -14,8 +14,9 @@ from benchmarks.model_files import copy_metadata, write_file
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.file import write_and_close
 
-#: `glm4moe` attends, in dense layers; `qwen35` keeps a recurrent state in every other layer; `mimo2` has a sliding
-#: window and several MTP layers, and gives hidden states only for rows that want logits.
+#: `glm4moe` attends, in dense layers; `qwen35` keeps a recurrent state in every other layer;
+#: `mimo2` has a sliding window and several MTP layers, and gives hidden states only for rows that
+#: want logits.
 MtpArchitecture: TypeAlias = Literal["glm4moe", "qwen35", "mimo2"]
 _BASES: dict[MtpArchitecture, Any] = {"glm4moe": "qwen2", "qwen35": "qwen35", "mimo2": "llama"}
 _WINDOW = 24
@@ -31,9 +32,11 @@ def write_mtp_model(
     keep_layer: bool = True,
     **other: Any,
 ) -> Path:
-    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer reads the token, and
-    as much of the hidden state before it as `of_state` says: with more it agrees with the model less often. Without
-    `keep_layer` the file lacks the layer that its metadata name. `other` values are those of `TinyConfig`."""
+    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer
+    reads the token, and as much of the hidden state before it as `of_state` says: with more it
+    agrees with the model less often. Without `keep_layer` the file lacks the layer that its
+    metadata name. `other` values are those of `TinyConfig`.
+    """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     n_layer = 2 if architecture == "qwen35" else 1
@@ -69,8 +72,9 @@ def write_mtp_model(
 
 
 def split_mtp_model(file: Path, target: Path, layers: Path) -> None:
-    """Write the model of a file without its MTP layers, and these alone as llama.cpp's converter does (`--mtp`): with
-    the metadata of the whole, and what they share with the model."""
+    """Write the model of a file without its MTP layers, and these alone as llama.cpp's converter
+    does (`--mtp`): with the metadata of the whole, and what they share with the model.
+    """
     from gguf import GGUFReader, GGUFWriter
 
     reader = GGUFReader(file)
@@ -130,7 +134,7 @@ def _mtp_layer(
 def _add_experts(
     writer: Any, config: TinyConfig, tensors: dict[str, Values], *, keep_layer: bool
 ) -> None:
-    """Give a model of GLM's kind a single expert, which is the feed-forward part of its MTP layer."""
+    """Give a GLM-like model a single expert: the feed-forward part of its MTP layer."""
     head = config.n_embd // config.n_head
     for key, value in {
         "attention.key_length": head,

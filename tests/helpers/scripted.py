@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from specgen.options import DraftSource
-from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import with_call_form
+from specgen.serve.formats.model_adaptation import with_call_form
+from specgen.serve.formats.single_request import read_request
 from tests.helpers.common import NOW
 from tests.helpers.server import running, session_of
 from tests.helpers.sessions import opened
@@ -24,8 +24,10 @@ _WIDTH, _N_CTX = 512, 4096
 def write_scripted_model(
     path: Path, config: TinyConfig, tokens: Sequence[int] = (), start: int = 1
 ) -> Path:
-    """Write a model that says these tokens behind a prompt of `start` tokens, then the end. All else is equally
-    likely. Its one layer does nothing, and each position has an embedding of its own."""
+    """Write a model that says these tokens behind a prompt of `start` tokens, then the end. All
+    else is equally likely. Its one layer does nothing, and each position has an embedding of its
+    own.
+    """
     from gguf import GGUFWriter
 
     vocabulary = tiny_vocabulary(config)
@@ -77,7 +79,9 @@ def write_scripted_model(
 def write_model_that_says(
     target: Path, template: str, text: str, body: dict[str, Any], controls: Sequence[str] = ()
 ) -> Path:
-    """Write a model that wants to say a text to a chat, and beside it a draft that wants to say it too."""
+    """Write a model that wants to say a text to a chat, and beside it a draft that wants to say it
+    too.
+    """
     config = TinyConfig(chat_template=template, control_tokens=tuple(controls), add_bos=False)
     write_scripted_model(target, config)
     with opened(target) as session:
@@ -98,8 +102,9 @@ def asked_of(
     controls: Sequence[str] = (),
     draft: str = "none",
 ) -> dict[str, Any]:
-    """What the server answers to a chat if its model wants to say a text. `draft` may be "same", a model that wants to
-    say it too."""
+    """What the server answers to a chat if its model wants to say a text. `draft` may be "same", a
+    model that wants to say it too.
+    """
     target = write_model_that_says(folder / "target.gguf", template, text, body, controls)
     source: DraftSource = folder / "draft.gguf" if draft == "same" else draft
     session = session_of(target, source, max_tokens=400)

@@ -23,7 +23,7 @@ from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
@@ -56,7 +56,9 @@ class Running:
         return self.http.post(path, json=body)
 
     def metric(self, name: str) -> float:
-        """The value of one of the figures at /metrics, with its labels if it has others than the model."""
+        """The value of one of the figures at /metrics, with its labels if it has others than the
+        model.
+        """
         for line in self.http.get("/metrics").text.splitlines():
             without = re.sub(r'\{model="[^"]*"\}|model="[^"]*",|,model="[^"]*"', "", line)
             if without.startswith(f"specgen:{name} "):
@@ -90,7 +92,7 @@ def session_of(
     """A session whose rows are exact."""
     own = sampler or SamplerOptions()
     options = options_of(target, draft, sampler=own, drafting=drafting, n_tokens=max_tokens)
-    return Session(options, clock, Memory())
+    return Session(options, clock, MeasurementStore())
 
 
 @contextlib.contextmanager
@@ -130,7 +132,7 @@ def tiny_server(
     n_ctx: int = N_CTX,
     **config: Any,
 ) -> Iterator[Running]:
-    """Run a server with a tiny model, and a draft that differs from it by `draft`; None is n-grams."""
+    """Run a server with a tiny model and a draft that differs from it by `draft` (None: n-grams)."""
     made = TinyConfig(**{"logit_scale": 6.0, "unprintable_scale": 0.0, **config})
     target = write_tiny_model(folder / "target.gguf", made)
     source: DraftSource = "ngram"
@@ -182,7 +184,9 @@ def pooled(
 def answering(
     pool: ModelPool, options: ServerOptions
 ) -> Iterator[tuple[DrainingServer, threading.Thread, httpx.Client]]:
-    """Answer requests with the models of a pool in a thread of this process, and give a client with the key."""
+    """Answer requests with the models of a pool in a thread of this process, and give a client with
+    the key.
+    """
     keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
     server = DrainingServer(Server(pool, options).app(), pool, options)
     with bound_socket(options.host, options.port, options.limits.client_s) as bound:

@@ -29,7 +29,9 @@ def write_models(folder: Path, configs: Mapping[str, TinyConfig]) -> Path:
 
 
 def write_pairs(folder: Path, n_ctx_train: int) -> Path:
-    """Write a tiny target for each kind of cache, as CACHE.gguf, and its draft as "CACHE draft.gguf"."""
+    """Write a tiny target for each kind of cache, as CACHE.gguf, and its draft as "CACHE
+    draft.gguf".
+    """
     for name, architecture in CACHES.items():
         config = TinyConfig(architecture=architecture, n_ctx_train=n_ctx_train)
         write_models(folder, {name: config, f"{name} draft": config.draft(0.1)})
@@ -37,7 +39,9 @@ def write_pairs(folder: Path, n_ctx_train: int) -> Path:
 
 
 def folder_with(scope: Any = "module", **configs: TinyConfig) -> Any:
-    """A fixture: a folder with tiny models, each as NAME.gguf, the respelled ones with the other kind of tokenizer."""
+    """A fixture: a folder with tiny models, each as NAME.gguf, the respelled ones with the other
+    kind of tokenizer.
+    """
 
     @pytest.fixture(scope=scope)
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -61,8 +65,9 @@ def options_of(
     drafting: Mapping[str, Any] | DraftOptions | None = None,
     **other: Any,
 ) -> SessionOptions:
-    """`draft` is a path, a word, or the name of a file beside the target; `drafting` is what differs from
-    fixed drafts, or all of it; `other` are more `SessionOptions`."""
+    """`draft` is a path, a word, or the name of a file beside the target; `drafting` is what
+    differs from fixed drafts, or all of it; `other` are more `SessionOptions`.
+    """
     is_word = draft in ("none", "ngram", "mtp")
     source: Any = draft if is_word or isinstance(draft, Path) else target.parent / f"{draft}.gguf"
     if not isinstance(drafting, DraftOptions):

@@ -1,7 +1,7 @@
 """Drafts that read layers of tiny targets, with random weights.
 
-So that a target accepts some tokens, most drafts can draft four tokens only, and the target is biased towards
-these.
+So that a target accepts some tokens, most drafts can draft four tokens only, and the target is
+biased towards these.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONFIG = TinyConfig(n_layer=4)
 LETTERS = [tiny_vocabulary(CONFIG).tokens.index(letter) for letter in "abcd"]
 BIASED = SamplerOptions(logit_bias=tuple((token, 30.0) for token in LETTERS))
 CHAIN = TreeShape("off")
-#: EAGLE-3 files of several makes: with and without a vocabulary of their own, embeddings, an output matrix,
-#: another size, and norms at other places.
+#: EAGLE-3 files of several makes: with and without a vocabulary of their own, embeddings, an output
+#: matrix, another size, and norms at other places.
 EAGLES = {
     "whole": TinyEagle(layers=(1, 2, 3)),
     "letters": TinyEagle(layers=(0, 2, 3), drafted=LETTERS),

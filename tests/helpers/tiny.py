@@ -50,7 +50,7 @@ def write_respelled_model(path: Path, config: TinyConfig) -> Path:
 
 
 def with_a_token_twice(path: Path) -> Path:
-    """A tiny model whose vocabulary has one token at two places: llama.cpp asserts that none has."""
+    """Write a tiny model with a duplicate token, on which llama.cpp fails an assertion."""
     data = write_tiny_model(path, TinyConfig()).read_bytes()
 
     def entry(text: bytes) -> bytes:
@@ -86,8 +86,9 @@ _BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0) -> Path:
-    """Write a copy of a model with the blocks of its layers' matrices multiplied by factors of 1 - `size` to
-    1 + `size`: training their scales can undo it."""
+    """Write a copy of a model with the blocks of its layers' matrices multiplied by factors of 1 -
+    `size` to 1 + `size`: training their scales can undo it.
+    """
     weights = read_weights(model)
     n_layer = weights.hyperparameters.n_layer
     names = [name for name in weights.tensors if ".attn_" in name or ".ffn_" in name]

@@ -1,5 +1,6 @@
-"""Time that passes by what decodes would cost, for sessions on tiny models: what a policy decides by
-costs is then the same on every machine, and in every run."""
+"""Time that passes by what decodes would cost, for sessions on tiny models: what a policy decides
+by costs is then the same on every machine, and in every run.
+"""
 
 from __future__ import annotations
 

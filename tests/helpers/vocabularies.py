@@ -201,8 +201,8 @@ def _normal(n: int, *key: object) -> np.ndarray[tuple[int], np.dtype[np.float64]
 def spoken(language: ByteLanguage, vocabulary: FakeVocabulary, *, seed: int = 0) -> Language:
     """The language as a model of this vocabulary has it.
 
-    Long tokens are preferred, as by models that were trained on tokenized text. Noise depends on each token
-    of the text, so that a stray cell in a cache shows.
+    Long tokens are preferred, as by models that were trained on tokenized text. Noise depends on
+    each token of the text, so that a stray cell in a cache shows.
     """
     pieces = [vocabulary.token_bytes(token) for token in range(vocabulary.n_tokens)]
 

@@ -38,7 +38,8 @@ class Worker:
     process: subprocess.Popen[str]
 
 
-#: Below those that systems hand out by themselves: no other test gets a port before it is used here.
+#: Below those that systems hand out by themselves: no other test gets a port before it is used
+#: here.
 _ports = itertools.count(20000 + os.getpid() * 61 % 12000)
 
 

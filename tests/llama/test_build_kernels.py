@@ -18,7 +18,10 @@ from scripts import build_kernels
 from scripts.build_kernels import LIBRARY, PLATFORMS, SOURCES, BuildError, fingerprint, plan
 from tests.helpers.common import ROOT
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers as scripts")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="compilers as scripts"),
+    pytest.mark.slow,
+]
 
 #: A compiler that records how it is called and creates an empty output. It does not know the flag
 #: `refused`, and cannot compile a file that contains the word `error`.

@@ -21,11 +21,11 @@ from specgen.llama.decoder_heads import (
     write_heads,
 )
 from specgen.llama.operators import FloatArray, dequantize
+from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Batch
+from specgen.method.hidden_states import LastHiddenState
 from specgen.options import Grammar, SamplerOptions
-from specgen.session.answer_loop import AnswerLoop
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.text.hidden_trail import LastHidden
 from tests.helpers.fake_generations import read_prompt
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 from tests.helpers.states_drafts import loaded
@@ -180,8 +180,8 @@ def test_the_loop_leaves_the_state_behind_what_was_read(
             loop = AnswerLoop(target, time.perf_counter)
             generation = DrafterFactory(speculative).new_answer(prompt, 512, (), 0)
             read_prompt(loop, generation)
-            last = generation.trail
-            assert isinstance(last, LastHidden)
+            last = generation.hidden_states
+            assert isinstance(last, LastHiddenState)
             n_seen = set()
             while not generation.is_finished:
                 loop.round([generation])
@@ -196,7 +196,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(
                 alone.decode(batch.part(0, n_read - 1))
                 _, hidden = alone.decode_hidden(batch.part(n_read - 1, n_read))
                 np.testing.assert_allclose(state, hidden[0], rtol=1e-4, atol=1e-4)
-            assert generation.tally.n_drafted > 0
+            assert generation.stats.n_drafted > 0
             assert n_seen == {1} if grammar is None else max(n_seen) > 3
 
 

@@ -1,4 +1,6 @@
-"""Files of drafts that read their target: what they fit, what is said of those that do not, and what finds them."""
+"""Files of drafts that read their target: what they fit, what is said of those that do not, and
+what finds them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from specgen.errors import BackendError, ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.draft_models import DflashModel, EagleModel
 from specgen.llama.gguf_file import mtp_of, why_no_mtp
+from specgen.measure.draft_trial import measure_target, try_draft
 from specgen.measure.prompts import given_prompts
-from specgen.measure.trial import measure_target, try_draft
 from specgen.options import DraftSource, SamplerOptions, SessionOptions, TreeShape
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen
@@ -212,7 +214,8 @@ def test_layers_alone_draft_as_those_of_the_whole_model(
     folder: Path, parted: Path, architecture: str, temperature: float
 ) -> None:
     sampler = SamplerOptions(temperature=temperature, seed=4)
-    # (The tiny model of this kind has a window in its MTP layers only, without which llama.cpp refuses it.)
+    # (The tiny model of this kind has a window in its MTP layers only, without which llama.cpp
+    # refuses it.)
     target = f"parted/{architecture}" if architecture != "mimo2" else f"whole {architecture}"
     said = []
     for file, draft in (

@@ -1,4 +1,6 @@
-"""Embeddings: the vectors are llama.cpp's, whatever was embedded before and however a text is decoded."""
+"""Embeddings: the vectors are llama.cpp's, whatever was embedded before and however a text is
+decoded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Drafts compute the logits of frequent tokens only; what they compute is what they computed before."""
+"""Drafts compute the logits of frequent tokens only; what they compute is what they computed
+before.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def test_without_kernels_all_rows_are_computed(
 @pytest.mark.usefixtures("kernels", "few_frequent")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_never_says_what_it_does_not_compute(model_file: Path, temperature: float) -> None:
-    """The target, which is the same model, says rare tokens too; the texts at temperature 0 are the same."""
+    """The target, which is the same model, says rare tokens too; the texts at temperature 0 are the
+    same.
+    """
     texts = {}
     for draft in ("none", model_file):
         with open_session(

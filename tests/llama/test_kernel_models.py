@@ -1,4 +1,6 @@
-"""Models with specgen's kernels: they say what llama.cpp's own code says, to the same bits in any batch."""
+"""Models with specgen's kernels: they say what llama.cpp's own code says, to the same bits in any
+batch.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.llama import operators
-from specgen.llama.kernels.trial import TYPES
+from specgen.llama.kernels.kernel_trial import TYPES
 from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, Weights
 
 FLOAT_TYPES = ("f16", "bf16", "f32")

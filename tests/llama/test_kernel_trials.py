@@ -1,5 +1,6 @@
-"""The kernels are tried on a model in a child process before it is loaded: what kills them there does not kill
-specgen."""
+"""The kernels are tried on a model in a child process before it is loaded: what kills them there
+does not kill specgen.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from specgen.llama import LlamaModel
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import VERDICTS, KernelStatus, ModelTrials
 from specgen.llama.kernels.attached import Kernels
-from specgen.llama.kernels.trial import try_kernels, write_skeleton
+from specgen.llama.kernels.kernel_trial import try_kernels, write_skeleton
 from specgen.options import KernelChoice
 from specgen.system import processes
 from specgen.system.processes import ChildTimeoutError, ask_child
@@ -29,8 +30,8 @@ from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b"
 
-#: A child that dies as a table says: by what it tries, the number of steps that it begins and the signal that ends it
-#: (0: none). It notes each run in a log.
+#: A child that dies as a table says: by what it tries, the number of steps that it begins and the
+#: signal that ends it (0: none). It notes each run in a log.
 _CHILD = """
 import json, os, pathlib, sys
 log, table, library, size, file, steps = sys.argv[1:]

@@ -22,6 +22,8 @@ from tests.helpers.cli import Cli, complaint, ended, events_of
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def add(a, b): return a + b"
 PASSED = Verdict("passed", "all is well", "avx2")
 
@@ -290,20 +292,20 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.options import ContextOptions
-    from specgen.session.memory import Threads
-    from specgen.session.open import open_memory
+    from specgen.session.measurement_store import Threads
+    from specgen.session.open import open_measurements
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    known = open_memory()
+    known = open_measurements()
     known.keep_threads(model, context, Threads(2, 3))
     known.costs(model, context, 0).set_seconds(1, 0.5)
     known.save()
-    again = open_memory()
+    again = open_measurements()
     assert again.threads(model, context) == Threads(2, 3)
     assert again.costs(model, context, 0)
     monkeypatch.setattr("specgen.session.open.computing", lambda: "specgen avx2")
-    other = open_memory()
+    other = open_measurements()
     assert other.threads(model, context) is None
     assert not other.costs(model, context, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from scripts import arm_kernels
 from scripts.arm_kernels import MissingToolError, Tools
-from specgen.llama.kernels.trial import TYPES
+from specgen.llama.kernels.kernel_trial import TYPES
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ from specgen.system.arrays import Logits
 from tests.helpers.rows import decoded_last
 from tests.tiny import TinyConfig, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = {
     "llama": TinyConfig(),
     "gemma3": TinyConfig(architecture="gemma3", sliding_window=8),
@@ -190,8 +192,10 @@ def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
 
 
 def free_cells_before(backend: LlamaBackend, sequence: int) -> None:
-    """Decode `TEXT` in a sequence, with free cells before it, and then a text in sequence 2, which uses them.
-    llama.cpp would also use those of the first sequence that have left the window of its end."""
+    """Decode `TEXT` in a sequence, with free cells before it, and then a text in sequence 2, which
+    uses them. llama.cpp would also use those of the first sequence that have left the window of its
+    end.
+    """
     decoded_last(backend, DRAFT, sequence=3)
     decoded_last(backend, TEXT, sequence=sequence)
     backend.remove(3)
@@ -229,7 +233,9 @@ def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expe
 def test_a_decode_that_is_ended_leaves_the_text_as_it_was(
     opened: Opener, expected: Expected, way: Way, n_asked: int
 ) -> None:
-    """A piece of a prompt ends in the middle of its graph; another text stays, and what is read again is right."""
+    """A piece of a prompt ends in the middle of its graph; another text stays, and what is read
+    again is right.
+    """
     backend = opened(way.name, way.n_rollback, n_sequences=2, n_branches=1)
     decoded_last(backend, DRAFT, 1)
     for text in (TEXT[:20], TEXT[20:]):

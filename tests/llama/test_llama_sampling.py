@@ -1,5 +1,6 @@
-"""Our samplers against llama.cpp's own, called through the low-level API; DRY on vocabularies with breakers of every
-kind."""
+"""Our samplers against llama.cpp's own, called through the low-level API; DRY on vocabularies with
+breakers of every kind.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ import numpy as np
 import pytest
 
 from specgen.llama import LlamaVocabulary
-from specgen.method.draft import Distribution
 from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.sampling.chain import Sampler
+from specgen.text.sampling.distribution import Distribution
 from specgen.text.sampling.dry import DryBreakers
 from tests.helpers.common import UNFILTERED
 from tests.helpers.llama_samplers import as_dict, assert_same, native_distribution
 from tests.helpers.tiny import vocabulary_of
+
+pytestmark = pytest.mark.slow
 
 
 def options(**changes: object) -> SamplerOptions:
@@ -90,7 +93,8 @@ ALONE: dict[str, list[dict[str, float]]] = {
         for exponent in (0.5, 1.0, 2.0)
     ],
 }
-#: Where llama.cpp's own arithmetic in float32 breaks: it squares logits, and divides them by temperatures.
+#: Where llama.cpp's own arithmetic in float32 breaks: it squares logits, and divides them by
+#: temperatures.
 BREAKS = {"top_n_sigma": {"huge", "minute"}, "typical": {*ROWS} - {*POSSIBLE}}
 
 

@@ -17,7 +17,7 @@ from specgen.cli.flags import machine
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.llama import LlamaBackend, LlamaModel, rpc
 from specgen.llama.kernels.attached import Kernels
-from specgen.measure import doctor
+from specgen.measure import diagnosis as doctor
 from specgen.options import ContextOptions, Workers
 from specgen.system import worker_probe
 from specgen.system.arrays import Logits
@@ -43,6 +43,8 @@ from tests.helpers.workers import (
 )
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import Architecture
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(name="in_process")
@@ -253,8 +255,9 @@ class TestProbe:
                 probe(endpoint, 0.2)
 
     def test_the_worker_that_ended_its_connection_is_lost(self) -> None:
-        """Even if it still accepts connections: a process that is killed does so for a moment. The other
-        is not asked, since it may accept none while it serves."""
+        """Even if it still accepts connections: a process that is killed does so for a moment. The
+        other is not asked, since it may accept none while it serves.
+        """
         with contextlib.ExitStack() as stack:
             listening = [
                 stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))

@@ -1,7 +1,8 @@
-"""Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4 assistants, heads.
+"""Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4
+assistants, heads.
 
-Whatever they draft, the text is the target's own. `tests/method/test_lossless.py` has them with every sampler
-and verifier; here are files of every make, trees and several answers.
+Whatever they draft, the text is the target's own. `tests/method/test_lossless.py` has them with
+every sampler and verifier; here are files of every make, trees and several answers.
 """
 
 from __future__ import annotations
@@ -103,8 +104,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
-    """What is drafted behind a text by contexts that have seen nothing else: all rows in one batch, those of the
-    text with the target's states, the others with the states of what drafted the token before."""
+    """What is drafted behind a text by contexts that have seen nothing else: all rows in one batch,
+    those of the text with the target's states, the others with the states of what drafted the token
+    before.
+    """
     with opened.contexts(256) as (target, (draft,)):
         assert isinstance(draft, StatesContext)
         n_read = len(text) - 1
@@ -140,8 +143,9 @@ def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
 
 @pytest.mark.parametrize("case", [*OF_LAYERS, *OTHERS[:-1]], ids=str)
 def test_drafts_are_those_of_contexts_that_saw_nothing_else(folder: Path, case: Case) -> None:
-    """So neither a mask nor anything that was refused is left in the draft's cache, and accepted tokens have
-    the target's states there."""
+    """So neither a mask nor anything that was refused is left in the draft's cache, and accepted
+    tokens have the target's states there.
+    """
     with case.loaded(folder) as opened:
         prompt = opened.prompts.of_text(PROMPT, chat=False)
         events, finished = answered(opened)

@@ -38,8 +38,9 @@ def run_forked(
     stdin: bytes = b"",
     limit_s: float = 60.0,
 ) -> Outcome:
-    """Run a command in a folder, with limits on time, memory, and what it writes to a file. There must
-    be no threads in this process."""
+    """Run a command in a folder, with limits on time, memory, and what it writes to a file. There
+    must be no threads in this process.
+    """
     streams = [folder / name for name in (".stdin", ".stdout", ".stderr")]
     streams[0].write_bytes(stdin)
     for stream in streams[1:]:

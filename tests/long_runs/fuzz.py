@@ -2,11 +2,11 @@
 
     python -m tests.long_runs.fuzz --cases 3000 --seed 1
 
-runs specgen on damaged files, odd texts and odd options (`tests/long_runs/fuzz_cases.py`), each in a
-process of its own with limits on time and memory. Right is exit code 0 with the right answer, or a
-documented exit code with one line that begins with ``error:``. All else is a finding: it is printed, its
-folder is kept under `--keep`, and the exit code is 1. Cases are numbered, and the same for a seed: after
-Ctrl-C, `--first` goes on; `--only NUMBER` repeats one.
+runs specgen on damaged files, odd texts and odd options (`tests/long_runs/fuzz_cases.py`), each in
+a process of its own with limits on time and memory. Right is exit code 0 with the right answer, or
+a documented exit code with one line that begins with ``error:``. All else is a finding: it is
+printed, its folder is kept under `--keep`, and the exit code is 1. Cases are numbered, and the same
+for a seed: after Ctrl-C, `--first` goes on; `--only NUMBER` repeats one.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m tests.long_runs.llama_cpp_tests LLAMA_CPP [--models FOLDER] [-k WORDS]
 
-LLAMA_CPP is an unpacked source of llama.cpp. The tests want small models of the Hugging Face hub, which are fetched; of
-those in FOLDER (`stories260K.gguf` for a repository with such a name) nothing is fetched, and tests of a model that
-cannot be had are skipped. `DIFFERENT` says which tests fail on purpose, and why; the exit code is 1 if another one
-fails.
+LLAMA_CPP is an unpacked source of llama.cpp. The tests want small models of the Hugging Face hub,
+which are fetched; of those in FOLDER (`stories260K.gguf` for a repository with such a name) nothing
+is fetched, and tests of a model that cannot be had are skipped. `DIFFERENT` says which tests fail
+on purpose, and why; the exit code is 1 if another one fails.
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ LEFT_OUT = {
 }
 #: Tests that fail on purpose, and why.
 DIFFERENT = {
-    "basic.*(addresses|props|slots|no_ui|aliases)": "one address, one name; what /slots and / show is always there",
+    "basic.*(addresses|props|slots|no_ui|aliases)": (
+        "one address, one name; /slots and / are always enabled"
+    ),
     "chat.*best book-8-. blue": "a text that is no Jinja is a file's name",
-    "(chat|tool_call).*(completion_stream|timings_per_token|logprobs_stream|STREAMED)": "a stream's first content is empty, as at OpenAI",
+    "(chat|tool_call).*(completion_stream|timings_per_token|logprobs_stream|STREAMED)": (
+        "the first content of a stream is empty, as OpenAI's is"
+    ),
     "chat.*(test_chat_template|verbose)": "/apply-template shows the prompt, a response does not",
     "chat.*apply_chat_template": "Command R's template is in its own files",
     "chat.*response_format": "unless strict, what cannot be enforced is a warning",
     "chat.*messages7": "of two last answers the last one goes on",
-    "(chat|ctx).*(exceeded|long_prompt)": "the error has the type and the code of OpenAI, and llama.cpp's figures",
+    "(chat|ctx).*(exceeded|long_prompt)": (
+        "the error has OpenAI's type and code, and llama.cpp's figures"
+    ),
     "chat.*return_progress": "pieces of a prompt have another size",
     "compat_anthropic.*basic": "answers have timings beside Anthropic's fields",
     "compat_anthropic.*(image|vision)": "an image is named as left out",

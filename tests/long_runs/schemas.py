@@ -2,9 +2,10 @@
 
     python -m tests.long_runs.schemas FOLDER [BEGINNING_OF_NAMES]
 
-FOLDER is `maskbench/data` of https://github.com/guidance-ai/jsonschemabench. A line for each schema of which something
-is left out or a value is taken wrongly, and two tables: the second with ``"strict": false``, which opens objects. Fails if a value that does not conform is accepted by a grammar
-that left nothing out.
+FOLDER is `maskbench/data` of https://github.com/guidance-ai/jsonschemabench. A line for each schema
+of which something is left out or a value is taken wrongly, and two tables: the second with
+``"strict": false``, which opens objects. Fails if a value that does not conform is accepted by a
+grammar that left nothing out.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from specgen.errors import UsageError
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import JSON_FORM
 
-#: The most pieces of a value that are tried to find an order of its properties that the grammar takes.
+#: The most pieces of a value that are tried to find an order of its properties that the grammar
+#: takes.
 _BUDGET = 2000
 
 
 def examined(path: Path, is_open: bool) -> tuple[str, Counter[str], float, list[str]]:
-    """Return how a schema is taken, with objects open unless it closes them, the numbers of its values, the seconds until a first token, and what is odd."""
+    """Return how a schema is taken, with objects open unless it closes them, the numbers of its
+    values, the seconds until a first token, and what is odd.
+    """
     case = json.loads(path.read_text())
     begun = time.process_time()
     try:
@@ -77,7 +81,7 @@ def _orders(schema: Any) -> list[list[str]]:
 def _written(
     matcher: LLMatcher, value: Any, orders: list[list[str]], budget: list[int]
 ) -> Iterator[LLMatcher]:
-    """Yield the states after a value, with its properties in some orders: a grammar has one order."""
+    """Yield the states after a value, trying several orders of its properties."""
 
     def after(state: LLMatcher, text: str) -> Iterator[LLMatcher]:
         copy, tokens = state.deep_copy(), [*text.encode()]

@@ -1,16 +1,18 @@
-"""Hours of what happens to a server: right and wrong requests, users who go away, users who do not read.
+"""Send a server hours of real life: valid and invalid requests, and clients that leave or stall.
 
     python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
 
-starts `specgen serve` with the options behind ``--``, also with ``--models`` (the first model gets most requests), and
-looks for
+starts `specgen serve` with the options after ``--``, also with ``--models`` (the first model gets
+most requests), and looks for
 
-- texts that differ from what the server said to the same request before, with or without drafts, alone
-  or beside others. Rows have to be exact: use the kernels, or CPU caches in F32 without flash attention,
-- responses that are none, or blame the server (5xx),
-- slots, descriptors, threads or memory that are not given back.
+- texts that differ from the server's earlier answer to the same request, with or without drafts,
+  alone or alongside others (this needs batch-invariant rows: the kernels, or F32 caches on the CPU
+  without flash attention),
+- malformed responses, and responses that blame the server (5xx),
+- slots, file descriptors, threads or memory that are not released.
 
-It prints a line for each finding, the figures at the end as JSON, and exits with 1 if anything was found.
+It prints a line for each finding, the figures at the end as JSON, and exits with 1 if anything was
+found.
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ class Soak:
         else:
             body["prompt"] = prompt
         if chance.random() < 0.4:
-            # Draws of a draft model give other draws than the target alone, unless they have to match.
+            # Draws of a draft model give other draws than the target alone, unless they have to
+            # match.
             body |= {"temperature": chance.choice([0.5, 1.0]), "seed": chance.randrange(3)}
             body["speculative"] = {"verifier": "match"}
             body["top_p"] = chance.choice([0.9, 1.0])
@@ -144,7 +147,9 @@ class Soak:
         return path, body
 
     def _model(self, chance: random.Random) -> str:
-        """The name of a model: mostly the first one, so that others are loaded and unloaded now and then."""
+        """The name of a model: mostly the first one, so that others are loaded and unloaded now and
+        then.
+        """
         name: str = chance.choice([*self._texts[:1] * _N_FIRST, *self._texts[1:]])
         return name
 
@@ -284,7 +289,8 @@ class Soak:
         quarter = len(self.samples) // 4 or 1
         early, late = self.samples[quarter : 2 * quarter + 1], self.samples[-quarter:]
         for name, slack in (("n_files", _SLACK_FILES), ("memory_mb", _SLACK_MB)):
-            # The most that the same models took: models that are being unloaded leave their memory bit by bit.
+            # The most that the same models took: models that are being unloaded leave their memory
+            # bit by bit.
             for loaded in {sample["loaded"] for sample in early} & {s["loaded"] for s in late}:
                 before, after = (
                     [sample[name] for sample in samples if sample["loaded"] == loaded]

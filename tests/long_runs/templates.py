@@ -1,10 +1,12 @@
-"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, a line for each::
+"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, a line
+for each::
 
     python -m tests.long_runs.templates [FOLDER]
 
-FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python is fetched. Fails
-if a template has lost its form: all that write calls have one, but for those in `UNREAD`. Calls in each form
-must be read again, whole and letter by letter, and the grammars of calls must allow them.
+FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python
+is fetched. Fails if a template has lost its form: all that write calls have one, but for those in
+`UNREAD`. Calls in each form must be read again, whole and letter by letter, and the grammars of
+calls must allow them.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ import numpy as np
 from scripts import build_peers
 from specgen.errors import PromptError
 from specgen.llama import LlamaModel
-from specgen.serve.formats.call_forms import CallForm, form_of
-from specgen.serve.formats.tool_calls import Function, ToolCallParser, calls_grammar
+from specgen.serve.formats.tool_calls.form_probe import form_of
+from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.grammar import calls_grammar
+from specgen.serve.formats.tool_calls.parser import ToolCallParser
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 from specgen.text.grammar.free_text import ANY, grammar_start
@@ -32,7 +37,9 @@ from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
 UNREAD = {
-    "meetkai-functionary-medium-v3.2": "the prompt has the mark of calls, also before other answers",
+    "meetkai-functionary-medium-v3.2": (
+        "the prompt ends with the mark of a call even if the answer is not one"
+    ),
 }
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")
@@ -78,10 +85,10 @@ def _arguments(form: CallForm, given: dict[str, Any]) -> str:
 def faults(form: CallForm, folder: Path) -> list[str]:
     """What goes wrong with one call, with two and with three."""
     found = []
-    controls = tuple(name for name in form.controls if name != "<|python_tag|>")
+    controls = tuple(name for name in form.control_tokens if name != "<|python_tag|>")
     write_tiny_model(folder / "model.gguf", TinyConfig(control_tokens=controls))
     model = LlamaModel(folder / "model.gguf", n_gpu_layers=0)
-    vocabulary = model.vocabulary.showing(form.controls)
+    vocabulary = model.vocabulary.showing(form.control_tokens)
     for n in (1, 2, 3) if form.between is not None else (1,):
         text = written(form, CALLS[:n])
         for pieces in ([text], text):

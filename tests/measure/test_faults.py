@@ -1,4 +1,6 @@
-"""Folders that cannot be written, memory that runs out, caches that vanish: an answer or one clear line."""
+"""Folders that cannot be written, memory that runs out, caches that vanish: an answer or one clear
+line.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from specgen.errors import MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 from tests.helpers.cli import ended
 from tests.helpers.sessions import answers, options_of
@@ -41,7 +43,8 @@ if os.geteuid() == 0:
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
-#: What is measured is kept only where other programs, other tests among them, leave the machine alone.
+#: What is measured is kept only where other programs, other tests among them, leave the machine
+#: alone.
 ON_AN_IDLE_MACHINE = """
 import sys
 from specgen.cli.app import main
@@ -145,11 +148,11 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
     context = ContextOptions(n_threads=1)
     more: dict[str, Any] = {"drafting": DraftOptions(lookup_store=True), "cache": cache}
     options = options_of(tiny_models / "target.gguf", "draft", context=context, **more)
-    memory = Memory(cache / "learnt.json")
-    with Session(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
+    measurements = MeasurementStore(cache / "learnt.json")
+    with Session(options, time.perf_counter, measurements) as loaded, Engine(loaded) as engine:
         calibrate(loaded)
         (before,) = answers(engine, [PROMPT])
-        memory.save()
+        measurements.save()
         files = [path for path in cache.rglob("*") if path.is_file()]
         assert files
         if fault == "garbage":
@@ -160,8 +163,8 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
             if fault == "a file":
                 cache.write_text("no folder")
         (after,) = answers(engine, [PROMPT])
-        memory.save()
+        measurements.save()
     assert after == before
-    with Session(options, time.perf_counter, Memory(cache / "learnt.json")) as loaded:
+    with Session(options, time.perf_counter, MeasurementStore(cache / "learnt.json")) as loaded:
         *_, again = generate(loaded, loaded.prompts.of_text(PROMPT))
     assert getattr(again, "text", None) == before

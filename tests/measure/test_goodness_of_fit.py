@@ -1,6 +1,7 @@
-"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated samplers, with fixed
-seeds. A simulated rate is compared with its bound plus five standard errors: a correct implementation had a chance of
-3e-7 to fail each when the seed was chosen."""
+"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated
+samplers, with fixed seeds. A simulated rate is compared with its bound plus five standard errors: a
+correct implementation had a chance of 3e-7 to fail each when the seed was chosen.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from specgen.measure.verify import MIN_EXPECTED, chi_square_tail, g_test
+from specgen.measure.exactness import MIN_EXPECTED, chi_square_tail, g_test
 from specgen.system.arrays import ProbArray
 from tests.helpers.goodness_of_fit import detectable_deviation, fits_of
+
+pytestmark = pytest.mark.slow
 
 probabilities = (
     st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30)

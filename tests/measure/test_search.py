@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from specgen.llama import LlamaBackend
+from specgen.measure.draft_trial import Baseline, DraftFigures, TargetAnswer
 from specgen.measure.prompts import given_prompts
 from specgen.measure.search import (
     Search,
@@ -26,12 +27,11 @@ from specgen.measure.search import (
     search_drafts,
     thread_counts,
 )
-from specgen.measure.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
 from specgen.session.calibration import is_pair_measured, known_costs, measure_costs
-from specgen.session.memory import Memory, Threads
+from specgen.session.measurement_store import MeasurementStore, Threads
 from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -44,11 +44,11 @@ pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
 def loaded(
-    folder: Path, context: ContextOptions = ONE_THREAD, memory: Memory | None = None
+    folder: Path, context: ContextOptions = ONE_THREAD, measurements: MeasurementStore | None = None
 ) -> Session:
     more: dict[str, Any] = {"n_tokens": 16, "drafting": DraftOptions(max_tokens=4)}
     options = options_of(folder / "target.gguf", context=context, **more)
-    return Session(options, time.perf_counter, memory)
+    return Session(options, time.perf_counter, measurements)
 
 
 def drafts(search: Search) -> set[DraftSource]:
@@ -60,14 +60,14 @@ def drafts(search: Search) -> set[DraftSource]:
 
 def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
-    memory, context = Memory(), ContextOptions(flash_attention="off")
-    with loaded(tiny_models, context, memory) as opened:
+    measurements, context = MeasurementStore(), ContextOptions(flash_attention="off")
+    with loaded(tiny_models, context, measurements) as opened:
         found = search_drafts(opened, [draft], (), PROMPTS, tunes_threads=True)
     assert found is not None
     assert set(found.threads) == {"target.gguf", "draft.gguf"}
-    assert memory.threads(target, context) == found.threads["target.gguf"]
-    assert memory.threads(draft, context) == found.threads["draft.gguf"]
-    with loaded(tiny_models, context, memory) as opened:
+    assert measurements.threads(target, context) == found.threads["target.gguf"]
+    assert measurements.threads(draft, context) == found.threads["draft.gguf"]
+    with loaded(tiny_models, context, measurements) as opened:
         opened.change_draft(draft)
         assert is_pair_measured(opened, draft)
         assert known_costs(opened, draft) is not None
@@ -80,8 +80,8 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
 
 
 def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None:
-    draft, memory = tiny_models / "draft.gguf", Memory()
-    with loaded(tiny_models, memory=memory) as opened:
+    draft, measurements = tiny_models / "draft.gguf", MeasurementStore()
+    with loaded(tiny_models, measurements=measurements) as opened:
         for size in (1, 2, 3, 4, 5):
             opened.costs.table().set_seconds(size, 1e6)
             opened.costs.table(draft).set_seconds(size, 1e6)

@@ -11,15 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
-from specgen.method.draft import Distribution, Draft
+from specgen.drafters.autoregressive import ModelDrafter
+from specgen.drafters.staged import SecondDraft
+from specgen.method.cascade import Cascade
+from specgen.method.draft import Draft
 from specgen.method.drafter import draft_alone, propose_together
 from specgen.method.policy import FixedPolicy, RoundPlan, RoundResult
-from specgen.method.tables import Stop
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.stopping import StoppingRule
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.system.arrays import Logits
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Cascade, Shaper, TextState
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB, Clock, NoDrafter, draft_request, model_drafter
 
@@ -29,7 +33,9 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, p_min: float = 0.0) -> Draft:
     """A draft of `n_max` tokens, or until one is less likely than `p_min`."""
-    plan = replace(RoundPlan("fixed", n_max), stop=Stop(p_min, needs_confidence=p_min > 0.0))
+    plan = replace(
+        RoundPlan("fixed", n_max), stop=StoppingRule(p_min, needs_confidence=p_min > 0.0)
+    )
     return draft_alone(drafter.propose(context, plan))
 
 
@@ -155,7 +161,7 @@ def test_of_a_long_text_a_window_is_read() -> None:
     for n_new, n_seen in ((0, 125), (100, 225), (150, 64), (75, 139), (5, 144)):
         text += rng.integers(0, N_VOCAB, n_new).tolist()
         n_decoded, length = backend.n_decoded_rows, backend.length(0)
-        assert drafter.n_behind(len(text)) <= 128
+        assert drafter.n_to_decode(len(text)) <= 128
         draft = propose(drafter, text, 3)
         seen = backend.text(0)[:-2]
         assert seen == (*text[:4], *text[len(text) - (n_seen - 4) :])
@@ -170,7 +176,7 @@ TEXT = [1, 2, 3]
 # --- what stands before a draft
 
 
-class Paths(Shaper):
+class Paths(SamplingPipeline):
     """A shaper that notes the paths that it is asked about."""
 
     def __init__(self, state: TextState) -> None:
@@ -219,11 +225,11 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
 ) -> None:
     policy, results = FixedPolicy(DraftOptions("fixed", 3, p_min=0.0)), list[RoundResult]()
     policy.observe = results.append  # type: ignore[method-assign,assignment]
-    guesses = Guesses(Cascade(model=Guessing()), policy)
+    guesses = SecondDraft(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
-        next(guesses.after(TEXT, [9], 5, 0))
+        next(guesses.guess(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]
-    guesses.decoded(2.0)
+    guesses.observe_decode(2.0)
     guesses.settle(said)
     guesses.settle(said)  # it is settled once
     (result,) = results

@@ -1,4 +1,6 @@
-"""Greedy speculative text equals plain text, whatever drafts and wherever the answer ends; and log-probabilities."""
+"""Greedy speculative text equals plain text, whatever drafts and wherever the answer ends; and
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -23,11 +25,12 @@ from specgen.events import (
     ReadingEvent,
     VerifiedEvent,
 )
+from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.arrays import Logits
-from specgen.text.text_state import Cascade, TextState
 from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (

@@ -1,14 +1,15 @@
 """Lossless in every mode: drafter x verifier x samplers x kind of cache, on tiny models.
 
-Greedy text is compared in all combinations. What judges drafts is the same code whatever the cache, so sampled text is
-drawn with all drafters, verifiers and samplers on one cache, and on the others with the verifiers in turn. Drafts from
-the target's hidden states draw one token, through the engine. Drafts in another vocabulary, and one that learnt, take
-part in what they could break.
+Greedy text is compared in all combinations. What judges drafts is the same code whatever the cache,
+so sampled text is drawn with all drafters, verifiers and samplers on one cache, and on the others
+with the verifiers in turn. Drafts from the target's hidden states draw one token, through the
+engine. Drafts in another vocabulary, and one that learnt, take part in what they could break.
 
-At temperature 0 the text must be plain decoding's. Above, draws must fit the target's exact joint distribution of the
-next three tokens (G-tests); with matching, a seed's text must also be plain decoding's. False-alarm levels sum to
-`OVERALL_LEVEL` over the matrix: a correct specgen would fail somewhere in it with that probability, were the seeds
-drawn anew. They are fixed, so what passes goes on passing.
+At temperature 0 the text must be plain decoding's. Above, draws must fit the target's exact joint
+distribution of the next three tokens (G-tests); with matching, a seed's text must also be plain
+decoding's. False-alarm levels sum to `OVERALL_LEVEL` over the matrix: a correct specgen would fail
+somewhere in it with that probability, were the seeds drawn anew. They are fixed, so what passes
+goes on passing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TypeAlias, get_args
 import pytest
 
 from specgen.events import FinishedEvent
-from specgen.measure.verify import check_greedy, check_sampled
+from specgen.measure.exactness import check_greedy, check_sampled
 from specgen.options import (
     GenerationOptions,
     Grammar,
@@ -99,7 +100,8 @@ def drafters(cache: str) -> tuple[str, ...]:
     )
 
 
-#: A target by its kind of cache or its architecture, what drafts for it, and how drafts are translated.
+#: A target by its kind of cache or its architecture, what drafts for it, and how drafts are
+#: translated.
 Case: TypeAlias = tuple[str, str, TranslateMode]
 DRAFTED: list[Case] = [(cache, drafter, "off") for cache in CACHES for drafter in drafters(cache)]
 #: The cache on which every verifier meets every sampler.
@@ -253,7 +255,9 @@ def test_greedy_text_is_that_of_plain_decoding(
 
 
 def check_draws(session: Session) -> int:
-    """The next tokens after the prompt are distributed as the target's; how many drafted ones were accepted."""
+    """The next tokens after the prompt are distributed as the target's; how many drafted ones were
+    accepted.
+    """
     prompt = session.prompts.of_text(PROMPT, chat=False)
     if session.draft is not None and session.draft.reads in ("all states", "cache"):
         result = check_sampled(session, {1: prompt}, N_DRAWS_OF_ONE, LEVEL, seed=5)
@@ -310,6 +314,7 @@ def test_every_verifier_meets_every_cache_and_sampler() -> None:
     assert others == set(itertools.product(drafted, SAMPLED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "verifier", "samplers"), ALL_SAMPLED, ids=name_of)
 def test_sampled_text_fits_the_targets_distribution(
     models: Path, case: Case, verifier: VerifierName, samplers: str
@@ -319,6 +324,7 @@ def test_sampled_text_fits_the_targets_distribution(
     assert n_accepted > 0 or case[2] == "off"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [*DRAFTED, *((BROADEST, "respelled", mode) for mode in TRANSLATED), *FROM_STATES],

@@ -1,4 +1,6 @@
-"""A parallel draft model: its mask token, what it predicts in one decode, and what is in its cache then."""
+"""A parallel draft model: its mask token, what it predicts in one decode, and what is in its cache
+then.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.model import DraftModel
 from specgen.drafters.parallel import ParallelDrafter
+from specgen.drafters.standalone import StandaloneDraft
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan
-from specgen.method.tables import AcceptanceRates, CostTable
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, SamplerOptions, TreeShape, parse_tree
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Shaper, TextState
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import GREEDY, N_VOCAB, draft_request
 from tests.helpers.sessions import finished, opened
@@ -104,7 +108,9 @@ def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
 
 
 def predicted_rows(first_s: float, row_s: float) -> int:
-    """How many tokens are predicted where a row of the draft's decode costs so much; 0 without a decode."""
+    """How many tokens are predicted where a row of the draft's decode costs so much; 0 without a
+    decode.
+    """
     target = CostTable({n: 1.0 + 0.05 * n for n in range(1, 18)})
     own = CostTable({n: first_s + row_s * (n - 1) for n in range(1, 40)})
     drafter, backend = parallel(costs=own, n_max=16)
@@ -157,7 +163,7 @@ def models(
 
 
 def mask_of(session: Session) -> int | None:
-    assert isinstance(session.draft, DraftModel)
+    assert isinstance(session.draft, StandaloneDraft)
     return session.draft.mask
 
 
@@ -239,7 +245,7 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
     ):
         assert session.draft is not None
         state = TextState(text)
-        shaper = Shaper(Sampler(SamplerOptions()), state)
+        shaper = SamplingPipeline(Sampler(SamplerOptions()), state)
         request = DraftRequest(state, shaper, np.random.default_rng(0), text, (draft,))
         drafter = session.draft.drafter(request)
         for token in (60, 61, 62):

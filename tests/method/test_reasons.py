@@ -1,4 +1,6 @@
-"""Every round says why it drafted what it drafted, or why it drafted nothing: a test makes each reason happen."""
+"""Every round says why it drafted what it drafted, or why it drafted nothing: a test makes each
+reason happen.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafting, ready
 from specgen.method.policy import (
@@ -19,7 +23,6 @@ from specgen.method.policy import (
     RoundResult,
     ThresholdPolicy,
 )
-from specgen.method.tables import AcceptanceRates, CostTable, Price
 from specgen.options import DraftOptions, GenerationOptions
 from tests.helpers.fake_generations import FailingDrafter, NoDrafter, Setup
 from tests.helpers.fake_grammar import FakeGrammar
@@ -46,18 +49,22 @@ def offer(
 
 
 def after(policy: Policy, n_rounds: int, asked: Offer, *, right: bool = False) -> RoundPlan:
-    """The plan after some rounds of one second each, in which drafts of four tokens were right or wrong."""
+    """The plan after some rounds of one second each, in which drafts of four tokens were right or
+    wrong.
+    """
     for _ in range(n_rounds):
         plan = policy.plan(asked)
-        whole = plan.found
+        draft = plan.found
         if plan.n_max:
-            whole = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, looks=[0.9] * 4)
-        path = tuple(range(len(whole))) if right else ()
-        committed = (*(whole.tokens if right else ()), 9)
-        n_rows = 1 + len(whole)
-        policy.observe(
-            RoundResult(plan, whole, path, 0.2, 1.0, n_rows, committed, (asked.found, whole))
-        )
+            draft = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, step_confidences=[0.9] * 4)
+        path: tuple[int, ...] = ()
+        committed: tuple[int, ...] = (9,)
+        if right:
+            path = tuple(range(len(draft)))
+            committed = (*draft.tokens, 9)
+        n_rows = 1 + len(draft)
+        proposed = (asked.found, draft)
+        policy.observe(RoundResult(plan, draft, path, 0.2, 1.0, n_rows, committed, proposed))
     return policy.plan(asked)
 
 
@@ -122,7 +129,7 @@ class Unsure(NoDrafter):
     """Looks at the next token, and drafts nothing."""
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(replace(NO_DRAFT, looks=(0.1,)))
+        return ready(replace(NO_DRAFT, step_confidences=(0.1,)))
 
 
 class Forbidden(NoDrafter):

@@ -15,15 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
+from specgen.method.acceptance import AcceptanceRates
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
-from specgen.method.draft import NO_DRAFT, ROOT, Distribution, Draft
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import Drafter, draft_alone
 from specgen.method.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
-from specgen.method.tables import AcceptanceRates, CostTable, WhilePaying
-from specgen.method.verify import (
+from specgen.method.stopping import CostAwareStopping
+from specgen.method.text_state import TextState
+from specgen.method.verifiers import (
     AutoVerifier,
     BlockVerifier,
     ResidualVerifier,
@@ -37,9 +43,7 @@ from specgen.options import (
     SamplerOptions,
     parse_tree,
 )
-from specgen.session.answer_loop import AnswerLoop
-from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import Cascade, TextState
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.exact_distributions import Fate, all_fates, distribution
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -92,7 +96,7 @@ def test_independent_walks_lead_from_the_root_down_and_stay_whole() -> None:
     rest = ("m",) * 3, (None,) * 3, (None,) * 3
     walks = Draft((1, 2, 3), (ROOT, 0, ROOT), *rest, walks=((0, 1), (2,), (0,)))
     for walk in [(1,), (0, 2), ()]:
-        with pytest.raises(ValueError, match="no walk"):
+        with pytest.raises(ValueError, match="not a path"):
             replace(walks, walks=(walk,))
     assert walks.first(3) is walks
     moved = walks.only([2, 0, 1])
@@ -112,7 +116,7 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
         paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
     extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
     rates = AcceptanceRates()
-    stop = WhilePaying(origin="", rates=lambda _, rank: rates, token_s=1.0, extra_s=extra_s)
+    stop = CostAwareStopping(origin="", rates=lambda _, rank: rates, token_s=1.0, extra_s=extra_s)
     nodes = stop.best_nodes(paths)
     best_s = 0.0
     for size in range(len(chances) + 1):
@@ -169,7 +173,7 @@ def drawn_tree(
         for _ in range(min((1, 1, 2, 2, 3)[number // 5 % 5], n_max - len(tokens))):
             if left is None:
                 break
-            token = left.draw(fate)  # type: ignore[arg-type]
+            token = left.sample(fate)  # type: ignore[arg-type]
             child = len(tokens)
             tokens.append(token)
             parents.append(node)
@@ -234,7 +238,9 @@ def tree_by(seed: int, n_max: int) -> Callable[[Fate], Draft]:
 
 
 def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
-    """Draws chains independently by another language than the target's; common beginnings are the same nodes."""
+    """Draws chains independently by another language than the target's; common beginnings are the
+    same nodes.
+    """
     source = speaks(seed + 1)
 
     def draw(fate: Fate) -> Draft:
@@ -244,7 +250,7 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
             texts: list[tuple[int, ...]] = [()]
             for _ in range(n_deep):
                 after = source(texts[-1])
-                texts.append((*texts[-1], after.draw(fate)))  # type: ignore[arg-type]
+                texts.append((*texts[-1], after.sample(fate)))  # type: ignore[arg-type]
                 if texts[-1] not in nodes:
                     nodes[texts[-1]] = len(nodes)
                     sources.append(after)
@@ -265,8 +271,9 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
 def test_whatever_is_drawn_the_target_is_told(
     seed: int, shape: int | tuple[int, int], verifier: Callable[[], Verifier]
 ) -> None:
-    """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the target's joint
-    distribution."""
+    """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the
+    target's joint distribution.
+    """
     draft_by = tree_by(seed, shape) if isinstance(shape, int) else walks_by(seed, *shape)
     assert largest_error(verifier(), seed, draft_by)[0] < 1e-9
 
@@ -299,7 +306,8 @@ def test_all_kinds_of_shapes_are_among_them() -> None:
 
 #: Tokens that are tested, after the first one, which comes from the prompt's round.
 N_TOKENS = 3
-#: They find any deviation of 0.12 (total variation, as the test pools the outcomes) with probability 0.99.
+#: They find any deviation of 0.12 (total variation, as the test pools the outcomes) with
+#: probability 0.99.
 N_DRAWS = 1300
 SHORT_PROMPT = (0, 1, 0, 1, 0, 1)
 LETTERS = FakeVocabulary.letters(5)
@@ -368,6 +376,7 @@ def draw(
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "quality"), [("plain", "good"), ("plain", "adversarial"), ("chain", "bad")]
 )
@@ -384,8 +393,9 @@ def draw(
 def test_drawn_trees_fit(
     shape: str, verifier: Callable[[], Verifier], sampler: str, quality: str
 ) -> None:
-    """The joint distribution of the first tokens, with rounds that end at every depth, by a G-test at a false-alarm
-    level of 1e-4; `test_lossless.py` has chains."""
+    """The joint distribution of the first tokens, with rounds that end at every depth, by a G-test
+    at a false-alarm level of 1e-4; `test_lossless.py` has chains.
+    """
     options = SAMPLERS[sampler]
 
     def drafter(seed: int) -> Drafter:
@@ -468,7 +478,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
 def grown(
     drafter: Drafter, language: Language, batch_s: dict[int, float]
 ) -> tuple[AnswerState, list[bool]]:
-    """An answer with drafts by these costs of the target's batches, and which drafts have branches."""
+    """An answer with drafts by these costs of the target's batches; which drafts have branches."""
     setup = Setup(
         language=language,
         drafter=drafter,
@@ -496,8 +506,8 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
     for drafter in (tree, chain):
         generation, branched = grown(drafter, language, CHEAP)
         assert any(branched) == (drafter is tree)
-        assert generation.tally.mean_accepted_length is not None
-        lengths.append(generation.tally.mean_accepted_length)
+        assert generation.stats.mean_accepted_length is not None
+        lengths.append(generation.stats.mean_accepted_length)
     assert lengths[0] > 1.15 * lengths[1]
 
 
@@ -518,7 +528,7 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_deepest=2)
     drafting, policy = (BY_COST, by_cost) if is_auto else (FIXED, None)
     setup = Setup(language, drafter=drafter, drafting=drafting, policy=policy, n_branches=16)
-    assert len(setup.run()[0].tally.drafted_by_depth) == 2
+    assert len(setup.run()[0].stats.drafted_by_depth) == 2
 
 
 def test_a_shape_may_ask_for_many_guesses() -> None:

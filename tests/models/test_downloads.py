@@ -1,5 +1,6 @@
-"""Downloads: what arrives, what is asked for twice, and what is left when something fails. Models of the hub: which
-files are chosen, and what the cache is for."""
+"""Downloads: what arrives, what is asked for twice, and what is left when something fails. Models
+of the hub: which files are chosen, and what the cache is for.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from specgen.models.registry import CatalogueModel, HubSource
 from specgen.system.progress import human_bytes
 from tests.helpers import fetch as web
 from tests.helpers.fetch import Fault, RecordedProgress, Resource, WebServer, random_bytes, sha256
+
+pytestmark = pytest.mark.slow
 
 CONTENT = random_bytes(600_000)
 OTHER = random_bytes(200_000, seed=1)

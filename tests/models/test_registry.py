@@ -1,4 +1,6 @@
-"""The models and pairs that have a name, what `specgen draft find --save` keeps, and which draft a target gets."""
+"""The models and pairs that have a name, what `specgen draft find --save` keeps, and which draft a
+target gets.
+"""
 
 from __future__ import annotations
 

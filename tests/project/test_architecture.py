@@ -1,4 +1,4 @@
-"""The documents for contributors name what there is: files, names in them, targets, all packages."""
+"""The contributors' documents name only what exists: files, names, make targets, layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from tests.helpers.common import ROOT
-from tests.project.test_layers import WINGS
+from tests.project.test_layers import LAYERS
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DOCUMENTS = (ARCHITECTURE, ROOT / "CONTRIBUTING.md")
@@ -64,10 +64,10 @@ def defined(module: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def wings_of(markdown: str) -> list[str]:
-    """The first column of the table of wings, from the top down."""
-    table = re.search(r"^\| wing \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
-    assert table is not None, "there is no table of wings"
+def layers_of(markdown: str) -> list[str]:
+    """The first column of the table of layers, from the top down."""
+    table = re.search(r"^\| layer \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
+    assert table is not None, "there is no table of layers"
     return [row.split("|")[1].strip(" `") for row in table[1].splitlines()]
 
 
@@ -79,7 +79,10 @@ def test_what_is_named_is_there(document: Path) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    right = "`tests/project/test_layers.py::WINGS` `method/loop.py` `kernels/` `models.toml` `specgen run`"
+    right = (
+        "`tests/project/test_layers.py::LAYERS` `method/loop.py` `kernels/` `models.toml` "
+        "`specgen run`"
+    )
     assert len(paths_of(right)) == 4
     assert stale_paths(right) == []
     wrong = [
@@ -91,8 +94,8 @@ def test_what_is_not_there_is_found() -> None:
     assert stale_paths(f"| `{'` `'.join(wrong[:2])}` |\n\n    {' '.join(wrong[2:])}") == wrong
 
 
-def test_the_wings_are_those_that_imports_keep_to() -> None:
-    assert wings_of(ARCHITECTURE.read_text(encoding="utf-8"))[::-1] == list(WINGS)
+def test_the_layers_are_those_that_imports_keep_to() -> None:
+    assert layers_of(ARCHITECTURE.read_text(encoding="utf-8"))[::-1] == list(LAYERS)
 
 
 def test_the_targets_of_make_are_there() -> None:

@@ -1,5 +1,7 @@
-"""The tier of all architectures, on those that specgen's own tiny models have, and what the tier itself
-must do. `make architectures` runs the same checks on all that llama.cpp has, which needs its source."""
+"""The tier of all architectures, on those that specgen's own tiny models have, and what the tier
+itself must do. `make architectures` runs the same checks on all that llama.cpp has, which needs its
+source.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ def tiny(folder: Path, architecture: Architecture, kind: TensorType) -> Subject:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_tiny_model_passes_all_checks(

@@ -1,4 +1,6 @@
-"""Imports point one way, downwards, between wings and between modules, and one wing imports llama.cpp."""
+"""Imports point one way, downwards, between layers and between modules, and one layer imports
+llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,15 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "specgen"
 
-#: The wings and the modules beside them, from the bottom up. A module imports from its own wing and
-#: from those below it only.
-WINGS = (
-    *("errors", "sampler_options", "options", "events", "system", "method", "text", "llama"),
-    *("drafters", "models", "session", "train", "measure", "serve", "render", "api", "cli"),
+#: The layers, packages and single modules, from the bottom up. A module imports only from its own
+#: layer and from those below it.
+LAYERS = (
+    *("errors", "sampler_options", "options", "events", "system", "text", "method", "models"),
+    *("llama", "drafters", "session", "train", "measure", "serve", "render", "api", "cli"),
+    "examples",
 )
-#: These import one another's protocols and values, without circles of modules.
-METHOD = ("method", "text", "drafters")
 
 
 def modules() -> dict[str, Path]:
@@ -30,7 +29,9 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, *, for_types: bool = True) -> set[str]:
-    """Full names of what a module imports, wherever in it; with or without what only type checkers read."""
+    """Full names of what a module imports, wherever in it; with or without what only type checkers
+    read.
+    """
     names: set[str] = set()
     left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while left:
@@ -47,8 +48,9 @@ def imported(path: Path, *, for_types: bool = True) -> set[str]:
 
 
 def needed() -> dict[str, set[str]]:
-    """The modules of the package that each module imports. A name that a package hands on stands for
-    the package."""
+    """The modules of the package that each module imports. A name that a package hands on stands
+    for the package.
+    """
     known = modules()
     needs: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -61,22 +63,22 @@ def needed() -> dict[str, set[str]]:
     return needs
 
 
-def wing(module: str) -> str:
+def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_module_is_in_a_wing() -> None:
-    assert {wing(module) for module in modules()} == {*WINGS, "", "__main__"}
+def test_every_module_is_in_a_layer_of() -> None:
+    assert {layer_of(module) for module in modules()} == {*LAYERS, "", "__main__"}
 
 
 def test_imports_point_downwards() -> None:
     for module, names in needed().items():
-        if wing(module) in ("", "__main__"):
+        if layer_of(module) in ("", "__main__"):
             continue
         for name in names - {"specgen"}:
-            if wing(name) in METHOD and wing(module) in METHOD:
-                continue
-            assert WINGS.index(wing(name)) <= WINGS.index(wing(module)), f"{module} imports {name}"
+            assert LAYERS.index(layer_of(name)) <= LAYERS.index(layer_of(module)), (
+                f"{module} imports {name}"
+            )
 
 
 def test_no_modules_import_one_another() -> None:
@@ -85,7 +87,7 @@ def test_no_modules_import_one_another() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_one_wing_imports_llama_cpp() -> None:
+def test_one_layer_imports_llama_cpp() -> None:
     users = {
         module
         for module, path in modules().items()
@@ -94,32 +96,24 @@ def test_one_wing_imports_llama_cpp() -> None:
     assert users
     # A part of llama-cpp-python's own `Llama` is the exception.
     users -= {"specgen.serve.adapters.llama_cpp"}
-    assert {wing(module) for module in users} == {"llama"}, users
+    assert {layer_of(module) for module in users} == {"llama"}, users
 
 
 def test_nothing_below_the_renderers_prints_or_reads_the_clock() -> None:
     for module, path in modules().items():
-        if wing(module) not in ("errors", "options", "events", *METHOD, "llama", "session"):
+        if layer_of(module) not in (
+            "errors",
+            "options",
+            "events",
+            "text",
+            "method",
+            "llama",
+            "drafters",
+            "session",
+        ):
             continue
         # These are programs: each test of the kernels runs in a process of its own.
         if module.startswith("specgen.llama.kernels."):
             continue
         assert not imported(path) & {"time", "rich", "sys"}, module
         assert "print(" not in path.read_text(encoding="utf-8"), module
-
-
-@pytest.mark.parametrize(
-    ("module", "most_modules", "most_lines"),
-    [("specgen.cli.run", 86, 17_700), ("specgen.method.loop", 13, 2_150)],
-)
-def test_little_of_the_package_is_needed(module: str, most_modules: int, most_lines: int) -> None:
-    """What `specgen run` and the loop need, imports in functions included."""
-    known, found, left = modules(), dict[str, int](), [module]
-    while left:
-        name = left.pop()
-        if name in known and name not in found:
-            found[name] = len(known[name].read_text(encoding="utf-8").splitlines())
-            left += [*imported(known[name], for_types=False), name.rpartition(".")[0]]
-    largest = sorted(found, key=lambda name: -found[name])[:20]
-    assert len(found) <= most_modules, sorted(found)
-    assert sum(found.values()) <= most_lines, {name: found[name] for name in largest}

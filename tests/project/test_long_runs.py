@@ -15,7 +15,7 @@ from tests.helpers.common import ROOT
 from tests.long_runs.mutated_json import mutated
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
+pytestmark = [pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes"), pytest.mark.slow]
 #: Of each kind of case a few.
 N_CASES = 40
 
@@ -68,8 +68,9 @@ def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
 
 
 def test_real_schemas_are_counted_by_how_they_are_taken(tmp_path: Path) -> None:
-    """A value may have its properties in any order; one that conforms to no schema is never taken. Other properties
-    are taken where objects are open, in the second table."""
+    """A value may have its properties in any order; one that conforms to no schema is never taken.
+    Other properties are taken where objects are open, in the second table.
+    """
     properties = {"a": {"type": "null"}, "b": {"type": "array", "uniqueItems": True}}
     values = [({"b": [], "a": None}, True), ({"b": [1, 1]}, False), ({"c": 1}, True)]
     tests = [{"data": value, "valid": is_valid} for value, is_valid in values]

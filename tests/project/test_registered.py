@@ -16,10 +16,10 @@ from typing import get_args
 import pytest
 
 from specgen import drafters
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.kinds import ANY_FILE, KINDS, find_kind, kinds
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.events import DraftedEvent
-from specgen.method import verify
+from specgen.method import verifiers as verify
 from specgen.method.drafter import Drafter
 from specgen.method.policy import FixedPolicy, RoundResult
 from specgen.options import DraftOptions, SamplerOptions, VerifierName
@@ -35,7 +35,9 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 
 def classes_with(method: str, *modules: object) -> set[type[object]]:
-    """The classes that modules define and that have a method of their own or of a base; not bases and protocols."""
+    """The classes that modules define and that have a method of their own or of a base; not bases
+    and protocols.
+    """
     return {
         each
         for module in modules
@@ -83,7 +85,7 @@ def test_a_drafter_is_what_its_entry_says(name: str, sampler: SamplerOptions) ->
 
     class Noting(FixedPolicy):
         def observe(self, result: RoundResult) -> None:
-            drawn.append(result.draft.is_drawn)
+            drawn.append(result.draft.is_sampled)
 
     def make(state: object) -> object:
         made.append(ON_FAKES[name](Text(state, noisy(LANGUAGE, 0.7), LETTERS, sampler)))  # type: ignore[arg-type]

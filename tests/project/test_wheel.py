@@ -1,7 +1,7 @@
 """The wheels, in an environment that has nothing: no compiler, no caches, no llama-cpp-python.
 
-`make dist` builds them. The wheel for ARM is tested on such a machine, or by an emulated Python whose path is
-in ARM_PYTHON (docs/platforms.md). What is not there is skipped.
+`make dist` builds them. The wheel for ARM is tested on such a machine, or by an emulated Python
+whose path is in ARM_PYTHON (docs/platforms.md). What is not there is skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from tests.helpers.common import ROOT
 MACHINES = ("x86_64", "aarch64")
 #: Where pip finds the dependencies, and what the emulator is told.
 _KEPT = ("PIP_", "SSL_", "REQUESTS_", "http_", "https_", "HTTP_", "HTTPS_", "no_proxy", "QEMU_")
-_TINY = "import sys, pathlib, specgen.measure.doctor as t; t.write_tiny_model(pathlib.Path(sys.argv[1]))"
+#: A program that writes the tiny model of the self-test to the file it is given.
+_TINY = (
+    "import sys, pathlib, specgen.measure.diagnosis as diagnosis; "
+    "diagnosis.write_tiny_model(pathlib.Path(sys.argv[1]))"
+)
 
 #: Runs a program of an environment with the wheel, and returns what is on its standard output.
 Run = Callable[..., str]

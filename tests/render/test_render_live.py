@@ -20,6 +20,8 @@ from tests.helpers.events import Script
 from tests.helpers.screen import Terminal, letters
 from tests.render.test_render_text import DIFFICULT, TEXTS
 
+pytestmark = pytest.mark.slow
+
 LEGEND = "accepted  corrected  bonus  plain  rejected"
 
 

@@ -1,4 +1,6 @@
-"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and which renderer is taken."""
+"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and which renderer is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,7 @@ def test_each_token_appears_when_it_came(tmp_path: Path) -> None:
     assert by_text["<sat>"][0] == "rejected"
     assert by_text["lay"][0] == "corrected"
     assert by_text["cat"][1] == by_text["lay"][1]
-    assert "3 tokens in 0.7 s: 1.1 times as fast" in by_text
+    assert "3 tokens in 0.7 s: 1.1x as fast" in by_text
     assert "url(" not in svg  # nothing is loaded from elsewhere
 
 

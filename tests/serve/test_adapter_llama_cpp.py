@@ -15,7 +15,7 @@ import pytest
 from llama_cpp import Llama
 
 from specgen.errors import PairError, UsageError
-from specgen.models.files import memory_file
+from specgen.models.files import measurements_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from tests.helpers.sessions import folder_with
@@ -64,8 +64,9 @@ def text(llama: Llama, prompt: str, **options: Any) -> str:
 def check_texts(
     models: Path, draft: str, drafting: DraftOptions, **options: Any
 ) -> tuple[int, float]:
-    """Check that all texts are those without a draft; return how many tokens were drafted, and the share that was
-    accepted. Of several drafts, between commas, each drafts for the one before it."""
+    """Check that all texts are those without a draft; return how many tokens were drafted, and the
+    share that was accepted. Of several drafts, between commas, each drafts for the one before it.
+    """
     names = draft.split(", ")
     files = [name if name == "ngram" else str(models / f"{name}.gguf") for name in names]
     target = models / "target.gguf"
@@ -104,7 +105,7 @@ def test_texts_are_those_without_a_draft(
 
 def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_texts(models, "good", DraftOptions())
-    assert '"costs"' in memory_file().read_text(encoding="utf-8")
+    assert '"costs"' in measurements_file().read_text(encoding="utf-8")
     monkeypatch.setattr("specgen.serve.adapters.llama_cpp.calibrate", None)
     check_texts(models, "good", DraftOptions())
 

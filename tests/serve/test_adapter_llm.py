@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from llm.cli import cli as llm_cli
 
 import specgen
-from specgen.models.files import memory_file
+from specgen.models.files import measurements_file
 from specgen.models.registry import load_registry
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
@@ -208,7 +208,7 @@ def test_a_process_ends_cleanly_and_keeps_what_was_learnt(
     done = ended(PROMPT, *of_files(chat_models), code=code, env=own)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout) > 4
-    assert memory_file().exists()
+    assert measurements_file().exists()
 
 
 @pytest.mark.parametrize(

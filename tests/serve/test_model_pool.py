@@ -1,4 +1,6 @@
-"""Several models in one server: loaded on demand, unloaded when there is no room, answers as if alone."""
+"""Several models in one server: loaded on demand, unloaded when there is no room, answers as if
+alone.
+"""
 
 from __future__ import annotations
 

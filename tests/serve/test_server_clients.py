@@ -1,4 +1,6 @@
-"""The server as editors, evaluations, ollama's clients and others use it: what they send, and what they read."""
+"""The server as editors, evaluations, ollama's clients and others use it: what they send, and what
+they read.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def exact(server: Running, tokens: list[int]) -> list[list[float]]:
 @pytest.mark.parametrize("n_tokens", [0, 1])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_prompts_log_probabilities(server: Running, n_tokens: int, streams: bool) -> None:
-    """As evaluations ask for them: several prompts of tokens, longer than the rows of a batch that have logits."""
+    """As evaluations ask for them: several prompts of tokens, longer than the rows of a batch that
+    have logits.
+    """
     text = PROMPT * 3
     tokens = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
     assert len(tokens) > 2 * server.engine.target.n_outputs

@@ -67,7 +67,9 @@ def test_slots_tell_what_they_do(server: Running) -> None:
 
 
 def test_a_long_prompt_is_seen_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a slot's count, by the metrics, by notes of the server, and in the stream: something comes at once."""
+    """By a slot's count, by the metrics, by notes of the server, and in the stream: something comes
+    at once.
+    """
     monkeypatch.setattr("specgen.serve.server.http.FIRST_COMMENT_S", 0.0)
     notes, seen = list[str](), list[tuple[int, float]]()
     target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(n_ctx_train=4096))

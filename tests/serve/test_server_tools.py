@@ -1,4 +1,6 @@
-"""Calls, responses and messages through the server, as OpenAI's and Anthropic's own clients see them."""
+"""Calls, responses and messages through the server, as OpenAI's and Anthropic's own clients see
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ TOOL {{ tool | tojson }}
 <|im_start|>assistant
 {% endif -%}
 """
-#: A server for calls. The marks are control tokens, which a text shows only where calls are looked for.
+#: A server for calls. The marks are control tokens, which a text shows only where calls are looked
+#: for.
 LARGE: dict[str, Any] = {
     "chat_template": TEMPLATE,
     "control_tokens": ("<tool_call>", "</tool_call>"),

@@ -1,5 +1,6 @@
-"""What decodes cost, and how many threads make them: what is timed, for how long and without a trace, who keeps to
-it, what a draft is expected to gain."""
+"""What decodes cost, and how many threads make them: what is timed, for how long and without a
+trace, who keeps to it, what a draft is expected to gain.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import (
     ACCEPTANCE,
-    Costs,
+    PairCosts,
     expected_gain,
     is_pair_measured,
     measure_costs,
@@ -27,8 +28,9 @@ from specgen.session.calibration import (
     timed_batch_sizes,
 )
 from specgen.session.engine import Engine
-from specgen.session.memory import Memory, Threads
+from specgen.session.measurement_store import MeasurementStore, Threads
 from specgen.session.session import Session
+from specgen.system import machine
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -130,14 +132,14 @@ def test_an_interrupt_ends_it_between_decodes() -> None:
 
 # --- what to expect
 
-COSTS = Costs({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
+COSTS = PairCosts({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
 
 
 def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
     # 1: 3 * 1.7 / (4 + 0.2), 2: 3 * 2.19 / (5 + 0.4), 3: 3 * 2.533 / (6 + 0.6)
     assert expected_gain(COSTS) == pytest.approx(3 * 2.19 / 5.4)
     # A batch that seemed to cost less than a token is not believed.
-    expected = expected_gain(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    expected = expected_gain(PairCosts({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
     assert expected == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
 
 
@@ -177,14 +179,14 @@ def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> 
 
 def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None:
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
-    memory = Memory()
-    memory.keep_threads(target, ContextOptions(), Threads(1, 2))
-    memory.keep_threads(draft, ContextOptions(), Threads(2, 1))
+    measurements = MeasurementStore()
+    measurements.keep_threads(target, ContextOptions(), Threads(1, 2))
+    measurements.keep_threads(draft, ContextOptions(), Threads(2, 1))
 
     def threads(context: ContextOptions) -> list[tuple[int, int]]:
         options = SessionOptions(target, draft, target_context=context, draft_context=context)
         with (
-            Session(options, time.perf_counter, memory) as loaded,
+            Session(options, time.perf_counter, measurements) as loaded,
             loaded.contexts(64) as (target_backend, (draft_backend,)),
         ):
             return [threads_of(target_backend), threads_of(draft_backend)]
@@ -192,21 +194,21 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
     assert threads(ContextOptions()) == [(1, 2), (2, 1)]
     assert threads(ContextOptions(n_threads=1)) == [(1, 1), (1, 1)]
     # With all layers on a GPU, or none, it is another matter.
-    other = memory.threads(target, ContextOptions(n_gpu_layers=0))
+    other = measurements.threads(target, ContextOptions(n_gpu_layers=0))
     assert other is None
 
 
 def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> None:
-    memory = Memory()
+    measurements = MeasurementStore()
     options = SessionOptions(tiny_models / "target.gguf", "none")
-    with Session(options, time.perf_counter, memory) as loaded:
+    with Session(options, time.perf_counter, measurements) as loaded:
         before = loaded.costs.table()
         before.set_seconds(1, 0.5)
-        memory.keep_threads(options.target, options.target_context, Threads(77, 78))
+        measurements.keep_threads(options.target, options.target_context, Threads(77, 78))
         assert not loaded.costs.table()
         loaded.costs.table().set_seconds(1, 0.25)
         named = ContextOptions(n_threads=77, n_threads_batch=78)
-        assert memory.costs(options.target, named).known == {1: 0.25}
+        assert measurements.costs(options.target, named).known == {1: 0.25}
         loaded.costs.forget()
         assert not loaded.costs.table()
         assert before.known == {1: 0.5}
@@ -221,18 +223,18 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
-    memory = Memory(file)
-    with Session(options, time.perf_counter, memory) as loaded:
+    measurements = MeasurementStore(file)
+    with Session(options, time.perf_counter, measurements) as loaded:
         measure_costs(loaded)
         assert is_pair_measured(loaded, draft)
         assert loaded.costs.was_busy == (share_of_others > 0.25)
         took_s = dict(loaded.setup_s)
         measure_costs(loaded)  # known by now
         assert loaded.setup_s == took_s
-    memory.save()
-    with Session(options, time.perf_counter, Memory(file)) as loaded:
+    measurements.save()
+    with Session(options, time.perf_counter, MeasurementStore(file)) as loaded:
         assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
 
 
@@ -242,12 +244,15 @@ def test_an_answer_on_a_busy_machine_teaches_no_costs(
 ) -> None:
     file = tmp_path / "learnt.json"
     times = (CoreTime(10.0 * n, (4.0 + 6.0 * share_of_others) * n, 4.0 * n) for n in count())
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
-    memory = Memory(file)
-    with Session(options, time.perf_counter, memory) as loaded, Engine(loaded, n_ctx=64) as engine:
+    measurements = MeasurementStore(file)
+    with (
+        Session(options, time.perf_counter, measurements) as loaded,
+        Engine(loaded, n_ctx=64) as engine,
+    ):
         engine.insert(loaded.prompts.of_text("Once", chat=False))
         list(engine.run())
-    memory.save()
-    with Session(options, time.perf_counter, Memory(file)) as loaded:
+    measurements.save()
+    with Session(options, time.perf_counter, MeasurementStore(file)) as loaded:
         assert bool(loaded.costs.table()) == (not share_of_others)

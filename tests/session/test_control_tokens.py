@@ -1,4 +1,6 @@
-"""Names of control tokens in messages and in descriptions of tools are plain text, whatever a template does."""
+"""Names of control tokens in messages and in descriptions of tools are plain text, whatever a
+template does.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ _THINKING = """{%- set last = messages[-1].content %}
 {%- endif %}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' }}"""
-#: Writes tools as JSON, and every key that it does not know as the name of an XML element, as Qwen3-Coder's.
+#: Writes tools as JSON, and every key that it does not know as the name of an XML element, as
+#: Qwen3-Coder's.
 _TOOLS = """{%- macro element(key, value) %}
 {{- '<' ~ key ~ '>' ~ (value | tojson if value is mapping else value | string) ~ '</' ~ key ~ '>\\n' }}
 {%- endmacro %}

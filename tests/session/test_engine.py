@@ -18,17 +18,17 @@ from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.library import llama_cpp
+from specgen.method.answer_loop import AnswerLoop, PrefillCosts
+from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
-from specgen.session.answer_loop import AnswerLoop, ReadingCosts
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
-from specgen.session.memory import Memory
+from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.session import Session
-from specgen.text.answer_state import AnswerState
-from specgen.text.text_state import n_common
+from specgen.text.overlap import common_prefix_length
 from tests.helpers.common import EXACT
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.helpers.fake_generations import N_VOCAB
@@ -119,7 +119,7 @@ def engine_of(
 def alone(session: Session, prompts: Sequence[str] = PROMPTS, **changes: Any) -> list[str]:
     """The answers, each in contexts of its own, plainly."""
     options = replace(session.options, draft="none", **changes)
-    with Session(options, session.clock, Memory()) as plain:
+    with Session(options, session.clock, MeasurementStore()) as plain:
         return [answered(plain, prompt, chat=None).text for prompt in prompts]
 
 
@@ -270,7 +270,7 @@ def test_a_slot_holds_the_prefix_of_its_text_and_nothing_else(
         own = slot.branches(backend)
         held = [backend.text(each.branches(backend).first) for each in slots]
         n = slot.share_prefix(backend, text)
-        assert n == max(n_common(other, text[:-1]) for other in held)
+        assert n == max(common_prefix_length(other, text[:-1]) for other in held)
         assert list(backend.text(own.first)) == text[:n]
         for each, before in zip(slots, held, strict=True):
             if each is not slot:
@@ -402,8 +402,10 @@ def test_what_cannot_be_is_refused(models: Path, costs: VirtualTime) -> None:
 def test_an_answer_goes_on_while_a_long_prompt_is_read(
     models: Path, costs: VirtualTime, kind: str, knows_costs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt is read between the rounds, or in their batches: then the answer keeps half of its pace."""
-    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
+    """The prompt is read between the rounds, or in their batches: then the answer keeps half of its
+    pace.
+    """
+    monkeypatch.setattr("specgen.session.scheduler.N_PREFILL_ALONGSIDE", 8)
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
     drafting = {} if knows_costs else {"policy": "fixed"}
     with engine_of(models, costs, 2, kind=kind, drafting=drafting) as (loaded, engine):
@@ -425,8 +427,9 @@ def test_an_answer_goes_on_while_a_long_prompt_is_read(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: VirtualTime) -> None:
-    """Prompts are read by turns: the shortest, then the oldest. One that begins like another one waits for it
-    to be read as far as they are the same, and is then not read again."""
+    """Prompts are read by turns: the shortest, then the oldest. One that begins like another one
+    waits for it to be read as far as they are the same, and is then not read again.
+    """
     long = "0123456789 is not the cat " * 6
     shorts = [f"{letter} cat" for letter in "abcd"]
     with engine_of(models, costs, 7, drafter="ngram", n_batch=8) as (loaded, engine):
@@ -457,7 +460,7 @@ def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
     models: Path, costs: VirtualTime, kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot is free at once, others go on, and the prompt, asked for again, has the same answer."""
-    monkeypatch.setattr("specgen.session.answer_loop.N_READ_BESIDE", 4)
+    monkeypatch.setattr("specgen.method.answer_loop.N_PREFILL_ALONGSIDE", 4)
     decode, unwanted = llama_cpp.llama_decode, list[Request]()
 
     def cancelling(*arguments: Any) -> int:
@@ -473,7 +476,7 @@ def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
             request = engine.insert(PROMPTS[1])
             for _ in range(n_pieces):
                 engine.step()
-            n_read = request.running.n_read
+            n_read = request.running.n_prefilled
             unwanted.append(request)
             with monkeypatch.context() as patch:
                 patch.setattr(llama_cpp, "llama_decode", cancelling)
@@ -494,7 +497,7 @@ def test_pieces_are_short_where_others_may_wait(
 ) -> None:
     """Each then takes 0.3 s; where a text would depend on it, pieces stay as they are alone."""
     monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", has_equal_rows)
-    monkeypatch.setattr("specgen.session.scheduler.N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.session.scheduler.N_PREFILL_ALONGSIDE", 8)
     with engine_of(models, costs, 2, drafter="ngram", n_batch=128) as (loaded, engine):
         prompts = ["1234567890 the cat" * 20, "is 0987654321 not" * 20]
         expected = alone(loaded, prompts)
@@ -510,8 +513,10 @@ def test_pieces_are_short_where_others_may_wait(
 
 
 def test_what_reading_costs_grows_with_depth() -> None:
-    """A piece at the beginning says about how long the whole takes, and pieces at several depths say it exactly."""
-    costs = ReadingCosts()
+    """A piece at the beginning says about how long the whole takes, and pieces at several depths
+    say it exactly.
+    """
+    costs = PrefillCosts()
     assert costs.seconds(0, 100) == 0.0
     for n_read, tolerance in ((512, 0.35), (8192, 0.01)):
         for start in range(0, n_read, 512):
@@ -546,8 +551,8 @@ def test_what_is_learnt_alone_is_forgotten(models: Path, costs: VirtualTime, dra
             events = list(engine.stream(engine.insert(PROMPTS[1])))
         return [event.nodes for event in events if isinstance(event, DraftedEvent)]
 
-    # None begins like the one that is looked at: what a cache holds of a prompt is no secret. Nor is
-    # what decodes cost, which is known after some of them.
+    # None begins like the one that is looked at: what a cache holds of a prompt is no secret. Nor
+    # is what decodes cost, which is known after some of them.
     few, many = (PROMPTS[0],) * 4, (PROMPTS[0], PROMPTS[3], PROMPTS[5]) * 4
     expected = drafts(few, learn_alone=True)
     assert expected

@@ -23,8 +23,8 @@ FILES = "a dog\n\na house\n\n"
 _QWEN = "<|fim_prefix|>the cat is <|fim_suffix|> on the mat<|fim_middle|>"
 _FILES_2 = "<file_sep>b.txt\na dog<file_sep>c.txt\na house"
 _STARCODER = "the cat is <fim_suffix> on the mat<fim_middle>"
-#: For each family its control tokens, and the prompts for `GAP` alone and behind `MORE`. SentencePiece puts a space
-#: before the prefix; CodeLlama wants none before the suffix.
+#: For each family its control tokens, and the prompts for `GAP` alone and behind `MORE`.
+#: SentencePiece puts a space before the prefix; CodeLlama wants none before the suffix.
 FAMILIES = {
     "qwen": (
         INFILL_TOKENS,
@@ -80,7 +80,9 @@ def qwen(folder: Path) -> Iterator[LlamaModel]:
 def test_the_parts_have_the_marks_of_each_family(
     folder: Path, monkeypatch: pytest.MonkeyPatch, family: str, *, is_named: bool
 ) -> None:
-    """Also where the file names the tokens of Codestral, and one for the middle, which llama.cpp then knows."""
+    """Also where the file names the tokens of Codestral, and one for the middle, which llama.cpp
+    then knows.
+    """
     marks, alone, with_files = FAMILIES[family]
     is_spm = family in ON_SPM
     kind: TokenizerKind = "spm" if is_spm else "bpe"

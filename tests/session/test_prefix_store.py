@@ -1,5 +1,6 @@
-"""Prefixes that prompts share outlive the process, and so does a prompt cache, and no text changes; what came once is not
-on the disk."""
+"""Prefixes that prompts share outlive the process, and so does a prompt cache, and no text changes;
+what came once is not on the disk.
+"""
 
 from __future__ import annotations
 
@@ -316,7 +317,9 @@ def test_a_store_that_cannot_be_used_changes_nothing(
 
 
 def test_a_model_that_is_replaced_while_it_is_in_use(models: Path, tmp_path: Path) -> None:
-    """What is stored belongs to the file that was loaded, and not to the one that has its name by then."""
+    """What is stored belongs to the file that was loaded, and not to the one that has its name by
+    then.
+    """
     target, other = tmp_path / "target.gguf", tmp_path / "other.gguf"
     shutil.copy(models / "attention.gguf", target)
     shutil.copy(models / "attention draft.gguf", other)

@@ -1,5 +1,6 @@
-"""What draft models are told of a prompt: not what a template puts before every one by itself, and a conversation in
-their own template where they have another vocabulary."""
+"""What draft models are told of a prompt: not what a template puts before every one by itself, and
+a conversation in their own template where they have another vocabulary.
+"""
 
 from __future__ import annotations
 

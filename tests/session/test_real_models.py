@@ -1,4 +1,5 @@
-"""Small real models: real text, real tokenizers, quantised weights, and a draft with another vocabulary.
+"""Small real models: real text, real tokenizers, quantised weights, and a draft with another
+vocabulary.
 
 SmolLM2 has byte-level BPE with 49 thousand tokens, Gemma 3 SentencePiece with 262 thousand: one
 splits words that the other has whole, and Chinese, Arabic and emoji into bytes.
@@ -11,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from specgen.measure.verify import check_greedy, check_sampled
+from specgen.measure.exactness import check_greedy, check_sampled
 from specgen.options import ContextOptions, SamplerOptions
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.helpers.sessions import answered, opened
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 PROMPTS = (
     "Repeat after me, three times: the quick brown fox jumps over the lazy dog.",
@@ -34,8 +35,9 @@ LOG = "".join(
 
 
 def alike(target: Path, draft: str) -> Session:
-    """A target with n-grams, itself or nothing as its draft. With flash attention and this quantisation a row
-    rounds alike in batches of every size, on the processors that we know."""
+    """A target with n-grams, itself or nothing as its draft. With flash attention and this
+    quantisation a row rounds alike in batches of every size, on the processors that we know.
+    """
     context = ContextOptions(flash_attention="on", n_threads=1)
     source = target if draft == "itself" else draft
     return opened(target, source, context=context, n_tokens=48, drafting={"ngram_min": 1})

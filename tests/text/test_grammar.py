@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from specgen.errors import UsageError
 from specgen.llama import LlamaVocabulary
 from specgen.llama.library import llama_cpp
+from specgen.method.text_state import TextState
 from specgen.options import Grammar
 from specgen.system.arrays import BoolArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.free_text import ThoughtMarks, grammar_start
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
-from specgen.text.text_state import TextState
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.tiny import vocabulary_of
 

@@ -1,4 +1,6 @@
-"""JSON schemas: every text of an accepted one conforms, and what cannot be honoured is refused by name."""
+"""JSON schemas: every text of an accepted one conforms, and what cannot be honoured is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ import pytest
 
 from specgen.errors import BackendError, UsageError
 from specgen.llama import LlamaModel, LlamaVocabulary
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
 from specgen.options import Grammar
 from specgen.sampler_options import SamplerOptions
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.text.sampling.chain import Sampler
-from specgen.text.text_state import Shaper, TextState
 from tests.helpers.tiny import vocabulary_of
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -204,7 +207,7 @@ def test_what_would_end_a_number_ends_it(
     row = np.full(vocabulary.n_tokens, -30, np.float32)
     row[[tokens[each.encode()] for each in wishes]] = 5 - np.arange(len(wishes))
     given = row.copy()
-    shaper = Shaper(Sampler(SamplerOptions(temperature=1.0)), TextState((), state))
+    shaper = SamplingPipeline(Sampler(SamplerOptions(temperature=1.0)), TextState((), state))
     found = shaper.distribution(row, vocabulary.tokenize_inside(text))
     expected = tokens[said.encode()] if said else vocabulary.end_tokens()[0]
     assert found.token_ids[found.probs.argmax()] == expected

@@ -1,5 +1,6 @@
-"""What holds of any chain of samplers, DRY, and grammars' masks; `tests/llama/test_llama_sampling.py` compares with
-llama.cpp."""
+"""What holds of any chain of samplers, DRY, and grammars' masks;
+`tests/llama/test_llama_sampling.py` compares with llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError, NoTokenAllowedError
-from specgen.method.draft import Distribution
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling import chain
 from specgen.text.sampling.chain import Sampler, likeliest, mixture
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.
@@ -234,7 +235,7 @@ class Fixed:
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
     source = Distribution(np.array([2, 5, 9]), np.array([0.25, 0.5, 0.25]))
     for value, token in [(0.0, 2), (0.2499, 2), (0.25, 5), (0.7499, 5), (0.75, 9), (0.99999, 9)]:
-        assert source.draw(Fixed(value)) == token  # type: ignore[arg-type]
+        assert source.sample(Fixed(value)) == token  # type: ignore[arg-type]
     assert source.probability(5) == 0.5
     assert source.probability(4) == 0.0
     assert source.probability(10) == 0.0
@@ -243,9 +244,9 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
 def test_a_certain_token_does_not_move_the_generator() -> None:
     rng = np.random.default_rng(5)
     state = rng.bit_generator.state
-    assert Distribution.certain(7).draw(rng) == 7
+    assert Distribution.certain(7).sample(rng) == 7
     assert rng.bit_generator.state == state
-    Distribution(np.array([1, 2]), np.array([0.5, 0.5])).draw(rng)
+    Distribution(np.array([1, 2]), np.array([0.5, 0.5])).sample(rng)
     assert rng.bit_generator.state != state
 
 

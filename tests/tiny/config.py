@@ -32,13 +32,13 @@ INFILL_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """What to write. The defaults make a model of 0.5 MB, a token of which takes well under 1 ms."""
+    """What to write. The defaults make a model of 0.5 MB that takes under 1 ms a token."""
 
-    #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every other layer with a
-    #: sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot drop a suffix;
-    #: ``lfm2`` (short convolutions), ``qwen35`` (gated delta nets) and ``jamba`` (mamba) do so in every other layer
-    #: and attend in those between, and llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot
-    #: generate.
+    #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every other
+    #: layer with a sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent
+    #: state, which cannot drop a suffix; ``lfm2`` (short convolutions), ``qwen35`` (gated delta
+    #: nets) and ``jamba`` (mamba) do so in every other layer and attend in those between, and
+    #: llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot generate.
     architecture: Architecture = "llama"
     #: ``bpe`` is GPT-2's byte-level kind, ``spm`` SentencePiece's with bytes to fall back on.
     #: ``bert`` always has a WordPiece vocabulary.
@@ -76,7 +76,8 @@ class TinyConfig:
     unprintable_scale: float = 1.0
     #: Begin every prompt with the first control token.
     add_bos: bool = True
-    #: The name of the rules by which llama.cpp splits texts into words; empty for the architecture's own.
+    #: The name of the rules by which llama.cpp splits texts into words; empty for the
+    #: architecture's own.
     pre_tokenizer: str = ""
     #: More control tokens, behind those that every vocabulary has: `INFILL_TOKENS`, for example.
     control_tokens: tuple[str, ...] = ()
@@ -87,9 +88,11 @@ class TinyConfig:
     name: str = "tiny"
 
     def draft(self, noise: float, noise_seed: int = 1, *, n_layer: int | None = None) -> TinyConfig:
-        """A model with the same vocabulary that agrees with this one the less, the more noise: with 0.01 the two
-        have the same likeliest token nine times in ten, with 0.1 every other time, with 0.3 every seventh, and from 1
-        on by chance only; with fewer layers and without noise every fifth time."""
+        """A model with the same vocabulary that agrees with this one the less, the more noise: with
+        0.01 the two have the same likeliest token nine times in ten, with 0.1 every other time,
+        with 0.3 every seventh, and from 1 on by chance only; with fewer layers and without noise
+        every fifth time.
+        """
         return dataclasses.replace(
             self,
             noise=noise,

@@ -43,8 +43,9 @@ class TinyEagle:
 
 @dataclass(frozen=True, slots=True)
 class TinyDflash:
-    """What to write. Its drafts agree with the target by chance only. Fields that `TinyEagle` has mean the
-    same."""
+    """What to write. Its drafts agree with the target by chance only. Fields that `TinyEagle` has
+    mean the same.
+    """
 
     layers: tuple[int, ...] = (0, 1)
     n_embd: int = 64
@@ -54,7 +55,8 @@ class TinyDflash:
     drafted: Sequence[int] | None = None
     has_embeddings: bool = True
     has_output: bool = True
-    #: The rank of the matrices by which the token before biases a prediction; 0 is no bias (DFlash).
+    #: The rank of the matrices by which the token before biases a prediction; 0 is no bias
+    #: (DFlash).
     rank: int = 0
     #: Whether a draft with such a bias predicts from the last token, too.
     from_anchor: bool = True
@@ -88,8 +90,9 @@ def write_tiny_eagle(
 def write_tiny_dflash(
     path: str | os.PathLike[str], target: TinyConfig, dflash: TinyDflash | None = None
 ) -> Path:
-    """Write a draft for a target to `path`, and return it; a file of that name is replaced. Its mask is the
-    vocabulary's last token."""
+    """Write a draft for a target to `path`, and return it; a file of that name is replaced. Its
+    mask is the vocabulary's last token.
+    """
     dflash = dflash or TinyDflash()
     writer = _writer(path, "dflash", target, dflash)
     n_vocab, n_head = len(tiny_vocabulary(target)), dflash.n_embd // dflash.n_head

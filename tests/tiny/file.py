@@ -41,8 +41,10 @@ def write_tiny_model(
     keep_fraction: float = 1.0,
     metadata: Mapping[str, int | float | str] | None = None,
 ) -> Path:
-    """Write the model to `path` and return it; a file of that name is replaced. `metadata` is written in addition,
-    as u32, f32 or text. Only `keep_fraction` of the file is left, as by a broken download."""
+    """Write the model to `path` and return it; a file of that name is replaced. `metadata` is
+    written in addition, as u32, f32 or text. Only `keep_fraction` of the file is left, as by a
+    broken download.
+    """
     from gguf import GGUFValueType as Type
     from gguf import GGUFWriter
 

@@ -118,7 +118,7 @@ def _padded(rows: TinyWeights, n_rows: int) -> TinyWeights:
 
 
 def _output(config: TinyConfig, vocabulary: TinyVocabulary, random: Random) -> TinyWeights:
-    """Return the output matrix. Its input has unit variance, so its rows set the logits' deviation."""
+    """Return the output matrix. Its input has unit variance: its rows set the logits' deviation."""
     deviation = config.logit_scale / math.sqrt(config.n_embd)
     rows = random("output", (vocabulary.n_used, config.n_embd), deviation)
     for index in range(vocabulary.n_used):

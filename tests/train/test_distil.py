@@ -103,7 +103,9 @@ LARGE_BLOCKS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
 
 @pytest.mark.parametrize("type_name", [*SMALL_BLOCKS, *LARGE_BLOCKS, "f32", "f16", "bf16"])
 def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
-    """Each block by its own factor, as llama.cpp reads the bytes, and nothing else is another number."""
+    """Each block by its own factor, as llama.cpp reads the bytes, and nothing else is another
+    number.
+    """
     rng = np.random.default_rng(0)
     stored = quantize(rng.normal(0.0, 0.1, (3, 512)).astype(np.float32), type_name)
     size = gguf_weights.block_size([type_name], 512)

@@ -345,8 +345,9 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
 def test_the_process_that_learns_ends_by_itself_or_with_its_input(
     models: Path, folder: Path, minutes: float, closes: bool
 ) -> None:
-    """A thread of it waits for input, at which the interpreter aborts at its usual end. Its input closes too when
-    the command that started it is killed."""
+    """A thread of it waits for input, at which the interpreter aborts at its usual end. Its input
+    closes too when the command that started it is killed.
+    """
     pytest.importorskip("jax")
     paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
     task, pipe = json.dumps(paths | {"minutes": minutes}, default=str), subprocess.PIPE

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.errors import ModelFileError, OutputError
 from specgen.method.backend import Batch
-from specgen.method.tables import CostTable
+from specgen.method.cost_table import CostTable
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from specgen.system.files import locked

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft
+from specgen.method.cost_table import FREE, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafter, Drafting, ready
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.method.tables import FREE, Price
 from specgen.options import DraftSource
 
 #: How likely a token of a phrase is, before acceptance is known.

@@ -1,4 +1,6 @@
-"""The options of commands, beside those that `specgen.options` and `specgen.cli.output` declare; groups of them."""
+"""The options of commands, beside those that `specgen.options` and `specgen.cli.output` declare;
+groups of them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def target_option(
     help: str = "The target, as for `specgen run`: a GGUF file or a name.",  # noqa: A002
     **settings: Any,
 ) -> Any:
-    """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and -md of -hfd.)"""
+    """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and
+    -md of -hfd.)
+    """
     settings |= {"metavar": "FILE|NAME", "autocompletion": model_names}
     return option(default, "--target --model -m", help, **settings)
 

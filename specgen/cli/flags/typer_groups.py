@@ -1,6 +1,7 @@
-"""How typer gets the options of commands (to add one, see `specgen/options.py`). An option is declared once, by
-`specgen.sampler_options.option`: as a field of a dataclass, of which `group` makes a group of options for several
-commands, or as the default of a function's parameter, which a group may be, too::
+"""How typer gets the options of commands (to add one, see `specgen/options.py`). An option is
+declared once, by `specgen.sampler_options.option`: as a field of a dataclass, of which `group`
+makes a group of options for several commands, or as the default of a function's parameter, which a
+group may be, too::
 
     @takes_options
     def batch(
@@ -40,7 +41,8 @@ class Group:
     parameters: tuple[inspect.Parameter, ...]
     #: What makes values of texts that were given.
     parsers: Mapping[str, Callable[[Any], Any]]
-    #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is `sampling_top_k` here.
+    #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is
+    #: `sampling_top_k` here.
     groups: Mapping[str, Group]
     #: Of parameters of `make` that are options.
     defaults: Mapping[str, Any]
@@ -85,8 +87,10 @@ def argument(metavar: str, help: str, default: Any = None, **settings: Any) -> A
 
 
 def group(fields_of: type[Any], **groups: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a group of the fields of a dataclass and of the parameters of its function, which gets the fields as
-    keywords; `groups` are those among the fields. (Its type is Any: it may be the default of a parameter.)"""
+    """Make a group of the fields of a dataclass and of the parameters of its function, which gets
+    the fields as keywords; `groups` are those among the fields. (Its type is Any: it may be the
+    default of a parameter.)
+    """
     hints = typing.get_type_hints(fields_of)
     fields = {
         each.name: (hints[each.name], groups.get(each.name, each))
@@ -96,7 +100,9 @@ def group(fields_of: type[Any], **groups: Any) -> Callable[[Callable[..., Any]],
 
 
 def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let typer call a command whose parameters have options, arguments and groups as their defaults."""
+    """Let typer call a command whose parameters have options, arguments and groups as their
+    defaults.
+    """
     made = _group(command, {})
 
     @functools.wraps(command)

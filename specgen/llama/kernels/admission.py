@@ -1,6 +1,7 @@
-"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model, in child processes
-(`trial.py`), which they may end. The verdicts are remembered, by the library, llama.cpp, the processor and the model's
-file."""
+"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model, in child
+processes (`trial.py`), which they may end. The verdicts are remembered, by the library, llama.cpp,
+the processor and the model's file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from specgen.system.files import KeptResults, digest_of, version_of
 from specgen.system.machine import cpuinfo
 from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
-#: The environment variables with the choice of kernels, if no option gives one, and of an instruction set.
+#: The environment variables with the choice of kernels, if no option gives one, and of an
+#: instruction set.
 VARIABLE, INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS", "SPECGEN_KERNELS_INSTRUCTIONS"
 LIBRARY_NAME = "libspecgen-kernels.so"
 #: The platforms that the kernels support, as `sysconfig.get_platform` names them.
@@ -63,7 +65,9 @@ class KernelStatus:
 
 
 def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
-    """Return a note if specgen's kernels should compute and do not; that they were not built is said once."""
+    """Return a note if specgen's kernels should compute and do not; that they were not built is
+    said once.
+    """
     if wanted != "auto" or status.reason is None:
         return None
     note = f"not using specgen's kernels: {status.reason}"
@@ -99,8 +103,10 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
 
 
 def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
-    """Choose what computes the models that this process loads from now on. ``auto`` takes specgen's kernels if they
-    pass their self-test; each model is tried first (`ModelTrials`). `cache` keeps verdicts. Raise `UsageError`."""
+    """Choose what computes the models that this process loads from now on. ``auto`` takes specgen's
+    kernels if they pass their self-test; each model is tried first (`ModelTrials`). `cache` keeps
+    verdicts. Raise `UsageError`.
+    """
     now = attached()
     if wanted == "llama.cpp":
         status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
@@ -124,7 +130,9 @@ def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
 
 
 def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
-    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them again."""
+    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them
+    again.
+    """
     path = library_path()
     if path is None:
         platform = sysconfig.get_platform()
@@ -143,14 +151,15 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
 
 # --- verdicts -------------------------------------------------------------------------------------
 
-#: The command of a child process; `specgen.llama.kernels.trial` has its arguments.
-CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.trial")
+#: The command of a child process; `specgen.llama.kernels.kernel_trial` has its arguments.
+CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.kernel_trial")
 #: The file of verdicts in the cache folder.
 VERDICTS = "kernels.json"
 SELF_TEST_TIMEOUT_S = 60.0
 #: The longest that a trial may take: so many seconds, and one more for so many bytes.
 _TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
-#: Signals that do not come from the kernels: the system ran out of memory, or a file became shorter.
+#: Signals that do not come from the kernels: the system ran out of memory, or a file became
+#: shorter.
 _NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
 
 
@@ -158,9 +167,11 @@ _NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
 class Verdict:
     """What a self-test or a trial shows."""
 
-    #: ``passed``, ``failed``, or ``refused``: the library itself says that it is not for this machine or llama.cpp.
+    #: ``passed``, ``failed``, or ``refused``: the library itself says that it is not for this
+    #: machine or llama.cpp.
     outcome: str
-    #: What was tested, or what went wrong: for a model as the rest of a sentence ("they died of SIGSEGV ...").
+    #: What was tested, or what went wrong: for a model as the rest of a sentence ("they died of
+    #: SIGSEGV ...").
     message: str = ""
     #: The instruction set of the kernels, if they passed their self-test.
     instructions: str = ""
@@ -177,7 +188,9 @@ def _parsed(value: Any) -> Verdict | None:
 
 
 def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
-    """Return the verdict of a library's self-test here: the remembered one if there is one, unless `anew`."""
+    """Return the verdict of a library's self-test here: the remembered one if there is one, unless
+    `anew`.
+    """
     kept = KeptResults(cache / VERDICTS)
     key = digest_of(_circumstances(library))
     known = None if anew else _parsed(kept.read().get(key))
@@ -215,14 +228,18 @@ def _circumstances(library: Path) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the name (on ARM, numbers), the microcode and the features of the CPU, as Linux reports them."""
+    """Return the name (on ARM, numbers), the microcode and the features of the CPU, as Linux
+    reports them.
+    """
     names = ("model name", "microcode", "flags")
     arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
     return "\n".join(cpuinfo().get(name, "") for name in (*names, *arm))
 
 
 class ModelTrials:
-    """Tries kernels on models, and remembers the verdicts. If they are `required`, a failure is an error."""
+    """Tries kernels on models, and remembers the verdicts. If they are `required`, a failure is an
+    error.
+    """
 
     def __init__(self, library: Path, cache: Path, *, required: bool = False) -> None:
         self._library = library
@@ -233,7 +250,9 @@ class ModelTrials:
         self._known: dict[str, Verdict] = {}
 
     def problem_of(self, file: Path, *, anew: bool = False) -> str:
-        """Return why the kernels cannot compute a model; empty if they can. Raise `UsageError` if `required`."""
+        """Return why the kernels cannot compute a model; empty if they can. Raise `UsageError` if
+        `required`.
+        """
         self._circumstances = self._circumstances or _circumstances(self._library)
         version = [str(file.resolve()), *version_of(file)]
         key = digest_of(self._circumstances | {"file": version})
@@ -250,7 +269,9 @@ class ModelTrials:
         return verdict.message
 
     def _tried(self, file: Path) -> Verdict | None:
-        """Try a skeleton of the model and, unless that is computed, the whole: llama.cpp may not take a skeleton."""
+        """Try a skeleton of the model and, unless that is computed, the whole: llama.cpp may not
+        take a skeleton.
+        """
         found: Verdict | None = None
         with contextlib.ExitStack() as resources:
             folder = self._folder(resources)
@@ -260,7 +281,9 @@ class ModelTrials:
         return found
 
     def _folder(self, resources: contextlib.ExitStack) -> Path:
-        """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be written."""
+        """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be
+        written.
+        """
         with contextlib.suppress(OSError):
             self._cache.mkdir(parents=True, exist_ok=True)
             inside = tempfile.TemporaryDirectory(prefix="trial-", dir=self._cache)
@@ -268,7 +291,9 @@ class ModelTrials:
         return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
 
     def _verdict(self, file: Path, folder: Path, size: str) -> Verdict | None:
-        """Return what a child shows; None if llama.cpp cannot load the file, or something else stopped the child."""
+        """Return what a child shows; None if llama.cpp cannot load the file, or something else
+        stopped the child.
+        """
         steps = folder / "steps"
         command = [*CHILD, str(self._library), size, str(file), str(steps)]
         timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S

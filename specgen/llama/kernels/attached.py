@@ -1,7 +1,7 @@
 """The library of kernels, attached to GGML: matrix products and attention for some CPUs.
 
-It offers its own layout of weights to GGML's CPU backend, in which llama.cpp stores those of models that it loads
-afterwards. It cannot be detached, but switched off for models that are loaded later.
+It offers its own layout of weights to GGML's CPU backend, in which llama.cpp stores those of models
+that it loads afterwards. It cannot be detached, but switched off for models that are loaded later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class KernelCounts(NamedTuple):
-    """What the kernels computed so far, the bytes in their layout now, and the attentions left to llama.cpp."""
+    """What the kernels computed so far, the bytes in their layout now, and the attentions left to
+    llama.cpp.
+    """
 
     n_products: int
     n_attentions: int
@@ -63,12 +65,14 @@ class Kernels:
         self.path = path
         #: The library's functions by their names in `_FUNCTIONS`.
         self.native = native
-        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or ``neon-dotprod``.
+        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or
+        #: ``neon-dotprod``.
         self.instructions = _text(native.instructions())
         #: Whether models that are loaded now get the kernels' layout of weights.
         self.computes_products = True
         self.computes_attention = True
-        #: Whether a model of this process cannot have the kernels' attention, which is the same for all.
+        #: Whether a model of this process cannot have the kernels' attention, which is the same for
+        #: all.
         self.lacks_attention = False
 
     @cached_property
@@ -76,8 +80,10 @@ class Kernels:
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def enable(self, *, products: bool, attention: bool) -> None:
-        """Switch the kernels on or off. `products` applies to models that are loaded from now on; `attention` to all
-        attention and to products of tensors that are not packed, unless a model excluded it."""
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
+        `attention` to all attention and to products of tensors that are not packed, unless a model
+        excluded it.
+        """
         attention = attention and not self.lacks_attention
         self.native.enable(int(products), int(attention))
         self.computes_products, self.computes_attention = products, attention
@@ -97,9 +103,10 @@ _problem_of: Callable[[Path], str] | None = None
 
 
 def attach(path: Path) -> Kernels:
-    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise `BackendError` if
-    the file is not such a library, GGML has another version (the hint installs the right one), the CPU lacks the
-    instructions, or another library is attached."""
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise
+    `BackendError` if the file is not such a library, GGML has another version (the hint installs
+    the right one), the CPU lacks the instructions, or another library is attached.
+    """
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
         if _attached.path != path:
@@ -136,20 +143,26 @@ def attached() -> Kernels | None:
 
 
 def computing() -> str:
-    """Return what computes models that are loaded now on the CPU: ``specgen avx2``, say, or ``llama.cpp``."""
+    """Return what computes models that are loaded now on the CPU: ``specgen avx2``, say, or
+    ``llama.cpp``.
+    """
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
     return f"specgen {_attached.instructions}"
 
 
 def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
-    """Ask `problem_of`, before a model file is loaded, why the kernels cannot compute it. None: they can."""
+    """Ask `problem_of`, before a model file is loaded, why the kernels cannot compute it. None:
+    they can.
+    """
     global _problem_of  # noqa: PLW0603 - like the attached library, it holds for the process
     _problem_of = problem_of
 
 
 def kernel_problem(file: Path) -> str:
-    """Return why the kernels in use cannot compute a model ("they died of SIGSEGV"); empty if they can."""
+    """Return why the kernels in use cannot compute a model ("they died of SIGSEGV"); empty if they
+    can.
+    """
     if _attached is None or not _attached.computes_products or _problem_of is None:
         return ""
     return _problem_of(file)
@@ -157,8 +170,9 @@ def kernel_problem(file: Path) -> str:
 
 @contextlib.contextmanager
 def loading_with(problem: str) -> Iterator[None]:
-    """Load a model within this context. If the kernels have a problem with it they are off; their attention stays
-    off."""
+    """Load a model within this context. If the kernels have a problem with it they are off; their
+    attention stays off.
+    """
     kernels = _attached
     if kernels is None or not problem:
         yield

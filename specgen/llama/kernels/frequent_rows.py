@@ -1,8 +1,9 @@
 """The part of a draft's output matrix that is computed: the rows of frequent tokens.
 
-In a small draft with a large vocabulary, reading this matrix is most of a token's cost, and the target checks the
-draft anyway. (FR-Spec, Zhao et al., arXiv:2502.14856, shortens the matrix; here the kernels leave rows out.) The
-logits of the others are -infinity: the draft's distribution is that over the rows that are computed.
+In a small draft with a large vocabulary, reading this matrix is most of a token's cost, and the
+target checks the draft anyway. (FR-Spec, Zhao et al., arXiv:2502.14856, shortens the matrix; here
+the kernels leave rows out.) The logits of the others are -infinity: the draft's distribution is
+that over the rows that are computed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from specgen.llama.vocabulary import LlamaVocabulary
 if TYPE_CHECKING:
     from specgen.llama.context import LlamaBackend
 
-#: Tokenizers give low ids to frequent tokens: 0.94 of those of answers in English and code are below.
+#: Tokenizers give low ids to frequent tokens: 0.94 of those of answers in English and code are
+#: below.
 N_FREQUENT = 32_768
-#: The most other tokens that are computed because they occurred; with more, the oldest are forgotten.
+#: The most other tokens that are computed because they occurred; with more, the oldest are
+#: forgotten.
 MOST_SEEN = 4096
 
 
 class RowLimit:
-    """Which rows of a matrix with `n_rows` rows are computed, increasing; the other outputs are -infinity. Rows are
-    computed in groups, so a few others are too. As a context manager it applies to what the calling thread decodes."""
+    """Which rows of a matrix with `n_rows` rows are computed, increasing; the other outputs are
+    -infinity. Rows are computed in groups, so a few others are too. As a context manager it applies
+    to what the calling thread decodes.
+    """
 
     def __init__(self, kernels: Kernels, n_rows: int, rows: NDArray[np.int32]) -> None:
         self._native = kernels.native
@@ -44,12 +49,15 @@ class RowLimit:
 
 
 class FrequentRows:
-    """The rows of the first `N_FREQUENT` tokens, of those that end a text, and of those that occurred."""
+    """The rows of the first `N_FREQUENT` tokens, of those that end a text, and of those that
+    occurred.
+    """
 
     def __init__(self, vocabulary: LlamaVocabulary, kernels: Kernels) -> None:
         self._n_vocab = vocabulary.n_tokens
         self._kernels = kernels
-        # The others of `end_tokens` end few texts, and finding them takes a look at the whole vocabulary.
+        # The others of `end_tokens` end few texts, and finding them takes a look at the whole
+        # vocabulary.
         named = vocabulary.special_tokens()
         self._ends = [token for token in (named["eos"], named["eot"]) if token >= N_FREQUENT]
         #: In the order in which they occurred.
@@ -57,7 +65,9 @@ class FrequentRows:
         self._limit: RowLimit | None = None
 
     def limit(self, tokens: Collection[int]) -> RowLimit:
-        """Return the limit for a decode of `tokens`, which count as occurred. It is valid until the next call."""
+        """Return the limit for a decode of `tokens`, which count as occurred. It is valid until the
+        next call.
+        """
         rare = [token for token in tokens if token >= N_FREQUENT and token not in self._seen]
         if rare:
             self._seen.update(dict.fromkeys(rare))
@@ -77,7 +87,9 @@ class FrequentRows:
 
 
 def compute_frequent_tokens(backend: LlamaBackend) -> None:
-    """Compute the logits of frequent tokens only from now on, where specgen's kernels can and it saves much."""
+    """Compute the logits of frequent tokens only from now on, where specgen's kernels can and it
+    saves much.
+    """
     kernels, vocabulary = attached(), backend.vocabulary
     is_large = vocabulary.n_tokens >= 2 * N_FREQUENT
     if kernels is not None and kernels.computes_products and is_large:

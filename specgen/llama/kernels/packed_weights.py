@@ -1,8 +1,9 @@
-"""Packed weights that are kept in the cache folder, so that the next process maps them instead of packing them.
+"""Packed weights that are kept in the cache folder, so that the next process maps them instead of
+packing them.
 
-The kernels read weights in a layout of their own (docs/kernels.md). Packing takes as long as reading the file several
-times, and memory that no other process shares. So they are written when the process ends, if the disk has room, for
-the same model file, kernels and layers on this machine.
+The kernels read weights in a layout of their own (docs/kernels.md). Packing takes as long as
+reading the file several times, and memory that no other process shares. So they are written when
+the process ends, if the disk has room, for the same model file, kernels and layers on this machine.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class PackedWeights:
 
     @property
     def n_new_bytes(self) -> int:
-        """The bytes of what was packed anew, not read from the file; 0 if they are too few to be worth one."""
+        """The bytes of what was packed anew, not read from the file; 0 if they are too few to be
+        worth one.
+        """
         n_bytes = int(self._native.packed_file_bytes(self._handle))
         return n_bytes if n_bytes >= LEAST_BYTES else 0
 
@@ -88,8 +91,9 @@ class PackedWeights:
         return False
 
     def close(self) -> None:
-        """Write the file, if there is none and the disk has room. The model's weights must still be loaded.
-        Nothing is written while an exception, such as Ctrl-C, ends the process."""
+        """Write the file, if there is none and the disk has room. The model's weights must still be
+        loaded. Nothing is written while an exception, such as Ctrl-C, ends the process.
+        """
         try:
             if self.n_new_bytes and not is_failing() and not self._path.exists():
                 self._write(self.n_new_bytes)
@@ -112,8 +116,9 @@ class PackedWeights:
 
 
 def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
-    """Return the packed weights of a model file; None if they are not kept. `loaded` decides which tensors are
-    packed."""
+    """Return the packed weights of a model file; None if they are not kept. `loaded` decides which
+    tensors are packed.
+    """
     kernels = attached()
     if _folder is None or kernels is None or not kernels.computes_products:
         return None

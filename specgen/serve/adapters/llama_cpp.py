@@ -1,5 +1,6 @@
-"""specgen's drafters inside llama-cpp-python, ``Llama(draft_model=SpecgenDraft(...))``, which passes only the text so
-far."""
+"""specgen's drafters inside llama-cpp-python, ``Llama(draft_model=SpecgenDraft(...))``, which
+passes only the text so far.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import RoundPlan, RoundResult
@@ -36,11 +39,14 @@ from specgen.options import (
 from specgen.session.calibration import calibrate, is_pair_measured
 from specgen.session.choose_models import find_models
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.open import open_memory, session_options, start_kernels
+from specgen.session.open import (
+    WantedSession,
+    open_measurements,
+    open_session,
+    start_kernels,
+)
 from specgen.session.prompts import Prompt
-from specgen.session.session import Session
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
-from specgen.text.answer_state import AnswerState, Tally
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -50,9 +56,11 @@ _UNLIMITED = 2**31
 
 
 class SpecgenDraft(LlamaDraftModel):
-    """Drafts for one `Llama` (docs/adapters.md). Open it before the `Llama`, whose target its `kernels` compute, too.
-    `draft` is a file, a name or ``ngram``; of several, each drafts for the one before it. A draft model sees the last
-    `n_ctx` tokens. `note` gets a sentence if drafting fails; the text goes on. Raise what `specgen.load` raises."""
+    """Drafts for one `Llama` (docs/adapters.md). Open it before the `Llama`, whose target its
+    `kernels` compute, too. `draft` is a file, a name or ``ngram``; of several, each drafts for the
+    one before it. A draft model sees the last `n_ctx` tokens. `note` gets a sentence if drafting
+    fails; the text goes on. Raise what `specgen.load` raises.
+    """
 
     def __init__(
         self,
@@ -82,26 +90,28 @@ class SpecgenDraft(LlamaDraftModel):
         if problem := kernel_problem(sources.target):  # the Llama of the target is not ours
             choose_kernels("llama.cpp", cache_folder())
             note(f"not using specgen's kernels: in a trial of {sources.target.name} {problem}")
-        options = session_options(
+        wanted = WantedSession.of(
             sources,
-            SamplerOptions(),
-            replace(drafting, tree=TreeShape("off")),
-            GenerationOptions(),
-            Contexts(context, context, KernelOptions(kernels)),
+            sampling=SamplerOptions(),
+            drafting=replace(drafting, tree=TreeShape("off")),
+            answer=GenerationOptions(),
+            contexts=Contexts(context, context),
         )
         self._note = note
-        #: What was drafted and accepted so far, without the last round of each text, whose end is unknown.
-        self.tally = Tally()
+        #: What was drafted and accepted so far, without the last round of each text, whose end is
+        #: unknown.
+        self.tally = AnswerStats()
         #: The present text, its last round as far as it is known, and when that was handed out.
         self._sequence: AnswerState | None = None
         self._round: RoundResult | None = None
         self._handed_s = 0.0
         self._is_closed = False
-        memory, clock = open_memory(), time.perf_counter
+        measurements, clock = open_measurements(), time.perf_counter
         with contextlib.ExitStack() as opened:
-            self.session = opened.enter_context(
-                Session(options, clock, memory, vocabulary_only=True)
+            self.session = open_session(
+                wanted, clock=clock, measurements=measurements, vocabulary_only=True
             )
+            opened.enter_context(self.session)
             if self.session.target.has_recurrent_state:
                 raise UsageError(
                     f"{self.session.target.name} has a recurrent state, and Llama cannot roll back rejected "
@@ -110,9 +120,9 @@ class SpecgenDraft(LlamaDraftModel):
                 )
             timed = self.session.draft.timed if self.session.draft is not None else None
             if drafting.is_by_cost and not is_pair_measured(self.session, timed):
-                with Session(options, clock, memory) as whole:
+                with open_session(wanted, clock=clock, measurements=measurements) as whole:
                     calibrate(whole)
-                    memory.save()
+                    measurements.save()
             self.contexts = opened.enter_context(self.session.draft_contexts(n_ctx))
             self._resources = opened.pop_all()
 
@@ -129,7 +139,9 @@ class SpecgenDraft(LlamaDraftModel):
         self._resources.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """Return the draft after a text, and learn from the last one if the text extends it as a round does."""
+        """Return the draft after a text, and learn from the last one if the text extends it as a
+        round does.
+        """
         if self._is_closed:
             raise BackendError("the draft is closed")
         text, sequence, known = input_ids.tolist(), self._sequence, self._round
@@ -154,7 +166,7 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
         for token in committed:
-            sequence.state.commit(token)
+            sequence.text_state.commit(token)
         sequence.n_answer += len(committed)
         path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
         result = replace(known, path=path, target_s=target_s, committed=tuple(committed))
@@ -185,7 +197,9 @@ class SpecgenDraft(LlamaDraftModel):
         return draft
 
     def check(self, llama: Llama) -> None:
-        """Raise `UsageError` if `llama` would fail with this draft, or not use it: it needs room for all logits."""
+        """Raise `UsageError` if `llama` would fail with this draft, or not use it: it needs room
+        for all logits.
+        """
         n_ctx, n_own = llama.n_ctx(), self.session.target.vocabulary.n_tokens
         n_room = min(len(llama.input_ids), len(llama.scores))
         problem = hint = ""

@@ -1,5 +1,6 @@
-"""The plugin of `llm`, ``llm -m specgen/NAME "prompt"`` (docs/adapters.md). `llm` imports it for each of its commands:
-nothing heavy is imported before a model is asked."""
+"""The plugin of `llm`, ``llm -m specgen/NAME "prompt"`` (docs/adapters.md). `llm` imports it for
+each of its commands: nothing heavy is imported before a model is asked.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +62,15 @@ AnswerOptions: Any = pydantic.create_model("AnswerOptions", __base__=llm.Options
 
 
 class AnswerError(llm.ModelError, click.ClickException):
-    """`llm chat` ends in a traceback after a `ModelError`, and shows click's in a line; so this is both."""
+    """`llm chat` ends in a traceback after a `ModelError`, and shows click's in a line; so this is
+    both.
+    """
 
 
 class Specgen(llm.Model):
-    """A target with a name, and its draft; the options may name others. Without any, `specgen run`'s answer."""
+    """A target with a name, and its draft; the options may name others. Without any, `specgen
+    run`'s answer.
+    """
 
     can_stream = True
     supports_schema = True

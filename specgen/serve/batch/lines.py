@@ -1,4 +1,6 @@
-"""The lines of a batch (OpenAI's form, a simple object, or a text), and their results, which a restart reads."""
+"""The lines of a batch (OpenAI's form, a simple object, or a text), and their results, which a
+restart reads.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.models.files import cache_folder
-from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import BodyError, Defaults, Fields, Kind, Request, parse
+from specgen.serve.formats.fields import Fields, parse
+from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.request_errors import BodyError
+from specgen.serve.formats.single_request import read_request
 from specgen.system.files import locked, replace_bytes, to_line, write_errors
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -36,7 +40,8 @@ class _Named(Fields, coerce_numbers_to_str=True):
     custom_id: str = ""
 
 
-#: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
+#: The field of a result with specgen's own data for a restart: what was asked, and with what
+#: settings.
 OWN = "specgen"
 _log = logging.getLogger("specgen.serve.batch")
 
@@ -51,12 +56,14 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input, counted from 1. Two lines with the same `digest` ask for the same answer."""
+    """A line of the input, counted from 1. Two lines with the same `digest` ask for the same
+    answer.
+    """
 
     number: int
     custom_id: str
     digest: str
-    request: Request | LineError
+    request: ParsedRequest | LineError
 
     @property
     def identity(self) -> str:
@@ -65,7 +72,9 @@ class Line:
 
 
 def read_lines(data: bytes, name: str, defaults: Defaults) -> list[Line]:
-    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise `PromptError`."""
+    """Return the lines that are not empty; an error stands for a request that cannot be read. Raise
+    `PromptError`.
+    """
     lines: list[Line] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -96,7 +105,7 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
 def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
     custom_id, digest = "", _hash(raw)
-    request: Request | LineError
+    request: ParsedRequest | LineError
     try:
         text = raw.decode("utf-8")
         body: dict[str, Any] = {"prompt": text}
@@ -165,7 +174,8 @@ class Earlier:
     errors: set[str] = field(default_factory=set)
     #: The different settings of the results.
     settings: list[dict[str, Any]] = field(default_factory=list)
-    #: The bytes of the file that are results, whether the last one ends its line, and whether a torn one follows.
+    #: The bytes of the file that are results, whether the last one ends its line, and whether a
+    #: torn one follows.
     n_bytes: int = 0
     ends_line: bool = True
     is_torn: bool = False
@@ -184,7 +194,9 @@ class Earlier:
             self.settings.append(settings)
 
     def check_same(self, lines: Sequence[Line], settings: Mapping[str, Any], name: str) -> None:
-        """Raise `UsageError` if the results in the file `name` have other settings, or belong to other lines."""
+        """Raise `UsageError` if the results in the file `name` have other settings, or belong to
+        other lines.
+        """
         hint = "name another file, or keep those results with --allow-mixed"
 
         def value(of: Mapping[str, Any], key: str) -> str:
@@ -211,7 +223,9 @@ class Earlier:
 
 
 def read_results(path: Path) -> Earlier:
-    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is none."""
+    """Return a file's results; a torn last line is left out. Raise `OutputError` for a line that is
+    none.
+    """
     found = Earlier()
     try:
         data = path.read_bytes()
@@ -239,8 +253,10 @@ def read_results(path: Path) -> Earlier:
 
 @contextlib.contextmanager
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earlier, Write]]:
-    """Yield a file's results, and what appends to them while no other process can; a torn result is cut off, and with
-    `retry_errors` errors are dropped. A result is on the disk when `Write` returns. Raise `OutputError`."""
+    """Yield a file's results, and what appends to them while no other process can; a torn result is
+    cut off, and with `retry_errors` errors are dropped. A result is on the disk when `Write`
+    returns. Raise `OutputError`.
+    """
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     held = OutputError(
         f"{path}: another specgen batch is writing to it",
@@ -268,7 +284,9 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
 
 
 def _append(path: Path, descriptor: int, data: bytes) -> None:
-    """Append bytes, and return when they are on the disk; or remove a written part and raise `OutputError`."""
+    """Append bytes, and return when they are on the disk; or remove a written part and raise
+    `OutputError`.
+    """
     start = os.lseek(descriptor, 0, os.SEEK_END)
     with write_errors(path):
         try:

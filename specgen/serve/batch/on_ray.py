@@ -1,5 +1,6 @@
-"""Lines of a batch answered by actors of a Ray cluster, some at a time; the results are written here. If an actor ends,
-the next run of the batch answers its lines. This module alone imports Ray."""
+"""Lines of a batch answered by actors of a Ray cluster, some at a time; the results are written
+here. If an actor ends, the next run of the batch answers its lines. This module alone imports Ray.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from specgen.serve.batch.lines import Line, Write
 from specgen.serve.batch.runner import Batch, Prompting, Tally
 from specgen.session.session import Session
 
-#: An actor gets its lines in at least this many portions: at the end of one, not all places are in use.
+#: An actor gets its lines in at least this many portions: at the end of one, not all places are in
+#: use.
 _N_PORTIONS = 4
 #: Assumed for the length of portions if the number of answers at once is measured by the actors.
 _N_AT_ONCE = 16
@@ -32,7 +34,9 @@ _STORE_BYTES = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster at ``local``, ``auto`` or HOST:PORT, and an actor's CPUs and GPUs; None: the largest node's."""
+    """A cluster at ``local``, ``auto`` or HOST:PORT, and an actor's CPUs and GPUs; None: the
+    largest node's.
+    """
 
     address: str
     cpus_per_worker: float | None = None
@@ -42,7 +46,9 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
-    """What an actor does, which can be pickled. Each node must have `files`, paths with their sizes in bytes."""
+    """What an actor does, which can be pickled. Each node must have `files`, paths with their sizes
+    in bytes.
+    """
 
     open_session: Callable[[], Session]
     prompting: Prompting
@@ -54,8 +60,10 @@ class ActorJob:
 def place(
     nodes: Sequence[tuple[float, float]], cpus: float | None, gpus: float | None
 ) -> tuple[int, float, float]:
-    """Return how many actors nodes with these CPUs and GPUs have room for, and the CPUs and GPUs of each. None takes
-    all of the largest node; `gpus` divide its CPUs. Raise `BackendError` if no node has room."""
+    """Return how many actors nodes with these CPUs and GPUs have room for, and the CPUs and GPUs of
+    each. None takes all of the largest node; `gpus` divide its CPUs. Raise `BackendError` if no
+    node has room.
+    """
     most = max(nodes, default=(0.0, 0.0))
     if gpus is None:
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
@@ -129,7 +137,9 @@ class RayBatch:
     def run(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[Tally, None, None]:
-        """Get the lines answered; yield the counts now and then. Raise `BackendError` if actors ended early."""
+        """Get the lines answered; yield the counts now and then. Raise `BackendError` if actors
+        ended early.
+        """
         self.n_actors = min(self.n_actors, len(lines))
         self.tally.n_lines = len(lines)
         portions = deque(self._portions(lines))

@@ -13,19 +13,20 @@ from typing import Any
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
-from specgen.serve.formats.answers import for_model
-from specgen.serve.formats.openai import ChatWriter
-from specgen.serve.formats.request import Request
+from specgen.serve.formats.answer_writer import AnswerContext
+from specgen.serve.formats.model_adaptation import for_model
+from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.session.calibration import calibrate, target_costs
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request as EngineRequest
 from specgen.session.session import MAX_SEQUENCES, Session
-from specgen.text.text_state import n_common
+from specgen.text.overlap import common_prefix_length
 
 #: What a batch's counts add up of its answers' summaries.
 _SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")
-#: Prompts are neighbours if they share this many tokens more than all do: worth more than their order.
+#: Prompts are neighbours if they share this many tokens more than all do: worth more than their
+#: order.
 _N_SHARED = 16
 
 
@@ -37,7 +38,7 @@ class Prompting:
     system: str | None
     now: datetime.datetime
 
-    def prompt(self, session: Session, request: Request) -> Prompt:
+    def prompt(self, session: Session, request: ParsedRequest) -> Prompt:
         return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
@@ -46,14 +47,16 @@ class _Task:
     """A line that can be answered, its prompt, and the context size for both."""
 
     line: Line
-    request: Request
+    request: ParsedRequest
     prompt: Prompt
     n_ctx: int
 
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were cached."""
+    """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were
+    cached.
+    """
 
     n_lines: int = 0
     n_answers: int = 0
@@ -70,8 +73,10 @@ class Tally:
 
 
 class Batch:
-    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each, with `settings`,
-    when it is finished. `wall_clock` gives seconds since 1970, and `note` gets sentences for the user."""
+    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each,
+    with `settings`, when it is finished. `wall_clock` gives seconds since 1970, and `note` gets
+    sentences for the user.
+    """
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class Batch:
                         self._write_finished()
                     yield self.tally
             finally:
-                session.memory.save()
+                session.measurements.save()
 
     def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in that order; write the errors of the others."""
@@ -152,7 +157,8 @@ class Batch:
 
     def _submit(self, engine: Engine, task: _Task) -> None:
         with self._line_errors(task.line):
-            # The engine's context fits the largest answer; this one ends where that of `specgen run` is full.
+            # The engine's context fits the largest answer; this one ends where that of `specgen
+            # run` is full.
             generation, n_most = task.request.generation, task.n_ctx + 1 - len(task.prompt.tokens)
             if not 0 <= generation.max_tokens <= n_most:
                 generation = replace(generation, max_tokens=n_most)
@@ -180,13 +186,14 @@ class Batch:
             elif finished is not None and finished.finish_reason != "interrupted":
                 result: dict[str, Any] | None = None
                 with self._line_errors(line):
-                    writer = ChatWriter(
+                    context = AnswerContext(
                         [task.request],
                         [answer.prompt.text],
                         identity=line.identity,
                         created=int(self._wall_clock()),
                         model=self._session.target.name,
                     )
+                    writer = task.request.writer(context)
                     events: list[Event] = [*committed, finished]
                     for event in events:
                         writer.feed(0, event)
@@ -217,7 +224,7 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     if len(by_tokens) < 2:
         return by_tokens
     pairs = itertools.pairwise(by_tokens)
-    common = [n_common(prompts[one], prompts[other]) for one, other in pairs]
+    common = [common_prefix_length(prompts[one], prompts[other]) for one, other in pairs]
     # In sorted order, the first and the last share exactly what all share.
     least = min(common) + _N_SHARED
     groups = [[by_tokens[0]]]
@@ -228,12 +235,15 @@ def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
     return [number for group in sorted(groups, key=min) for number in group]
 
 
-#: The numbers of answers at once; a larger one must be faster by this factor, since it needs memory.
+#: The numbers of answers at once; a larger one must be faster by this factor, since it needs
+#: memory.
 _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 
 
 def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
-    """Return the number of answers at once that gives most tokens per second, by the target's costs."""
+    """Return the number of answers at once that gives most tokens per second, by the target's
+    costs.
+    """
     if n_answers < 2:
         return 1
     table = target_costs(session, interrupted)

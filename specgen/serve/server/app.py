@@ -29,31 +29,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
-from specgen.serve.formats.answers import AnswerWriter, RequestError, for_model
-from specgen.serve.formats.local_servers import (
-    ollama_embeddings,
-    read_infill,
-    read_llama_cpp_completion,
-    read_ollama,
-)
+from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
+from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.completions import read_completion
+from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
+from specgen.serve.formats.fields import Fields, Integer, Json, parse
+from specgen.serve.formats.llama_server import read_infill, read_llama_cpp_completion
 from specgen.serve.formats.messages import read_messages
-from specgen.serve.formats.openai import (
-    ChatWriter,
-    embedding_response,
-    read_chat,
-    read_completion,
-    read_embedding_request,
+from specgen.serve.formats.model_adaptation import for_model
+from specgen.serve.formats.ollama import (
+    ollama_embeddings,
+    read_ollama_chat,
+    read_ollama_generate,
 )
-from specgen.serve.formats.request import (
-    BodyError,
-    Defaults,
-    Fields,
-    Integer,
-    Json,
-    Request,
-    Requests,
-    parse,
-)
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,
@@ -74,7 +64,7 @@ from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
 #: Reads a body; the command line gives the defaults.
-Reader: TypeAlias = Callable[[Json, Defaults], Requests]
+Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 #: Some clients leave out ``/v1``.
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
@@ -84,8 +74,8 @@ _READERS: Mapping[str, Reader] = {
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
-    "/api/chat": partial(read_ollama, field="message"),
-    "/api/generate": partial(read_ollama, field="response"),
+    "/api/chat": read_ollama_chat,
+    "/api/generate": read_ollama_generate,
 }
 #: Writes the response with the vectors of inputs.
 _EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
@@ -174,8 +164,10 @@ class Server:
         *,
         embeds: bool = False,
     ) -> Route:
-        """Return a route whose requests have a JSON object as their body, which names a model that generates text, or
-        that `embeds`. The model stays loaded until its answers are submitted, and then until they are generated."""
+        """Return a route whose requests have a JSON object as their body, which names a model that
+        generates text, or that `embeds`. The model stays loaded until its answers are submitted,
+        and then until they are generated.
+        """
 
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
@@ -200,13 +192,14 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, read, body, loop)
-        writer: AnswerWriter = (requests[0].writer or ChatWriter)(
+        context = AnswerContext(
             requests,
             [answer.prompt.text for answer in job.answers],
             identity=uuid.uuid4().hex,
             created=int(time.time()),
             model=model.name,
         )
+        writer: AnswerWriter = requests[0].writer(context)
         end, streams = partial(model.cancel, job), requests[0].streams
         chunks = _chunks(writer, job, end, self._limits.request_s, streams=streams)
         if streams:
@@ -214,7 +207,7 @@ class Server:
             return EventStream(chunks, end, self._limits.client_s, **how)
         return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
 
-    def _read(self, model: ServedModel, read: Reader, body: Json) -> Requests:
+    def _read(self, model: ServedModel, read: Reader, body: Json) -> ParsedRequests:
         """Return a request for each prompt of a body. Raise `BodyError`."""
         options = model.session.options
         found = read(body, Defaults(options.sampler, options.generation))
@@ -222,9 +215,10 @@ class Server:
 
     def _submit(
         self, model: ServedModel, read: Reader, body: Json, loop: asyncio.AbstractEventLoop
-    ) -> tuple[Requests, Job]:
-        """Read a body and submit its answers: all to the first prompt, then those to the next. Raise `RequestError`,
-        `SpecgenError`."""
+    ) -> tuple[ParsedRequests, Job]:
+        """Read a body and submit its answers: all to the first prompt, then those to the next.
+        Raise `RequestError`, `SpecgenError`.
+        """
         requests, limits = self._read(model, read, body), self._limits
         n_answers, n_most = requests[0].n * len(requests), model.n_parallel + limits.n_waiting
         n_most = min(n_most, limits.n_answers or n_most)
@@ -377,7 +371,9 @@ class Server:
             for slot in model.engine.slots:
                 about = {"id": slot.number, "model": model.name, "n_ctx": model.engine.n_ctx}
                 answer = getattr(slot.request, "answer", None)
-                counts = (answer.n_prompt, answer.n_read, answer.n_answer) if answer else (0, 0, 0)
+                counts = (
+                    (answer.n_prompt, answer.n_prefilled, answer.n_answer) if answer else (0, 0, 0)
+                )
                 names = ("n_prompt_tokens", "n_prompt_tokens_processed", "n_decoded")
                 is_processing = {"is_processing": answer is not None}
                 found.append(about | is_processing | dict(zip(names, counts, strict=True)))
@@ -385,15 +381,17 @@ class Server:
 
 
 async def _version(request: HttpRequest) -> Response:
-    """Return the version; to ollama's clients, who compare it with what they need, the first of ollama with all that is
-    answered here."""
+    """Return the version; to ollama's clients, who compare it with what they need, the first of
+    ollama with all that is answered here.
+    """
     is_ollama = request.url.path.startswith("/api/")
     return JSONResponse({"version": "0.9.0" if is_ollama else __version__, "specgen": __version__})
 
 
 def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
-    """Return an app that counts responses by their status, and takes a path with a slash at its end for the one
-    without: many clients follow no redirection of a POST."""
+    """Return an app that counts responses by their status, and takes a path with a slash at its end
+    for the one without: many clients follow no redirection of a POST.
+    """
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
@@ -409,8 +407,9 @@ def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
-    """Respond to a request that cannot be answered; without an error if its client has gone. The traceback of a bug
-    goes to the log."""
+    """Respond to a request that cannot be answered; without an error if its client has gone. The
+    traceback of a bug goes to the log.
+    """
     path = request.url.path
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
@@ -425,9 +424,10 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
     return refusal(error, path)
 
 
-def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> Prompt:
-    """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`. Raise `UsageError`,
-    `PromptError`."""
+def _prompt(request: ParsedRequest, model: ServedModel, *, must_fit: bool = True) -> Prompt:
+    """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`.
+    Raise `UsageError`, `PromptError`.
+    """
     session, n_ctx = model.session, model.engine.n_ctx
     if request.gap is not None:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
@@ -468,8 +468,10 @@ def _piece(data: bytes) -> str | list[int]:
 async def _chunks(
     writer: AnswerWriter, job: Job, end: Callable[[], None], limit_s: float, *, streams: bool
 ) -> AsyncIterator[Json]:
-    """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds (0: never), and
-    when nobody waits for them. If one fails, an error is the last chunk of a stream; else raise `RequestError`."""
+    """Yield the chunks of a job's answers, which `end` ends as they are: after `limit_s` seconds
+    (0: never), and when nobody waits for them. If one fails, an error is the last chunk of a
+    stream; else raise `RequestError`.
+    """
     loop, started_s = asyncio.get_running_loop(), 0.0
     limit = loop.call_later(limit_s, end) if limit_s > 0 else None
     try:
@@ -515,8 +517,10 @@ async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
 
 
 def serve(pool: ModelPool, options: ServerOptions, bound: socket.socket, **how: Any) -> None:
-    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of `DrainingServer`. Raise the
-    exception that ended the thread of an engine, if one did: a bug or a lost worker."""
+    """Answer requests on a socket until SIGTERM or Ctrl-C; `how` are more arguments of
+    `DrainingServer`. Raise the exception that ended the thread of an engine, if one did: a bug or a
+    lost worker.
+    """
     sys.setswitchinterval(
         0.0005
     )  # so that a body being read holds up no decode, which asks Python whether to go on

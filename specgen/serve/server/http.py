@@ -24,8 +24,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from specgen.serve.formats.answers import RequestError
 from specgen.serve.formats.messages import error_body
+from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.model_pool import ModelPool
 from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
@@ -33,8 +33,8 @@ from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 
 
 _T = TypeVar("_T")
-#: Seconds without data after which a comment is sent: soon, so that a client knows that it is heard, and then now and
-#: then, to keep the stream open, in proxies too.
+#: Seconds without data after which a comment is sent: soon, so that a client knows that it is
+#: heard, and then now and then, to keep the stream open, in proxies too.
 FIRST_COMMENT_S, _KEEP_ALIVE_S = 0.2, 5.0
 _COMMENT = b": waiting\n\n"
 
@@ -63,7 +63,8 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
         except ValueError as error:
             if "hex escape" not in str(error):
                 raise
-            # Agents that cut texts cut characters in two. A refusal would end their session for good.
+            # Agents that cut texts cut characters in two. A refusal would end their session for
+            # good.
             whole = json.dumps(json.loads(data), ensure_ascii=False).encode(errors="replace")
             body = from_json(whole, allow_inf_nan=False)
     except (ValueError, RecursionError) as error:
@@ -88,7 +89,9 @@ async def _read(request: Request, n_most: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
-    """Return the result of `work`; if the client disconnects first, cancel it, raise `ClientDisconnect`."""
+    """Return the result of `work`; if the client disconnects first, cancel it, raise
+    `ClientDisconnect`.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(receive))
     try:
@@ -111,11 +114,12 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of JSON values: of lines, or of server-sent events. The name of a ``named`` one is its `type`; others
-    end with `data: [DONE]`. While there is none, an `alive` event, or a comment, keeps the stream open.
+    """A stream of JSON values: of lines, or of server-sent events. The name of a ``named`` one is
+    its `type`; others end with `data: [DONE]`. While there is none, an `alive` event, or a comment,
+    keeps the stream open.
 
-    `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it accepts no
-    data for `client_s` seconds.
+    `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects,
+    or it accepts no data for `client_s` seconds.
     """
 
     def __init__(
@@ -177,8 +181,8 @@ class EventStream(StreamingResponse):
 # Some machines map .js to plain text, and browsers do not run such a script.
 for _ending in (".js", ".mjs"):
     mimetypes.add_type("text/javascript", _ending)
-#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and no look-up
-#: of the hosts that an answer has links to.
+#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and
+#: no look-up of the hosts that an answer has links to.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -208,9 +212,10 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class AccessCheck:
-    """Refuses requests without one of the keys, if there are keys, and those from pages of other origins unless they
-    are allowed: a browser sends requests for any page. Without keys, requests for a host name other than the
-    loopback's are refused as well, since a page can let its own name point to this machine (DNS rebinding).
+    """Refuses requests without one of the keys, if there are keys, and those from pages of other
+    origins unless they are allowed: a browser sends requests for any page. Without keys, requests
+    for a host name other than the loopback's are refused as well, since a page can let its own name
+    point to this machine (DNS rebinding).
     """
 
     def __init__(
@@ -242,8 +247,8 @@ class AccessCheck:
             return None
         if path in _OPEN or path.startswith("/page/") or method == "OPTIONS":
             return None
-        # The headers of OpenAI's and of Anthropic's clients. Every key is compared, in constant time, so that the time
-        # reveals nothing about them.
+        # The headers of OpenAI's and of Anthropic's clients. Every key is compared, in constant
+        # time, so that the time reveals nothing about them.
         scheme, _, key = headers.get("authorization", "").partition(" ")
         keys = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         given = [key.strip().encode("utf-8", "surrogateescape") for key in keys]
@@ -264,8 +269,10 @@ _FLUSH_S = 5.0
 
 
 class DrainingServer(uvicorn.Server):
-    """A server with the models of a pool. Told to end, it waits for its answers, but not longer than `drain_s`
-    seconds; a second signal ends them at once. `ready` is called when requests are accepted."""
+    """A server with the models of a pool. Told to end, it waits for its answers, but not longer
+    than `drain_s` seconds; a second signal ends them at once. `ready` is called when requests are
+    accepted.
+    """
 
     def __init__(
         self,
@@ -305,8 +312,8 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter) or self._pool.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
-        # end is no failure.
+        # Unlike uvicorn's own method, this does not raise the signal again at the end: being told
+        # to end is no failure.
         if self.should_exit:
             self._pool.cancel_all()
             return
@@ -329,8 +336,9 @@ class DrainingServer(uvicorn.Server):
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is closed if the head of a request does not come in `head_s` seconds (0: no
-    limit)."""
+    """HTTP/1.1 on a connection that is closed if the head of a request does not come in `head_s`
+    seconds (0: no limit).
+    """
 
     head_s: ClassVar[float] = 0.0
 

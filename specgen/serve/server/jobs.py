@@ -16,7 +16,7 @@ from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import CommittedEvent, Event, FinishedEvent, PromptEvent, ReadingEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
-from specgen.serve.formats.answers import RequestError
+from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
 from specgen.session.request import Request
@@ -110,8 +110,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that was loaded, its engine, and what is closed after it. The engine's thread calls `between_answers`
-    while no answer is generated: with True before one begins, with False after the last."""
+    """A model that was loaded, its engine, and what is closed after it. The engine's thread calls
+    `between_answers` while no answer is generated: with True before one begins, with False after
+    the last.
+    """
 
     session: Session
     engine: Engine
@@ -122,9 +124,10 @@ class OpenedModel:
 class ServedModel:
     """A model that generates text, and a thread that steps its engine while there are jobs.
 
-    `n_waiting` answers may wait for a free slot. `turns` is held for each step, so that engines take turns with all
-    cores. `idle` is called after the last answer. `note` gets lines about long prompts. `failure` is the exception
-    that ended the thread, a bug or a lost worker; all answers have failed then.
+    `n_waiting` answers may wait for a free slot. `turns` is held for each step, so that engines
+    take turns with all cores. `idle` is called after the last answer. `note` gets lines about long
+    prompts. `failure` is the exception that ended the thread, a bug or a lost worker; all answers
+    have failed then.
     """
 
     def __init__(
@@ -140,7 +143,8 @@ class ServedModel:
         self.name = name
         self.session, self.engine = opened.session, opened.engine
         self.target: LlamaModel = opened.session.target
-        #: The number of answers that are generated at once, and of those that are generated or waiting.
+        #: The number of answers that are generated at once, and of those that are generated or
+        #: waiting.
         self.n_parallel, self.n_open = opened.engine.n_parallel, 0
         self.failure: BaseException | None = None
         self._opened, self._metrics, self._n_waiting = opened, metrics, n_waiting
@@ -168,8 +172,10 @@ class ServedModel:
             raise RequestError.queue_full()
 
     def submit(self, inserts: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
-        """Submit answers, from any thread; their events go to this event loop. Raise `RequestError`, what
-        `Engine.insert` raises, and `BackendError` if the thread has ended; nothing is submitted then."""
+        """Submit answers, from any thread; their events go to this event loop. Raise
+        `RequestError`, what `Engine.insert` raises, and `BackendError` if the thread has ended;
+        nothing is submitted then.
+        """
         now = time.monotonic()
         with self._changed:
             self._check_running()
@@ -267,8 +273,9 @@ class ServedModel:
             self._metrics.count_round(events, seconds, plain_token_s)
 
     def _plain_token_s(self) -> float | None:
-        """Return the expected seconds of a token of the next round if nothing drafts, by the measured costs; None if
-        they are not known, no answer has begun, or a prompt is read."""
+        """Return the expected seconds of a token of the next round if nothing drafts, by the
+        measured costs; None if they are not known, no answer has begun, or a prompt is read.
+        """
         busy = [slot.request for slot in self.engine.slots if slot.request is not None]
         if not busy or any(request.state == "reading" for request in busy):
             return None
@@ -294,7 +301,9 @@ class ServedModel:
                 self._note(f"{self.name}: {what} after {seconds}")
 
     def _pass_on(self, jobs: Sequence[Job]) -> None:
-        """Give requests their news. Answers count as done before: a client that has the last one may ask again."""
+        """Give requests their news. Answers count as done before: a client that has the last one
+        may ask again.
+        """
         now = time.monotonic()
         for job in jobs:
             with self._changed:  # another thread may cancel it
@@ -315,9 +324,12 @@ _T = TypeVar("_T")
 
 
 class ServedEmbedder:
-    """An embedding model; `n_waiting` requests may wait while one is answered. `turns` is held for each text."""
+    """An embedding model; `n_waiting` requests may wait while one is answered. `turns` is held for
+    each text.
+    """
 
-    #: Requests that are answered at once, and what ended the thread: an error ends its request only.
+    #: Requests that are answered at once, and what ended the thread: an error ends its request
+    #: only.
     n_parallel = 1
     failure: BaseException | None = None
 
@@ -333,7 +345,9 @@ class ServedEmbedder:
     async def embed(
         self, texts: Sequence[Sequence[int]], encoded: Callable[[Hidden], _T]
     ) -> list[_T]:
-        """Return the `encoded` vectors of texts. Requests take turns, a text each. Raise `RequestError`."""
+        """Return the `encoded` vectors of texts. Requests take turns, a text each. Raise
+        `RequestError`.
+        """
         if self.n_open > self._n_waiting:
             raise RequestError.queue_full()
         loop = asyncio.get_running_loop()

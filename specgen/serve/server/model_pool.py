@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
-from specgen.serve.formats.answers import RequestError
-from specgen.serve.formats.call_forms import form_of
+from specgen.serve.formats.request_errors import RequestError
+from specgen.serve.formats.tool_calls.form_probe import form_of
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
@@ -32,9 +32,10 @@ _log = logging.getLogger("specgen.serve.server")
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model that can be served, with an estimate of its memory; it `embeds`, or generates text. `open` loads it,
-    holds the turns that it gets while it decodes or opens contexts, and raises `KeyboardInterrupt` if the function
-    that it gets returns True meanwhile."""
+    """A model that can be served, with an estimate of its memory; it `embeds`, or generates text.
+    `open` loads it, holds the turns that it gets while it decodes or opens contexts, and raises
+    `KeyboardInterrupt` if the function that it gets returns True meanwhile.
+    """
 
     name: str
     open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
@@ -76,8 +77,9 @@ class Place:
         return any(not each.done() for each in self.waiting)
 
     def about(self, created: int) -> dict[str, Any]:
-        """Return what a list of models says of it. `status` has the form of llama.cpp's server with several
-        models."""
+        """Return what a list of models says of it. `status` has the form of llama.cpp's server with
+        several models.
+        """
         model = self.served
         about: dict[str, Any] = {
             "id": self.entry.name,
@@ -115,13 +117,15 @@ def abilities(model: Served) -> list[str]:
 
 
 class ModelPool:
-    """Maps names to models, and keeps those loaded that were used last, as far as their estimated sizes fit
-    into `memory_bytes`. With a single entry, any name stands for it. Its exit closes all models.
+    """Maps names to models, and keeps those loaded that were used last, as far as their estimated
+    sizes fit into `memory_bytes`. With a single entry, any name stands for it. Its exit closes all
+    models.
 
-    One thread loads and unloads models. One with unfinished answers stays loaded: a request for another that has no
-    room beside it waits. From then on all requests wait their turn, so that a steady stream of requests for one
-    model does not keep others waiting for ever. At most `limits.n_waiting` requests wait, or one if that is 0, each
-    at most `limits.request_s` seconds. Coroutines belong to one event loop.
+    One thread loads and unloads models. One with unfinished answers stays loaded: a request for
+    another that has no room beside it waits. From then on all requests wait their turn, so that a
+    steady stream of requests for one model does not keep others waiting for ever. At most
+    `limits.n_waiting` requests wait, or one if that is 0, each at most `limits.request_s` seconds.
+    Coroutines belong to one event loop.
     """
 
     def __init__(
@@ -200,7 +204,9 @@ class ModelPool:
         return self._load(self.places[name])
 
     async def lease(self, place: Place) -> Served:
-        """Return a model, when it has its turn; it stays loaded until `release`. Raise `RequestError`."""
+        """Return a model, when it has its turn; it stays loaded until `release`. Raise
+        `RequestError`.
+        """
         if self._is_ending.is_set():
             raise RequestError.ending()
         self._n_used += 1
@@ -275,8 +281,9 @@ class ModelPool:
             self._refuse(place, RequestError(500, message, code="bug"))
 
     async def _make_room(self, place: Place) -> bool:
-        """Unload models that were not used for longest until there is room for another one; return whether a request
-        still waits for it."""
+        """Unload models that were not used for longest until there is room for another one; return
+        whether a request still waits for it.
+        """
         try:
             while place.is_wanted:
                 others = [each for each in self.places.values() if each.served is not None]

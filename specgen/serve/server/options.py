@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from specgen.errors import UsageError
+from specgen.options import ModelChoice
 from specgen.sampler_options import option, utf8
+
+if TYPE_CHECKING:
+    from specgen.session.open import WantedSession
+
+#: The default number of answers at once, if the memory has room for as many.
+N_PARALLEL = 4
 
 _limit = partial(option, panel="Limits of a request", min=0)
 _server = partial(option, panel="Server")
@@ -47,6 +56,19 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedOptions:
+    """The options of one of a server's models."""
+
+    models: ModelChoice
+    #: Finds the files of a choice of models, and adds all other options.
+    find: Callable[[ModelChoice], WantedSession]
+    #: Whether drafts learn from requests.
+    learns: bool = False
+    #: How many answers to generate at once; None: `N_PARALLEL`, or fewer if the memory is small.
+    n_parallel: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of a server."""
 
@@ -67,7 +89,8 @@ class ServerOptions:
         parse=utf8,
         show_default="its file's",
     )
-    #: Every request needs one of these keys; without keys, everybody who can reach the server may use it.
+    #: Every request needs one of these keys; without keys, everybody who can reach the server may
+    #: use it.
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = _server(
         (),
@@ -93,8 +116,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
-    """Return a socket bound to an address. If the system can, it drops a connection whose client accepts no data for
-    `client_s` seconds (0: never). Raise `UsageError` if there is no such address, or it is taken."""
+    """Return a socket bound to an address. If the system can, it drops a connection whose client
+    accepts no data for `client_s` seconds (0: never). Raise `UsageError` if there is no such
+    address, or it is taken.
+    """
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(address[0], address[1])

@@ -5,9 +5,10 @@ Models are trained for it on texts in which special tokens mark prefix, suffix a
     <PRE> prefix <SUF> suffix <MID>    most models: see below
     [SUFFIX] suffix [PREFIX] prefix    Codestral (`encode_fim` of mistral-common)
 
-Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder (2305.06161), StarCoder2 (2402.19173), DeepSeek-Coder
-(2401.14196) and Granite (2405.04324) have the order prefix, suffix, middle. CodeLlama and Codestral are trained with
-SentencePiece's space before the prefix, and with none before the suffix.
+Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder (2305.06161), StarCoder2 (2402.19173),
+DeepSeek-Coder (2401.14196) and Granite (2405.04324) have the order prefix, suffix, middle.
+CodeLlama and Codestral are trained with SentencePiece's space before the prefix, and with none
+before the suffix.
 
 Two models have special tokens for the other files of a repository:
 
@@ -27,7 +28,8 @@ from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.prompt import Prompt
 
-#: Tokens that llama.cpp does not recognise: Codestral's prefix and suffix, StarCoder2's repository and file.
+#: Tokens that llama.cpp does not recognise: Codestral's prefix and suffix, StarCoder2's repository
+#: and file.
 _CODESTRAL = ("[PREFIX]", "[SUFFIX]")
 _STARCODER2 = ("<repo_name>", "<file_sep>")
 #: Tokens that end a middle, and no text for llama.cpp: of StarCoder2, CodeGemma and CodeLlama.
@@ -46,7 +48,9 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap between `prefix` and `suffix` in the file `name`; `context` are other files of the repository."""
+    """A gap between `prefix` and `suffix` in the file `name`; `context` are other files of the
+    repository.
+    """
 
     prefix: str
     suffix: str
@@ -64,7 +68,8 @@ class InfillTokens:
     middle: int = -1
     repository: int = -1
     separator: int = -1
-    #: Whether the file's name comes after the prefix's mark, and no line break after the repository's.
+    #: Whether the file's name comes after the prefix's mark, and no line break after the
+    #: repository's.
     as_starcoder2: bool = False
     #: The tokens that end a middle: no mark can be a part of it.
     ends: frozenset[int] = frozenset()
@@ -94,7 +99,9 @@ class InfillTokens:
 
 
 def check_infill(model: LlamaModel) -> InfillTokens:
-    """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained for gaps."""
+    """Return the tokens of a model for texts with a gap. Raise `UsageError` if it was not trained
+    for gaps.
+    """
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
         hint = "use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2"
@@ -105,9 +112,11 @@ def check_infill(model: LlamaModel) -> InfillTokens:
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
 ) -> tuple[Prompt, list[str]]:
-    """Return the prompt for a gap, of at most `n_room` tokens, and what did not fit: the first other files go first,
-    then the far ends of prefix and suffix. `own_draft`, a model with another vocabulary, gets the same, or if it was
-    not trained for gaps the suffix, then the prefix. Raise `UsageError` if the target was not trained."""
+    """Return the prompt for a gap, of at most `n_room` tokens, and what did not fit: the first
+    other files go first, then the far ends of prefix and suffix. `own_draft`, a model with another
+    vocabulary, gets the same, or if it was not trained for gaps the suffix, then the prefix. Raise
+    `UsageError` if the target was not trained.
+    """
     tokens = check_infill(model)
     written, left_out = _written(model.vocabulary, tokens, gap, n_room)
     draft_tokens = None

@@ -27,27 +27,32 @@ _SPACE = r"[ \t\n\v\f\r]*"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The text before an answer as the target sees it, and its tokens. `draft_tokens` are those of a draft with another
-    vocabulary, in its own template. `ends` end the answer, besides the target's own."""
+    """The text before an answer as the target sees it, and its tokens. `draft_tokens` are those of
+    a draft with another vocabulary, in its own template. `ends` end the answer, besides the
+    target's own.
+    """
 
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
-    #: The positions of turns that the template itself adds before the first message; draft models leave them out.
+    #: The positions of turns that the template itself adds before the first message; draft models
+    #: leave them out.
     head: range = range(0)
     ends: frozenset[int] = frozenset()
     #: The marks of the thoughts that the answer may have.
     thoughts: ThoughtMarks | None = None
-    #: The first message of the user, which all prompts of a conversation have; empty without a conversation.
+    #: The first message of the user, which all prompts of a conversation have; empty without a
+    #: conversation.
     subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Makes the prompts of a target and of `own_draft`, a draft with another vocabulary. In a conversation, only the
-    template names control tokens; a text that is continued names them, too, as in llama.cpp. `variables` are for all
-    templates. Raise `PromptError` for an empty prompt; one of certainly more than `n_ctx` tokens is not even
-    tokenized."""
+    """Makes the prompts of a target and of `own_draft`, a draft with another vocabulary. In a
+    conversation, only the template names control tokens; a text that is continued names them, too,
+    as in llama.cpp. `variables` are for all templates. Raise `PromptError` for an empty prompt; one
+    of certainly more than `n_ctx` tokens is not even tokenized.
+    """
 
     target: LlamaModel
     own_draft: LlamaModel | None = None
@@ -62,8 +67,10 @@ class Prompts:
         system: str | None = None,
         now: datetime.datetime | None = None,
     ) -> Prompt:
-        """Return the prompt of a text: with `chat` a user's turn in a template, without it a text to continue; None: if
-        there is a template. Raise `UsageError` if one is needed and there is none."""
+        """Return the prompt of a text: with `chat` a user's turn in a template, without it a text
+        to continue; None: if there is a template. Raise `UsageError` if one is needed and there is
+        none.
+        """
         if chat is not False and self.target.chat_template() is not None:
             before = [] if system is None else [Message("system", system)]
             return self.of_messages([*before, Message("user", text)], now=now)
@@ -88,7 +95,9 @@ class Prompts:
         tools: _Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Return the prompt of the next turn, in the models' own templates. Raise `UsageError`, `PromptError`."""
+        """Return the prompt of the next turn, in the models' own templates. Raise `UsageError`,
+        `PromptError`.
+        """
         now = now or datetime.datetime.now().astimezone()
         chat = _Conversation(messages, now, tools, {**self.variables, **(variables or {})})
         found = chat.tokens(self.target, self.n_ctx)
@@ -106,7 +115,9 @@ class Prompts:
         )
 
     def of_tokens(self, parts: Sequence[int | str]) -> Prompt:
-        """Return a prompt of these tokens of the target, with the texts among them. Raise `PromptError`."""
+        """Return a prompt of these tokens of the target, with the texts among them. Raise
+        `PromptError`.
+        """
         for part in parts:
             if isinstance(part, str):
                 check_length(self.target.vocabulary, part, self.n_ctx)
@@ -121,7 +132,9 @@ class Prompts:
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
 
     def continued(self, prompt: Prompt, begun: Message) -> Prompt:
-        """Return a prompt with the beginning of the model's turn behind it, its reasoning in an open thought."""
+        """Return a prompt with the beginning of the model's turn behind it, its reasoning in an
+        open thought.
+        """
         inside, marks = self.target.vocabulary.tokenize_inside, begun_in(prompt.text)
         check_length(self.target.vocabulary, begun.content, self.n_ctx)
         if marks is None:
@@ -151,7 +164,9 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
 
 
 def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
-    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise `PromptError`."""
+    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise
+    `PromptError`.
+    """
     # A chat template may have written the beginning-of-text token already.
     add_special = not (parse_special and _begins(vocabulary, text))
     return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -176,8 +191,10 @@ def tokens_of(
 def tokenize_marked(
     vocabulary: LlamaVocabulary, marked_text: str, *, add_special: bool
 ) -> list[int]:
-    """Return the tokens of a rendered conversation with marked contents. Like llama.cpp, it cuts the text at names of
-    control tokens, the longest first, but only where nothing of the name is marked."""
+    """Return the tokens of a rendered conversation with marked contents. Like llama.cpp, it cuts
+    the text at names of control tokens, the longest first, but only where nothing of the name is
+    marked.
+    """
     marked_text = str.__str__(marked_text)  # a `MarkedText` would find names in contents too
     controls = [special for special in vocabulary.control_tokens() if special.name in marked_text]
     names = [
@@ -241,9 +258,10 @@ class _Conversation:
         return unmarked(marked_text), tokens
 
     def head(self, vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int]) -> range:
-        """Return the positions of the turns that the template itself adds before the first message: none with tools,
-        which may be described there, or before the user's system message. The first token stays: attention rests on
-        it."""
+        """Return the positions of the turns that the template itself adds before the first message:
+        none with tools, which may be described there, or before the user's system message. The
+        first token stays: attention rests on it.
+        """
         first = self.messages[0].content.strip()
         if self.tools or self.messages[0].role == "system" or not first or first not in text:
             return range(0)
@@ -257,8 +275,9 @@ class _Conversation:
         return range(int(head[0] == vocabulary.special_tokens()["bos"]), stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft with another vocabulary, without its template's `head`. Without a working
-        template, the turns are paragraphs."""
+        """Return the conversation for a draft with another vocabulary, without its template's
+        `head`. Without a working template, the turns are paragraphs.
+        """
         with contextlib.suppress(PromptError):
             if (found := self.tokens(model)) is not None:
                 tokens, head = found[1], self.head(model.vocabulary, *found)

@@ -41,7 +41,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A turn; an assistant's may have calls and `reasoning`, a tool's is the result of `tool_call_id`."""
+    """A turn; an assistant's may have calls and `reasoning`, a tool's is the result of
+    `tool_call_id`.
+    """
 
     role: Role
     content: str
@@ -63,11 +65,13 @@ def render(
     marks_contents: bool = False,
     rearranges: bool = True,
 ) -> str:
-    """Return the conversation as the model expects it, up to where its answer begins. `template` is Jinja from a model
-    file, which is not trusted. `tools` are as OpenAI's API describes them. `OWN_VARIABLES` keep their values.
-    `marks_contents` marks all that is not the template's own text; `rearranges` says to try turns and calls in other
-    shapes if the template refuses them, and to add calls to the text if it writes none. Raise `PromptError` if it does
-    not accept the messages, or fails in any way."""
+    """Return the conversation as the model expects it, up to where its answer begins. `template` is
+    Jinja from a model file, which is not trusted. `tools` are as OpenAI's API describes them.
+    `OWN_VARIABLES` keep their values. `marks_contents` marks all that is not the template's own
+    text; `rearranges` says to try turns and calls in other shapes if the template refuses them, and
+    to add calls to the text if it writes none. Raise `PromptError` if it does not accept the
+    messages, or fails in any way.
+    """
     mark: Callable[[Any], Any] = marked if marks_contents else lambda value: value
     # As llama.cpp: templates ask whether they are defined, and some have a date of long ago.
     given = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
@@ -106,7 +110,9 @@ def _shapes(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation without two turns of the user one behind the other, which some templates refuse."""
+    """Return a conversation without two turns of the user one behind the other, which some
+    templates refuse.
+    """
     found: list[Message] = []
     for message in messages:
         if found and message.role == found[-1].role == "user":
@@ -117,7 +123,9 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation in which a turn has one call, and its result follows, as Llama 3's template wants it."""
+    """Return a conversation in which a turn has one call, and its result follows, as Llama 3's
+    template wants it.
+    """
     found, rest = list[Message](), list(messages)
     while rest:
         message = rest.pop(0)
@@ -135,7 +143,9 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation whose arguments are texts of JSON, as Functionary's template wants them."""
+    """Return a conversation whose arguments are texts of JSON, as Functionary's template wants
+    them.
+    """
 
     def written(call: ToolCall) -> ToolCall:
         return replace(call, arguments=_to_json(call.arguments))
@@ -144,7 +154,9 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation whose system message begins the user's first turn, as Gemma 2's template wants it."""
+    """Return a conversation whose system message begins the user's first turn, as Gemma 2's
+    template wants it.
+    """
     first, *others = messages
     if first.role != "system" or not others or others[0].role != "user":
         return list(messages)
@@ -153,7 +165,9 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_all_in_thoughts(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation in which turns with calls have thoughts or a text, as gpt-oss's template wants them."""
+    """Return a conversation in which turns with calls have thoughts or a text, as gpt-oss's
+    template wants them.
+    """
     return [
         replace(each, content="", reasoning=f"{each.reasoning}\n\n{each.content}")
         if each.tool_calls and each.reasoning and each.content
@@ -177,7 +191,9 @@ def check_syntax(template: str) -> str:
 
 
 def _turn(message: Message, template: str, *, adds_calls: bool) -> dict[str, Any]:
-    """Return a message as templates read it. They test which keys it has, so absent fields have none."""
+    """Return a message as templates read it. They test which keys it has, so absent fields have
+    none.
+    """
     as_id = _short_id if _NEEDS_SHORT_IDS in template else str
     content: Any = message.content
     if message.tool_calls and adds_calls and "tool_calls" not in template:
@@ -209,7 +225,9 @@ def _turn(message: Message, template: str, *, adds_calls: bool) -> dict[str, Any
 
 @functools.lru_cache(maxsize=16)
 def _name_of_thoughts(template: str) -> str:
-    """Return the field of a turn that has its thoughts: a few templates (gpt-oss, Solar) have names of their own."""
+    """Return the field of a turn that has its thoughts: a few templates (gpt-oss, Solar) have names
+    of their own.
+    """
     found = re.search(r"message(?:\.|\[['\"])(thinking|reasoning|thought)\b", template)
     return "reasoning_content" if found is None or "reasoning_content" in template else found[1]
 
@@ -246,10 +264,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 # --- marks ------------------------------------------------------------------------------------
 
-# A name of a control token in a message stays plain text, whatever a template does with the message: it may cut
-# it, join it to text of its own and write it as JSON. So each character of a content carries a mark: code points
-# from U+0021 to U+07FF, of which every control token has some, become lone surrogates, which no valid text contains.
-# White space, `"` and the backslash stay, since templates strip the one and JSON escapes the others.
+# A name of a control token in a message stays plain text, whatever a template does with the
+# message: it may cut it, join it to text of its own and write it as JSON. So each character of a
+# content carries a mark: code points from U+0021 to U+07FF, of which every control token has some,
+# become lone surrogates, which no valid text contains. White space, `"` and the backslash stay,
+# since templates strip the one and JSON escapes the others.
 _MARKS = {
     code: 0xD800 + code
     for code in range(0x21, 0x800)
@@ -288,8 +307,9 @@ def _plain(text: Any) -> Any:
 
 
 class MarkedText(str):
-    """A text with marks, which compares, splits and replaces like the text without marks, since templates compare
-    contents with texts of their own (``'</think>' in content``)."""
+    """A text with marks, which compares, splits and replaces like the text without marks, since
+    templates compare contents with texts of their own (``'</think>' in content``).
+    """
 
     __slots__ = ()
 
@@ -335,7 +355,9 @@ def _recased(name: str) -> Callable[..., Any]:
 
 
 def _cased(name: str) -> Callable[..., Any]:
-    """Return a filter that knows the marks of a list's texts, too: Gemma 4's template writes types in upper case."""
+    """Return a filter that knows the marks of a list's texts, too: Gemma 4's template writes types
+    in upper case.
+    """
     return lambda value: getattr(_kept(str(value)), name)()
 
 
@@ -390,7 +412,9 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's own sandbox, which hides unsafe attributes of Python's objects and bounds `range`, with marks on texts."""
+    """Jinja's own sandbox, which hides unsafe attributes of Python's objects and bounds `range`,
+    with marks on texts.
+    """
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset(["*", "+", "%"])
@@ -408,7 +432,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow templates to change their own lists, as llama.cpp does: Kimi K2's takes ids from one."""
+        """Allow templates to change their own lists, as llama.cpp does: Kimi K2's takes ids from
+        one.
+        """
         is_change = attr in ("append", "pop") and isinstance(obj, list)
         return is_change or super().is_safe_attribute(obj, attr, value)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from specgen.options import GenerationOptions
 from specgen.text.grammar.free_text import ANY, ThoughtMarks
-from specgen.text.text_state import n_begun
+from specgen.text.overlap import partial_match_length
 
 _GEMMA = ("<|channel>", "<channel|>")
 #: By what an answer begins with, or a prompt ends with.
@@ -85,7 +85,9 @@ def begun_in(prompt: str) -> ThoughtMarks | None:
 
 
 def thoughts_behind(prompt: str, template: str) -> ThoughtMarks | None:
-    """Return the marks of the thoughts that an answer to a prompt may have; None if the template knows of none."""
+    """Return the marks of the thoughts that an answer to a prompt may have; None if the template
+    knows of none.
+    """
     if (begun := begun_in(prompt)) is not None:
         return replace(begun, state="open")
     end = prompt.rstrip()
@@ -101,8 +103,10 @@ _FIRST = tuple(mark for family in FAMILIES for mark in family.first)
 
 
 class ThoughtReader:
-    """Separates the thinking block at an answer's beginning from the rest, in pieces. `is_open`: it began, perhaps in
-    the prompt; `is_past`: it is over, or there is none, and later marks are the answer's."""
+    """Separates the thinking block at an answer's beginning from the rest, in pieces. `is_open`: it
+    began, perhaps in the prompt; `is_past`: it is over, or there is none, and later marks are the
+    answer's.
+    """
 
     def __init__(self, prompt: str = "") -> None:
         self._marks = begun_in(prompt)
@@ -110,7 +114,9 @@ class ThoughtReader:
         self._held, self._is_beginning = "", True
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thought and of the answer. The beginning of a mark is held back."""
+        """Return the new parts of the thought and of the answer. The beginning of a mark is held
+        back.
+        """
         text, self._held = self._held + text, ""
         if not self.is_open and not self.is_past:
             begun = text.lstrip()
@@ -131,7 +137,7 @@ class ThoughtReader:
             self.is_open, self.is_past = False, True
             answer = text[min(places) :].removeprefix(self._marks.end)
             return text[: min(places)], self._answer(answer)
-        n_held = max(n_begun(text, each) for each in ends)
+        n_held = max(partial_match_length(text, each) for each in ends)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held], ""
 
@@ -165,11 +171,13 @@ def _n_held(text: str, mark: str) -> int:
         behind = re.sub(r"\A[^\s<>]*", "", text[place + len(head) :])
         if len(behind) < len(tail) and tail.startswith(behind):
             return len(text) - place
-    return n_begun(text, head)
+    return partial_match_length(text, head)
 
 
 class ThoughtMarker:
-    """Writes an answer with its thoughts between ``<think>`` and ``</think>``; one with a grammar has none."""
+    """Writes an answer with its thoughts between ``<think>`` and ``</think>``; one with a grammar
+    has none.
+    """
 
     def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
         self._reader = ThoughtReader(prompt)

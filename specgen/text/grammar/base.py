@@ -1,9 +1,11 @@
 """The states of a grammar: the interface that constrained decoding needs, for every implementation.
 
-Each node of a draft tree has a state of its own, so a state is a value, and `after` returns the next one. It keeps its
-children, so that drafter and verifier get the same objects and the work is done once; a child does not know its parent.
-The loop holds only the state at the end of the text and lets the one before `forget`, so that states of the past and of
-rejected branches are freed. (Weak references would lose the drafter's results before the verifier asks.)"""
+Each node of a draft tree has a state of its own, so a state is a value, and `after` returns the
+next one. It keeps its children, so that drafter and verifier get the same objects and the work is
+done once; a child does not know its parent. The loop holds only the state at the end of the text
+and lets the one before `forget`, so that states of the past and of rejected branches are freed.
+(Weak references would lose the drafter's results before the verifier asks.)
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,29 @@ class GrammarState(Protocol):
         return False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        """Return which of these tokens may come next, bool[m]; perhaps none, and end-of-text tokens exactly where the
-        text may end. Raise ValueError for ids that are not in the vocabulary."""
+        """Return which of these tokens may come next, bool[m]; perhaps none, and end-of-text tokens
+        exactly where the text may end. Raise ValueError for ids that are not in the vocabulary.
+        """
 
     def ending(self, logits: Logits) -> Logits:
-        """Return the row of logits; a token that ends a number has the score of any such one that is forbidden."""
+        """Return the row of logits; a token that ends a number has the score of any such one that
+        is forbidden.
+        """
         return logits
 
     def after(self, token_id: int) -> GrammarState:
-        """Return the state one token later; behind an end nothing is allowed. Raise ValueError if this token is not."""
+        """Return the state one token later; behind an end nothing is allowed. Raise ValueError if
+        this token is not.
+        """
 
     def forget(self) -> None:
         """Drop the states that follow: whoever holds the start of a long text would hold them all."""
         return
 
     def forced(self) -> int | None:
-        """Return the only token that may come next, or the first if only ends may; None if there are others."""
+        """Return the only token that may come next, or the first if only ends may; None if there
+        are others.
+        """
         return None
 
 

@@ -1,8 +1,10 @@
-"""Grammars that hold in a part of an answer: behind the thoughts of a model, or from the mark of a call on.
+"""Grammars that hold in a part of an answer: behind the thoughts of a model, or from the mark of a
+call on.
 
-The text before is free, and its states only look for marks: they allow all tokens without a mask. Like the states of
-any grammar they depend on the text alone, in a draft as in the text. A token that ends a mark and goes on behind it is
-allowed if the grammar takes what is behind."""
+The text before is free, and its states only look for marks: they allow all tokens without a mask.
+Like the states of any grammar they depend on the text alone, in a draft as in the text. A token
+that ends a mark and goes on behind it is allowed if the grammar takes what is behind.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,24 @@ from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
 from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
-from specgen.text.text_state import n_begun
+from specgen.text.overlap import partial_match_length
 from specgen.text.vocabulary import Vocabulary
 
 #: A call at the beginning of a text, and what follows it.
 _BARE = "start: bare /(?s:.)+/?"
 #: Stands in a mark or a form for what differs from call to call: an id, a number, or a name.
 ANY: Final = "\ufffc"
-#: The state behind a mark, from the tokens that end with it; None if what is behind it is not allowed.
+#: The state behind a mark, from the tokens that end with it; None if what is behind it is not
+#: allowed.
 _Then: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks before and behind a family's thoughts; those before the answer, with `ANY` for a function's name, of
-    which calls lack those that end with `final`; and those behind it. A prompt may have opened thoughts, or closed."""
+    """The marks before and behind a family's thoughts; those before the answer, with `ANY` for a
+    function's name, of which calls lack those that end with `final`; and those behind it. A prompt
+    may have opened thoughts, or closed.
+    """
 
     begin: str
     end: str
@@ -63,8 +68,10 @@ def grammar_start(
 
 
 class _WholeAnswer:
-    """An answer that follows a grammar behind its thoughts. Behind a call only other calls may come: a token that
-    begins neither ends the answer, since a mask of calls and the end would make one of them of a text."""
+    """An answer that follows a grammar behind its thoughts. Behind a call only other calls may
+    come: a token that begins neither ends the answer, since a mask of calls and the end would make
+    one of them of a text.
+    """
 
     def __init__(
         self, grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
@@ -143,7 +150,9 @@ def _around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
 def _in_free_text(
     grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
 ) -> GrammarState:
-    """Return the state of a free text in which the grammar holds from each mark on, if it can be followed."""
+    """Return the state of a free text in which the grammar holds from each mark on, if it can be
+    followed.
+    """
     rules = f"start: lead answer /(?s:.)+/?\nlead[suffix={literal(grammar.mark)}]: /(?s:.*)/"
     try:
         own = LlguidanceGrammar(vocabulary, grammar, rules)
@@ -187,7 +196,9 @@ def _in_free_text(
 
 
 class _Marks:
-    """Free text up to a mark, and what holds from it on; `otherwise` holds where the text begins with none."""
+    """Free text up to a mark, and what holds from it on; `otherwise` holds where the text begins
+    with none.
+    """
 
     def __init__(
         self,
@@ -218,7 +229,7 @@ class _Marks:
             if mark in text:
                 is_late = self._otherwise is not None and text.partition(mark)[0].strip()
                 return self._otherwise if is_late else then((*tokens, token))
-        n = max((n_begun(text, mark) for mark in self._then), default=0)
+        n = max((partial_match_length(text, mark) for mark in self._then), default=0)
         if self._otherwise is not None and n < len(text.strip()):
             return self._otherwise
         if not n:
@@ -275,7 +286,9 @@ class _FreeText(GrammarState):
 
 @dataclass(frozen=True, slots=True)
 class _Watched(GrammarState):
-    """A state of a grammar whose next state is what `follow` makes of the grammar's own, and of the tokens since."""
+    """A state of a grammar whose next state is what `follow` makes of the grammar's own, and of the
+    tokens since.
+    """
 
     inner: GrammarState
     follow: Callable[[GrammarState, tuple[int, ...]], GrammarState]

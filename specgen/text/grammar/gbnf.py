@@ -1,8 +1,10 @@
-"""Reads a grammar in GBNF, llama.cpp's form, says what is wrong with it, and writes it in Lark for llguidance.
+"""Reads a grammar in GBNF, llama.cpp's form, says what is wrong with it, and writes it in Lark for
+llguidance.
 
-llguidance's own reader of GBNF is not used: there `.` excludes the newline, `fooBar` and `foo-bar` are one rule, and
-`("a"*)*` is refused. Here each character is a terminal of its own, so that nothing depends on how a text is cut into
-terminals, and each group and repetition is a rule."""
+llguidance's own reader of GBNF is not used: there `.` excludes the newline, `fooBar` and `foo-bar`
+are one rule, and `("a"*)*` is refused. Here each character is a terminal of its own, so that
+nothing depends on how a text is cut into terminals, and each group and repetition is a rule.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from specgen.text.vocabulary import Vocabulary
 
 #: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
 _MAX_REPETITIONS = 2000
-#: The most rules, groups and repetitions counted, and their elements; llguidance takes 65 thousand symbols.
+#: The most rules, groups and repetitions counted, and their elements; llguidance takes 65 thousand
+#: symbols.
 _MAX_ELEMENTS = 50_000
 #: The most groups that are open at once.
 _MAX_DEPTH = 1000
@@ -43,7 +46,9 @@ class _Open:
 
 
 class GbnfReader:
-    """llama.cpp's grammar parser, without its recursion. `read` raises `UsageError` if the grammar is not valid."""
+    """llama.cpp's grammar parser, without its recursion. `read` raises `UsageError` if the grammar
+    is not valid.
+    """
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         self.text = text

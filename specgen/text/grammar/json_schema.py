@@ -1,8 +1,10 @@
 """JSON schemas (draft 2020-12) as grammars, which llguidance reads.
 
-JSON is written on one line, with properties in the schema's order. As in llama.cpp and vLLM, an object that lists
-properties has no others, unless `additionalProperties` allows them: left open, small models invent properties, also in
-place of those that are listed. What no grammar can enforce is refused, or left out by name."""
+JSON is written on one line, with properties in the schema's order. As in llama.cpp and vLLM, an
+object that lists properties has no others, unless `additionalProperties` allows them: left open,
+small models invent properties, also in place of those that are listed. What no grammar can enforce
+is refused, or left out by name.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ _FORMATS = frozenset(
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?$")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
-#: The most parts of a schema: its values, the characters of its patterns with repetitions written out, and a tenth of
-#: each `multipleOf`. For larger ones llguidance takes minutes, or fails in the middle of an answer.
+#: The most parts of a schema: its values, the characters of its patterns with repetitions written
+#: out, and a tenth of each `multipleOf`. For larger ones llguidance takes minutes, or fails in the
+#: middle of an answer.
 _MOST_PARTS = 10_000
-#: The most optional properties of an object, any of which may come next; llguidance ends the text above.
+#: The most optional properties of an object, any of which may come next; llguidance ends the text
+#: above.
 _MOST_OPTIONAL = 500
 _PATTERN_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 _LENGTHS = ("minLength", "maxLength", "format")
@@ -62,8 +66,10 @@ Part = dict[str, Any]
 
 
 def schema_grammar(schema: str) -> Grammar:
-    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References are never
-    fetched. Raise `UsageError` if the text is no schema, nothing conforms to it, or it cannot be enforced."""
+    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object.
+    References are never fetched. Raise `UsageError` if the text is no schema, nothing conforms to
+    it, or it cannot be enforced.
+    """
     grammar, left_out = lenient_schema_grammar(schema)
     if left_out:
         names = ", ".join(left_out)
@@ -75,9 +81,11 @@ def schema_grammar(schema: str) -> Grammar:
 def lenient_schema_grammar(
     schema: str, *, is_open: bool = False
 ) -> tuple[Grammar, tuple[str, ...]]:
-    """Return a grammar of texts that conform to what can be enforced of a schema, and the names of what it leaves out:
-    keywords, or the whole schema, in whose place any object conforms. With `is_open`, objects are closed only where the
-    schema says so. Raise `UsageError` if the text is no schema."""
+    """Return a grammar of texts that conform to what can be enforced of a schema, and the names of
+    what it leaves out: keywords, or the whole schema, in whose place any object conforms. With
+    `is_open`, objects are closed only where the schema says so. Raise `UsageError` if the text is
+    no schema.
+    """
     root = _parse(schema)
     left_out: list[str] = []
     for part in list(_parts(root)):
@@ -157,7 +165,9 @@ def _coefficient(number: float) -> int:
 
 
 def _pattern_size(pattern: str) -> int:
-    """Return the number of characters and classes in a pattern, with repetitions written out, up to a limit."""
+    """Return the number of characters and classes in a pattern, with repetitions written out, up to
+    a limit.
+    """
     most = 10 * _MOST_PARTS
     sizes, last = [0], 0  # of the open groups, and of the last item
     for found in _PATTERN_ITEM.finditer(pattern):
@@ -204,7 +214,9 @@ def _leave_out_unknown_type(part: Part, root: Part, left_out: list[str]) -> None
 
 
 def _put_in_known_keywords(part: Part, left_out: list[str]) -> None:
-    """Write keywords that llguidance does not know by others, and leave out patterns that it cannot follow."""
+    """Write keywords that llguidance does not know by others, and leave out patterns that it cannot
+    follow.
+    """
     if part.get("uniqueItems") is False:
         del part["uniqueItems"]
     _follow_patterns(part, left_out)
@@ -271,7 +283,9 @@ def _trouble(**keywords: Any) -> str:
 
 
 def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
-    """Leave out a number of properties that llguidance cannot enforce: it does not count named optional ones."""
+    """Leave out a number of properties that llguidance cannot enforce: it does not count named
+    optional ones.
+    """
     named, required = _properties(part), _required(part)
     least, most = _count(part, "minProperties"), part.get("maxProperties")
     if not named.keys() - {*required} or (most is None and least <= len(required)):
@@ -286,8 +300,10 @@ def _limit_number_of_properties(part: Part, left_out: list[str]) -> None:
 
 
 def _close(root: Part) -> set[int]:
-    """Put ``additionalProperties: false`` in objects that list properties and mention no others, and return which. What
-    holds together with others, as by ``allOf``, stays open: what one of them names is additional for another."""
+    """Put ``additionalProperties: false`` in objects that list properties and mention no others,
+    and return which. What holds together with others, as by ``allOf``, stays open: what one of them
+    names is additional for another.
+    """
     parts = list(_parts(root))
     joined: set[int] = set()
     closed: set[int] = set()
@@ -302,7 +318,8 @@ def _close(root: Part) -> set[int]:
         if "properties" not in part or id(part) in joined or part.keys() & _OPENING:
             continue
         if (named or part is not root) and all(schema is False for schema in named.values()):
-            continue  # it lists nothing, or only what it excludes; a function without parameters takes none
+            # it lists nothing, or only what it excludes; a function without parameters takes none
+            continue
         names: set[str] = set()
         for each in _together(root, [part]).values():
             names |= {*_properties(each)} | {*_required(each)}
@@ -313,7 +330,9 @@ def _close(root: Part) -> set[int]:
 
 
 def _join(root: Part, group: list[Part], joined: set[int], depth: int = _DEPTH) -> None:
-    """Note the schemas that describe the same value as some schemas do, and those of a property that several name."""
+    """Note the schemas that describe the same value as some schemas do, and those of a property
+    that several name.
+    """
     together = _together(root, group)
     joined.update(together)
     inner: dict[str, list[Part]] = {}
@@ -369,7 +388,9 @@ class _Choices:
     n_left: int = 20_000  # comparisons of options
 
     def write(self, part: Part) -> None:
-        """Write a schema's choice, without a type beside options that have it: llguidance would join it with each."""
+        """Write a schema's choice, without a type beside options that have it: llguidance would
+        join it with each.
+        """
         options = [part] if "$ref" in part else _list(part.get("anyOf", part.get("oneOf")))
         types = [_types(_target(self.root, option)) <= _types(part) for option in options]
         if types and all(types) and not part.keys() & _CONSTRAINTS:
@@ -395,7 +416,8 @@ class _Choices:
             option = {"type": "object", **option}  # other values would conform to all such options
         whole = option
         for other in options[:number] + options[number + 1 :]:
-            # What is closed here stays closed, but another option may have other properties in truth.
+            # What is closed here stays closed, but another option may have other properties in
+            # truth.
             if self._are_apart(option, other):
                 continue
             needed = _only_required(other)
@@ -408,7 +430,9 @@ class _Choices:
         return whole
 
     def _are_apart(self, one: Any, other: Any, depth: int = _DEPTH) -> bool:
-        """Return whether surely no value conforms to both schemas, the second as it was before it was closed."""
+        """Return whether surely no value conforms to both schemas, the second as it was before it
+        was closed.
+        """
         self.n_left -= 1
         one, other = _target(self.root, one), _target(self.root, other)
         if one is False or other is False:

@@ -1,7 +1,10 @@
-"""Grammars that llguidance follows (JSON schemas, GBNF, and its own form of Lark), with states that are values.
+"""Grammars that llguidance follows (JSON schemas, GBNF, and its own form of Lark), with states that
+are values.
 
-llguidance (https://github.com/guidance-ai/llguidance) finds all allowed tokens in some tens of microseconds, and copies
-a state in a few. Of a forced text it allows only the tokens in which the model's own tokenizer writes it."""
+llguidance (https://github.com/guidance-ai/llguidance) finds all allowed tokens in some tens of
+microseconds, and copies a state in a few. Of a forced text it allows only the tokens in which the
+model's own tokenizer writes it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ from specgen.text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: The form of JSON: a space after commas and colons, and no other white space, which models write without end. Strings
-#: may escape any character, as in "K\u00f6ln". What llguidance cannot enforce, it names as a warning.
+#: The form of JSON: a space after commas and colons, and no other white space, which models write
+#: without end. Strings may escape any character, as in "K\u00f6ln". What llguidance cannot enforce,
+#: it names as a warning.
 JSON_FORM = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -38,17 +42,19 @@ JSON_FORM = {
 _BITS_OF_A_WORD = 32
 #: GBNF allows each way of writing a text in tokens, also where the text is forced.
 _GBNF_OPTIONS = '%llguidance {"no_forcing": true}\n'
-#: The most items that llguidance's parser keeps for a step, some 25 ms, in a grammar of single characters.
+#: The most items that llguidance's parser keeps for a step, some 25 ms, in a grammar of single
+#: characters.
 _MOST_ITEMS = 500_000
-#: The most digits in a row of a number, where it may end: models may write digits for ever. Each integer of 18 digits
-#: fits into 64 bits, and each number of 64 bits can be written with 17 digits.
+#: The most digits in a row of a number, where it may end: models may write digits for ever. Each
+#: integer of 18 digits fits into 64 bits, and each number of 64 bits can be written with 17 digits.
 _MOST_DIGITS = 18
 _DIGITS, _BEHIND_NUMBERS = b"0123456789", [*b",]}"]
 #: Grammars that are kept compiled, for each vocabulary.
 _N_KEPT = 16
 #: Of this many tokens or more, all are found out about at once.
 _VERY_MANY = 512
-#: A pattern is tried with a part of the work that llguidance may do for a token, since a token may have many bytes.
+#: A pattern is tried with a part of the work that llguidance may do for a token, since a token may
+#: have many bytes.
 _TRIAL_FUEL, _TRIAL_BYTES, _TRIAL_STRIDE = 50_000, 24, 31
 _NO_FURTHER = "the grammar cannot be followed any further: "
 #: The prefix of the names of tokens that are no text.
@@ -56,8 +62,10 @@ _SPECIAL = b"\xff"
 
 
 class LlguidanceGrammar:
-    """A grammar over the tokens of a vocabulary; every text begins at `start`. With `rules`, in llguidance's form of
-    Lark, a text follows these, and what they call `answer` the grammar. Raises `UsageError` if no text follows it."""
+    """A grammar over the tokens of a vocabulary; every text begins at `start`. With `rules`, in
+    llguidance's form of Lark, a text follows these, and what they call `answer` the grammar. Raises
+    `UsageError` if no text follows it.
+    """
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar, rules: str = "") -> None:
         from llguidance import LLMatcher, LLParserLimits
@@ -69,8 +77,9 @@ class LlguidanceGrammar:
                 "the model has no end-of-text token, so it cannot follow a grammar or a schema"
             )
         self.n_tokens = vocabulary.n_tokens
-        #: Whether a few tokens are checked one by one: terminals of one character make a mask of all tokens dear
-        #: (4 ms inside of a JSON string). Where a text is forced, a mask has the model's own tokens only.
+        #: Whether a few tokens are checked one by one: terminals of one character make a mask of
+        #: all tokens dear (4 ms inside of a JSON string). Where a text is forced, a mask has the
+        #: model's own tokens only.
         self.checks_few = grammar.form == "gbnf"
         if self.checks_few:
             grammar = Grammar("lark", GbnfReader(grammar.text, vocabulary).read())
@@ -103,7 +112,9 @@ class LlguidanceGrammar:
 
     @property
     def start(self) -> GrammarState:
-        """The state at the start of a text. It is new each time, since a state keeps all that follow it."""
+        """The state at the start of a text. It is new each time, since a state keeps all that
+        follow it.
+        """
         return _State(self, self._matcher.deep_copy(), self._first)
 
     def fed(self, tokens: Sequence[int]) -> GrammarState | None:
@@ -159,7 +170,8 @@ class _State(GrammarState):
         is_allowed = self.mask() if self._n_digits else None
         if is_allowed is None or self._ends is None:
             return logits
-        # Masked alone, "99.50" before a comma that is not allowed went on as "99.500000000000004000e-01".
+        # Masked alone, "99.50" before a comma that is not allowed went on as
+        # "99.500000000000004000e-01".
         is_other = (~is_allowed & (self._grammar.tokenizer.n_digits == 0))[: len(logits)]
         end = self._ends[logits[self._ends].argmax()]
         logits = logits.copy()
@@ -225,7 +237,9 @@ class _State(GrammarState):
         return self._known
 
     def _end_number(self, allowed: BoolArray) -> None:
-        """Find the tokens that end a number, and take away those that make it too long, where a string may not end."""
+        """Find the tokens that end a number, and take away those that make it too long, where a
+        string may not end.
+        """
         tokenizer, token_ids = self._grammar.tokenizer, np.flatnonzero(allowed)
         heads = tokenizer.heads[token_ids]
         ends = np.isin(heads, _BEHIND_NUMBERS) | np.isin(token_ids, self._grammar.ends)
@@ -247,7 +261,9 @@ def objections_to(grammar: Grammar) -> tuple[bool, list[str]]:
 
 @functools.lru_cache(maxsize=1000)
 def trouble_with(grammar: Grammar) -> str:
-    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing: patterns can grow too large."""
+    """Follow a grammar for some bytes, and return why llguidance cannot, or nothing: patterns can
+    grow too large.
+    """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     is_wrong, messages = objections_to(grammar)
@@ -305,15 +321,18 @@ def _line(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """A vocabulary for llguidance, and about its tokens: the tokens of one ASCII character (int64[n]), the first bytes
-    (uint8[n_tokens]), and with how many digits they begin (int64[n_tokens])."""
+    """A vocabulary for llguidance, and about its tokens: the tokens of one ASCII character
+    (int64[n]), the first bytes (uint8[n_tokens]), and with how many digits they begin
+    (int64[n_tokens]).
+    """
 
     own: LLTokenizer
     pieces: list[bytes]
     letters: TokenArray
     heads: np.ndarray[tuple[int], np.dtype[np.uint8]]
     n_digits: TokenArray
-    #: The latest grammars, compiled, and the tokens that may begin: each request of an agent has the same tools.
+    #: The latest grammars, compiled, and the tokens that may begin: each request of an agent has
+    #: the same tools.
     kept: dict[Grammar, tuple[LLMatcher, BoolArray]] = field(default_factory=dict)
 
 

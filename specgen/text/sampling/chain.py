@@ -1,6 +1,7 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing."""
+Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from typing import TypeAlias
 import numpy as np
 
 from specgen.errors import BackendError
-from specgen.method.draft import Distribution
 from specgen.sampler_options import LARGEST_FACTOR, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, ProbArray, Scores, TokenArray, best
 from specgen.text.sampling import samplers
+from specgen.text.sampling.distribution import Distribution
 from specgen.text.sampling.dry import DryBreakers, dry_penalties
 from specgen.text.sampling.samplers import Allows, Candidates
 
@@ -27,7 +28,9 @@ NO_HISTORY.flags.writeable = False
 
 
 class Sampler:
-    """A chain of samplers, made once for its options, without a state: one sampler judges a tree of drafts."""
+    """A chain of samplers, made once for its options, without a state: one sampler judges a tree of
+    drafts.
+    """
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
         self.options, self.breakers = options, breakers
@@ -51,7 +54,8 @@ class Sampler:
         if isinstance(last, Scale) and last.temperature > 0.0:
             self._temperature = last.temperature
             self._steps.pop()
-        #: How many of a row's likeliest tokens are those of the distribution, and in the same proportion.
+        #: How many of a row's likeliest tokens are those of the distribution, and in the same
+        #: proportion.
         self.n_likeliest = int(self._takes_best and not self._edits)
         if self._temperature == 1.0 and not self._edits:
             kept = [step.n_best if isinstance(step, Cut) else 0 for step in self._steps]
@@ -67,10 +71,12 @@ class Sampler:
     def distribution(
         self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
     ) -> Distribution:
-        """Return the chain's distribution for a row of logits, float32[n_vocab], which is written to and restored.
-        `history` are the last tokens of the text, int64[n], at least `n_history` if there are so many. `allows` is a
-        grammar, asked about as few tokens as possible. Raise `BackendError` without a finite maximum,
-        `NoTokenAllowedError`. XTC gives the mixture of both cases: exact, and without a random number."""
+        """Return the chain's distribution for a row of logits, float32[n_vocab], which is written
+        to and restored. `history` are the last tokens of the text, int64[n], at least `n_history`
+        if there are so many. `allows` is a grammar, asked about as few tokens as possible. Raise
+        `BackendError` without a finite maximum, `NoTokenAllowedError`. XTC gives the mixture of
+        both cases: exact, and without a random number.
+        """
         if not self._edits:
             return self._of_row(logits, history, allows)
         edited: list[tuple[TokenArray, Logits]] = []
@@ -183,7 +189,8 @@ def _within(
 class Edit:
     """Changes the scores of a few tokens: logit bias, penalties, DRY."""
 
-    #: From the text so far, int64[n_history], to the affected tokens, increasing, and amounts: int64[m], float64[m].
+    #: From the text so far, int64[n_history], to the affected tokens, increasing, and amounts:
+    #: int64[m], float64[m].
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
     #: From the scores of these tokens and the amounts to the new scores.
     change: Callable[[Scores, ProbArray], Scores]
@@ -221,7 +228,9 @@ Step: TypeAlias = Edit | Scale | Cut | Fork
 
 
 def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
-    """Return the steps that have an effect, in order, up to a temperature that leaves a single token."""
+    """Return the steps that have an effect, in order, up to a temperature that leaves a single
+    token.
+    """
     steps: list[Step] = []
     if options.logit_bias:
         steps.append(_bias(options.logit_bias))
@@ -288,15 +297,17 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Edit:
 
 # --- what a row of logits says by itself, before samplers and grammar -------------------------------
 
-#: The function of the kernels' library for this, once it is attached: its source says what it does, and how exactly.
+#: The function of the kernels' library for this, once it is attached: its source says what it does,
+#: and how exactly.
 native_likeliest: Callable[..., float] | None = None
 _MOST = 64  # tokens it is asked for; to make the types of its results takes longer than to call it
 _Tokens, _Scores = ctypes.c_int32 * _MOST, ctypes.c_float * _MOST
 
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
-    """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals, and their
-    probabilities at temperature 1. Raise `BackendError` if the largest is not finite."""
+    """Return the n likeliest tokens of a row, float32[n_vocab], the lowest ids first among equals,
+    and their probabilities at temperature 1. Raise `BackendError` if the largest is not finite.
+    """
     found, values, total = list[int](), list[float](), 0.0
     if native_likeliest is not None and n <= _MOST and logits.flags.carray:
         row, tokens, scores = ctypes.c_float.from_buffer(logits.data), _Tokens(), _Scores()

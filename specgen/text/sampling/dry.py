@@ -1,8 +1,10 @@
 """DRY, "don't repeat yourself": a penalty on the token that would continue a repetition.
 
-By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of KoboldCpp and
-llama.cpp, over which no repetition reaches back. The score of a token that followed the text's last n tokens before
-is reduced by multiplier * base ** (n - allowed_length), for the longest such n."""
+By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of
+KoboldCpp and llama.cpp, over which no repetition reaches back. The score of a token that followed
+the text's last n tokens before is reduced by multiplier * base ** (n - allowed_length), for the
+longest such n.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,19 @@ _FEW = 16
 
 @dataclass(frozen=True, slots=True)
 class DryBreakers:
-    """Sequence breakers as tokens: `tails[token]` complete a breaker after it; an empty one is a whole one."""
+    """Sequence breakers as tokens: `tails[token]` complete a breaker after it; an empty one is a
+    whole one.
+    """
 
     tails: Mapping[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, breakers: Sequence[str]) -> DryBreakers:
-        """Find tokens that contain a breaker, or end with the start of one, and the tokens of its rest; empty ones are
-        skipped. This passes once over the vocabulary (half a second for 152 thousand tokens). As in llama.cpp, a
-        token's text is what its decoder writes for it alone, without the space that some tokenizers put first."""
+        """Find tokens that contain a breaker, or end with the start of one, and the tokens of its
+        rest; empty ones are skipped. This passes once over the vocabulary (half a second for 152
+        thousand tokens). As in llama.cpp, a token's text is what its decoder writes for it alone,
+        without the space that some tokenizers put first.
+        """
         cut = [text.encode()[:_MAX_BREAKER_BYTES] for text in breakers if text]
         tails: dict[int, set[tuple[int, ...]]] = {}
         if not cut:
@@ -80,8 +86,10 @@ def dry_penalties(
     allowed_length: int,
     last_n: int,
 ) -> tuple[TokenArray, ProbArray]:
-    """Return the penalties of tokens after int64[n_history]: increasing ids int64[m], float64[m]. Only the last
-    `last_n` count (negative: all); there are none if `multiplier` is 0 or `base` below 1."""
+    """Return the penalties of tokens after int64[n_history]: increasing ids int64[m], float64[m].
+    Only the last `last_n` count (negative: all); there are none if `multiplier` is 0 or `base`
+    below 1.
+    """
     nothing = np.zeros(0, np.int64), np.zeros(0)
     text = last(history, last_n)
     if multiplier == 0.0 or base < 1.0 or len(text) <= max(allowed_length, 1):
@@ -116,8 +124,10 @@ def dry_penalties(
 
 
 def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
-    """Return how many tokens before each one are also the text's last ones: int64[n - 1], the last one first; `enough`
-    and more need not be exact. All places of the last token are compared at once, a token at a time."""
+    """Return how many tokens before each one are also the text's last ones: int64[n - 1], the last
+    one first; `enough` and more need not be exact. All places of the last token are compared at
+    once, a token at a time.
+    """
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.flatnonzero(backwards[1:] == backwards[0])
     length = 0
@@ -136,8 +146,10 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 def _measured(
     backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
 ) -> TokenArray:
-    """Finish the lengths of some positions, one by one; return the others. If there are few, all are; of many, only the
-    first: once one of a periodic text's many has `enough`, those with the same token after them add nothing."""
+    """Finish the lengths of some positions, one by one; return the others. If there are few, all
+    are; of many, only the first: once one of a periodic text's many has `enough`, those with the
+    same token after them add nothing.
+    """
     n_measured = len(places) if len(places) <= _FEW else 1
     for place in places[:n_measured].tolist():
         earlier = backwards[place + 1 : place + 1 + enough]

@@ -1,8 +1,11 @@
-"""The samplers: pure functions from `Candidates` to `Candidates`; each does the same as the llama.cpp sampler of its
-name. `chain.py` puts them in order: a new sampler needs a case in its `_step`.
+"""The samplers: pure functions from `Candidates` to `Candidates`; each does the same as the
+llama.cpp sampler of its name. `chain.py` puts them in order: a new sampler needs a case in its
+`_step`.
 
-A vocabulary has 150 thousand tokens, and a usual chain keeps forty: it begins with the row of logits itself, and the
-first sampler that drops tokens picks the few that it keeps, without sorting the others."""
+A vocabulary has 150 thousand tokens, and a usual chain keeps forty: it begins with the row of
+logits itself, and the first sampler that drops tokens picks the few that it keeps, without sorting
+the others.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,30 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from specgen.errors import NoTokenAllowedError
-from specgen.method.draft import Distribution
 from specgen.system.arrays import BoolArray, ProbArray, Scores, TokenArray, best
+from specgen.text.sampling.distribution import Distribution
 
 #: For int64[n] token ids, whether each may come next: bool[n].
 Allows: TypeAlias = Callable[[TokenArray], BoolArray]
 
-#: The number of tokens of a whole vocabulary to sort at first, if a sampler needs a share of its mass.
+#: The number of tokens of a whole vocabulary to sort at first, if a sampler needs a share of its
+#: mass.
 _NUCLEUS_START = 512
 #: The least tokens that a grammar is asked about, and how many times as many then, before all are.
 _FIRST, _MORE = 16, 8
 
 
 class Candidates(NamedTuple):
-    """Tokens and scores, ranked (among equals by ascending id) or by ascending id; minus infinity cannot be drawn."""
+    """Tokens and scores, ranked (among equals by ascending id) or by ascending id; minus infinity
+    cannot be drawn.
+    """
 
     #: float[m]. For the whole vocabulary this is the row of logits itself: it is never written to.
     scores: Scores
     #: int64[m]; None is the whole vocabulary: the ids are 0 to m - 1.
     token_ids: TokenArray | None
-    #: The number that llama.cpp would count, with minus infinity, on which dynamic temperature depends.
+    #: The number that llama.cpp would count, with minus infinity, on which dynamic temperature
+    #: depends.
     size: int
     is_ranked: bool
 
@@ -41,7 +48,9 @@ class Candidates(NamedTuple):
         return cls(scores, None, len(scores), False)
 
     def take(self, positions: TokenArray, size: int, is_ranked: bool) -> Candidates:
-        """Return the candidates at int64[n] positions, which must be in the order that `is_ranked` states."""
+        """Return the candidates at int64[n] positions, which must be in the order that `is_ranked`
+        states.
+        """
         scores = self.scores[positions].astype(np.float64)
         token_ids = positions if self.token_ids is None else self.token_ids[positions]
         return Candidates(scores, token_ids, size, is_ranked)
@@ -81,7 +90,9 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
 
 
 def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
-    """Return the k best tokens that `allows` permits, asked about the best first. Raise `NoTokenAllowedError`."""
+    """Return the k best tokens that `allows` permits, asked about the best first. Raise
+    `NoTokenAllowedError`.
+    """
     for n in (max(k, _FIRST), _MORE * max(k, _FIRST)):
         kept = best(scores, n)
         kept = kept[allows(kept)][:k]
@@ -100,14 +111,18 @@ def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
 def penalties(
     scores: Scores, counts: ProbArray, repeat: float, frequency: float, presence: float
 ) -> Scores:
-    """Lower the scores of tokens that occurred `counts` times, float64[n]. `repeat` divides positive scores and
-    multiplies others (CTRL, Keskar et al., arXiv:1909.05858, only divides, which favours negative ones)."""
+    """Lower the scores of tokens that occurred `counts` times, float64[n]. `repeat` divides
+    positive scores and multiplies others (CTRL, Keskar et al., arXiv:1909.05858, only divides,
+    which favours negative ones).
+    """
     scores = np.where(scores <= 0.0, scores * repeat, scores / repeat)
     return scores - (counts.astype(scores.dtype) * frequency + presence)
 
 
 def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray]:
-    """Return the tokens among the last n, and how often each occurs: increasing ids int64[m], float64[m]."""
+    """Return the tokens among the last n, and how often each occurs: increasing ids int64[m],
+    float64[m].
+    """
     token_ids, counts = np.unique(last(history, last_n), return_counts=True)
     return token_ids, counts.astype(np.float64)
 
@@ -120,7 +135,9 @@ def last(history: TokenArray, n: int) -> TokenArray:
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Divide scores by t, as float64, which keeps them different; t <= 0 keeps only the likeliest with the lowest id."""
+    """Divide scores by t, as float64, which keeps them different; t <= 0 keeps only the likeliest
+    with the lowest id.
+    """
     if t <= 0.0:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
         return candidates.take(np.array([position]), candidates.size, is_ranked=True)
@@ -132,8 +149,10 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 def dynamic_temperature(
     candidates: Candidates, t: float, spread: float, exponent: float
 ) -> Candidates:
-    """Choose a temperature between t - spread and t + spread, high where the model is unsure: by the entropy relative
-    to its largest, to the power `exponent` (llama.cpp's temp_ext; Zhu et al., arXiv:2309.02772, for the idea)."""
+    """Choose a temperature between t - spread and t + spread, high where the model is unsure: by
+    the entropy relative to its largest, to the power `exponent` (llama.cpp's temp_ext; Zhu et al.,
+    arXiv:2309.02772, for the idea).
+    """
     if candidates.size <= 1:
         return candidates
     low, high = max(0.0, t - spread), t + spread
@@ -178,8 +197,10 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
-    """Keep the shortest run of likeliest tokens whose mass reaches p < 1 (Holtzman et al., arXiv:1904.09751). llama.cpp
-    adds in float32, so a token at the very edge may be on the other side there."""
+    """Keep the shortest run of likeliest tokens whose mass reaches p < 1 (Holtzman et al.,
+    arXiv:1904.09751). llama.cpp adds in float32, so a token at the very edge may be on the other
+    side there.
+    """
     if candidates.is_ranked:
         cumulative = np.exp(candidates.scores - candidates.scores[0]).cumsum()
         return candidates.first(int(cumulative.searchsorted(p * cumulative[-1])) + 1)
@@ -189,14 +210,18 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Keep tokens at least p > 0 times as likely as the likeliest (Nguyen et al., arXiv:2407.01082)."""
+    """Keep tokens at least p > 0 times as likely as the likeliest (Nguyen et al.,
+    arXiv:2407.01082).
+    """
     top = candidates.top()
     return _at_least(candidates, min(top + math.log(p), top))
 
 
 def typical(candidates: Candidates, p: float) -> Candidates:
-    """Keep the shortest run of tokens whose surprise is nearest to the entropy and whose mass exceeds p < 1 (Meister et
-    al., arXiv:2202.00666), without probability 0, which makes llama.cpp's entropy NaN and its result arbitrary."""
+    """Keep the shortest run of tokens whose surprise is nearest to the entropy and whose mass
+    exceeds p < 1 (Meister et al., arXiv:2202.00666), without probability 0, which makes llama.cpp's
+    entropy NaN and its result arbitrary.
+    """
     masses, total = _masses(candidates.scores)
     possible = np.flatnonzero(masses)
     probs = masses[possible].astype(np.float64) / total
@@ -208,8 +233,9 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
-    """Keep tokens at most n > 0 standard deviations, of all finite scores, below the largest (Tang et al.,
-    arXiv:2411.07641). llama.cpp keeps the others with minus infinity."""
+    """Keep tokens at most n > 0 standard deviations, of all finite scores, below the largest (Tang
+    et al., arXiv:2411.07641). llama.cpp keeps the others with minus infinity.
+    """
     if candidates.size <= 1:
         return candidates
     scores = candidates.scores
@@ -219,8 +245,10 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float) -> Candidates:
-    """Of the candidates of at least `threshold` (1/2 at most) keep only the least likely ("exclude top choices", p-e-w,
-    github.com/oobabooga/text-generation-webui/pull/6335). The chain knows the chance of it. Unchanged: `candidates`."""
+    """Of the candidates of at least `threshold` (1/2 at most) keep only the least likely ("exclude
+    top choices", p-e-w, github.com/oobabooga/text-generation-webui/pull/6335). The chain knows the
+    chance of it. Unchanged: `candidates`.
+    """
     masses, total = _masses(candidates.scores)
     # The token that is kept is never one that cannot be drawn, not even at threshold 0.
     above = np.flatnonzero(masses >= max(threshold * total, float(np.finfo(masses.dtype).tiny)))

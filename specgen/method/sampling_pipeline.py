@@ -1,0 +1,69 @@
+"""From a row of logits to the distribution of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specgen.method.text_state import TextState
+from specgen.system.arrays import Logits, best
+from specgen.text.sampling.chain import Sampler, likeliest
+from specgen.text.sampling.distribution import Distribution
+
+
+class SamplingPipeline:
+    """Turns a row of logits into the distribution of the next token, by samplers and grammar.
+
+    A row, float32[n_vocab], comes after the text and the drafted tokens of a `path`.
+    """
+
+    def __init__(self, sampler: Sampler, state: TextState) -> None:
+        self._sampler = sampler
+        self._state = state
+        self._depends_on_text = sampler.n_history != 0 or state.has_grammar
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        """Return the distribution after the text and `path`.
+
+        Raises:
+            BackendError: If the grammar allows no token, or a logit is not a number.
+        """
+        if not self._depends_on_text:
+            return self._sampler.distribution(logits)
+        history = self._sampler.n_history
+        grammar = self._state.grammar(path)
+        if grammar is None:
+            return self._sampler.distribution(logits, self._state.history(path, history), None)
+        forced = grammar.forced()
+        if forced is not None:
+            # The mask alone may allow several end tokens: drafter and verifier take the same one.
+            return Distribution.certain(forced)
+        return self._sampler.distribution(
+            grammar.ending(logits),
+            self._state.history(path, history),
+            None if grammar.is_free else grammar.allows,
+        )
+
+    def likeliest(
+        self,
+        logits: Logits,
+        path: Sequence[int],
+        n: int,
+    ) -> tuple[list[int], list[float]]:
+        """Return the n likeliest tokens after the text and `path`, and their probabilities."""
+        grammar = self._state.grammar(path) if self._state.has_grammar else None
+        if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
+            return likeliest(logits, n)
+        source = self.distribution(logits, path)
+        order = best(source.probs, n)
+        scale = self.top_probability(logits, path) / source.probs[order[0]]
+        return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+        """Return the largest probability of a token at temperature 1.
+
+        It is 1 if the grammar forces the token.
+        """
+        if self._state.forced(path) is not None:
+            return 1.0
+        _, (top,) = likeliest(logits, 1)
+        return top

@@ -1,0 +1,309 @@
+"""The models that a server offers: a single one, those of a file, or those in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specgen.drafters.kinds import refuse_draft
+from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
+from specgen.llama import LlamaModel
+from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
+from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
+from specgen.llama.gguf_file import GgufMetadata, check_file
+from specgen.llama.kernels.attached import kernel_problem
+from specgen.llama.model import CACHE_TYPES
+from specgen.options import ContextOptions, DraftSource, SessionOptions
+from specgen.serve.server.jobs import OpenedModel, Turns
+from specgen.serve.server.model_pool import ModelEntry
+from specgen.serve.server.options import N_PARALLEL, ServedOptions
+from specgen.session.calibration import calibrate
+from specgen.session.engine import Engine
+from specgen.session.measurement_store import MeasurementStore
+from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
+from specgen.session.session import usual_n_ctx
+from specgen.system.files import SHARD, correct, parts_of, read_toml
+from specgen.system.progress import counted, human_bytes
+from specgen.train.online_learning import Learner
+
+#: Makes the options of a model from the table of its own in a file; what the table lacks is as on
+#: the command line. Raises `UsageError`.
+OptionsOf = Callable[[Mapping[str, Any]], ServedOptions]
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loads models for a server."""
+
+    reporter: Reporter
+    #: Whether what is learnt about drafts in one request is used for later ones.
+    learns_across: bool
+    #: Whether a signal asked the server to end.
+    stop: Callable[[], bool]
+    #: The memory that several models share; None for a single model.
+    memory_bytes: float | None = None
+
+    @cached_property
+    def _measurements(self) -> MeasurementStore:
+        """The measurements of this machine, which all models share.
+
+        A model that is loaded again also finds those that are not written to the file.
+        """
+        return open_measurements()
+
+    def entry(self, name: str, model: ServedOptions) -> ModelEntry:
+        """Return a model of the pool, after fetching what is missing.
+
+        Raises:
+            UsageError: The options exclude each other.
+            MemoryLimitError: It needs more than the memory, even with one answer at a time.
+            ModelFileError: A file cannot be used.
+            FetchError: A file cannot be fetched.
+        """
+        if model.learns and not self.learns_across:
+            hint = "if that is acceptable, add --learn-across-requests"
+            raise UsageError("--learn uses one user's texts to draft for the others", hint)
+        wanted = model.find(model.models)
+        target = wanted.options.target
+        name = name or target.name.removesuffix(".gguf")
+        if pooling_of(target) is not None:
+            if model.models.draft is not None:
+                raise UsageError(f"{name} is an embedding model: leave out --draft")
+            return self._embedder(name, wanted.options)
+
+        n_parallel = model.n_parallel or N_PARALLEL
+        is_fixed = model.n_parallel is not None
+        n_bytes = 0
+        reporter = self.reporter
+        if self.memory_bytes is not None:
+            check_file(target)
+            n_bytes = _needed_bytes(wanted, n_parallel)
+            while n_bytes > self.memory_bytes and n_parallel > 1 and not is_fixed:
+                n_parallel //= 2
+                n_bytes = _needed_bytes(wanted, n_parallel)
+            self._check_memory(name, n_bytes)
+            reporter = reporter.prefixed(f"{name}: ")
+
+        def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
+            def stops() -> bool:
+                return self.stop() or interrupted()
+
+            make_engine = Engine if is_fixed else Engine.largest
+            return self._open(wanted, n_parallel, make_engine, reporter, turns, stops)
+
+        return ModelEntry(name, opened, n_bytes)
+
+    def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
+        file = options.target
+        context = options.target_context
+        check_file(file)
+        n_ctx, n_bytes = _embedder_needs(file, context)
+        self._check_memory(name, n_bytes)
+
+        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+            with turns:
+                embedder = Embedder(file, context, n_ctx)
+            self.reporter.note(
+                f"{name}: embeddings of {embedder.n_embd} values; {n_ctx} tokens a text"
+            )
+            return embedder
+
+        return ModelEntry(name, opened, n_bytes, embeds=True)
+
+    def _open(
+        self,
+        wanted: WantedSession,
+        n_parallel: int,
+        make_engine: Callable[..., Engine],
+        reporter: Reporter,
+        turns: Turns,
+        stops: Callable[[], bool],
+    ) -> OpenedModel:
+        """Load a model and open its engine, while `turns` keeps the other models from decoding."""
+
+        def save() -> None:
+            with turns:  # nothing learns meanwhile
+                self._measurements.save()
+
+        with contextlib.ExitStack() as stack:
+            with _weights(wanted.options), turns:
+                session = open_session(
+                    wanted, reporter, clock=time.perf_counter, measurements=self._measurements
+                )
+                stack.enter_context(session)
+                stack.callback(save)
+                news = calibrate(session, stops, reporter.status)
+                engine = make_engine(
+                    session,
+                    n_parallel=n_parallel,
+                    interrupted=stops,
+                    learn_alone=not self.learns_across,
+                )
+            stack.callback(engine.close)
+            engine.notify(news)
+            reporter.note(
+                f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
+                f"draft: {session.draft_name}"
+            )
+            for notice in engine.take_notices():
+                reporter.note(notice)
+            learner = stack.enter_context(Learner(session, engine, reporter.note))
+
+            def between_answers(begins: bool) -> None:
+                learner.between_answers(begins=begins)
+
+            return OpenedModel(session, engine, stack.pop_all(), between_answers)
+
+    def _check_memory(self, name: str, n_bytes: int) -> None:
+        if self.memory_bytes is not None and n_bytes > self.memory_bytes:
+            allowed = human_bytes(int(self.memory_bytes))
+            raise MemoryLimitError(
+                f"{name} needs about {human_bytes(n_bytes)}, but --memory allows {allowed}",
+                hint="give more --memory, or the model a smaller --ctx-size",
+            )
+
+
+@contextlib.contextmanager
+def _weights(options: SessionOptions) -> Iterator[None]:
+    """Load the weights of a target, which takes longest, while other models decode. (If kernels
+    cannot compute it, they are switched while it loads, so that it is loaded later, when nothing
+    decodes.)
+    """
+    refuse_draft(options.target)
+    if kernel_problem(options.target):
+        yield
+        return
+    context = options.target_context
+    model = LlamaModel(
+        options.target, n_gpu_layers=context.n_gpu_layers, workers=context.workers, mtp=True
+    )
+    try:
+        yield
+    finally:
+        model.close()
+
+
+# --- several models -------------------------------------------------------------------------------
+
+
+def read_models(path: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
+    """Return the models of a TOML file, or those in a folder that can be served.
+
+    Raises:
+        UsageError: The file or the folder has no models, or an option is not valid.
+        ModelFileError: A model's file cannot be used.
+        MemoryLimitError: A model needs more memory than all may use.
+        FetchError: A file cannot be fetched.
+    """
+    models = options_of({}).models
+    if models.target or models.draft or models.pair:
+        raise UsageError(
+            "--models names the models, so --target, --draft and --pair do not go with it"
+        )
+    if path.is_dir():
+        return _in_folder(path, options_of, loader)
+    entries: list[ModelEntry] = []
+    for name, table in read_toml(path).items():
+        try:
+            if not isinstance(table, dict):
+                raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
+            values = {key: _in_its_folder(value, path.parent) for key, value in table.items()}
+            model = options_of(values)
+            if model.models.target is None and model.models.pair is None:
+                raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
+            entries.append(loader.entry(name, model))
+        except SpecgenError as error:
+            message = f"{path}: [{name}]: {error.message}"
+            raise type(error)(message, error.hint or correct(path)) from error
+    if not entries:
+        hint = "give each a table: a line [NAME], then target = ..."
+        raise UsageError(f"{path} has no models", hint)
+    return entries
+
+
+def _in_its_folder(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_in_its_folder(each, folder) for each in value]
+    file = folder / str(value)
+    return str(file) if os.path.isfile(file) else value  # noqa: PTH113
+
+
+def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
+    entries: dict[str, ModelEntry] = {}
+    common = options_of({})
+    for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
+        shard = SHARD.fullmatch(path.name)
+        if shard is not None and int(shard["number"]) > 1:
+            continue
+        name = shard["stem"] if shard is not None else path.name.removesuffix(".gguf")
+        if name in entries:  # a file of this name is in a folder above
+            name = path.relative_to(folder).with_name(name).as_posix()
+        model = replace(common, models=replace(common.models, target=str(path)))
+        try:
+            kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
+            kind(path, vocabulary_only=True).close()
+            entries[name] = loader.entry(name, model)
+        except (ModelFileError, MemoryLimitError) as error:
+            loader.reporter.note(f"not served: {error.message}")
+    if not entries:
+        raise UsageError(f"{folder}: no file in this folder can be served")
+    return list(entries.values())
+
+
+# --- the memory of models, from the metadata of their files
+
+
+def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
+    """Estimate the memory of a target, its largest draft with its helpers, and their contexts."""
+    options = wanted.options
+    context = options.target_context
+    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(options.target)) * n_parallel
+
+    def sizes(sources: Iterable[DraftSource]) -> list[int]:
+        files = (source for source in sources if isinstance(source, Path))
+        return [_model_bytes(file, options.draft_context, n_ctx) for file in files]
+
+    target_bytes = _model_bytes(options.target, context, n_ctx)
+    draft_bytes = max(sizes(choice.draft for choice in wanted.drafts), default=0)
+    return target_bytes + draft_bytes + sum(sizes(options.helpers))
+
+
+def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
+    n_train = _trained_context(target)
+    n_ctx = usual_n_ctx(context.n_ctx, n_train)
+    n_ctx = min(n_ctx, n_train) if n_train else n_ctx
+    with GgufMetadata(target) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
+    # llama.cpp has room for logits too.
+    return n_ctx, _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab
+
+
+def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
+    """Estimate the size of weights and context, as if all layers had the most heads of any."""
+    with GgufMetadata(file) as about:
+        name = about.text("general.architecture")
+        n_layers = about.number(f"{name}.block_count")
+        n_heads = about.number(f"{name}.attention.head_count") or 1
+        n_heads_kv = about.number(f"{name}.attention.head_count_kv") or n_heads
+        size = about.number(f"{name}.embedding_length") // n_heads
+        size_k = about.number(f"{name}.attention.key_length") or size
+        size_v = about.number(f"{name}.attention.value_length") or size
+    a_token = size_k * CACHE_TYPES[context.cache_type_k][1]
+    a_token += size_v * CACHE_TYPES[context.cache_type_v][1]
+    cache_bytes = int(n_tokens * n_layers * n_heads_kv * a_token)
+    try:
+        weight_bytes = sum(part.stat().st_size for part in parts_of(file))
+    except OSError as error:
+        raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
+    return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
+
+
+def _trained_context(file: Path) -> int:
+    with GgufMetadata(file) as about:
+        return about.number(f"{about.text('general.architecture')}.context_length")
