@@ -12,7 +12,7 @@
 //     weighted_sums.h     outputs = the exact sum of weights * values / that of the weights
 //
 // The work is cut into tasks: up to 96 rows and heads that share a head of keys and values. Each
-// thread takes tasks of its own if there are enough of them; otherwise all threads share each task.
+// thread takes whole tasks if there are enough of them; otherwise all threads share each task.
 #pragma once
 
 #include <cmath>

@@ -12,7 +12,7 @@
 //     outputs[row] = sum over cells of softmax(scores[row])[cell] * values[cell]
 //     scores[row][cell] = cap(queries[row] * keys[cell] * scale) + slope * mask[row][cell]
 //
-// for each stream (a sequence with cells of its own) and each head. All strides are in bytes.
+// for each stream (a sequence with separate cells) and each head. All strides are in bytes.
 struct AttentionJob {
     // float32[n_streams][n_heads][n_rows][key_size]
     const char *queries;
@@ -34,9 +34,9 @@ struct AttentionJob {
     size_t value_stream_stride;
     NumberType value_type;
 
-    // float16[n_mask_streams][n_mask_heads][n_rows][n_cells], added to the scores (times the head's
-    // slope): -inf hides a cell. Null: every row sees every cell. Head h has mask h % n_mask_heads,
-    // and so have streams.
+    // float16[n_mask_streams][n_mask_heads][n_rows][n_cells], added to the scores (times the
+    // head's slope): -inf hides a cell. Null: every row sees every cell. Head h uses mask h %
+    // n_mask_heads; streams likewise.
     const char *mask;
     size_t mask_row_stride;
     size_t mask_head_stride;
@@ -61,7 +61,7 @@ struct AttentionJob {
     int64_t value_size;
 
     float scale;
-    // ALiBi: if it is above 0, each head has a slope of its own.
+    // ALiBi: if it is above 0, each head has its own slope.
     float max_bias;
     // If it is above 0, cap(x) is softcap * tanh(x / softcap); else x.
     float softcap;

@@ -36,11 +36,11 @@ template <class V>
 struct AttentionScores {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
-    // A tile, whose sums fit into the registers: so many rows and 2 vectors of cells. The float
-    // keys of a tile (16 KB for 128 dimensions on AVX-512) stay in the first-level cache.
-    static constexpr int most_rows = V::accumulators / 2;
+    // A tile is up to `most_rows` rows and 2 vectors of cells: their sums fit into the registers.
+    // Its float keys (16 KB for 128 dimensions on AVX-512) stay in the first-level cache.
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
+    static constexpr int most_rows = V::accumulators / vectors;
 
     // --- which blocks are seen ---
 

@@ -5,7 +5,7 @@
 // weights that we cover are loaded into our layout, the CPU backend's threads call our code for
 // their operators, and everything else stays as it is: no second thread pool, no splits of the
 // graph, and adapters and control vectors where llama.cpp expects them. (The alternative, a
-// device of our own, splits a graph into some 300 parts and needs threads of its own: 0.4 ms per
+// device of our own, splits a graph into about 300 parts and needs its own threads: 0.4 ms per
 // token of a 1.5B model, and 1.5 ms per token of a 0.5B model, which is a tenth of what such a
 // draft costs.)
 //

@@ -111,16 +111,24 @@ struct PackedProductTraits : ggml::cpu::tensor_traits {
         }
         product.prepare(prepared, params->ith, params->nth);
         ggml_api.barrier(params->threadpool);
-        const int32_t *listed_groups = nullptr;
-        int64_t n_groups = product.matrix.n_groups;
-        if (limit != nullptr) {
-            listed_groups = limit->groups.data();
-            n_groups = static_cast<int64_t>(limit->groups.size());
+
+        // Multiply all groups of rows, or those of the limit.
+        if (limit == nullptr) {
+            multiply(product, params, prepared, nullptr, product.matrix.n_groups);
+        } else {
             product.fill(params->ith, params->nth);
             ggml_api.barrier(params->threadpool);
+            multiply(product, params, prepared, limit->groups.data(),
+                     static_cast<int64_t>(limit->groups.size()));
         }
+        kernels->finish();
+        return true;
+    }
 
-        // Multiply: panel by panel, and within a panel chunk by chunk of the groups of rows.
+    // A thread's part of the product: it takes turns, panel by panel of the columns, and within a
+    // panel chunk by chunk of the groups of rows. `groups` lists these; null: 0 ... n_groups - 1.
+    static void multiply(const PackedProduct &product, const ggml_compute_params *params,
+                         const char *prepared, const int32_t *groups, int64_t n_groups) {
         const ColumnTiles &tiles = product.tiles;
         const int64_t panel_tiles = std::max<int64_t>(
             1, panel_bytes / (product.matrix.column_bytes * tiles.most + 1));
@@ -134,12 +142,10 @@ struct PackedProductTraits : ggml::cpu::tensor_traits {
             const int64_t first_tile = turn / n_chunks * panel_tiles;
             const int64_t end_tile = std::min(tiles.count, first_tile + panel_tiles);
             for (int64_t i = first_group; i < end_group; i++) {
-                const int64_t group = listed_groups == nullptr ? i : listed_groups[i];
+                const int64_t group = groups == nullptr ? i : groups[i];
                 product.multiply(prepared, group, first_tile, end_tile);
             }
         });
-        kernels->finish();
-        return true;
     }
 };
 

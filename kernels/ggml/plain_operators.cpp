@@ -15,10 +15,10 @@
 
 namespace {
 
-// In op_params[1] of a product: llama.cpp computes it as a transformation of each row by itself.
+// In op_params[1] of a product: llama.cpp transforms each row independently.
 constexpr int hadamard_hint = 1;
 
-// Whether the CPU can read a tensor as it is: llama.cpp has layouts of its own too.
+// Whether the CPU can read a tensor as it is: llama.cpp has other layouts too.
 bool is_plain(const ggml_tensor *tensor) {
     if (tensor->buffer == nullptr || tensor->extra != nullptr) return false;
     ggml_backend_buffer_type *type = tensor->buffer->buft;

@@ -1,4 +1,4 @@
-// Products with a stack of packed matrices: each head or slice has a matrix of its own.
+// Products with a stack of packed matrices: each head or slice has its own matrix.
 #include <algorithm>
 #include <cstring>
 

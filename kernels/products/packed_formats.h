@@ -34,7 +34,7 @@ enum class Values { codes, iq4, mxfp4 };
 // A format as the products see it. Each format below states the formula of its weights.
 template <int weights_, int sub_, int low_bits_, int high_bits_, SubScales sub_scales_>
 struct Format {
-    // Weights of a block, and of a sub-block, which has a scale of its own.
+    // Weights of a block, and of a sub-block, which has its own scale.
     static constexpr int weights = weights_;
     static constexpr int sub = sub_;
     // Bits of a code in the first plane and in the second one.

@@ -165,7 +165,7 @@ struct PlainProduct {
         }
     }
 
-    // The sums over all cells. This is a function of its own because the compiler moves arithmetic
+    // The sums over all cells. This is a separate function because the compiler moves arithmetic
     // across a change of the rounding mode.
     template <NumberType type>
     [[gnu::noinline]] static void sum_cells(const char *const *rows, const char *const *columns,

@@ -1,4 +1,4 @@
-// Products of formats with 256 weights to a block, whose sub-blocks have scales of their own:
+// Products of formats with 256 weights to a block, whose sub-blocks have their own scales:
 //
 //     output = sum over blocks of column_scale * (
 //         scale * sum over sub-blocks of sub_scale * (sum of codes * column codes)

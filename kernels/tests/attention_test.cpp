@@ -1,4 +1,4 @@
-// Checks attention/attention.h by itself, without ggml, for each instruction set of this CPU:
+// Checks attention/attention.h without ggml, for each instruction set of this CPU:
 // that it is as accurate as the same formula in double precision, that a row's bits depend only
 // on the set of cells that it sees, what infinities and NaN reach, and that it writes no memory
 // but its own.
