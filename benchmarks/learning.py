@@ -57,7 +57,8 @@ from specgen.train.training_loop import Budget
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (
     "Write the docstring of this function of asyncio, in Google's style, with its arguments, "
-    "what it returns and what it raises. Answer with the docstring only.\n\n```python\n{source}\n```"
+    "what it returns and what it raises. Answer with the docstring only.\n\n"
+    "```python\n{source}\n```"
 )
 LINES = (6, 24)
 ARMS = ("without", "store", "learnt", "both")

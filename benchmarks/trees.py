@@ -110,7 +110,8 @@ def main() -> None:
         best = max(values[0] for key, values in found.items() if key.startswith("chain"))
         print(
             f"{name:34} {n_tokens / n_rounds:5.2f} tokens per pass, "
-            f"{n_drafted / n_rounds:5.1f} drafted, {n_rounds} passes, {n_tokens / n_rounds / best:.3f} of the best chain",
+            f"{n_drafted / n_rounds:5.1f} drafted, {n_rounds} passes, "
+            f"{n_tokens / n_rounds / best:.3f} of the best chain",
             flush=True,
         )
     print(json.dumps({"temperature": asked.temp, "nodes": asked.nodes, "found": found}))
