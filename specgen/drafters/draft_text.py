@@ -14,7 +14,8 @@ from specgen.method.draft import NO_DRAFT, Draft
 from specgen.text.overlap import common_prefix_length
 from specgen.text.vocabulary import Vocabulary
 
-#: New bytes are spelled together with so many bytes before them: tokenizers look back.
+#: New bytes are spelled together with this many bytes before them, since a token depends on what
+#: precedes it.
 _BYTES_BEFORE = 48
 #: The most tokens that a new spelling may replace. It differs further back only where the text was
 #: cut in a word.
@@ -26,7 +27,7 @@ class DraftText:
 
     Where the text went on as drafted, the tokens that the draft proposed stay, since the draft's
     cache holds them. The rest is spelled as the draft's tokenizer would spell it, together with the
-    last few tokens before, which may change. No token reaches over a control token.
+    last few tokens before, which may change. No token spans a control token.
 
     Example:
         The draft's tokens are "hello", " w", "or" and "orld". The end of the text is spelled again
@@ -123,7 +124,7 @@ class DraftText:
         self.n_unchanged = min(self.n_unchanged, n_left)
 
     def _start_of(self, index: int) -> int:
-        """Return where token `index` starts: after the bytes before it that no token has."""
+        """Return where token `index` starts. There may be bytes before it that no token has."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _end_of(self, n_tokens: int) -> int:
@@ -156,10 +157,10 @@ class DraftText:
             self._n_spelled = len(self.data)
 
     def _spell_with_last_tokens(self) -> None:
-        """Spell the new bytes together with the tokens before, of which the last may change.
+        """Spell the new bytes together with the tokens before them, the last of which may change.
 
-        As many tokens as possible are kept: up to a place where the new spelling has the end of a
-        token, too. If there is none nearby, the new bytes are spelled by themselves.
+        As many tokens as possible are kept: up to a place where a token of the new spelling ends,
+        too. If there is no such place nearby, the new bytes are spelled on their own.
         """
         first, start = self._where_to_spell_from()
         joint = self._lexicon.spell(bytes(self.data[start:]))

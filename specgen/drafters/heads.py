@@ -72,7 +72,7 @@ class HeadsDrafter(Drafter):
         self._request = request
         self._costs = request.costs
         self.hidden_states: LastHiddenState = LastHiddenState()
-        #: A row of logits, in which tokens that are not frequent stay at minus infinity.
+        #: A row of logits. Those of infrequent tokens stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:

@@ -35,8 +35,8 @@ _RATE = 0.1
 
 
 @dataclass(slots=True)
-class _Guess:
-    """Guessed tokens, until it is known how many of them are right."""
+class _OpenGuess:
+    """Guessed tokens, as long as it is unknown how many of them are right."""
 
     plan: RoundPlan
     draft: Draft
@@ -68,8 +68,8 @@ class SecondDraft:
         self._drafters = drafters
         self._policy = policy
         self._caches = caches
-        #: The last guess, while its result is to come.
-        self._guess: _Guess | None = None
+        #: The last guess, until its result is known.
+        self._guess: _OpenGuess | None = None
         #: Recent seconds for a drafted token; None before the first.
         self._token_s: float | None = None
         #: The length of the text that the drafters were shown last.
@@ -110,11 +110,11 @@ class SecondDraft:
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
-                n_room + 1,
-                n_max,
-                found,
-                drafters.model_name,
-                price,
+                n_left=n_room + 1,
+                n_most=n_max,
+                found=found,
+                drafter=drafters.model_name,
+                price=price,
             )
         )
         self._why = self._why or plan.why
@@ -124,12 +124,12 @@ class SecondDraft:
         draft = plan.stop.cut(uncut)
         if not draft.is_chain:
             draft = NO_DRAFT
-        self._guess = _Guess(
-            plan,
-            draft,
-            (found, uncut),
-            len(drafted),
-            draft_s,
+        self._guess = _OpenGuess(
+            plan=plan,
+            draft=draft,
+            proposed=(found, uncut),
+            n_before=len(drafted),
+            draft_s=draft_s,
         )
         self._n_guessed += len(draft)
         return draft.tokens

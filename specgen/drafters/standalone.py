@@ -61,7 +61,7 @@ from specgen.text.sampling.chain import Sampler
 LONGEST_GUESS = 8
 #: Context sizes are rounded up to a multiple of this, as llama.cpp does.
 _CONTEXT_STEP = 256
-#: A token of a parallel draft counts as its share of a decode that predicts so many.
+#: A token of a parallel draft is taken to cost its share of a decode that predicts this many.
 _N_PARALLEL = 4
 
 
@@ -97,12 +97,12 @@ class StandaloneDraft(LoadedDraft):
             #: The translation between the vocabularies; None if they are the same.
             self._translation = self._compare_vocabularies(setup)
             mask = mask_token(self.model, setup.drafting.mask)
-            #: Whether it would draft in parallel if its file told the mask token.
+            #: Whether it would draft in parallel if its file named the mask token.
             self._lacks_mask = (
                 mask is None and setup.drafting.mask == "auto" and is_parallel_draft(self.model)
             )
-            #: The token that stands for one that is not known yet, if the model drafts in parallel.
-            #: Not with a translation: a token may depend on how the one before it is spelled.
+            #: The token that stands for unknown ones, if the model drafts in parallel. It does not
+            #: with a translation: a token may depend on how the one before it is spelled.
             self.mask = mask if self._translation is None else None
             self._open_helper(setup)
             on_error.pop_all()
@@ -272,7 +272,7 @@ class StandaloneDraft(LoadedDraft):
             own = replace(
                 request,
                 shaper=likeliest,
-                # A generator of its own, so that this model's samples stay the same.
+                # A separate generator, so that this model's samples stay the same.
                 rng=np.random.default_rng(0),
                 caches=caches,
                 costs=request.costs_of(key),

@@ -177,7 +177,7 @@ TEXT = [1, 2, 3]
 
 
 class Paths(SamplingPipeline):
-    """A shaper that notes the paths that it is asked about."""
+    """A sampling pipeline that notes the paths that it is asked about."""
 
     def __init__(self, state: TextState) -> None:
         super().__init__(Sampler(SamplerOptions()), state)
@@ -211,6 +211,17 @@ class Guessing(NoDrafter):
         return Draft.chain([4, 5, 6, 7][:n_max], "model")
 
 
+class NotingPolicy(FixedPolicy):
+    """A policy that keeps the results of its rounds."""
+
+    def __init__(self, options: DraftOptions) -> None:
+        super().__init__(options)
+        self.results: list[RoundResult] = []
+
+    def observe(self, result: RoundResult) -> None:
+        self.results.append(result)
+
+
 @pytest.mark.parametrize(
     ("said", "n_right", "told"),
     [
@@ -223,8 +234,7 @@ class Guessing(NoDrafter):
 def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
-    policy, results = FixedPolicy(DraftOptions("fixed", 3, p_min=0.0)), list[RoundResult]()
-    policy.observe = results.append  # type: ignore[method-assign,assignment]
+    policy = NotingPolicy(DraftOptions("fixed", 3, p_min=0.0))
     guesses = SecondDraft(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
         next(guesses.guess(TEXT, [9], 5, 0))
@@ -232,7 +242,7 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     guesses.observe_decode(2.0)
     guesses.settle(said)
     guesses.settle(said)  # it is settled once
-    (result,) = results
+    (result,) = policy.results
     # What stands behind the last token that the model said is not judged.
     assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(told)], 2.0)
     assert (result.path, result.committed) == (tuple(range(n_right)), told)
