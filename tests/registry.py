@@ -134,7 +134,7 @@ def drawn_tree_model(text: Text) -> ModelDrafter:
 
 
 def parallel(text: Text) -> ParallelDrafter:
-    """A parallel draft that predicts behind a mask what follows the likeliest token in its place."""
+    """A parallel draft: after a mask it predicts what follows the likeliest token in its place."""
     mask = text.vocabulary.n_tokens - 1
 
     def language(tokens: tuple[int, ...]) -> Logits:
