@@ -14,17 +14,19 @@ from specgen.drafters.expansion import (
     Expansion,
     start_expansion,
 )
-from specgen.drafters.interface import DraftRequest
-from specgen.drafters.tree_cache import TreeCache
-from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import (
+from specgen.drafters.interface import (
+    NO_DRAFT,
+    ROOT,
     Ask,
+    Backend,
+    Batch,
     Drafter,
     Drafting,
+    DraftRequest,
+    Price,
+    RoundPlan,
 )
-from specgen.method.policy import RoundPlan
+from specgen.drafters.tree_cache import TreeCache
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import Expansion
-from specgen.drafters.interface import DraftRequest
+from specgen.drafters.interface import (
+    Ask,
+    Batch,
+    CostTable,
+    Drafting,
+    DraftRequest,
+    Price,
+)
 from specgen.drafters.states import (
     StatesCache,
     StatesDrafter,
@@ -17,9 +24,6 @@ from specgen.drafters.states import (
 )
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel
-from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable, Price
-from specgen.method.drafter import Ask, Drafting
 from specgen.system.arrays import Logits
 
 

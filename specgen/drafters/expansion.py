@@ -23,13 +23,17 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from specgen.drafters.interface import DraftRequest
+from specgen.drafters.interface import (
+    ROOT,
+    Ask,
+    Draft,
+    Drafting,
+    DraftRequest,
+    RoundPlan,
+    TreeShape,
+)
 from specgen.errors import NoTokenAllowedError
-from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
 from specgen.method.stopping import CostAwareStopping, DraftStep
-from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.sampling.distribution import Distribution
 from specgen.text.vocabulary import Vocabulary

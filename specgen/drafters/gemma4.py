@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.drafters.expansion import Decoding, Expansion
-from specgen.drafters.interface import Reads
+from specgen.drafters.interface import (
+    NO_DRAFT,
+    Drafting,
+    Reads,
+)
 from specgen.drafters.states import StatesDrafter, TrainedDraft
 from specgen.llama.draft_contexts import AssistantContext
 from specgen.llama.draft_models import AssistantModel
-from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Drafting
 
 
 class AssistantDrafter(StatesDrafter):

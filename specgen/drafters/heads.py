@@ -21,25 +21,25 @@ import numpy as np
 
 from specgen.drafters.expansion import Expansion, start_expansion
 from specgen.drafters.interface import (
+    NO_DRAFT,
+    ROOT,
+    Ask,
+    CostTable,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     LoadedDraft,
+    Price,
     Reads,
+    RoundPlan,
+    ready,
 )
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.method.cost_table import CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import (
-    Ask,
-    Drafter,
-    Drafting,
-    ready,
-)
 from specgen.method.hidden_states import LastHiddenState
-from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.vocabulary import Vocabulary
 

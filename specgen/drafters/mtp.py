@@ -13,10 +13,13 @@ from pathlib import Path
 from specgen.drafters.expansion import Decoding, Expansion
 from specgen.drafters.interface import (
     ContextSpec,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     DraftSource,
+    Price,
 )
 from specgen.drafters.states import (
     N_DRAFT_CELLS,
@@ -31,8 +34,6 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
 from specgen.llama.gguf_file import holds_mtp_only
-from specgen.method.cost_table import Price
-from specgen.method.drafter import Drafter, Drafting
 from specgen.system.arrays import Hidden
 
 

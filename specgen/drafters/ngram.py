@@ -13,10 +13,18 @@ from itertools import count
 from typing import NamedTuple
 
 from specgen.drafters.interface import (
+    FREE,
+    NO_DRAFT,
+    ROOT,
+    Draft,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     LoadedDraft,
+    Price,
+    RoundPlan,
 )
 from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
 from specgen.drafters.suffix_index import (
@@ -26,14 +34,6 @@ from specgen.drafters.suffix_index import (
     SuffixIndex,
     TextIndex,
 )
-from specgen.method.cost_table import FREE, Price
-from specgen.method.draft import (
-    NO_DRAFT,
-    ROOT,
-    Draft,
-)
-from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import RoundPlan
 
 #: The origin of nodes that are drafted from the text itself.
 TEXT_ORIGIN = "ngram"

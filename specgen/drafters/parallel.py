@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 
 from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import Decoding, start_expansion
-from specgen.drafters.interface import DraftRequest
-from specgen.errors import UsageError
-from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import (
+from specgen.drafters.interface import (
     FREE,
+    NO_DRAFT,
+    Ask,
+    Backend,
+    Batch,
     CostTable,
+    Drafting,
+    DraftRequest,
     Price,
+    RoundPlan,
 )
-from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
+from specgen.errors import UsageError
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel

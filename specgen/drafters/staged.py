@@ -15,18 +15,20 @@ import numpy as np
 
 from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import Decoding, Expansion
-from specgen.drafters.interface import DraftRequest
-from specgen.method.backend import Backend
-from specgen.method.cascade import Cascade
-from specgen.method.cost_table import FREE, Price
-from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import (
-    Offer,
-    Policy,
+from specgen.drafters.interface import (
+    FREE,
+    NO_DRAFT,
+    Ask,
+    Backend,
+    Draft,
+    Drafting,
+    DraftRequest,
+    Price,
     RoundPlan,
     RoundResult,
 )
+from specgen.method.cascade import Cascade
+from specgen.method.policy import Offer, Policy
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 

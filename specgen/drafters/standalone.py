@@ -17,10 +17,14 @@ from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import MAX_WIDTH
 from specgen.drafters.interface import (
     ContextSpec,
+    Drafter,
     DraftKind,
+    DraftOptions,
     DraftRequest,
     DraftSetup,
+    DraftSource,
     LoadedDraft,
+    TreeShape,
 )
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.ngram import SuffixDrafter
@@ -45,16 +49,10 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.context import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.method.cascade import Cascade
-from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
-from specgen.options import (
-    DraftOptions,
-    DraftSource,
-    SamplerOptions,
-    TreeShape,
-)
+from specgen.options import SamplerOptions
 from specgen.text.sampling.chain import Sampler
 
 #: The most tokens that one draft model guesses for another.

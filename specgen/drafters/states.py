@@ -23,28 +23,27 @@ from specgen.drafters.expansion import (
     start_expansion,
 )
 from specgen.drafters.interface import (
+    NO_DRAFT,
+    ROOT,
+    Ask,
+    Batch,
     ContextSpec,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     Key,
     LoadedDraft,
+    Price,
     Reads,
+    RoundPlan,
 )
 from specgen.drafters.tree_cache import TreeCache
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
-from specgen.method.backend import Batch
-from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import (
-    Ask,
-    Drafter,
-    Drafting,
-)
 from specgen.method.hidden_states import HiddenStateBuffer, StatesBackend
-from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:

@@ -16,16 +16,20 @@ from dataclasses import (
 )
 
 from specgen.drafters.draft_text import DraftText
+from specgen.drafters.interface import (
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    Drafting,
+    Price,
+    RoundPlan,
+)
 from specgen.drafters.lexicon import (
     Lexicon,
     Spelling,
     counterpart,
     n_incomplete_bytes,
 )
-from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import RoundPlan
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.options import SamplerOptions
