@@ -215,7 +215,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
-    # Cascade that only tests need: trees of any form, and nothing at all.
+    # Drafters that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(TreeDrafter, random_tree(3, 0.7, 5), trees=True, grammar=False),
     "wide random tree": DrafterCase(TreeDrafter, random_tree(8, 0.4, 6), trees=True, grammar=False),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),

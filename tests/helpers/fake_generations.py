@@ -48,7 +48,7 @@ class Clock:
 
 
 class NoDrafter(Drafter):
-    """Drafts what `draft` returns, here nothing: the base of drafters that are made up for tests."""
+    """Drafts what `draft` returns, here nothing: the base of drafters that only tests have."""
 
     name = "nothing"
 
@@ -341,7 +341,7 @@ def tree_drafter(
     n_sequences: int = 40,
     n_deepest: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
-    """A drafter of trees of a shape as `--tree` has it, and its backend. `sampler` is the target's."""
+    """A drafter of trees of a shape as in `--tree`, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
     costs = costs or CostTable()
     request = tree_request(
