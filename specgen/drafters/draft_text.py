@@ -5,11 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from specgen.drafters.lexicon import (
-    Lexicon,
-    Spelling,
-    counterpart,
-)
+from specgen.drafters.lexicon import Lexicon, counterpart
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.text.overlap import common_prefix_length
 from specgen.text.vocabulary import Vocabulary
@@ -128,8 +124,12 @@ class DraftText:
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _end_of(self, n_tokens: int) -> int:
-        """Return where the first `n_tokens` tokens end, at least at the last control token."""
+        """Return where the first `n_tokens` tokens end, but not before the last control token."""
         return self.ends[n_tokens - 1] if n_tokens > self._n_fixed_tokens else self._n_fixed_bytes
+
+    def _add(self, token: int, end: int) -> None:
+        self.tokens.append(token)
+        self.ends.append(end)
 
     def _drop_tokens(self, n_left: int) -> None:
         del self.tokens[n_left:]
@@ -138,8 +138,7 @@ class DraftText:
     def _add_control_token(self, token: int) -> None:
         own = counterpart(token, self._target, self._draft)
         if own is not None:
-            self.tokens.append(own)
-            self.ends.append(len(self.data))
+            self._add(own, len(self.data))
         self._n_fixed_bytes = len(self.data)
         self._n_fixed_tokens = len(self.tokens)
 
@@ -150,8 +149,7 @@ class DraftText:
             if not data or not self.data.startswith(data, self._n_spelled):
                 break
             self._n_spelled += len(data)
-            self.tokens.append(token)
-            self.ends.append(self._n_spelled)
+            self._add(token, self._n_spelled)
         if self._n_spelled < len(self.data):
             self._spell_with_last_tokens()
             self._n_spelled = len(self.data)
@@ -171,11 +169,14 @@ class DraftText:
             place = max(0, self._end_of(n_kept) - start)
             if place in joint_ends:
                 self._drop_tokens(n_kept)
-                self._add_spelling([(token, end) for token, end in joint if end > place], start)
+                for token, end in joint:
+                    if end > place:
+                        self._add(token, start + end)
                 return
         before = bytes(self.data[start : self._n_spelled])
         new = bytes(self.data[self._n_spelled :])
-        self._add_spelling(self._lexicon.spell_after(before, new), self._n_spelled)
+        for token, end in self._lexicon.spell_after(before, new):
+            self._add(token, self._n_spelled + end)
 
     def _where_to_spell_from(self) -> tuple[int, int]:
         """Return the first token that is spelled again, and the byte at which it starts."""
@@ -185,8 +186,3 @@ class DraftText:
             return first, self._start_of(first)
         # There may be many bytes after the last token that no token has.
         return first, max(self._end_of(first), border)
-
-    def _add_spelling(self, spelling: Spelling, offset: int) -> None:
-        for token, end in spelling:
-            self.tokens.append(token)
-            self.ends.append(offset + end)

@@ -128,11 +128,14 @@ def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
         raise UsageError(f"{path}: neither a file nor a folder")
 
 
+def _visible(names: Sequence[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
+
+
 def _files_in(folder: Path) -> Iterator[_CorpusFile]:
     for parent, folders, names in os.walk(folder):
-        # In place, as `os.walk` then walks these. It follows no links.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
+        folders[:] = _visible(folders)  # in place, as `os.walk` then walks these
+        for name in _visible(names):
             path = Path(parent, name)
             with contextlib.suppress(OSError):  # the file has vanished
                 about = path.lstat()

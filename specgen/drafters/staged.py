@@ -299,10 +299,11 @@ class StagedDrafter(ModelDrafter):
         new = list(context[self._n_agreed :])
         start = max(0, self._n_agreed - self.n_skipped)
         cached = list(self._backend.text(self._sequence)[start:])
-        n_beyond = len(cached) - len(new)
-        first = len(self._rows) - 1 - n_beyond
-        are_rows_valid = self._n_decoded == self._backend.n_decoded_rows and first >= 0
-        if are_rows_valid and new and new == cached[: len(new)]:
+        were_guesses_right = bool(new) and new == cached[: len(new)]
+        # The last row follows the last token in the cache, and this one the last of the context.
+        first = len(self._rows) - 1 - (len(cached) - len(new))
+        are_rows_valid = self._n_decoded == self._backend.n_decoded_rows
+        if were_guesses_right and are_rows_valid and first >= 0:
             self._n_agreed = len(context)
             return self._rows[first:]
         return (yield from super()._catch_up(context))

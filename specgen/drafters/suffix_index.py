@@ -183,14 +183,15 @@ class TextIndex(SuffixIndex):
 class SuffixArray(SuffixIndex):
     """Finds endings in a corpus of texts by binary search.
 
-    It holds the beginnings of the texts, one for each token, sorted by their last tokens, the last
-    one first (Manber and Myers, "Suffix arrays", 1990). So all beginnings that end with the same
-    tokens are neighbours. No match runs from one text into the next.
+    It holds the prefixes of the texts, one for each token, sorted by their last tokens, the last
+    one first (Manber and Myers, "Suffix arrays", 1990). So all prefixes that end with the same
+    tokens are neighbours. Those of the text a b a c, for example, are in the order a b a, a, a b,
+    a b a c. No match runs from one text into the next.
 
     Args:
         tokens: int32[n], the texts, each followed by a separator.
         order: int32[n], the indices of the tokens, counted from the end of `tokens`, sorted by the
-            `MAX_MATCH` tokens from there backwards.
+            `MAX_MATCH` tokens from there backwards. Each stands for the prefix that ends there.
     """
 
     def __init__(self, tokens: IntArray, order: IntArray) -> None:
