@@ -147,14 +147,13 @@ class ModelDrafter(Drafter):
     ) -> Expansion:
         self._backend.checkpoint(self._sequence)
         self._n_text = len(context)
-        vocabulary = self._backend.vocabulary
         return start_expansion(
             self.name,
             self._request,
             plan,
             context,
             n_drafted,
-            vocabulary,
+            self._backend.vocabulary,
             n_max,
         )
 

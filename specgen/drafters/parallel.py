@@ -102,14 +102,13 @@ class ParallelDrafter(ModelDrafter):
         if n_rows < 1:
             return NO_DRAFT
         rows = yield from self._predict(context, n_rows)
-        vocabulary = self._backend.vocabulary
         expansion = start_expansion(
             self.name,
             request,
             plan,
             context,
             n_drafted,
-            vocabulary,
+            self._backend.vocabulary,
             plan.n_max,
         )
         draft = yield from expansion.grow_from(rows)

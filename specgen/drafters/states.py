@@ -208,14 +208,13 @@ class StatesDrafter(Drafter):
             return NO_DRAFT
         if not all(cache.prepare(n_decoded) for cache in self._caches):
             return NO_DRAFT
-        vocabulary = self._backend.vocabulary
         draft = start_expansion(
             self.name,
             self._request,
             plan,
             context,
             n_drafted,
-            vocabulary,
+            self._backend.vocabulary,
             n_max,
         )
         try:
