@@ -24,11 +24,12 @@ from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts
 from specgen.cli.model_loading import log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
-from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
+from specgen.models.files import identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import find_models, find_target, name_of
+from specgen.system.folders import cache_folder, data_folder
 from specgen.system.machine import is_busy
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     OWN_PROMPTS,
@@ -82,7 +83,7 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     """Save the best draft for the target if `save` is set and the machine was not busy, and show
     the ranking. Return what was saved.
     """
-    from specgen.session.choose_models import SavedDraft, save_draft
+    from specgen.session.saved_drafts import SavedDraft, save_draft
 
     saved, was_busy = None, search is not None and is_busy(search.others_share)
     try:
@@ -132,8 +133,8 @@ def find(
     acceptance rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.session.choose_models import saved_draft
     from specgen.session.open import WantedSession
+    from specgen.session.saved_drafts import saved_draft
 
     check_drafts(wanted.drafting, "find")
     prompts, output = wanted.trials.chosen(), wanted.output

@@ -118,7 +118,11 @@ def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
     if tool.type == "custom" and not tool.parameters:
         return _FREE_TEXT
     # Templates read the properties even of functions without parameters.
-    schema = {"type": "object", "properties": {}, **tool.parameters}
+    schema = {
+        "type": "object",
+        "properties": {},
+        **tool.parameters,
+    }
     properties = schema["properties"] or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict):
