@@ -25,8 +25,9 @@ from specgen.method.text_state import TextState
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
 from specgen.text.overlap import common_prefix_length
-from specgen.text.sampling.chain import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler
 from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.raw_probabilities import likeliest
 from specgen.text.vocabulary import Vocabulary
 
 #: Bytes that are spelled again with what follows, and that a tokenizer sees before a draft:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from specgen.method.text_state import TextState
 from specgen.system.arrays import Logits, best
-from specgen.text.sampling.chain import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler
 from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.raw_probabilities import likeliest
 
 
 class SamplingPipeline:

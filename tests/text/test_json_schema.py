@@ -448,7 +448,7 @@ def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
-    """Honoured or refused: with so many values or so much repetition, some work has to be bounded."""
+    """Enforced or refused: with so many values or so much repetition, the work has to be bounded."""
     many = {"enum": [f"value number {n}" for n in range(5000)]}
     assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
     for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
 from specgen.system.machine import REBUILD
-from specgen.text.sampling import chain
+from specgen.text.sampling import raw_probabilities
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
@@ -134,7 +134,7 @@ def attach(path: Path) -> Kernels:
         native.likeliest = library.specgen_kernels_likeliest
         native.likeliest.restype = ctypes.c_double
         native.likeliest.argtypes = _POINTER, ctypes.c_int64, _INT, _POINTER, _POINTER
-        chain.native_likeliest = native.likeliest
+        raw_probabilities.native_likeliest = native.likeliest
     return _attached
 
 
