@@ -377,21 +377,19 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of
-    Lark.
-    """
+    """What an answer has to look like."""
 
+    #: llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark.
     form: Literal["gbnf", "json_schema", "lark"]
     text: str
-    #: The answer has to be a call.
+    #: Whether the answer has to be a call.
     is_call: bool = False
-    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text
-    #: is free.
+    #: If there is a mark, the grammar holds after each one, and other text is free.
     mark: str = ""
+    #: Whether it holds only after a mark at the beginning of the text.
     is_first: bool = False
-    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule
-    #: `bare`.
-    head: str = ""
+    #: A pattern for how a call without a mark begins a text; it follows the rule `bare`.
+    bare_start: str = ""
 
 
 _answer = partial(option, panel="Answer")

@@ -33,7 +33,7 @@ class SamplingPipeline:
             # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
-            logits if grammar is None else grammar.ending(logits),
+            logits if grammar is None else grammar.adjust_logits(logits),
             self._state.history(path, self._sampler.n_history),
             None if grammar is None or grammar.is_free else grammar.allows,
         )

@@ -360,8 +360,8 @@ def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
         ('{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}', "too large"),
         (json.dumps({"enum": [*range(10_001)]}), "too large"),
         ('{"properties": {"a": {}}, "required": [{}]}', "cannot be enforced"),
-        ('{"type": "foo"}', '"foo" is no type'),
-        ('{"type": 123}', "123 is no type"),
+        ('{"type": "foo"}', '"foo" is not a type'),
+        ('{"type": 123}', "123 is not a type"),
         ('{"properties": {"a": {"type": ["int", "null"]}}}', 'type "int"'),
         ('{"type": "string", "minLength": 5, "maxLength": 2}', "minLength"),
         ('{"allOf": [{"type": "string"}, {"type": "integer"}]}', "incompatible"),
@@ -448,7 +448,7 @@ def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
-    """Enforced or refused: with so many values or so much repetition, the work has to be bounded."""
+    """Enforced or refused: with so many values or repetitions, the work has to be bounded."""
     many = {"enum": [f"value number {n}" for n in range(5000)]}
     assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
     for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):
