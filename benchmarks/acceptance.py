@@ -149,7 +149,7 @@ def measure(
                 generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (), number)
                 loop = AnswerLoop(target, time.perf_counter)
                 while not (generation.is_started or generation.is_finished):
-                    loop.read(generation)
+                    loop.prefill(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:
                         place = Place(target, draft, generation.tokens, arguments.draft_max)
@@ -217,7 +217,7 @@ class Place:
             source = (
                 sampler.distribution(row) if sampler else Distribution.certain(int(row.argmax()))
             )
-            tokens.append(source.draw(rng))
+            tokens.append(source.sample(rng))
             distributions.append(source)
             if len(tokens) == self._n:
                 return tokens, distributions

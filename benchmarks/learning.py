@@ -137,11 +137,11 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
     """The figures of each way, and of each against the one without learning."""
 
     def rate(event: FinishedEvent | Replay) -> float:
-        counts = event.tally if isinstance(event, Replay) else event
+        counts = event.stats if isinstance(event, Replay) else event
         return counts.n_accepted / max(1, counts.n_drafted)
 
     def length(event: FinishedEvent | Replay) -> float:
-        n_rounds = event.tally.n_rounds if isinstance(event, Replay) else event.n_rounds
+        n_rounds = event.stats.n_rounds if isinstance(event, Replay) else event.n_rounds
         return event.n_tokens / n_rounds
 
     def speed(event: FinishedEvent) -> float:
@@ -315,7 +315,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
 def _scalars(event: FinishedEvent | Replay) -> dict[str, Any]:
     """The figures of an answer, without its text and what is counted place by place."""
     figures = asdict(event)
-    figures |= figures.pop("tally", {})
+    figures |= figures.pop("stats", {})
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 

@@ -26,7 +26,7 @@ from specgen.options import (
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_models
 from specgen.session.engine import Engine
-from specgen.session.open import open_session, session_options, start_kernels
+from specgen.session.open import Reporter, WantedSession, open_session, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
@@ -87,24 +87,24 @@ def load(
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
-    own_kernels = KernelOptions(kernels)
-    if text := start_kernels(own_kernels)[1]:
-        note(text)
-    options = session_options(
+    wanted = WantedSession.of(
         sources,
-        sampling or SamplerOptions(),
-        drafting or DraftOptions(),
-        generation or GenerationOptions(),
-        Contexts(context or ContextOptions(), draft_context or ContextOptions(), own_kernels),
+        sampling=sampling or SamplerOptions(),
+        drafting=drafting or DraftOptions(),
+        answer=generation or GenerationOptions(),
+        contexts=Contexts(context or ContextOptions(), draft_context or ContextOptions()),
     )
+    _, kernel_note = start_kernels(KernelOptions(kernels))
+    if kernel_note is not None:
+        note(kernel_note)
     with contextlib.ExitStack() as on_error:
-        loaded = open_session(options, sources.drafts, clock=time.perf_counter, note=note)
-        on_error.callback(loaded.close)
-        news = calibrate(loaded)
-        engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx)
+        session = open_session(wanted, Reporter(note), clock=time.perf_counter)
+        on_error.callback(session.close)
+        news = calibrate(session)
+        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx)
         engine.notify(news)
         on_error.pop_all()
-    return Model(loaded, engine)
+    return Model(session, engine)
 
 
 class Model:

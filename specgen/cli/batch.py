@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
     from specgen.serve.batch.runner import Batch
-    from specgen.session.choose_models import DraftChoice
+    from specgen.session.open import WantedSession
     from specgen.session.session import Session
 
 #: The most lines that the last message names.
@@ -104,8 +104,8 @@ def batch(
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
     cluster = ray_cluster(ray, setup.machine, (cpus_per_worker, gpus_per_worker))
-    sources, options = setup.find(output)
-    kernels, settings = setup.machine.kernels, _settings(options, template)
+    wanted = setup.wanted_session(quiet=output.quiet)
+    kernels, settings = setup.machine.kernels, _settings(wanted.options, template)
     now = datetime.datetime.now().astimezone()
     prompting = Prompting(template.chat, template.system, now)
 
@@ -114,14 +114,14 @@ def batch(
         if cluster is None:
             from specgen.serve.batch.runner import Batch
 
-            with opened(options, kernels, output, sources.drafts) as session:
+            with opened(wanted, kernels, output) as session:
                 more: dict[str, Any] = {"wall_clock": time.time, "note": output.note}
                 yield Batch(session, prompting, write_one, settings, parallel=parallel, **more)
             return
         from specgen.serve.batch.on_ray import RayBatch, connected
 
         how = {"prompting": prompting, "settings": settings, "parallel": parallel}
-        job = actor_job(options, sources.drafts, kernels, cluster.cpus_per_worker, **how)
+        job = actor_job(wanted, kernels, cluster.cpus_per_worker, **how)
         with connected(cluster, verbose=output.verbose > 0) as ray_module:
             yield RayBatch(ray_module, cluster, job, write_one)
 
@@ -251,21 +251,19 @@ def ray_cluster(
     return Cluster(address, *per_worker)
 
 
-def open_on_node(
-    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelOptions
-) -> Session:
+def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
-    from specgen.cli.model_loading import load, use_kernels
+    from specgen.cli.model_loading import use_kernels
     from specgen.models.files import cache_folder
+    from specgen.session.open import open_session
 
-    quiet = Output(quiet=True)
-    use_kernels(kernels, quiet)
-    return load(replace(options, cache=cache_folder()), quiet, drafts)
+    use_kernels(kernels, Output(quiet=True))
+    options = replace(wanted.options, cache=cache_folder())
+    return open_session(replace(wanted, options=options), clock=time.perf_counter)
 
 
 def actor_job(
-    options: SessionOptions,
-    drafts: Sequence[DraftChoice],
+    wanted: WantedSession,
     kernels: KernelOptions,
     cpus_per_worker: float | None,
     **how: Any,
@@ -275,14 +273,15 @@ def actor_job(
     """
     from specgen.serve.batch.on_ray import ActorJob
 
-    options = _absolute(options)
+    wanted = _absolute(wanted)
+    options = wanted.options
     for name in ("target_context", "draft_context") if cpus_per_worker is not None else ():
         context = getattr(options, name)
         threads = context.n_threads or max(1, int(cpus_per_worker or 1))
         options = replace(options, **{name: replace(context, n_threads=threads)})
     n_bytes = how["settings"].get("target_bytes")
     files = {} if n_bytes is None else {str(options.target): n_bytes}
-    opening = partial(open_on_node, options, _absolute(tuple(drafts)), kernels)
+    opening = partial(open_on_node, replace(wanted, options=options), kernels)
     return ActorJob(opening, files=files, **how)
 
 

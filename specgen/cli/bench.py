@@ -138,7 +138,8 @@ def bench(
     prompt), tokens per second (median), acceptance rate, tokens per pass of the target, and the
     time to the first token relative to plain decoding.
     """
-    from specgen.session.open import layers_without_gpu, open_measurements
+    from specgen.session.open import open_measurements
+    from specgen.session.opening_notes import layers_without_gpu
 
     prompts = _prompts(texts, trials.prompts, n_prompts)
     check_drafts(drafting, "compare")

@@ -63,14 +63,14 @@ def chat(
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
     standard output. The message /help lists the commands, such as /undo and /save.
     """
-    setup = replace(setup, answer=output.needs(setup.answer))
+    answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.prompts.thoughts import showing_thoughts
 
-    sources, options = setup.find(output)
-    options = replace(options, generation=showing_thoughts(options.generation))
+    setup = replace(setup, answer=showing_thoughts(answer))
+    wanted = setup.wanted_session(quiet=output.quiet)
     with contextlib.ExitStack() as stack:
         from specgen.session.calibration import calibrate
         from specgen.session.choose_models import name_of
@@ -81,9 +81,7 @@ def chat(
         conversation = stack.enter_context(_kept(path))
         kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
         with without_echo():  # what is typed meanwhile is the first message
-            session = stack.enter_context(
-                opened(options, kernels, output, sources.drafts, check_template)
-            )
+            session = stack.enter_context(opened(wanted, kernels, output, check_template))
             news = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
             engine.notify(news)

@@ -21,7 +21,7 @@ from specgen.cli import flags
 from specgen.cli.command import Command
 from specgen.cli.flags import argument, option
 from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts, trial_options
-from specgen.cli.model_loading import load, log_shown, opened, use_kernels
+from specgen.cli.model_loading import log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
@@ -133,6 +133,7 @@ def find(
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import saved_draft
+    from specgen.session.open import WantedSession
 
     check_drafts(wanted.drafting, "find")
     prompts, output = wanted.trials.chosen(), wanted.output
@@ -142,8 +143,11 @@ def find(
     path = find_target(target, quiet=output.quiet)
     if save:
         saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
-    options, kernels = wanted.options(alone(path)), wanted.machine.kernels
-    with opened(options, kernels, output) as loaded, output.measuring() as (progress, stop):
+    session = WantedSession(wanted.options(alone(path)))
+    with (
+        opened(session, wanted.machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
+    ):
         found = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
             loaded, *found, prompts, chat=wanted.chat, interrupted=stop, progress=progress
@@ -186,8 +190,10 @@ def data(
     It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state
     and the likeliest tokens of each token. Run an interrupted command again to resume.
     """
+    from specgen.session.open import WantedSession
+
     path = find_target(target, quiet=output.quiet)
-    own = trial_options(alone(path), text.max_tokens, machine)
+    own = WantedSession(trial_options(alone(path), text.max_tokens, machine))
     with opened(own, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
         builder = DraftBuilder(
             loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
@@ -242,7 +248,7 @@ def make(
     from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.calibration import target_costs
-    from specgen.session.open import open_session
+    from specgen.session.open import WantedSession, open_session
     from specgen.train.target_text import is_held_back
 
     if kind != "pruned":
@@ -259,7 +265,7 @@ def make(
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
     with log_shown(output), output.measuring() as (progress, stop):
-        with load(own, output) as loaded:
+        with open_session(WantedSession(own), output.reporter, clock=time.perf_counter) as loaded:
             costs = target_costs(loaded, stop)
             builder = DraftBuilder(
                 loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
@@ -284,7 +290,7 @@ def make(
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(
-            judged, clock=time.perf_counter, measurements=loaded.measurements
+            WantedSession(judged), clock=time.perf_counter, measurements=loaded.measurements
         ) as loaded:
             texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
             found = find_candidates(made, path)

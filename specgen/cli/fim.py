@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
 from specgen.cli.inputs import STDIO, read_text
-from specgen.cli.model_loading import Setup
+from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
 
@@ -72,7 +72,12 @@ def fim(
         context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
         repository=Path.cwd().name or "repository",
     )
-    with setup.opened(output, lambda session: check_infill(session.target)) as session:
+
+    def check(session: Session) -> None:
+        check_infill(session.target)
+
+    wanted = setup.wanted_session(quiet=output.quiet)
+    with opened(wanted, setup.machine.kernels, output, check) as session:
         prompt, left_out = _prompt(session, gap)
         if left_out:
             output.note(left_out)

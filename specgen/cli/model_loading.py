@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +25,7 @@ from specgen.options import (
 from specgen.sampler_options import option
 
 if TYPE_CHECKING:
-    from specgen.options import SessionOptions
-    from specgen.session.choose_models import DraftChoice, Sources
-    from specgen.session.measurement_store import MeasurementStore
-    from specgen.session.open import Check
+    from specgen.session.open import Check, WantedSession
     from specgen.session.session import Session
 
 #: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
@@ -68,65 +65,52 @@ class Setup:
         panel="Prompt",
     )
 
-    def find(self, output: Output) -> tuple[Sources, SessionOptions]:
-        """Find the models. To `learn`, answers are kept: drafts learn from them, and n-grams are
-        looked up in them.
+    def wanted_session(self, *, quiet: bool) -> WantedSession:
+        """Find the models, fetching what is missing, and return the session that is asked for.
+
+        To learn, answers are kept: drafts learn from them, and n-grams are looked up in them.
         """
         from specgen.models.files import data_folder, identify, learning_folder
         from specgen.session.choose_models import find_models
-        from specgen.session.open import session_options
+        from specgen.session.open import WantedSession
 
         check_file_option("--prompt-cache", self.prompt_cache)
-        sources = find_models(self.models, quiet=output.quiet)
-        drafting, learning = self.drafting, None
-        if self.learn and (identity := identify(sources.target)) is not None:
+        sources = find_models(self.models, quiet=quiet)
+        drafting = self.drafting
+        learning: Path | None = None
+        identity = identify(sources.target) if self.learn else None
+        if identity is not None:
             learning = learning_folder(data_folder(), identity)
             drafting = replace(drafting, lookup_store=True)
-        options = session_options(sources, self.sampling, drafting, self.answer, self.machine)
-        options = replace(options, prompt_cache=self.prompt_cache, prefixes=self.prefixes)
-        return sources, replace(options, learning=learning)
-
-    def opened(
-        self, output: Output, check: Check | None = None
-    ) -> contextlib.AbstractContextManager[Session]:
-        sources, options = self.find(output)
-        return opened(options, self.machine.kernels, output, sources.drafts, check)
+        wanted = WantedSession.of(
+            sources,
+            sampling=self.sampling,
+            drafting=drafting,
+            answer=self.answer,
+            contexts=self.machine,
+        )
+        options = replace(
+            wanted.options,
+            learning=learning,
+            prompt_cache=self.prompt_cache,
+            prefixes=self.prefixes,
+        )
+        return replace(wanted, options=options)
 
 
 @contextlib.contextmanager
 def opened(
-    options: SessionOptions,
-    kernels: KernelOptions,
-    output: Output,
-    drafts: Sequence[DraftChoice] = (),
-    check: Check | None = None,
+    wanted: WantedSession, kernels: KernelOptions, output: Output, check: Check | None = None
 ) -> Iterator[Session]:
-    use_kernels(kernels, output)
-    with log_shown(output), load(options, output, drafts, check) as session:
-        yield session
-
-
-def load(
-    options: SessionOptions,
-    output: Output,
-    drafts: Sequence[DraftChoice] = (),
-    check: Check | None = None,
-    *,
-    measurements: MeasurementStore | None = None,
-) -> Session:
-    """Load the models, as `open_session` does; on a terminal, show that they are loading."""
+    """Open a session for one command: `open_session` with the command's kernels, log and notes."""
     from specgen.session.open import open_session
 
-    return open_session(
-        options,
-        drafts,
-        clock=time.perf_counter,
-        measurements=measurements,
-        note=output.note,
-        check=check or (lambda _session: None),
-        status=output.status,
-        load_ahead=not output.verbose,  # lines of the log of two models at once would be mixed
-    )
+    use_kernels(kernels, output)
+    with (
+        log_shown(output),
+        open_session(wanted, output.reporter, clock=time.perf_counter, check=check) as session,
+    ):
+        yield session
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from specgen.events import Event, FinishedEvent
     from specgen.render.streams import Renderer
+    from specgen.session.open import Reporter
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -76,7 +77,6 @@ class Output:
         show_default=False,
     )
 
-    prefix: str = ""  # of notes
     thinks: bool = False  # answers may begin with thoughts
 
     def __post_init__(self) -> None:
@@ -89,12 +89,19 @@ class Output:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            say(f"note: {self.prefix}{text}")
+            say(f"note: {text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
         return console_on(sys.stderr).status(text)
+
+    @property
+    def reporter(self) -> Reporter:
+        """Where the notes and the progress of loading models go."""
+        from specgen.session.open import Reporter
+
+        return Reporter(self.note, self.status, shows_log=self.verbose > 0)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the probabilities that are shown. Raise

@@ -8,7 +8,7 @@ from pathlib import Path
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
 from specgen.cli.inputs import read_prompt
-from specgen.cli.model_loading import Setup
+from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output, show_answer
 
 
@@ -48,6 +48,7 @@ def run(
 
         setup = replace(setup, answer=showing_thoughts(setup.answer))
         output = replace(output, thinks=True)
-    with setup.opened(output) as loaded:
-        asked = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
-        return show_answer(loaded, asked, output)[0]
+    wanted = setup.wanted_session(quiet=output.quiet)
+    with opened(wanted, setup.machine.kernels, output) as session:
+        asked = session.prompts.of_text(text, chat=template.chat, system=template.system)
+        return show_answer(session, asked, output)[0]

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, server
+from specgen.cli.flags.server import ModelSetup, later, limits, model_setup, options_in, server
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import UsageError
 from specgen.options import parse_size
-from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
+from specgen.serve.server.options import Limits, ServedOptions, ServerOptions, bound_socket, url_of
 from specgen.system.machine import look_at_machine
 
 #: The default of --memory, as a share of the machine's memory.
 _MEMORY_SHARE = 0.8
+#: Options that all models of a server share.
+_OF_ALL = {"kernels", "packed-cache"}
 
 
 def _memory_size(text: str) -> int:
@@ -67,9 +70,9 @@ def serve(
     that leave them out. SIGTERM ends the server as soon as the current answers are finished.
     """
     try:
-        from specgen.cli.served_models import ModelLoader, read_models
         from specgen.serve.server.app import serve as answer_requests
         from specgen.serve.server.model_pool import ModelPool
+        from specgen.serve.server.served_models import ModelLoader, read_models
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         hint = "pip install 'specgen-gguf[server]'"
@@ -78,7 +81,12 @@ def serve(
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:
         raise UsageError("--alias names a single model; with --models, each has a name")
-    server, stop, wanted = replace(server, limits=limits), Interrupt(), model()
+    server, stop = replace(server, limits=limits), Interrupt()
+    own = model()
+
+    def options_of(table: Mapping[str, Any]) -> ServedOptions:
+        changes = options_in(table, without=_OF_ALL)
+        return model(**changes).served(quiet=output.quiet)
 
     def ready() -> None:
         url = url_of(bound)
@@ -89,16 +97,16 @@ def serve(
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
-        kernels, most_bytes = wanted.setup.machine.kernels, math.inf
+        kernels, most_bytes = own.setup.machine.kernels, math.inf
         if models is None:
-            loader = ModelLoader(output, learn_across, stop)
-            entries = [loader.entry(server.alias or "", wanted)]
+            loader = ModelLoader(output.reporter, learn_across, stop)
+            entries = [loader.entry(server.alias or "", own.served(quiet=output.quiet))]
             use_kernels(kernels, output)
         else:
             use_kernels(kernels, output)  # before any file is looked at with them
             most_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
-            loader = ModelLoader(output, learn_across, stop, most_bytes)
-            entries = read_models(models, model, loader)
+            loader = ModelLoader(output.reporter, learn_across, stop, most_bytes)
+            entries = read_models(models, options_of, loader)
             output.note(f"serving {', '.join(entry.name for entry in entries)}")
         pool = stack.enter_context(ModelPool(entries, limits, most_bytes, output.note))
         if models is None:

@@ -37,6 +37,7 @@ def tune(
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import find_models
+    from specgen.session.open import WantedSession
 
     prompts, output = wanted.trials.chosen(), wanted.output
     sources = find_models(models, quiet=output.quiet)
@@ -47,7 +48,7 @@ def tune(
         options = replace(options, draft="none")
         drafts += [path for path in find_candidates([], sources.target)[0] if path not in drafts]
     with (
-        opened(options, wanted.machine.kernels, output) as session,
+        opened(WantedSession(options), wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
         search = search_drafts(

@@ -62,7 +62,7 @@ def verify(
         run_checks,
         ways_to_draft,
     )
-    from specgen.session.open import session_options
+    from specgen.session.open import WantedSession
 
     if models.draft == "none":
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
@@ -76,10 +76,12 @@ def verify(
     greedy_sampler = replace(sampling, temperature=0.0, xtc_probability=0.0)
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_TEMPERATURE)
-    options = session_options(sources, greedy_sampler, drafting, answer, machine)
+    wanted = WantedSession.of(
+        sources, sampling=greedy_sampler, drafting=drafting, answer=answer, contexts=machine
+    )
     ways = ways_to_draft(drafting)
     with (
-        opened(options, machine.kernels, output, sources.drafts) as session,
+        opened(wanted, machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
         n_more = 1 if check == "greedy" else N_SEARCHED + 1
@@ -94,7 +96,7 @@ def verify(
             session, prompts, ways, progress=progress, interrupted=stop, **how
         )
         report = VerifyReport(
-            target=options.target.name,
+            target=sources.target.name,
             draft=session.draft.name if session.draft is not None else "none",
             verifier=drafting.verifier,
             draft_max=drafting.n_max,

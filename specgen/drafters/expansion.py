@@ -12,7 +12,6 @@ from typing import TypeAlias
 from specgen.drafters.interface import DraftRequest
 from specgen.errors import NoTokenAllowedError
 from specgen.method.backend import Backend
-from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import ROOT, Branches, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
@@ -131,19 +130,20 @@ class Chain(Expansion):
                 (token,), (top,) = shaper.likeliest(row, path, 1)
             confidence = 1.0 if top is None else top
             self.confidences.append(confidence)
-            takes, goes_on, self._whole = plan.after_draft_step(n, self._whole, confidence)
-            if not takes:
+            step = plan.after_draft_step(n, self._whole, confidence)
+            self._whole = step.cumulative_acceptance
+            if not step.keep_token:
                 return False
             if token is None:
                 source = shaper.distribution(row, path)
-                token = source.draw(request.rng) if draws else source.mode
+                token = source.sample(request.rng) if draws else source.mode
         except NoTokenAllowedError:
             return False
         if source is not None and draws:
             self._add(n - 1, token, source.probability(token), source)
         else:
             self._add(n - 1, token, top)
-        return goes_on and n + 1 < self.n_deepest and not self.is_end(token)
+        return step.continue_drafting and n + 1 < self.n_deepest and not self.is_end(token)
 
 
 @dataclass(eq=False)
@@ -267,7 +267,7 @@ class Levels(Tree):
         for _ in range(self._n_children(node)):
             if left is None:
                 break
-            token = left.draw(self.request.rng)
+            token = left.sample(self.request.rng)
             self._add(node, token, left.probability(token), left)
             left = left.minus(Distribution.certain(token))
 
@@ -293,20 +293,12 @@ class Walks(Tree):
     def _draw(self, node: int, source: Distribution) -> None:
         for walk in self.walks:
             if (walk[-1] if walk else ROOT) == node:
-                token = source.draw(self.request.rng)
+                token = source.sample(self.request.rng)
                 child = self.child(node, token)
                 if child is None:
                     child = len(self.tokens)
                     self._add(node, token, source.probability(token), source)
                 walk.append(child)
-
-
-def price_after(costs: CostTable, n_new: int, n_usual: int, n_more: int = 0) -> Price:
-    """Return the price of a draft after decodes of `n_new` rows, prefill beyond `n_usual`, and
-    `n_more` single ones.
-    """
-    first_s, next_s = costs.seconds_each(min(n_new, n_usual)), costs.seconds_each(1)
-    return Price(first_s + n_more * next_s, next_s, max(0.0, costs.seconds_each(n_new) - first_s))
 
 
 def expansion(

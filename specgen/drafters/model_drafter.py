@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expansion, price_after
+from specgen.drafters.expansion import Expansion, NodeBranches, RowsBeyond, expansion
 from specgen.drafters.interface import DraftRequest
 from specgen.method.backend import Backend, Batch
 from specgen.method.cascade import Cascade
@@ -193,7 +193,7 @@ class ModelDrafter(Drafter):
         return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
 
     def price(self, n_context: int) -> Price:
-        price = price_after(self._costs, self.n_behind(n_context), N_USUAL)
+        price = self._costs.price_of_draft(self.n_behind(n_context), N_USUAL)
         if self._guesses is None:
             return price
         return replace(price, next_s=self._guesses.token_s(price.next_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from specgen.drafters.expansion import Expansion, price_after
+from specgen.drafters.expansion import Expansion
 from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup
 from specgen.drafters.states import N_USUAL, LayerDrafter, StatesCache, StatesDraft, StatesDrafter
 from specgen.errors import PairError
@@ -38,7 +38,7 @@ class MtpChainDrafter(StatesDrafter):
     def price(self, n_context: int) -> Price:
         n_read = self._n_read(n_context)
         n_new = self._caches[0].n_missing(n_read)
-        each = price_after(self._costs, n_new, N_USUAL)
+        each = self._costs.price_of_draft(n_new, N_USUAL)
         next_s = self._costs.seconds_each(min(n_new, N_USUAL) + 1)
         first_s = each.first_s + (n_context - 1 - n_read) * next_s
         return Price(first_s, next_s, len(self._caches) * each.prefill_s)

@@ -68,7 +68,8 @@ class ParallelDrafter(ModelDrafter):
         n_rows = min(plan.n_max, self._n_most, request.n_deepest or plan.n_max)
         n, whole, goes_on = 1, 1.0, True
         while goes_on and n < n_rows:
-            _, goes_on, whole = plan.after_draft_step(n - 1, whole, self._usual)
+            step = plan.after_draft_step(n - 1, whole, self._usual)
+            whole, goes_on = step.cumulative_acceptance, step.continue_drafting
             n += goes_on
         n_rows = n
         if request.branches and shape.is_fixed:
@@ -80,7 +81,7 @@ class ParallelDrafter(ModelDrafter):
         before, vocabulary = context[len(context) - n_drafted :], self._backend.vocabulary
         made = expansion(self.name, request, plan, before, vocabulary, plan.n_max)
         draft = yield from made.grow_from(rows)
-        for confidence in draft.looks:
+        for confidence in draft.step_confidences:
             self._usual += _RATE * (confidence - self._usual)
         return draft
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion, price_after
+from specgen.drafters.expansion import WIDEST, Expansion, NodeBranches, expansion
 from specgen.drafters.interface import (
     ContextSpec,
     DraftKind,
@@ -143,7 +143,7 @@ class StatesDrafter(Drafter):
     def price(self, n_context: int) -> Price:
         n_read = self._n_read(n_context)
         n_rows = self._caches[0].n_missing(n_read) if self._caches else 1
-        return price_after(self._costs, n_rows, N_USUAL, n_context - 1 - n_read)
+        return self._costs.price_of_draft(n_rows, N_USUAL, n_context - 1 - n_read)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         n_read = self._n_read(len(context))
@@ -173,7 +173,7 @@ class StatesDrafter(Drafter):
             cache.drop_drafted()
 
     def _n_read(self, n_context: int) -> int:
-        return min(self.hidden_states.n_read, n_context - 1)
+        return min(self.hidden_states.n_decoded, n_context - 1)
 
     def _row_after(
         self, token: int, position: int, state: Hidden

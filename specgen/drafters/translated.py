@@ -348,7 +348,7 @@ class Translation:
             # What is held back counts as the start of what follows.
             starts.append((max(0, len(data) - len(held_back)), probability))
             data += piece
-        nothing = Draft.chain((), "", looks=looks) if looks else NO_DRAFT
+        nothing = Draft.chain((), "", step_confidences=looks) if looks else NO_DRAFT
         if not data.startswith(held_back):
             return nothing
         data = data[len(held_back) :]
@@ -374,7 +374,11 @@ class Translation:
             if end is not None and n_spelled == len(data) and not n_open:
                 tokens.append(end)
                 chances.append(end_chance)
-        return Draft.chain(tokens, draft.origins[0], chances, looks=looks) if tokens else nothing
+        return (
+            Draft.chain(tokens, draft.origins[0], chances, step_confidences=looks)
+            if tokens
+            else nothing
+        )
 
 
 class PrefixShaper(SamplingPipeline):
@@ -451,7 +455,7 @@ class TranslatedDrafter(Drafter):
         if n_held_back:
             plan = replace(plan, n_max=plan.n_max + n_held_back, n_given=n_held_back)
         self.drafted = yield from self.inner.propose(text.tokens, plan)
-        looks = self.drafted.looks[n_held_back:]
+        looks = self.drafted.step_confidences[n_held_back:]
         draft = self._translation.translate(self.drafted, shown, held_back, looks)
         n_max = plan.n_max - n_held_back
         return draft if len(draft.tokens) <= n_max else draft.first(n_max)

@@ -19,13 +19,14 @@ import numpy as np
 from specgen.errors import BackendError, PromptError
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, Tally
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import HiddenStateSink, draft_alone
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.session.calibration import (
-    Costs,
+    PairCosts,
     measure_costs,
     time_batch,
     timed_batch_sizes,
@@ -66,8 +67,8 @@ class Baseline:
     chat: bool | None = None
 
     @property
-    def costs(self) -> Costs:
-        return Costs(self.batch_s)
+    def costs(self) -> PairCosts:
+        return PairCosts(self.batch_s)
 
     @property
     def token_s(self) -> float:
@@ -77,19 +78,19 @@ class Baseline:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """A drafter's rounds for an answer, behind the prompt's token. `start_s` is the draft's decode
-    of the prompt; the tally's `target_s` are batches by their measured costs, `token_s` is plain
+    of the prompt; the `target_s` of `stats` are batches by their measured costs, `token_s` is plain
     decoding's.
     """
 
     n_tokens: int
-    tally: Tally
+    stats: AnswerStats
     start_s: float
     token_s: float
     kind: str = ""
 
     @property
     def speedup(self) -> float:
-        return self.token_s * self.n_tokens / (self.tally.target_s + self.tally.draft_s)
+        return self.token_s * self.n_tokens / (self.stats.target_s + self.stats.draft_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def measure_target(
             n_prompt = generation.n_prompt
             text, kind = asked[number].text, asked[number].category
             answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), kind))
-            samples[1] += generation.tally.target_s_by_rows[1]
+            samples[1] += generation.stats.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in (*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_OFTEN]):
                 if interrupted():
@@ -214,7 +215,7 @@ def replay(
     """
     cascade, policy, hidden_states = generation.cascade, generation.policy, generation.hidden_states
     tokens, costs = answer.tokens, baseline.costs
-    tally, start_s = Tally(), 0.0
+    stats, start_s = AnswerStats(), 0.0
     if cascade is not None:
         # The draft reads the prompt for a proposal that is not used: rounds cost only what grows
         # with the answer.
@@ -248,30 +249,30 @@ def replay(
         policy.observe(result)
         if cascade is not None:
             cascade.observe(result)
-        tally.add_round(result)
-    return Replay(len(tokens) - 1, tally, start_s, baseline.token_s, answer.kind)
+        stats.add_round(result)
+    return Replay(len(tokens) - 1, stats, start_s, baseline.token_s, answer.kind)
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
     """Return the figures of all answers, but those of one token, and of each kind if there are
     several.
     """
-    counted = [replay for replay in replays if replay.tally.n_rounds]
+    counted = [replay for replay in replays if replay.stats.n_rounds]
     speedups, kinds = [replay.speedup for replay in counted], dict.fromkeys(r.kind for r in counted)
-    tallies = [replay.tally for replay in counted]
+    all_stats = [replay.stats for replay in counted]
     n_tokens = sum(replay.n_tokens for replay in counted)
-    n_drafted = sum(tally.n_drafted for tally in tallies)
-    n_positions = sum(sum(tally.drafted_by_depth.values()) for tally in tallies)
-    draft_s = sum(tally.draft_s for tally in tallies)
-    seconds = draft_s + sum(tally.target_s for tally in tallies)
+    n_drafted = sum(stats.n_drafted for stats in all_stats)
+    n_positions = sum(sum(stats.drafted_by_depth.values()) for stats in all_stats)
+    draft_s = sum(stats.draft_s for stats in all_stats)
+    seconds = draft_s + sum(stats.target_s for stats in all_stats)
     return DraftFigures(
         speedup=statistics.geometric_mean(speedups),
         worst_speedup=min(speedups),
         best_speedup=max(speedups),
         n_answers=len(counted),
         tokens_per_s=n_tokens / seconds,
-        acceptance_rate=sum(t.n_accepted for t in tallies) / n_positions if n_positions else None,
-        mean_accepted_length=n_tokens / sum(tally.n_rounds for tally in tallies),
+        acceptance_rate=sum(t.n_accepted for t in all_stats) / n_positions if n_positions else None,
+        mean_accepted_length=n_tokens / sum(stats.n_rounds for stats in all_stats),
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in counted) / len(counted),
         kinds={

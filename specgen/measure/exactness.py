@@ -392,7 +392,7 @@ def check_sampled(
     begun = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
 
     def force_first(_request: Request, sequence: AnswerState) -> None:
-        sequence.shaper = _FirstForced(session.settings.sampler, sequence.state, forced)
+        sequence.sampling = _FirstForced(session.settings.sampler, sequence.text_state, forced)
 
     drawn: Counter[int] = Counter()
     n_drafted = n_accepted = 0

@@ -20,7 +20,7 @@ from specgen.measure.draft_trial import Baseline, DraftFigures, measure_target, 
 from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
-from specgen.session.calibration import Costs, begin_text, break_even, short_context, time_batch
+from specgen.session.calibration import PairCosts, begin_text, break_even, short_context, time_batch
 from specgen.session.choose_models import name_of, saved_draft
 from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
@@ -179,7 +179,7 @@ def advice(search: Search) -> tuple[str, ...]:
     if figures.is_gain:
         use = f"use it: --draft {shlex.quote(str(best.draft))}"
         # From which acceptance on drafts pay by these costs, and what it was.
-        least = break_even(Costs(baseline.batch_s, figures.draft_token_s or 0.0))
+        least = break_even(PairCosts(baseline.batch_s, figures.draft_token_s or 0.0))
         needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
         return measured, f"{batch}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were", use
     none = f"{batch}, and no draft that was tried is clearly faster"

@@ -14,22 +14,36 @@ from specgen.method.text_state import TextState
 
 @dataclass(slots=True)
 class Cascade:
-    """What drafts for one text: a `free` drafter (n-grams), one that decodes, or both. In each
-    round `look_up` comes first, so that the plan, which `propose` carries out, knows what it found.
-    The grammar allows all that is found.
+    """What drafts for one text: a free drafter, one that decodes, or both.
+
+    In each round `look_up` comes first, so that the plan, which `propose` carries out, knows what
+    was found for free.
     """
 
+    #: A drafter that decodes nothing (n-grams).
     free: Drafter | None = None
+    #: A drafter that decodes (a draft model).
     model: Drafter | None = None
+    #: The text, whose grammar what is found must obey; None if there is no grammar to obey.
     state: TextState | None = None
 
     @property
     def model_name(self) -> str | None:
+        """The name of the drafter that decodes, if there is one."""
         return None if self.model is None else self.model.name
 
-    def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
-        """Begin a round: return what the free drafter finds, at most `n_max` tokens; `n_drafted`
-        are drafts.
+    def look_up(
+        self,
+        context: Sequence[int],
+        n_max: int,
+        n_drafted: int = 0,
+    ) -> Draft:
+        """Begin a round: return what the free drafter finds, as far as the grammar allows it.
+
+        Args:
+            context: The committed tokens, then `n_drafted` drafted ones.
+            n_max: The most tokens to find.
+            n_drafted: The number of tokens at the end of `context` that are not committed.
         """
         if self.free is None or n_max < 1:
             return NO_DRAFT
@@ -43,19 +57,25 @@ class Cascade:
             found = self.state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft as planned, after `look_up` in the same round; see `Drafter.propose`."""
         if self.model is None or plan.n_max < 1:
             return ready(plan.found)
         return self.model.propose(context, plan, n_drafted)
 
     def observe(self, result: RoundResult) -> None:
+        """Tell the drafters the result of the last round."""
         for drafter in (self.free, self.model):
             if drafter is not None:
                 drafter.observe(result)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`; another text follows these."""
+        """Forget all but the first `n_tokens` of the text; another text follows these."""
         for drafter in (self.free, self.model):
             if drafter is not None:
                 drafter.rewind(n_tokens)

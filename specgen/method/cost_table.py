@@ -1,7 +1,8 @@
-"""What decoding costs.
+"""What decodes cost: `CostTable`, and the `Price` of drafting that follows from it.
 
 Costs are observed, since they are jagged (one more row may double the time, or cost nothing) and
-differ between machines.
+differ between machines. `specgen.session.calibration` measures them for the first time, and
+`specgen.session.measurement_store` keeps them.
 """
 
 from __future__ import annotations
@@ -11,53 +12,69 @@ from dataclasses import dataclass
 
 from specgen.system.arrays import interpolate
 
-# A decode that takes d times the expected seconds corrects its size's entry, and the machine's
-# speed, by powers of d: what sizes cost beside others hardly changes with another program's work,
-# but the machine's speed does.
-_COST_RATE, _SPEED_RATE = 0.05, 0.2
-_MAX_DEVIATION = 1.5  # the largest d: a machine that is busy for a moment says nothing of the model
+# A decode that takes d times the expected seconds corrects the entry of its size by a power of d,
+# and the machine's speed by another. Work of other programs changes the machine's speed, but hardly
+# what one size costs relative to another.
+_SIZE_RATE = 0.05
+_SPEED_RATE = 0.2
+#: The largest d that counts: a machine that is busy for a moment says nothing about the model.
+_MAX_DEVIATION = 1.5
+#: A measured size counts as this many observations.
+_N_MEASURED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What drafting costs, in seconds: the first token, each further one, and once the prefill of
-    what the drafter has not read yet, beyond the last round, which `seconds` leaves out.
-    """
+    """What drafting costs, in seconds."""
 
+    #: The first token of a draft.
     first_s: float
+    #: Each further token.
     next_s: float
+    #: Once, before the first token: the prefill of what the drafter has not read yet, beyond the
+    #: last round's tokens. It is an investment in later rounds, and `seconds` leaves it out.
     prefill_s: float = 0.0
 
     def seconds(self, n_drafted: int) -> float:
+        """Return the seconds of a draft of `n_drafted` tokens, without the prefill."""
         return self.first_s + (n_drafted - 1) * self.next_s
 
 
-FREE = Price(0.0, 0.0)  # nothing worth counting
+#: The price of drafts that take no time worth counting.
+FREE = Price(0.0, 0.0)
 
 
 class CostTable:
-    """The seconds of a model's batches by their rows; every decode corrects them. Between known
-    sizes they are interpolated; fewer rows than any of these cost what it does, and more in
-    proportion.
+    """The seconds of a model's batches by their number of rows; every decode corrects them.
+
+    Between known sizes, costs are interpolated. A batch smaller than any known size costs what the
+    smallest one does, and a larger one costs more than the largest in proportion to its rows.
     """
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
-        self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
-        self._n_observed = dict.fromkeys(self._seconds, 20)
-        self._slowness = 1.0  # the machine's present seconds over those of the table
-        self.n_sharing = 1  # the sequences that the last decode served at once
+        measured = sorted((seconds or {}).items())
+        #: The seconds of each known size, at the machine's speed when it was measured.
+        self._seconds = {n: size_s for n, size_s in measured if n > 0 and size_s > 0.0}
+        self._n_observed = dict.fromkeys(self._seconds, _N_MEASURED)
+        #: The machine's present seconds over those of the table.
+        self._slowness = 1.0
+        #: The number of sequences that the last decode served at once.
+        self.n_sharing = 1
 
     def __bool__(self) -> bool:
+        """Return whether the cost of any size is known."""
         return bool(self._seconds)
 
     @property
     def known(self) -> dict[int, float]:
         """The seconds of each known size, at the machine's present speed."""
-        return {size: seconds * self._slowness for size, seconds in self._seconds.items()}
+        return {n_rows: seconds * self._slowness for n_rows, seconds in self._seconds.items()}
 
     def seconds(self, n_rows: int) -> float:
-        """Return the expected seconds of a batch; 0 for no rows. Raise `LookupError` if no size is
-        known.
+        """Return the expected seconds of a batch; 0 for no rows.
+
+        Raises:
+            LookupError: If no size is known.
         """
         known = self._seconds
         if n_rows <= 0:
@@ -67,40 +84,76 @@ class CostTable:
         if not known:
             raise LookupError("no decode was measured")
         sizes = sorted(known)
-        if n_rows > sizes[-1]:
-            return self._slowness * known[sizes[-1]] * n_rows / sizes[-1]
+        largest = sizes[-1]
+        if n_rows > largest:
+            return self._slowness * known[largest] * n_rows / largest
         return self._slowness * interpolate(n_rows, sizes, [known[size] for size in sizes])
 
     def seconds_each(self, n_rows: int) -> float:
-        """Return one sequence's part of a decode in which all have `n_rows` rows; 0 while nothing
-        is known.
+        """Return one sequence's share of a decode in which all sequences have `n_rows` rows.
+
+        It is 0 while nothing is known.
         """
-        return self.seconds(n_rows * self.n_sharing) / self.n_sharing if self._seconds else 0.0
+        if not self._seconds:
+            return 0.0
+        return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
-        """Return one sequence's share of a batch: an equal part of plain rows, and the rest by its
-        drafted rows.
+        """Return one sequence's share of the cost of a batch.
+
+        Args:
+            n_drafted: The sequence's drafted rows.
+            n_rows: All rows of the batch. Without drafts it would have one row for each sequence:
+                these are shared equally, and the others in proportion to drafted rows.
         """
-        n = self.n_sharing
-        if n == 1 or n_rows <= n:
-            return 1.0 / n
-        plain_s, batch_s = self.seconds(n), max(self.seconds(n), self.seconds(n_rows))
-        return (plain_s / n + n_drafted / (n_rows - n) * (batch_s - plain_s)) / batch_s
+        n_plain = self.n_sharing
+        if n_plain == 1 or n_rows <= n_plain:
+            return 1.0 / n_plain
+        plain_s = self.seconds(n_plain)
+        batch_s = max(plain_s, self.seconds(n_rows))
+        share_of_drafts = n_drafted / (n_rows - n_plain)
+        return (plain_s / n_plain + share_of_drafts * (batch_s - plain_s)) / batch_s
+
+    def price_of_draft(
+        self,
+        n_unread: int,
+        n_usual: int,
+        n_extra_steps: int = 0,
+    ) -> Price:
+        """Return the price of a draft by a model with these costs.
+
+        Args:
+            n_unread: Tokens of the text that the model decodes before its first draft step.
+            n_usual: The most of these that belong to a round. The others are prefill.
+            n_extra_steps: Decodes of a single token between the two.
+        """
+        first_s = self.seconds_each(min(n_unread, n_usual))
+        next_s = self.seconds_each(1)
+        prefill_s = max(0.0, self.seconds_each(n_unread) - first_s)
+        return Price(first_s + n_extra_steps * next_s, next_s, prefill_s)
 
     def set_seconds(self, n_rows: int, seconds: float) -> None:
+        """Replace what is known of a size by a measurement."""
         if n_rows > 0 and seconds > 0.0:
             self._seconds[n_rows] = seconds / self._slowness
 
-    def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
+    def observe(
+        self,
+        n_rows: int,
+        seconds: float,
+        n_sharing: int = 1,
+    ) -> None:
         """Learn from a decode of `n_rows` rows, which served `n_sharing` sequences."""
         if n_rows <= 0 or not seconds > 0.0:
             return
         self.n_sharing = n_sharing
+        is_known = n_rows in self._seconds
         expected_s = self.seconds(n_rows) if self._seconds else seconds
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
-        is_known, n_seen = n_rows in self._seconds, self._n_observed.get(n_rows, 0)
+
+        n_seen = self._n_observed.get(n_rows, 0)
         self._n_observed[n_rows] = n_seen + 1
-        seconds = expected_s * deviation ** max(_COST_RATE, 1 / (n_seen + 3))
-        self._seconds[n_rows] = seconds / self._slowness
-        if is_known:  # the other sizes say what to expect of a new one only roughly
+        corrected_s = expected_s * deviation ** max(_SIZE_RATE, 1 / (n_seen + 3))
+        self._seconds[n_rows] = corrected_s / self._slowness
+        if is_known:  # the cost of a new size was only a rough guess by the other ones
             self._slowness *= deviation**_SPEED_RATE

@@ -1,5 +1,6 @@
-"""A draft: the small tree of tokens that the target checks in one batch, and its rows in the
-target's cache.
+"""A draft: the small tree of tokens that the target checks in one batch.
+
+`pack` puts a draft into a batch of the target, `keep_path` drops what was rejected from its cache.
 """
 
 from __future__ import annotations
@@ -17,58 +18,69 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """n proposed tokens as a tree; a chain has one branch. Node i's parent, `parents[i] < i`, is
-    `ROOT` behind the last committed token; `origins[i]` names its drafter. `probabilities[i]` is
-    the drafter's probability of the token, if known: policies and the display use it, verifiers do
-    not. `distributions[i]` is the one that the token was *drawn from at random*, among siblings
-    given the earlier ones; None for a token chosen deterministically (an argmax, an n-gram match).
-    To test a token against a distribution that it was not drawn from would bias the text, and so
-    would leaving out a drawn token because of what it is.
+    """A tree of n proposed tokens; a chain is a tree with one branch.
 
-    `walks` are the nodes of chains that were drawn independently of each other, from a child of the
-    root down, in the order of the draws. They share the nodes of a common prefix: a token that was
-    drawn twice is decoded once and judged twice. `looks` are the drafter's largest probabilities at
-    each position that it read: in a chain, look i is before token i; one more look ended the draft.
-    `guesses` says what a cheaper drafter guessed of it.
+    Nodes are numbered so that parents come before their children. `tokens`, `parents`, `origins`,
+    `probabilities` and `distributions` have one entry for each node.
     """
 
+    #: The proposed tokens.
     tokens: tuple[int, ...]
+    #: The parent of each node; `ROOT` for those that follow the last committed token.
     parents: tuple[int, ...]
+    #: The name of the drafter that proposed each token.
     origins: tuple[str, ...]
+    #: The drafter's probability of each token, where it has one. Policies and the display use it,
+    #: verifiers do not.
     probabilities: tuple[float | None, ...]
+    #: What each token was sampled from at random, given its earlier siblings; None for a token that
+    #: was chosen deterministically (an argmax, an n-gram match). Testing a token against a
+    #: distribution that it was not sampled from would bias the text. So would leaving out a sampled
+    #: token because of what it is.
     distributions: tuple[Distribution | None, ...]
+    #: Chains that were sampled independently of each other, in the order in which they were
+    #: sampled: the nodes of each, from a child of the root down. Chains share the nodes of a common
+    #: prefix, so a token that was sampled twice is decoded once and judged twice.
     walks: tuple[tuple[int, ...], ...] = ()
-    looks: tuple[float, ...] = field(default=(), compare=False)
+    #: The drafter's largest probability at each draft step. In a chain, entry i is from the step
+    #: before token i; one more step may have ended the draft.
+    step_confidences: tuple[float, ...] = field(default=(), compare=False)
+    #: What a cheaper drafter guessed of this draft, in words for the display.
     guesses: str = field(default="", compare=False)
-    #: The depth of each node, from 0, and its rank among its siblings.
+    #: The depth of each node, from 0.
     depths: Sequence[int] = field(init=False, repr=False, compare=False)
+    #: The rank of each node among its siblings, from 0.
     ranks: Sequence[int] = field(init=False, repr=False, compare=False)
-    #: The nodes below each node, in the order they were drafted; those of `ROOT`, -1, come last.
+    #: The children of each node, in the order in which they were drafted. Those of `ROOT`, -1, come
+    #: last.
     children: Sequence[Sequence[int]] = field(init=False, repr=False, compare=False)
+    #: Whether each node is the only child of the one before.
     is_chain: bool = field(init=False, repr=False, compare=False)
-    #: Whether any token was drawn at random. No node of such a draft is left out.
+    #: Whether any token was sampled at random. No node of such a draft is left out.
     is_sampled: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        n, parents = len(self.tokens), self.parents
-        columns = (parents, self.origins, self.probabilities, self.distributions)
+        n = len(self.tokens)
+        columns = (self.parents, self.origins, self.probabilities, self.distributions)
         if any(len(column) != n for column in columns):
             raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
-        depths, ranks, children = list[int](), list[int](), [list[int]() for _ in range(n + 1)]
-        for node, parent in enumerate(parents):
+        depths: list[int] = []
+        ranks: list[int] = []
+        children: list[list[int]] = [[] for _ in range(n + 1)]
+        for node, parent in enumerate(self.parents):
             if not ROOT <= parent < node:
-                raise ValueError(f"{parents}: parents come first")
+                raise ValueError(f"{self.parents}: parents come first")
             depths.append(0 if parent == ROOT else depths[parent] + 1)
             ranks.append(len(children[parent]))
             children[parent].append(node)
+        for walk in self.walks:
+            if not walk or [self.parents[node] for node in walk] != [ROOT, *walk[:-1]]:
+                raise ValueError(f"{walk} is not a path from the root down")
         object.__setattr__(self, "depths", depths)
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "children", children)
-        object.__setattr__(self, "is_chain", parents == tuple(range(ROOT, n - 1)))
+        object.__setattr__(self, "is_chain", self.parents == tuple(range(ROOT, n - 1)))
         object.__setattr__(self, "is_sampled", self.distributions.count(None) < n)
-        for walk in self.walks:
-            if not walk or [parents[node] for node in walk] != [ROOT, *walk[:-1]]:
-                raise ValueError(f"{walk} is no walk from the root down")
 
     @classmethod
     def chain(
@@ -77,8 +89,9 @@ class Draft:
         origin: str,
         probabilities: Sequence[float | None] = (),
         distributions: Sequence[Distribution | None] = (),
-        looks: Sequence[float] = (),
+        step_confidences: Sequence[float] = (),
     ) -> Draft:
+        """Return a draft with one branch; see the fields of the class."""
         n = len(tokens)
         return cls(
             tuple(tokens),
@@ -86,7 +99,7 @@ class Draft:
             (origin,) * n,
             tuple(probabilities or (None,) * n),
             tuple(distributions or (None,) * n),
-            looks=tuple(looks),
+            step_confidences=tuple(step_confidences),
         )
 
     def __len__(self) -> int:
@@ -101,35 +114,40 @@ class Draft:
         return nodes[::-1]
 
     def text(self, node: int) -> tuple[int, ...]:
+        """Return the tokens from a child of the root down to `node`, inclusive."""
         if self.is_chain:
             return self.tokens[: node + 1]
-        return tuple([self.tokens[i] for i in self.path(node)])
+        return tuple([self.tokens[each] for each in self.path(node)])
 
     def paths(self) -> list[list[int]]:
-        """Return the path to each leaf; one without a node if there is no draft."""
-        nodes = range(len(self.tokens))
-        return [self.path(node) for node in nodes if not self.children[node]] or [[]]
+        """Return the path to each leaf; a single empty path if there is no draft."""
+        leaves = [node for node in range(len(self.tokens)) if not self.children[node]]
+        return [self.path(leaf) for leaf in leaves] or [[]]
 
     def first(self, n: int) -> Draft:
+        """Return a draft of the first `n` nodes."""
         return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order: parents come first. Independent walks need
-        all of theirs.
+        """Return a draft of these nodes, in this order, in which parents come first.
+
+        Raises:
+            ValueError: If a node of independent walks is left out.
         """
         if list(nodes) == list(range(len(self.tokens))):
             return self
         if self.walks and len(nodes) < len(self.tokens):
             raise ValueError("no node of independent walks may be left out")
-        index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
+        new_index = {node: index for index, node in enumerate(nodes)}
+        new_index[ROOT] = ROOT
         return Draft(
             tuple([self.tokens[node] for node in nodes]),
-            tuple([index[self.parents[node]] for node in nodes]),
+            tuple([new_index[self.parents[node]] for node in nodes]),
             tuple([self.origins[node] for node in nodes]),
             tuple([self.probabilities[node] for node in nodes]),
             tuple([self.distributions[node] for node in nodes]),
-            tuple(tuple([index[node] for node in walk]) for walk in self.walks),
-            self.looks,
+            tuple(tuple([new_index[node] for node in walk]) for walk in self.walks),
+            self.step_confidences,
             self.guesses,
         )
 
@@ -140,57 +158,82 @@ NO_DRAFT = Draft((), (), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The sequence ids of one text in a cache: `first` to `first + n_branches`, exclusive."""
+    """The sequence ids that one text has in a cache, one for each branch of a draft."""
 
+    #: The sequence that holds the committed text, and the draft's first branch.
     first: int = 0
+    #: The number of sequences, `first` included.
     n_branches: int = 1
 
     def paths(self, draft: Draft) -> dict[int, list[int]]:
-        """Return a draft's paths by the sequences that hold them; the first one is the text's own."""
+        """Return a draft's paths by the sequences that hold them, `first` being the first."""
         paths = draft.paths()
-        if (n := len(paths)) > self.n_branches:
-            raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
+        if len(paths) > self.n_branches:
+            raise ValueError(
+                f"the draft has {len(paths)} branches, its slot only {self.n_branches} sequences"
+            )
         return dict(enumerate(paths, self.first))
 
 
 def pack(
-    batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
+    batch: Batch,
+    backend: Backend,
+    slot: Branches,
+    pending: Sequence[int],
+    draft: Draft,
 ) -> range:
-    """Add a text's rows to a batch: the committed tokens that the cache lacks, at least one, then
-    its draft. Return the row numbers of those tokens: the last of them, the root's row, and every
-    node want logits.
+    """Add a text's rows to a batch: the pending tokens, then the draft.
+
+    Logits are wanted of the last pending token, which is the draft's root, and of every node.
+
+    Args:
+        batch: The target's batch, which may hold rows of other texts.
+        backend: The target, which shares the text's cells with the branches of the draft.
+        slot: The text's sequences.
+        pending: The committed tokens that the cache lacks, at least one.
+        draft: The draft, perhaps none.
+
+    Returns:
+        The row numbers of the pending tokens.
     """
-    n_past, first_row, n = backend.length(slot.first), len(batch.tokens), len(draft.tokens)
-    if n:
+    n_past = backend.length(slot.first)
+    if len(draft):
         backend.checkpoint(slot.first)
-    paths, through = slot.paths(draft), [tuple[int, ...]()] * n
-    for branch, path in paths.items():
-        if branch != slot.first:
-            backend.copy(slot.first, branch)
+    paths = slot.paths(draft)
+    node_sequences = [tuple[int, ...]()] * len(draft)
+    for sequence, path in paths.items():
+        if sequence != slot.first:
+            backend.copy(slot.first, sequence)  # every branch follows the committed text
         for node in path:
-            through[node] += (branch,)
-    n_all = n_past + len(pending)
+            node_sequences[node] += (sequence,)
+
+    first_row = len(batch.tokens)
+    n_committed = n_past + len(pending)
     batch.tokens += [*pending, *draft.tokens]
-    batch.positions += [*range(n_past, n_all), *[n_all + depth for depth in draft.depths]]
-    batch.sequences += [*[tuple(paths)] * len(pending), *through]
-    batch.wants_logits += [*[False] * (len(pending) - 1), *[True] * (n + 1)]
+    batch.positions += [*range(n_past, n_committed)]
+    batch.positions += [n_committed + depth for depth in draft.depths]
+    batch.sequences += [*[tuple(paths)] * len(pending), *node_sequences]
+    batch.wants_logits += [*[False] * (len(pending) - 1), *[True] * (1 + len(draft))]
     return range(first_row, first_row + len(pending))
 
 
-def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
-    """Drop the rejected nodes of a decoded tree from the cache: the text and the accepted path
-    stay.
-    """
-    n_rejected = len(draft.tokens) - len(path)
-    if n_rejected == 0:
-        return  # all was accepted: it had one branch
+def keep_path(
+    backend: Backend,
+    slot: Branches,
+    draft: Draft,
+    path: Sequence[int],
+) -> None:
+    """Drop a decoded draft from the cache, except for the accepted `path`."""
+    if len(path) == len(draft.tokens):
+        return  # all was accepted, so there was one branch
     paths = slot.paths(draft)
     n_before = backend.length(slot.first) - len(paths[slot.first])
     if path:
-        kept = next(branch for branch, nodes in paths.items() if path[-1] in nodes)
-        if kept != slot.first:
+        accepted = next(sequence for sequence, nodes in paths.items() if path[-1] in nodes)
+        if accepted != slot.first:
             backend.remove(slot.first, n_before)
-            backend.copy(kept, slot.first, n_before, n_before + len(path))
+            backend.copy(accepted, slot.first, n_before, n_before + len(path))
     backend.remove(slot.first, n_before + len(path))
-    for branch in list(paths)[1:]:
-        backend.remove(branch)
+    for sequence in paths:
+        if sequence != slot.first:
+            backend.remove(sequence)

@@ -1,19 +1,26 @@
-"""The draft/verify loop. It reads no options and prints nothing; it changes `AnswerState`s and
-returns events.
+"""The draft/verify loop: `Loop.round` is the algorithm.
+
+The loop reads no options and prints nothing. It changes `AnswerState`s and returns events.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
-from specgen.events import Event, NoticeEvent
+from specgen.events import Event, NoticeEvent, ReasonName
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import ROOT, Draft, keep_path, pack
-from specgen.method.drafter import Clock, nonsense, propose_together
+from specgen.method.drafter import (
+    Clock,
+    Proposal,
+    invalid_draft_error,
+    never,
+    propose_together,
+)
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.verifiers import Verdict
 from specgen.system.arrays import Hidden, Logits
@@ -22,32 +29,57 @@ from specgen.text.sampling.distribution import Distribution
 if TYPE_CHECKING:
     from specgen.method.answer_state import AnswerState
 
-#: Decodes a round's batch for its answers, and adds to its events. Returns the logits, the hidden
-#: states if a drafter needs them, and the seconds of other work in the same batch.
-Decode: TypeAlias = Callable[
-    [Batch, Sequence["AnswerState"], list[Event]], tuple[Logits, Hidden | None, float]
-]
-_MAX_PENDING = 16  # the most committed tokens in a round's batch; more are decoded before
+#: The most committed tokens in a round's batch; more are decoded before.
+_MAX_PENDING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedBatch:
+    """What the decode of a round's batch returned."""
+
+    #: The logits of the rows that want them, float32[n_wanted, n_vocab].
+    logits: Logits
+    #: The hidden states, float32[n, n_embd], if a drafter needs them.
+    hidden: Hidden | None = None
+    #: The seconds of other work in the same batch.
+    other_s: float = 0.0
+
+
+#: Decodes a round's batch for its answers, and adds to the round's events.
+Decode: TypeAlias = Callable[[Batch, Sequence["AnswerState"], list[Event]], DecodedBatch]
+#: An answer, and its part of a round.
+_Turn: TypeAlias = tuple["AnswerState", RoundResult]
 
 
 class Loop:
-    """Rounds with one target, repeated by whoever holds the answers (`method/answer_loop.py`). Once
-    `interrupted` returns True between decodes, answers finish with what they have.
-    """
+    """Rounds with one target, repeated by whoever holds the answers (`method/answer_loop.py`)."""
 
     def __init__(
-        self, target: Backend, clock: Clock, interrupted: Callable[[], bool] = lambda: False
+        self,
+        target: Backend,
+        clock: Clock,
+        interrupted: Callable[[], bool] = never,
     ) -> None:
-        self.target, self.clock, self._interrupted = target, clock, interrupted
+        """Start the clock.
+
+        Args:
+            target: The target model with its cache.
+            clock: Returns the seconds of a monotonic clock.
+            interrupted: Asked between decodes. Once it returns True, answers finish with what they
+                have.
+        """
+        self.target = target
+        self.clock = clock
+        self._interrupted = interrupted
         self._started_s = clock()
 
     @property
     def now_s(self) -> float:
+        """The seconds since the loop was made: the time of events."""
         return self.clock() - self._started_s
 
     def round(self, answers: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
-        """Run one round for all answers that are started and not finished: their drafts are packed
-        into one batch of the target, and verified one by one. Return the events.
+        """Run one round: draft, decode and verify for all answers that are not finished.
 
         With the target's distributions p and a draft's q, for each text x (Leviathan et al.,
         arXiv:2211.17192):
@@ -55,60 +87,70 @@ class Loop:
             plan      how many tokens to draft, from costs and from how often they were accepted
             propose   y_1 ~ q(. | x), y_2 ~ q(. | x y_1), ..., or a tree of such tokens
             decode    p(. | x), p(. | x y_1), ..., p(. | x y_1 ... y_n), in one batch of the target
-            verify    keep an accepted y_1 ... y_k, and draw t as the verifier says (`verifiers.py`): for Algorithm 1,
-                      `ResidualVerifier`, from norm(max(0, p - q)), or from p after the whole draft
+            verify    keep an accepted y_1 ... y_k, and sample t as the verifier says; for
+                      Algorithm 1, `ResidualVerifier`, from norm(max(0, p - q)), or from p after the
+                      whole draft
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
             learn     how much was accepted, and what it took
 
-        `decode` decodes the batch, by default the target alone. If an answer's grammar allows no
-        token, or its logits are not numbers, it ends with a `failure`, and the others go on. Raise
-        `BackendError` if the decode fails.
+        The drafts of all answers are packed into one batch, and verified one by one. If an answer's
+        grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
+        others go on.
+
+        Args:
+            answers: The answers, which are started (their prompts are decoded).
+            decode: Decodes the batch; by default the target alone.
+
+        Returns:
+            The events of the round.
+
+        Raises:
+            BackendError: If the decode fails.
         """
         active = [answer for answer in answers if not answer.is_finished]
         if not active:
             return []
         if self._interrupted():
             return [event for answer in active for event in answer.interrupt(self.now_s)]
-        started, target, batch, events = self.clock(), self.target, Batch(), list[Event]()
-        turns = [(each, self._plan(each, len(active))) for each in active]
+        started_s = self.clock()
+        events: list[Event] = []
+
+        turns = [(answer, self._plan(answer, len(active))) for answer in active]
         self._propose(turns)
+        batch = self._pack(turns)
+        decoded = self._decode(batch, turns, decode or self.decode, events)
+        first_row = 0
         for answer, result in turns:
-            self._pack(batch, answer, result, target.n_batch // len(turns))
+            end_row = first_row + 1 + len(result.draft)  # the root and the draft's nodes
+            logits = decoded.logits[first_row:end_row]
+            events += self._verify_and_commit(answer, result, logits, decoded.hidden)
+            first_row = end_row
 
-        n_own, before_s, n_before_rows = len(batch.tokens), target.decode_s, target.n_decoded_rows
-        logits, hidden, other_s = (decode or self.decode)(batch, active, events)
-        target_s = target.decode_s - before_s - other_s
-        # `decode` may have added other texts' rows. Restoring a recurrent state decodes some rows
-        # again.
-        n_rows = target.n_decoded_rows - n_before_rows - (len(batch.tokens) - n_own)
-
-        first = 0
-        for answer, result in turns:
-            result.target_s, result.n_rows, result.n_sequences = target_s, n_rows, len(turns)
-            end = first + 1 + len(result.draft)
-            events += self._finish(answer, result, logits[first:end], hidden)
-            first = end
-        wall_s = self.clock() - started - other_s
+        wall_s = self.clock() - started_s - decoded.other_s
         for answer in active:  # they share the batch's time equally
-            answer.tally.wall_s += wall_s / len(active)
+            answer.stats.wall_s += wall_s / len(active)
         return events
 
+    # --- plan -----------------------------------------------------------------------------------
+
     def _plan(self, answer: AnswerState, n_sequences: int) -> RoundResult:
-        """Plan the answer's draft, and note what its free drafter finds."""
+        """Plan the answer's draft, for which its free drafter proposes already."""
         if answer.cascade is None:
             return RoundResult(RoundPlan(answer.why_undrafted))
-        started = self.clock()
+        started_s = self.clock()
         try:
             # The root wants logits, too.
             offer = answer.offer(self.target.n_outputs // n_sequences - 1)
             plan = answer.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
             return RoundResult(RoundPlan("failed"), error=error)
-        return RoundResult(plan, proposed=(offer.found,), draft_s=self.clock() - started)
+        return RoundResult(plan, proposed=(offer.found,), draft_s=self.clock() - started_s)
 
-    def _propose(self, turns: Sequence[tuple[AnswerState, RoundResult]]) -> None:
-        """Let the drafters draft side by side, and cut what they propose to what is verified."""
-        drafting = [turn for turn in turns if len(turn[1].plan.found) + turn[1].plan.n_max]
+    # --- propose --------------------------------------------------------------------------------
+
+    def _propose(self, turns: Sequence[_Turn]) -> None:
+        """Let the drafters draft side by side, as planned."""
+        drafting = [turn for turn in turns if turn[1].plan.n_tokens_max]
         draftings = [
             answer.cascade.propose(answer.tokens, result.plan)
             for answer, result in drafting
@@ -116,51 +158,128 @@ class Loop:
         ]
         proposals = propose_together(draftings, self.clock, self._interrupted)
         for (answer, result), proposal in zip(drafting, proposals, strict=True):
-            started, plan, draft = self.clock(), result.plan, proposal.draft
-            n_most = len(plan.found) + plan.n_max
-            result.error = proposal.error or nonsense(draft, n_most, self.target.n_vocab)
-            if result.error is not None:
-                result.plan = replace(plan, reason="failed")
-            else:
-                # Sampled drafts obey the grammar already, and stay whole.
-                allowed, state = draft, answer.state
-                if state.has_grammar and not draft.is_sampled:
-                    allowed = state.within_grammar(draft)
-                result.draft, result.proposed = plan.stop.cut(allowed), (*result.proposed, draft)
-                if not len(result.draft):
-                    why = "unsure" if len(draft) or draft.looks else "not ready"
-                    is_forbidden = len(draft) and not len(allowed)
-                    result.plan = replace(plan, reason="grammar" if is_forbidden else why)
-            seconds = proposal.seconds + self.clock() - started
-            # Decoder heads, which read the last hidden state alone, ask for no decode: all of it
-            # counts as one.
-            asks = answer.hidden_states is None or answer.hidden_states.all_rows
-            result.model_s = proposal.model_s if asks else seconds
+            started_s = self.clock()
+            self._take_proposal(answer, result, proposal)
+            seconds = proposal.seconds + self.clock() - started_s
+            # Decoder heads, which read the last hidden state alone, ask for no decode: all of their
+            # time counts as one.
+            asks_for_decodes = answer.hidden_states is None or answer.hidden_states.all_rows
+            result.model_s = proposal.model_s if asks_for_decodes else seconds
             result.draft_s += seconds
 
-    def _pack(self, batch: Batch, answer: AnswerState, result: RoundResult, n_room: int) -> None:
-        """Add the committed tokens that the cache lacks to the batch, then the draft: at most
-        `n_room` rows. Usually only the last token is missing; if a grammar forced more than fit,
-        all but the last are decoded first.
+    def _take_proposal(
+        self,
+        answer: AnswerState,
+        result: RoundResult,
+        proposal: Proposal,
+    ) -> None:
+        """Cut what was proposed to the draft that is verified, or note why there is none."""
+        plan = result.plan
+        proposed = proposal.draft
+        result.error = proposal.error or invalid_draft_error(
+            proposed,
+            plan.n_tokens_max,
+            self.target.n_vocab,
+        )
+        if result.error is not None:
+            result.plan = replace(plan, reason="failed")
+            return
+        allowed = proposed
+        # Sampled drafts obey the grammar already, and must not be cut.
+        if answer.text_state.has_grammar and not proposed.is_sampled:
+            allowed = answer.text_state.within_grammar(proposed)
+        result.draft = plan.stop.cut(allowed)
+        result.proposed = (*result.proposed, proposed)
+        if not len(result.draft):
+            result.plan = replace(plan, reason=_why_nothing_is_left(proposed, allowed))
+
+    # --- decode ---------------------------------------------------------------------------------
+
+    def _pack(self, turns: Sequence[_Turn]) -> Batch:
+        """Return the batch of a round: for each answer its pending tokens, then its draft.
+
+        Pending tokens are committed, and missing in the cache. Usually that is only the last one.
+        If a grammar forced more of them than fit, all but the last are decoded first.
         """
-        target, tokens, first = self.target, answer.tokens, answer.slot.first
-        n_held, last = target.length(first), len(tokens) - 1
-        if last - n_held >= max(1, min(n_room - len(result.draft), _MAX_PENDING)):
-            while n_held < last:
-                silent, end = Batch(), min(last, n_held + target.n_batch)
-                for position in range(n_held, end):
-                    silent.add(tokens[position], position, (first,), False)
-                self.decode_text(answer, silent)
-                n_held = end
-        n_before = len(batch.tokens)
-        result.rows = pack(batch, target, answer.slot, tokens[n_held:], result.draft)
-        if answer.hidden_states is not None and not answer.hidden_states.all_rows:
-            n_wanted = sum(batch.wants_logits[:n_before])
-            result.rows = range(n_wanted, n_wanted + 1)
+        target = self.target
+        batch = Batch()
+        n_rows_each = target.n_batch // len(turns)
+        for answer, result in turns:
+            tokens = answer.tokens
+            last = len(tokens) - 1
+            n_held = target.length(answer.slot.first)
+            n_pending_max = min(n_rows_each - len(result.draft), _MAX_PENDING)
+            if last - n_held >= max(1, n_pending_max):
+                self._decode_silently(answer, n_held, last)
+                n_held = last
+            n_rows_before = len(batch.tokens)
+            result.rows = pack(batch, target, answer.slot, tokens[n_held:], result.draft)
+            if answer.hidden_states is not None and not answer.hidden_states.all_rows:
+                # Only rows with logits have hidden states: of the pending tokens, the last one.
+                n_wanted = sum(batch.wants_logits[:n_rows_before])
+                result.rows = range(n_wanted, n_wanted + 1)
+        return batch
+
+    def _decode_silently(
+        self,
+        answer: AnswerState,
+        start: int,
+        end: int,
+    ) -> None:
+        """Decode tokens of a text without logits, in as many batches as they need."""
+        while start < end:
+            batch_end = min(end, start + self.target.n_batch)
+            batch = Batch()
+            for position in range(start, batch_end):
+                batch.add(answer.tokens[position], position, (answer.slot.first,), False)
+            self.decode_text(answer, batch)
+            start = batch_end
+
+    def _decode(
+        self,
+        batch: Batch,
+        turns: Sequence[_Turn],
+        decode: Decode,
+        events: list[Event],
+    ) -> DecodedBatch:
+        """Decode a round's batch, and note what it took."""
+        target = self.target
+        n_own_rows = len(batch.tokens)
+        decode_s_before = target.decode_s
+        n_decoded_before = target.n_decoded_rows
+
+        decoded = decode(batch, [answer for answer, _ in turns], events)
+
+        target_s = target.decode_s - decode_s_before - decoded.other_s
+        # `decode` may have added rows of other texts. Restoring a recurrent state decodes some rows
+        # again.
+        n_other_rows = len(batch.tokens) - n_own_rows
+        n_rows = target.n_decoded_rows - n_decoded_before - n_other_rows
+        for _, result in turns:
+            result.target_s = target_s
+            result.n_rows = n_rows
+            result.n_sequences = len(turns)
+        return decoded
+
+    def decode(
+        self,
+        batch: Batch,
+        active: Sequence[AnswerState],
+        events: list[Event],
+    ) -> DecodedBatch:
+        """Decode a round's batch, with hidden states if the answers' draft reads them."""
+        sinks = (answer.hidden_states for answer in active)
+        sink = next((each for each in sinks if each is not None), None)  # one draft serves all
+        if sink is None:
+            return DecodedBatch(self.target.decode(batch))
+        if not sink.all_rows and len(batch.tokens) > self.target.n_outputs:
+            return DecodedBatch(self.target.decode(batch))
+        return DecodedBatch(*self.target.decode_hidden(batch, all_rows=sink.all_rows))
 
     def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
-        """Decode rows of a text, and keep their hidden states for drafters that read those of all
-        rows.
+        """Decode rows of one text outside of rounds.
+
+        Their hidden states are kept for drafters that read those of all rows.
         """
         hidden_states = answer.hidden_states
         if hidden_states is None or not hidden_states.all_rows:
@@ -169,69 +288,95 @@ class Loop:
         hidden_states.keep_states(hidden, answer.tokens, batch.positions[-1] + 1)
         return logits
 
-    def decode(
-        self, batch: Batch, active: Sequence[AnswerState], events: list[Event]
-    ) -> tuple[Logits, Hidden | None, float]:
-        # The same draft serves all answers.
-        hidden_states = next(
-            (each.hidden_states for each in active if each.hidden_states is not None), None
-        )
-        if hidden_states is None or not (
-            hidden_states.all_rows or len(batch.tokens) <= self.target.n_outputs
-        ):
-            return self.target.decode(batch), None, 0.0
-        return *self.target.decode_hidden(batch, all_rows=hidden_states.all_rows), 0.0
+    # --- verify, commit, learn ------------------------------------------------------------------
 
-    def _finish(
-        self, answer: AnswerState, result: RoundResult, logits: Logits, hidden: Hidden | None
+    def _verify_and_commit(
+        self,
+        answer: AnswerState,
+        result: RoundResult,
+        logits: Logits,
+        hidden: Hidden | None,
     ) -> list[Event]:
-        """Verify, commit and learn. The cache and a draft's trail keep what belongs to the text."""
-        draft, n_before = result.draft, len(answer.tokens)
+        """Verify a draft, commit what is accepted, and learn from it."""
+        draft = result.draft
+        n_before = len(answer.tokens)
         try:
             verdict = self.verify(answer, draft, logits)
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
             answer.failure = error
             return []
         events = answer.commit_verdict(draft, verdict, logits, self.now_s, result)
-        result.path, result.committed = verdict.path, tuple(answer.tokens[n_before:])
+        result.path = verdict.path
+        result.committed = tuple(answer.tokens[n_before:])
+
+        # The cache, and the hidden states, keep what belongs to the text.
         kept = verdict.path[: len(result.committed)]  # the text may end on the path
         keep_path(self.target, answer.slot, draft, kept)
         if hidden is not None and answer.hidden_states is not None:
             rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
             answer.hidden_states.keep_states(hidden[rows], answer.tokens, n_before + len(kept))
-        answer.tally.add_round(result)
+
+        answer.stats.add_round(result)
         answer.policy.observe(result)
+        events += self._tell_drafters(answer, result)
+        return events
+
+    def verify(
+        self,
+        answer: AnswerState,
+        draft: Draft,
+        logits: Logits,
+    ) -> Verdict:
+        """Judge a draft.
+
+        Args:
+            answer: The answer whose samplers and grammar turn logits into distributions.
+            draft: The draft, perhaps none.
+            logits: The logits at the root and at each node, float32[1 + n, n_vocab].
+
+        Raises:
+            BackendError: If the grammar allows no token, or a logit is not a number.
+        """
+        dead_ends: set[int] = set()
+
+        def target(node: int) -> Distribution:
+            if node != ROOT and answer.vocabulary.is_end(draft.tokens[node]):
+                # Nothing follows the end of a text: a token that is chosen here is never committed.
+                return Distribution.certain(draft.tokens[node])
+            try:
+                return answer.sampling.distribution(logits[node + 1], draft.text(node))
+            except NoTokenAllowedError:
+                if node == ROOT:
+                    raise
+                dead_ends.add(node)  # an error only if the node is accepted
+                return Distribution.certain(draft.tokens[node])
+
+        verdict = answer.verifier.verify(draft, target, answer.rng)
+        if verdict.path and verdict.path[-1] in dead_ends:
+            raise NoTokenAllowedError
+        return verdict
+
+    def _tell_drafters(self, answer: AnswerState, result: RoundResult) -> list[Event]:
+        """Let the drafters learn from a round. If they failed, drafting ends, not the answer."""
         try:
             if result.error is not None:
                 raise result.error
             if answer.cascade is not None:
                 answer.cascade.observe(result)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            answer.cascade, answer.why_undrafted = None, "failed"
+            answer.cascade = None
+            answer.why_undrafted = "failed"
             what = error.message if isinstance(error, SpecgenError) else repr(error)
             message = f"drafting failed, going on without a draft: {what}"
             detail = "".join(traceback.format_exception(error))
-            events.append(NoticeEvent(answer.index, self.now_s, message, detail))
-        return events
+            return [NoticeEvent(answer.index, self.now_s, message, detail)]
+        return []
 
-    def verify(self, answer: AnswerState, draft: Draft, logits: Logits) -> Verdict:
-        """Judge a draft by the logits at the root and each node, float32[1 + n, n_vocab]. Raise
-        `BackendError`.
-        """
-        dead_ends: set[int] = set()
 
-        def target(node: int) -> Distribution:
-            if node == ROOT or not answer.vocabulary.is_end(draft.tokens[node]):
-                try:
-                    return answer.shaper.distribution(logits[node + 1], draft.text(node))
-                except NoTokenAllowedError:
-                    if node == ROOT:
-                        raise
-                    dead_ends.add(node)  # it fails if it is accepted
-            # Nothing follows the end of a text: a token that is chosen here is never committed.
-            return Distribution.certain(draft.tokens[node])
-
-        verdict = answer.verifier.verify(draft, target, answer.rng)
-        if verdict.path and verdict.path[-1] in dead_ends:
-            raise NoTokenAllowedError
-        return verdict
+def _why_nothing_is_left(proposed: Draft, allowed: Draft) -> ReasonName:
+    """Return the reason why nothing of a proposal is verified."""
+    if len(proposed) and not len(allowed):
+        return "grammar"
+    if len(proposed) or proposed.step_confidences:
+        return "unsure"
+    return "not ready"

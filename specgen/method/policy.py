@@ -1,14 +1,21 @@
-"""How much is drafted: a policy makes a plan once a round, as a value, and drafters follow it
-without asking back.
+"""How much is drafted: a policy makes a plan once a round, and drafters follow it.
 
-`CostAwarePolicy` decides by costs and acceptance (`cost_table.py`, `acceptance.py`); the others know no costs. Their
-words:
+There are three policies:
 
-    look          one reading of a drafter's distribution for the next position
-    confidence    the largest probability there: what the drafter says
-    acceptance    how often tokens of that confidence are accepted, if all before them are
-    whole         the probability that all tokens so far are accepted, the product of their acceptances
-    credit        the time that a drafter may lose, in plain decodes: what it saved, and a small share of all time
+- `FixedPolicy` always drafts the same number of tokens, or stops where the draft becomes unsure;
+- `ThresholdPolicy` drafts while the whole draft stays likely enough, and moves that threshold;
+- `CostAwarePolicy`, the default, drafts as many tokens as are expected to save time. It knows what
+  a decode costs (`cost_table.py`) and how often tokens of some confidence are accepted
+  (`acceptance.py`). Where nothing is expected to save time, nothing is drafted, apart from a trial
+  now and then, which a `CreditGate` has to afford.
+
+The words of all of them:
+
+    draft step               one use of a drafter's distribution for the next position
+    confidence               the largest probability there: how sure the drafter is
+    acceptance               how often tokens of that confidence are accepted, if all before are
+    cumulative acceptance    the probability that all tokens so far are accepted: the product of
+                             their acceptances
 """
 
 from __future__ import annotations
@@ -20,142 +27,223 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from specgen.events import REASONS, ReasonName
-from specgen.method.acceptance import N_RANKS, AcceptanceRates, judge_drafts
+from specgen.method.acceptance import N_RANKS, AcceptanceCounts, AcceptanceRates, judge_drafts
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.stopping import CostAwareStopping, StoppingRule, draft_step_values
+from specgen.method.stopping import (
+    CostAwareStopping,
+    DraftStep,
+    StoppingRule,
+    draft_step_values,
+)
 
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
-_MARGIN = 1.1  # a draft's expected gain over its cost, at least: only the cost is certain
-_PREFILL_MARGIN = 2.0  # the same for a prefill, since how long the answer gets is a guess
-_RATE = 0.06  # a round's weight in averages; at first all count equally, a plain decode as four
-_MAX_STALE = 64  # rounds until a plain decode is made: its cost is what everything is compared with
-_MAX_AGE = 4  # the rounds for which the values of looks are used
-# --- the gate of a drafter
-_SHARE = 0.014  # the share of all time that goes to its credit
-_MOST_SAVED = 16.0  # its most credit; the most that a round may cost, else the machine stood still
-_MOST_LOST = 4.0  # the debt with which it waits
-_MOST_AHEAD = 2.0  # the longest prefill, over the answer's time so far; a quarter in a trial
-_N_TRIED, _MOST_TRIED = 3, 0.1  # the tokens of a trial; its largest share of the answer's time
+#: The least expected gain of a draft, over its cost: only the cost is certain.
+_MARGIN = 1.1
+#: The same for a prefill, since how long the answer gets is a guess.
+_PREFILL_MARGIN = 2.0
+#: A round's weight in averages. At first all rounds count equally, and a plain decode as four.
+_RATE = 0.06
+_N_PLAIN = 4
+#: Rounds until a plain decode is made: its cost is what everything is compared with.
+_MAX_STALE = 64
+#: Rounds for which the values of draft steps are used.
+_MAX_AGE = 4
+#: The share of all time that goes to a drafter's credit.
+_CREDIT_SHARE = 0.014
+#: A drafter's largest credit, in plain decodes. A round that costs more than this over plain
+#: decoding was disturbed, and counts as if it had cost this much.
+_MAX_CREDIT = 16.0
+#: The debt at which a drafter is put aside, in plain decodes.
+_MAX_DEBT = 4.0
+#: The longest prefill, over the answer's time so far; in a trial a quarter of it.
+_MAX_PREFILL = 2.0
+#: The tokens of a trial, and the largest share of the answer's time for trials.
+_N_TRIED = 3
+_MAX_TRIED = 0.1
+#: A single trial says little: there must be credit for this many.
+_N_TRIALS = 3
+#: The share of drafted tokens that `ThresholdPolicy` wants to see rejected.
+_REJECTED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known before a round: how many tokens the answer is expected to get still, the most
-    that may be drafted in a row now, what was found without a decode, the drafter that decodes, its
-    price, and the most nodes of a tree.
-    """
+    """What is known before a round."""
 
+    #: The tokens that the answer is expected to get still.
     n_left: int
+    #: The most tokens that may be drafted in a row now.
     n_most: int
+    #: What was found without a decode.
     found: Draft = NO_DRAFT
+    #: The name of the drafter that decodes, if there is one.
     drafter: str | None = None
+    #: The price of its draft.
     price: Price = FREE
+    #: The most nodes of a tree; None: `n_most`.
     n_nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What one sequence drafts in a round, and why: either `found`, without a decode, or at most
-    `n_max` tokens of `drafter`, as far as `stop` lets them go, which also cuts the finished draft.
+    """What one sequence drafts in a round, and why.
 
-    The first `n_given` tokens repeat the end of the text, whatever `stop` says, for a drafter with
-    another vocabulary. `prefill_s` is an investment in later rounds, `detail` the reason in words,
-    `n_deepest` a tree's most levels.
+    It is either `found`, without a decode, or at most `n_max` tokens of `drafter`.
     """
 
+    #: The reason for this plan.
     reason: ReasonName
+    #: The most tokens, or nodes of a tree, that the drafter drafts.
     n_max: int = 0
+    #: What was found without a decode, if that is to be verified.
     found: Draft = NO_DRAFT
+    #: How far the drafter goes; it also cuts the finished draft.
     stop: StoppingRule = field(default_factory=StoppingRule)
+    #: The drafter that decodes, if one may draft.
     drafter: str | None = None
+    #: The seconds of prefill in the drafter's price: an investment in later rounds.
     prefill_s: float = 0.0
+    #: The first tokens of the draft that repeat the end of the text, whatever `stop` says: a
+    #: drafter with another vocabulary begins before the end.
     n_given: int = 0
+    #: The reason in words, if there is more to say than `REASONS` does.
     detail: str = ""
+    #: The most levels of a tree; None: `n_max`.
     n_deepest: int | None = None
 
     @property
     def why(self) -> str:
+        """The reason in words."""
         return self.detail or REASONS[self.reason]
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        """Return whether token n, which follows a draft with this `whole`, is drafted, whether one
-        more look is worth a decode then, and the new `whole`. The token is not known yet: what it
-        is never decides whether it is drafted.
+    @property
+    def n_tokens_max(self) -> int:
+        """The most tokens of the draft, found or drafted; 0 if nothing is drafted."""
+        return len(self.found) + self.n_max
+
+    def after_draft_step(
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+        confidence: float,
+    ) -> DraftStep:
+        """Decide whether the next token is drafted, and whether another draft step follows.
+
+        The token is not known yet: what it is never decides whether it is drafted.
+
+        Args:
+            n_drafted: The tokens that were drafted before, in a row.
+            cumulative_acceptance: That of the step before; 1 at first.
+            confidence: The drafter's largest probability for the next token.
         """
-        if n < self.n_given:
-            return True, n + 1 < self.n_max, whole
-        if n >= self.n_max:
-            return False, False, whole
-        takes, goes_on, whole = self.stop.after_draft_step(n - self.n_given, whole, confidence)
-        return takes, goes_on and n + 1 < self.n_max, whole
+        has_room_after = n_drafted + 1 < self.n_max
+        if n_drafted < self.n_given:
+            return DraftStep(True, has_room_after, cumulative_acceptance)
+        if n_drafted >= self.n_max:
+            return DraftStep(False, False, cumulative_acceptance)
+        step = self.stop.after_draft_step(
+            n_drafted - self.n_given,
+            cumulative_acceptance,
+            confidence,
+        )
+        if has_room_after:
+            return step
+        return DraftStep(step.keep_token, False, step.cumulative_acceptance)
 
 
 @dataclass(slots=True)
 class RoundResult:
-    """A round of one sequence, which its steps fill in: the verified draft and its accepted nodes;
-    the seconds of all drafting; seconds and rows of the target's batch, which `n_sequences` share;
-    the added tokens; what was found and drafted, uncut; the draft model's seconds; the rows of
-    hidden states before the draft; a drafter's error.
-    """
+    """A round of one sequence, which the steps of the round fill in."""
 
     plan: RoundPlan
+    #: The draft that is verified.
     draft: Draft = NO_DRAFT
+    #: Its accepted nodes, from a child of the root down.
     path: tuple[int, ...] = ()
+    #: The seconds of all drafting.
     draft_s: float = 0.0
+    #: The seconds and rows of the target's batch, which `n_sequences` share.
     target_s: float = 0.0
     n_rows: int = 0
+    #: The tokens that the round added to the text.
     committed: tuple[int, ...] = ()
+    #: What was found and what was drafted, uncut.
     proposed: tuple[Draft, ...] = ()
     n_sequences: int = 1
+    #: The seconds of the draft model's decodes, a part of `draft_s`.
     model_s: float = 0.0
+    #: The rows of hidden states before the draft.
     rows: range = range(1)
+    #: What a drafter raised.
     error: Exception | None = None
 
 
 class Policy(Protocol):
-    """Decides for one sequence how much is drafted, `n_max` tokens at most: one plan a round, and
-    one result.
-    """
+    """Decides for one sequence how much is drafted."""
 
+    #: The most tokens that it ever drafts in a round.
     n_max: int
 
-    def plan(self, offer: Offer) -> RoundPlan: ...
-    def observe(self, result: RoundResult) -> None: ...
+    def plan(self, offer: Offer) -> RoundPlan:
+        """Return the plan of a round; called once a round."""
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn from the round that was planned last."""
 
 
 class FixedPolicy:
-    """A fixed draft length, with a stop where the draft becomes unsure. What was found comes first."""
+    """Drafts a fixed number of tokens, fewer where the draft becomes unsure.
+
+    What was found without a decode comes first.
+    """
 
     def __init__(self, options: DraftOptions) -> None:
-        self.n_max, p_min, self._is_tree = options.n_max, options.stops_below, options.tree.is_fixed
+        p_min = options.stops_below
+        self.n_max = options.n_max
+        self._is_tree = options.tree.is_fixed
         self._stop = StoppingRule(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
-        n_max, n_deepest = min(self.n_max, offer.n_most), None
+        """Return a plan for what was found, else for the model's draft."""
+        n_max = min(self.n_max, offer.n_most)
         if n_max < 1:
             return RoundPlan("no room")
-        found, bound = self._stop.cut(offer.found.first(n_max)), self._stop.bound
-        detail = f"a draft's probability must be at least {bound:.2f}" if bound else ""
-        reason = "threshold" if bound else "fixed"
+        reason = "fixed"
+        detail = ""
+        if self._stop.bound:
+            reason = "threshold"
+            detail = f"a draft's probability must be at least {self._stop.bound:.2f}"
+
+        found = self._stop.cut(offer.found.first(n_max))
         if len(found):
             return RoundPlan(reason, found=found, stop=self._stop, detail=detail)
         if offer.drafter is None:
             return RoundPlan("nothing found")
-        if self._is_tree and offer.n_nodes is not None:  # the tokens left limit its levels
-            n_max, n_deepest = min(self.n_max, offer.n_nodes), offer.n_most
-        plan = RoundPlan(reason, n_max, stop=self._stop, drafter=offer.drafter, detail=detail)
-        return replace(plan, n_deepest=n_deepest)
+        n_deepest = None
+        if self._is_tree and offer.n_nodes is not None:
+            n_max = min(self.n_max, offer.n_nodes)
+            n_deepest = offer.n_most  # the tokens that are left limit the tree's levels
+        return RoundPlan(
+            reason,
+            n_max,
+            stop=self._stop,
+            drafter=offer.drafter,
+            detail=detail,
+            n_deepest=n_deepest,
+        )
 
-    def observe(self, result: RoundResult) -> None: ...
+    def observe(self, result: RoundResult) -> None:
+        """Learn nothing."""
 
 
 class ThresholdPolicy(FixedPolicy):
-    """Drafts while the product of the tokens' probabilities stays above a bound, which moves so
-    that in the long run a quarter of the drafted tokens is rejected (Mamou et al.,
-    arXiv:2405.04304).
+    """Drafts while the product of the tokens' probabilities stays above a bound.
+
+    The bound moves so that in the long run a quarter of the drafted tokens is rejected (Mamou et
+    al., arXiv:2405.04304).
     """
 
     def __init__(self, options: DraftOptions) -> None:
@@ -163,12 +251,82 @@ class ThresholdPolicy(FixedPolicy):
         self._stop = replace(self._stop, bound=0.3, needs_confidence=True)
 
     def observe(self, result: RoundResult) -> None:
-        # If nothing was sure enough, the bound falls slowly, since nothing is learnt without
-        # drafts.
-        n = len(result.draft)
-        difference = 1.0 - len(result.path) / n - 0.25 if n else -0.025
-        bound = self._stop.bound * math.exp(0.4 * difference)
+        """Raise the bound if more than a quarter was rejected, else lower it."""
+        n_drafted = len(result.draft)
+        # If nothing was sure enough, nothing is learnt, and the bound falls slowly.
+        excess = -0.025
+        if n_drafted:
+            excess = 1.0 - len(result.path) / n_drafted - _REJECTED
+        bound = self._stop.bound * math.exp(0.4 * excess)
         self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
+
+
+class CreditGate:
+    """Decides whether a drafter may lose time: its credit, in plain decodes.
+
+    A drafter earns what its rounds save over plain decoding, and a small share of all time. It pays
+    for rounds that take longer. So it is in one of three states:
+
+    - in credit: it may pay for trials, drafts that are not expected to save time;
+    - in debt: it drafts only where that is expected to save time;
+    - put aside, once its debt exceeds `_MAX_DEBT`: it waits until its share has paid for enough.
+
+    The credit is kept with the drafter's counts. Debt that it made in other texts is forgiven.
+    """
+
+    def __init__(self, counts: AcceptanceCounts) -> None:
+        self._counts = counts
+
+    @property
+    def is_put_aside(self) -> bool:
+        """Whether the drafter has to wait."""
+        return self._counts.credit < -_MAX_DEBT
+
+    def seconds(self, plain_s: float) -> float:
+        """Return the seconds that it may lose, if a plain decode takes `plain_s`."""
+        return self._counts.credit * plain_s
+
+    def forgive_debt(self) -> None:
+        """Begin another text."""
+        self._counts.credit = max(0.0, self._counts.credit)
+
+    def settle(self, n_tokens: int, n_saved: float) -> None:
+        """Settle a round of `n_tokens` tokens, in which the drafter saved `n_saved` decodes."""
+        credit = self._counts.credit + n_saved + _CREDIT_SHARE * n_tokens
+        self._counts.credit = min(_MAX_CREDIT, credit)
+
+
+class RecentRounds:
+    """Averages over recent rounds of one text, and the time of all its rounds."""
+
+    def __init__(self) -> None:
+        #: The seconds of all rounds.
+        self.elapsed_s = 0.0
+        #: The average tokens of a round.
+        self.n_tokens = 1.0
+        #: The average seconds of a round; 0 before the first one.
+        self._round_s = 0.0
+        self.n_rounds = 0
+
+    def token_s(self, plain_s: float) -> float:
+        """Return the average seconds of a token; at first those of a plain decode."""
+        return (self._round_s or plain_s) / self.n_tokens
+
+    def add(
+        self,
+        round_s: float,
+        n_tokens: int,
+        plain_s: float,
+    ) -> None:
+        """Add a round. The averages start with plain decodes of `plain_s` seconds."""
+        # Seconds and tokens are averaged apart: the mean of their ratios would be a different
+        # figure.
+        self._round_s = self._round_s or plain_s
+        self.n_rounds += 1
+        self.elapsed_s += round_s
+        rate = max(_RATE, 1.0 / (self.n_rounds + _N_PLAIN))
+        self._round_s += rate * (round_s - self._round_s)
+        self.n_tokens += rate * (n_tokens - self.n_tokens)
 
 
 class CostAwarePolicy:
@@ -176,10 +334,11 @@ class CostAwarePolicy:
 
     A token is worth the time that it would take otherwise: that of a plain decode, or less if
     recent rounds were faster. It costs decodes of the drafter and a row of the target's batch. A
-    draft adds the sum, over its tokens, of their cumulative_acceptances (for a fixed length:
-    Leviathan et al., arXiv:2211.17192, section 3.4). Most learning is free: tokens that were not
-    worth verifying are compared with the text that follows. A policy decides for one text, but its
-    `costs`, and the counts of `acceptance`, by origin, may be shared.
+    draft of a fixed length adds the sum, over its tokens, of their cumulative acceptances
+    (Leviathan et al., arXiv:2211.17192, section 3.4).
+
+    Most learning is free: tokens that were not worth verifying are compared with the text that
+    follows.
     """
 
     def __init__(
@@ -188,17 +347,28 @@ class CostAwarePolicy:
         costs: CostTable,
         acceptance: MutableMapping[str, AcceptanceRates] | None = None,
     ) -> None:
-        self.n_max, self._p_min, self._costs = options.n_max, options.stops_below, costs
-        #: Acceptance in all texts and in this one, by origin.
+        """Decide for one text.
+
+        Args:
+            options: The options of drafting.
+            costs: The costs of the target's batches, which texts may share.
+            acceptance: The acceptance rates in all texts, by origin, which texts may share.
+        """
+        self.n_max = options.n_max
+        self._p_min = options.stops_below
+        self._costs = costs
         self._known = {} if acceptance is None else acceptance
+        #: The acceptance rates in this text, by origin.
         self._here: dict[str, AcceptanceRates] = {}
-        #: The values of the model's looks, a few rounds old; empty if they are to be computed.
+        #: The values of the model's draft steps, at most a few rounds old; empty if they have to be
+        #: computed.
         self._values: list[list[float]] = []
-        self._n_stale = self._n_rounds = 0
-        #: The seconds of all rounds; averages over recent ones.
-        self._elapsed_s, self._round_s, self._round_tokens = 0.0, 0.0, 1.0
+        #: Rounds since the last one without a draft.
+        self._n_stale = 0
+        self._recent = RecentRounds()
 
     def plan(self, offer: Offer) -> RoundPlan:
+        """Return the better one of the plans for what was found and for the model's draft."""
         self._n_stale += 1
         if not self._costs:
             return RoundPlan("costs unknown")
@@ -208,127 +378,175 @@ class CostAwarePolicy:
             return RoundPlan("no room")
         # A sequence pays its part of a batch in which all draft as much as it does.
         rows_s = [self._costs.seconds_each(n) for n in range(1, self.n_max + 2)]
-        recent_s = (self._round_s or self._plain_s) / self._round_tokens
+        plain_s = self._plain_s
         stop = CostAwareStopping(
             origin=offer.drafter or "",
             rates=self.acceptance_of,
-            token_s=min(self._plain_s / _MARGIN, recent_s),
+            token_s=min(plain_s / _MARGIN, self._recent.token_s(plain_s)),
             extra_s=[seconds - rows_s[0] for seconds in rows_s],
             next_s=offer.price.next_s,
             p_min=self._p_min,
         )
-        plan = self._plan_found(offer.found, stop)
+        found_plan = self._plan_found(offer.found, stop)
         if offer.drafter is None:
-            return plan
-        model_plan, value_s = self._plan_model(offer, offer.drafter, stop)
-        return plan if len(plan.found) and stop.worth_of(plan.found) >= value_s else model_plan
+            return found_plan
+        model_plan, gain_s = self._plan_model(offer, offer.drafter, stop)
+        if len(found_plan.found) and stop.worth_of(found_plan.found) >= gain_s:
+            return found_plan
+        return model_plan
 
     def _plan_found(self, found: Draft, stop: CostAwareStopping) -> RoundPlan:
         """Plan to verify the best part of what was found; if there is none, say why."""
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
-        rates, found = self.acceptance_of(found.origins[0]), stop.cut(found)
-        if rates.counts.credit < -_MOST_LOST:
+        rates = self.acceptance_of(found.origins[0])
+        best_part = stop.cut(found)
+        if CreditGate(rates.counts).is_put_aside:
             return RoundPlan("put aside", stop=stop)
-        if not len(found):
+        if not len(best_part):
             return RoundPlan("acceptance", stop=stop, detail=self._too_rarely(rates, stop))
-        return RoundPlan("found", found=found, stop=stop)
+        return RoundPlan("found", found=best_part, stop=stop)
 
     def _plan_model(
-        self, offer: Offer, drafter: str, stop: CostAwareStopping
+        self,
+        offer: Offer,
+        drafter: str,
+        stop: CostAwareStopping,
     ) -> tuple[RoundPlan, float]:
-        """Return the plan for the drafter that decodes, and its expected gain in seconds; -inf for
-        a trial or none.
+        """Return the plan for the drafter that decodes, and its expected gain in seconds.
+
+        The gain of a trial, and of no draft, is -inf.
         """
-        price, extra_s, rates = offer.price, stop.extra_s, self.acceptance_of(drafter)
-        plain_s, credit = self._plain_s, rates.counts.credit
+        price = offer.price
+        rates = self.acceptance_of(drafter)
+        gate = CreditGate(rates.counts)
         if not self._values:
-            self._values = draft_step_values(extra_s, price.next_s, stop.token_s, rates)
-        n_max, growing = min(self.n_max, offer.n_most), replace(stop, values=self._values)
-        plan = RoundPlan("model", n_max, NO_DRAFT, growing, drafter, price.prefill_s)
-        # Each look takes `next_s`, but the first one `first_s`; the prefill is spread over the
-        # rounds to come.
-        n_rounds = max(1.0, offer.n_left / max(1.0, self._round_tokens))
-        value_s = self._values[0][-1] + price.next_s - price.first_s
-        value_s -= _PREFILL_MARGIN * price.prefill_s / n_rounds
-        pays = value_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
-        n_tried = min(self.n_max, _N_TRIED)  # one trial says little: there is credit for several
-        trials_s = price.prefill_s + 3 * (price.seconds(n_tried) + extra_s[n_tried])
-        most_s = _MOST_TRIED * (self._elapsed_s + offer.n_left * plain_s)
-        if credit < -_MOST_LOST:
-            reason, why = "put aside", ""
-        elif pays and price.prefill_s <= _MOST_AHEAD * self._elapsed_s:
-            return plan, value_s
-        elif not pays and all(  # not even if all is accepted
-            n * plain_s <= extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
-        ):
-            guess = (price.seconds(2) - price.first_s) / plain_s
-            reason = "row cost"
-            why = f"a guess costs {guess:.2f} of a token of the target, and checking it {self._row(stop)}"
-        elif trials_s <= min(credit * plain_s, _MOST_AHEAD / 4 * self._elapsed_s, most_s):
-            tried = StoppingRule(needs_confidence=True)
-            return replace(plan, reason="trial", n_max=min(n_max, n_tried), stop=tried), -math.inf
-        elif price.prefill_s > 0.0:
-            reason = "prefill"
-            why = f"the draft must first read the text, {price.prefill_s:.2f} s"
-        else:
-            reason, why = "acceptance", self._too_rarely(rates, stop)
-        return RoundPlan(reason, stop=stop, detail=why), -math.inf
+            self._values = draft_step_values(stop.extra_s, price.next_s, stop.token_s, rates)
+        plan = RoundPlan(
+            "model",
+            n_max=min(self.n_max, offer.n_most),
+            stop=replace(stop, values=self._values),
+            drafter=drafter,
+            prefill_s=price.prefill_s,
+        )
+        gain_s = self._expected_gain_s(price, offer.n_left)
+        pays = gain_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
+        if gate.is_put_aside:
+            return RoundPlan("put aside", stop=stop), -math.inf
+        if pays and price.prefill_s <= _MAX_PREFILL * self._recent.elapsed_s:
+            return plan, gain_s
+        if not pays and self._can_never_pay(price, stop):
+            detail = self._too_costly(price, stop)
+            return RoundPlan("row cost", stop=stop, detail=detail), -math.inf
+        if self._affords_trial(offer, stop, gate):
+            n_max = min(plan.n_max, _N_TRIED)
+            always = StoppingRule(needs_confidence=True)
+            return replace(plan, reason="trial", n_max=n_max, stop=always), -math.inf
+        if price.prefill_s > 0.0:
+            detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
+            return RoundPlan("prefill", stop=stop, detail=detail), -math.inf
+        detail = self._too_rarely(rates, stop)
+        return RoundPlan("acceptance", stop=stop, detail=detail), -math.inf
+
+    def _expected_gain_s(self, price: Price, n_left: int) -> float:
+        """Return what a draft is expected to save, its prefill spread over the rounds to come."""
+        n_rounds = max(1.0, n_left / max(1.0, self._recent.n_tokens))
+        # The value counts `next_s` for each draft step, but the first one takes `first_s`.
+        gain_s = self._values[0][-1] + price.next_s - price.first_s
+        return gain_s - _PREFILL_MARGIN * price.prefill_s / n_rounds
+
+    def _can_never_pay(self, price: Price, stop: CostAwareStopping) -> bool:
+        """Return whether no draft would save time even if all of it were accepted."""
+        plain_s = self._plain_s
+        return all(
+            n * plain_s <= stop.extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
+        )
+
+    def _affords_trial(
+        self,
+        offer: Offer,
+        stop: CostAwareStopping,
+        gate: CreditGate,
+    ) -> bool:
+        """Return whether the credit, and the answer's time, allow trials of a few tokens."""
+        price = offer.price
+        plain_s = self._plain_s
+        n_tried = min(self.n_max, _N_TRIED)
+        trials_s = price.prefill_s + _N_TRIALS * (price.seconds(n_tried) + stop.extra_s[n_tried])
+        answer_s = self._recent.elapsed_s + offer.n_left * plain_s
+        longest_s = min(
+            gate.seconds(plain_s),
+            _MAX_PREFILL / 4 * self._recent.elapsed_s,
+            _MAX_TRIED * answer_s,
+        )
+        return trials_s <= longest_s
 
     def observe(self, result: RoundResult) -> None:
-        costs, plan, n_drafted = self._costs, result.plan, len(result.draft)
-        costs.observe(result.n_rows, result.target_s, result.n_sequences)
+        """Learn what decodes cost and what is accepted, and settle what the round saved."""
+        plan = result.plan
+        self._costs.observe(result.n_rows, result.target_s, result.n_sequences)
         if plan.drafter is not None:
-            looks = itertools.chain(*(each.looks for each in result.proposed))
-            self.acceptance_of(plan.drafter).see(looks)
+            confidences = [each.step_confidences for each in result.proposed]
+            self.acceptance_of(plan.drafter).see(itertools.chain(*confidences))
         judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
-        self._n_stale = self._n_stale if n_drafted else 0
-        if not costs:
-            return
+        if not len(result.draft):
+            self._n_stale = 0
+        if self._costs:
+            self._settle(result)
+
+    def _settle(self, result: RoundResult) -> None:
+        """Count the time of a round, and let its drafter earn or pay the difference."""
+        plan = result.plan
         plain_s = self._plain_s
-        # Forced tokens count, too, and so do accepted ones behind the end of the answer.
+        # Forced tokens count, too, and so do accepted ones after the end of the answer.
         n_tokens = max(1, len(result.committed), len(result.path) + 1)
-        target_s = result.target_s * costs.share_of_batch(n_drafted, result.n_rows)
+        share = self._costs.share_of_batch(len(result.draft), result.n_rows)
         # Prefill is an investment in later rounds, and is charged to trials only.
-        round_s = max(0.0, result.draft_s - plan.prefill_s) + target_s
-        round_s = min(round_s, (n_tokens + _MOST_SAVED) * plain_s)
-        lost_s = round_s + (plan.prefill_s if plan.reason == "trial" else 0.0)
-        drafted_by = plan.drafter or (plan.found.origins[0] if len(plan.found) else None)
+        round_s = max(0.0, result.draft_s - plan.prefill_s) + result.target_s * share
+        round_s = min(round_s, (n_tokens + _MAX_CREDIT) * plain_s)
+        charged_s = round_s
+        if plan.reason == "trial":
+            charged_s += plan.prefill_s
+
+        drafted_by = plan.drafter
+        if drafted_by is None and len(plan.found):
+            drafted_by = plan.found.origins[0]
         for origin, rates in self._here.items():
-            gain = n_tokens - lost_s / plain_s if origin == drafted_by else 0.0
-            credit = rates.counts.credit + gain + _SHARE * n_tokens
-            rates.counts.credit = min(_MOST_SAVED, credit)
-        # Seconds and tokens are averaged apart: the mean of their ratios would be a different
-        # figure.
-        self._round_s = self._round_s or plain_s
-        self._n_rounds += 1
-        self._elapsed_s += round_s
-        rate = max(_RATE, 1.0 / (self._n_rounds + 4))
-        self._round_s += rate * (round_s - self._round_s)
-        self._round_tokens += rate * (n_tokens - self._round_tokens)
-        if self._n_rounds % _MAX_AGE == 0:
+            n_saved = n_tokens - charged_s / plain_s if origin == drafted_by else 0.0
+            CreditGate(rates.counts).settle(n_tokens, n_saved)
+
+        self._recent.add(round_s, n_tokens, plain_s)
+        if self._recent.n_rounds % _MAX_AGE == 0:
             self._values = []
 
     @property
     def _plain_s(self) -> float:
+        """The seconds of a plain decode, shared by the sequences of a round."""
         return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
 
     def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
-        """Return the acceptance rates, in this text, of a drafter's tokens with `rank` better
-        siblings.
-        """
+        """Return the acceptance rates, in this text, of tokens with `rank` better siblings."""
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
-        if (here := self._here.get(name)) is None:
+        here = self._here.get(name)
+        if here is None:
             counts = self._known.setdefault(name, AcceptanceRates(name)).counts
-            counts.credit = max(0.0, counts.credit)  # debt of other texts is forgiven
-            here = self._here[name] = AcceptanceRates(name, counts)
+            CreditGate(counts).forgive_debt()
+            here = AcceptanceRates(name, counts)
+            self._here[name] = here
         return here
 
     def _too_rarely(self, rates: AcceptanceRates, stop: CostAwareStopping) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
-        return f"{accepted}, and checking one costs {self._row(stop)} of a token"
+        return f"{accepted}, and checking one costs {self._row_cost(stop)} of a token"
 
-    def _row(self, stop: CostAwareStopping) -> str:
-        # A batch of two may have been quicker than one row, by noise: that is no price below
-        # nothing.
+    def _too_costly(self, price: Price, stop: CostAwareStopping) -> str:
+        guess = (price.seconds(2) - price.first_s) / self._plain_s
+        return (
+            f"a guess costs {guess:.2f} of a token of the target, "
+            f"and checking it {self._row_cost(stop)}"
+        )
+
+    def _row_cost(self, stop: CostAwareStopping) -> str:
+        """Return what another row costs, in tokens."""
+        # A batch of two may have been measured faster than one row, by noise.
         return f"{max(0.0, stop.extra_s[1]) / self._plain_s:.2f}"

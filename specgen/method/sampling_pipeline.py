@@ -12,34 +12,43 @@ from specgen.text.sampling.raw_probabilities import likeliest
 
 
 class SamplingPipeline:
-    """Turns a row of logits into the distribution of the next token, by the samplers and the
-    grammar.
+    """Turns a row of logits into the distribution of the next token, by samplers and grammar.
+
+    A row, float32[n_vocab], comes after the text and the drafted tokens of a `path`.
     """
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         self._sampler = sampler
         self._state = state
-        self._looks_back = sampler.n_history != 0 or state.has_grammar
+        self._depends_on_text = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """Return the distribution after the text and `path`, float32[n_vocab]. Raise
-        `BackendError`.
+        """Return the distribution after the text and `path`.
+
+        Raises:
+            BackendError: If the grammar allows no token, or a logit is not a number.
         """
-        if not self._looks_back:
+        if not self._depends_on_text:
             return self._sampler.distribution(logits)
+        history = self._sampler.n_history
         grammar = self._state.grammar(path)
-        forced = grammar.forced() if grammar is not None else None
+        if grammar is None:
+            return self._sampler.distribution(logits, self._state.history(path, history), None)
+        forced = grammar.forced()
         if forced is not None:
             # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
-            logits if grammar is None else grammar.adjust_logits(logits),
-            self._state.history(path, self._sampler.n_history),
-            None if grammar is None or grammar.is_free else grammar.allows,
+            grammar.adjust_logits(logits),
+            self._state.history(path, history),
+            None if grammar.is_free else grammar.allows,
         )
 
     def likeliest(
-        self, logits: Logits, path: Sequence[int], n: int
+        self,
+        logits: Logits,
+        path: Sequence[int],
+        n: int,
     ) -> tuple[list[int], list[float]]:
         """Return the n likeliest tokens after the text and `path`, and their probabilities."""
         grammar = self._state.grammar(path) if self._state.has_grammar else None
@@ -51,7 +60,11 @@ class SamplingPipeline:
         return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        """Return a token's largest probability: 1 if the grammar forces it, else that at
-        temperature 1.
+        """Return the largest probability of a token at temperature 1.
+
+        It is 1 if the grammar forces the token.
         """
-        return 1.0 if self._state.forced(path) is not None else likeliest(logits, 1)[1][0]
+        if self._state.forced(path) is not None:
+            return 1.0
+        _, (top,) = likeliest(logits, 1)
+        return top

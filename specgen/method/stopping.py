@@ -14,31 +14,57 @@ from specgen.method.acceptance import LEAST_RATE, AcceptanceRates, Rates
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import interpolate
 
-#: The logarithms of `whole` at which the values of looks are computed.
+#: The logarithms of the cumulative acceptance at which the values of draft steps are computed.
 _LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
 _GRID: list[float] = _LOG_GRID.tolist()
 
 
 @dataclass(frozen=True, slots=True)
-class StoppingRule:
-    """How far a draft goes: while its model gives a token at least `p_min` (as llama.cpp), and the
-    product of all its tokens' probabilities is at least `bound`. Drafts of fewer than `n_min`
-    tokens are not verified. A confidence is a pass over the logits, if `needs_confidence`.
-    """
+class DraftStep:
+    """What follows from one draft step: from the drafter's distribution of the next token."""
 
+    #: Whether the token at this position joins the draft.
+    keep_token: bool
+    #: Whether another draft step, which takes a decode of the drafter, is worth its time.
+    continue_drafting: bool
+    #: The probability that the target accepts all tokens up to this one.
+    cumulative_acceptance: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingRule:
+    """Stops a draft by thresholds for its probabilities, which need no costs."""
+
+    #: A token's least probability, as in llama.cpp.
     p_min: float = 0.0
+    #: Drafts of fewer tokens are not verified.
     n_min: int = 0
+    #: The least product of the probabilities of all tokens.
     bound: float = 0.0
+    #: Whether a draft step needs the drafter's confidence, which takes a pass over the logits.
     needs_confidence: bool = False
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        """Return what `RoundPlan.after_draft_step` does; `n` tokens were drafted before."""
-        whole *= confidence
-        return confidence >= self.p_min and whole >= self.bound, True, whole
+    def after_draft_step(
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+        confidence: float,
+    ) -> DraftStep:
+        """Decide about the next token, of which only the confidence is known.
+
+        Args:
+            n_drafted: The tokens that were drafted before.
+            cumulative_acceptance: That of the step before; 1 at first.
+            confidence: The drafter's largest probability for the next token.
+        """
+        cumulative_acceptance *= confidence
+        keep_token = confidence >= self.p_min and cumulative_acceptance >= self.bound
+        return DraftStep(keep_token, True, cumulative_acceptance)
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes that are worth verifying, likeliest first. A drawn draft stays whole, to
-        bias no text.
+        """Return the nodes that are worth verifying, the likeliest first.
+
+        A sampled draft stays as it is: to choose among its tokens would bias the text.
         """
         if draft.is_sampled:
             return draft
@@ -51,90 +77,115 @@ class StoppingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostAwareStopping(StoppingRule):
-    """Drafts as long as another token is expected to save time: optimal stopping. An accepted token
-    is worth `token_s` seconds; n drafted tokens add `extra_s[n]` to the target's batch. A look of
-    the drafter `origin` takes `next_s`, and has the values of `draft_step_values`; without these,
-    nothing is drafted.
-    """
+    """Drafts as long as another token is expected to save time: optimal stopping."""
 
+    #: The drafter, by the name of its acceptance rates.
     origin: str
     rates: Rates
+    #: The seconds that an accepted token saves.
     token_s: float
+    #: The seconds that n drafted tokens add to the target's batch, at index n.
     extra_s: Sequence[float]
+    #: The seconds of a draft step.
     next_s: float = 0.0
+    #: The values of draft steps; see `draft_step_values`. Without them, nothing is drafted.
     values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
+    def after_draft_step(
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+        confidence: float,
+    ) -> DraftStep:
+        """Decide about the next token by what it, and draft steps after it, are worth."""
         if not self.values:
-            return False, False, whole
-        whole *= self.rates(self.origin, 0).acceptance(confidence)
-        more_s = self.value(n + 1, whole)
-        gain_s = whole * self.token_s - (self.extra_s[n + 1] - self.extra_s[n])
-        return confidence >= self.p_min and gain_s + max(0.0, more_s) > 0.0, more_s > 0.0, whole
+            return DraftStep(False, False, cumulative_acceptance)
+        cumulative_acceptance *= self.rates(self.origin, 0).acceptance(confidence)
+        row_s = self.extra_s[n_drafted + 1] - self.extra_s[n_drafted]
+        gain_s = cumulative_acceptance * self.token_s - row_s
+        next_step_s = self.value(n_drafted + 1, cumulative_acceptance)
+        keep_token = confidence >= self.p_min and gain_s + max(0.0, next_step_s) > 0.0
+        return DraftStep(keep_token, next_step_s > 0.0, cumulative_acceptance)
 
-    def value(self, n_drafted: int, whole: float) -> float:
-        """Return the seconds that a look at the next token is expected to save; below 0 it does not
-        pay.
-        """
-        return interpolate(math.log(max(whole, LEAST_RATE)), _GRID, self.values[n_drafted])
+    def value(self, n_drafted: int, cumulative_acceptance: float) -> float:
+        """Return the seconds that a draft step is expected to save; below 0 it does not pay."""
+        log_acceptance = math.log(max(cumulative_acceptance, LEAST_RATE))
+        return interpolate(log_acceptance, _GRID, self.values[n_drafted])
 
     def cut(self, draft: Draft) -> Draft:
-        return (
-            draft
-            if draft.is_sampled
-            else draft.only(self.best_nodes(self.cumulative_acceptances(draft)))
-        )
+        """Return the nodes that are worth verifying, the likeliest first; see `StoppingRule`."""
+        if draft.is_sampled:
+            return draft
+        return draft.only(self.best_nodes(self.cumulative_acceptances(draft)))
 
     def best_nodes(self, cumulative_acceptances: Sequence[float]) -> list[int]:
-        """Return the nodes that are worth most together, likeliest first. Wholes fall along a path,
-        so the n likeliest nodes form a tree, the best one (Sequoia, arXiv:2402.12374).
+        """Return the nodes that are worth most together, the likeliest first.
+
+        Cumulative acceptances fall along a path, so the n likeliest nodes form a tree, and the best
+        one of n nodes (Sequoia, arXiv:2402.12374).
         """
-        order = sorted(
-            range(len(cumulative_acceptances)), key=cumulative_acceptances.__getitem__, reverse=True
-        )
-        worths_s = self._worths([cumulative_acceptances[node] for node in order])
-        return order[: worths_s.index(max(worths_s))]
+        nodes = range(len(cumulative_acceptances))
+        order = sorted(nodes, key=cumulative_acceptances.__getitem__, reverse=True)
+        savings_s = self._savings_s([cumulative_acceptances[node] for node in order])
+        return order[: savings_s.index(max(savings_s))]
 
     def worth_of(self, draft: Draft) -> float:
         """Return the seconds that verifying a draft is expected to save."""
-        return self._worths(self.cumulative_acceptances(draft))[-1]
+        return self._savings_s(self.cumulative_acceptances(draft))[-1]
 
-    def _worths(self, cumulative_acceptances: Sequence[float]) -> list[float]:
-        """Return the seconds that verifying none, one, two, ... of the nodes is expected to save."""
+    def _savings_s(self, cumulative_acceptances: Sequence[float]) -> list[float]:
+        """Return the seconds that verifying none, one, two, ... of the nodes should save."""
         n_accepted = itertools.accumulate(cumulative_acceptances, initial=0.0)
-        return [n * self.token_s - s for n, s in zip(n_accepted, self.extra_s, strict=False)]
+        return [
+            n * self.token_s - batch_s for n, batch_s in zip(n_accepted, self.extra_s, strict=False)
+        ]
 
     def cumulative_acceptances(self, draft: Draft) -> list[float]:
-        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
-        cumulative_acceptances: list[float] = []
+        """Return, for each node, the probability that it and its ancestors are accepted."""
+        found: list[float] = []
         for node, parent in enumerate(draft.parents):
             rates = self.rates(draft.origins[node], draft.ranks[node])
-            known = draft.probabilities[node]
-            acceptance = rates.acceptance(1.0 if known is None else known)
-            cumulative_acceptances.append(
-                acceptance if parent == ROOT else acceptance * cumulative_acceptances[parent]
-            )
-        return cumulative_acceptances
+            probability = draft.probabilities[node]
+            acceptance = rates.acceptance(1.0 if probability is None else probability)
+            if parent != ROOT:
+                acceptance *= found[parent]
+            found.append(acceptance)
+        return found
 
 
 def draft_step_values(
-    extra_s: Sequence[float], next_s: float, token_s: float, rates: AcceptanceRates
+    extra_s: Sequence[float],
+    next_s: float,
+    token_s: float,
+    rates: AcceptanceRates,
 ) -> list[list[float]]:
-    """Return V, the value in seconds of a look at the next token: by n, the tokens of the draft so
-    far, and by W, their whole, on the grid.
+    """Return what draft steps are worth, in seconds, by dynamic programming from the longest draft.
 
-    V(n, W) = -next_s + the mean over bins b of max(0, W acceptance[b] token_s - (extra_s[n + 1] -
-    extra_s[n]) + max(0, V(n + 1, W acceptance[b]))), and V(n_max, W) = 0: look, then add the token
-    or not, then look again or not.
+    With n tokens drafted, whose cumulative acceptance is W, the value of a draft step is
+
+        V(n, W) = -next_s + the mean over bins b of
+                  max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
+                         + max(0, V(n + 1, W acceptance[b])))
+
+    and V(n_max, W) = 0: make the step, then add the token or not, then make another step or not.
+
+    Args:
+        extra_s: The seconds that n drafted tokens add to the target's batch, at index n.
+        next_s: The seconds of a draft step.
+        token_s: The seconds that an accepted token saves.
+        rates: The drafter's acceptance rates, by bin of confidence.
+
+    Returns:
+        For each n, V(n, W) at the logarithms of W in `_GRID`.
     """
     frequencies = rates.frequencies()
-    # Axes: W on the grid, bin b. The token that is looked at turns W into W acceptance[b].
-    log_wholes = np.add.outer(_LOG_GRID, np.log(rates.curve()))
-    gains_s = token_s * np.exp(log_wholes)  # W acceptance[b] token_s
-    found = [np.zeros(len(_LOG_GRID))]
+    # Axes: W on the grid, bin b. A drafted token turns W into W acceptance[b].
+    log_acceptances = np.add.outer(_LOG_GRID, np.log(rates.curve()))
+    gains_s = token_s * np.exp(log_acceptances)  # W acceptance[b] token_s
+    values = [np.zeros(len(_LOG_GRID))]
     for row_s in np.diff(extra_s)[::-1]:  # extra_s[n + 1] - extra_s[n], from the longest draft back
-        # max(0, V(n + 1, W acceptance[b])), between the grid's places
-        after_s = np.interp(log_wholes, _LOG_GRID, np.maximum(found[-1], 0.0))
-        found.append(np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s)
-    return [values.tolist() for values in reversed(found)]
+        # max(0, V(n + 1, W acceptance[b])), interpolated on the grid
+        after_s = np.interp(log_acceptances, _LOG_GRID, np.maximum(values[-1], 0.0))
+        values.append(np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s)
+    return [each.tolist() for each in reversed(values)]

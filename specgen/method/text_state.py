@@ -1,4 +1,4 @@
-"""The committed text of a sequence, its grammar state, its characters, and what drafts for it."""
+"""The committed text of a sequence, with the state of its grammar."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import TokenArray
 from specgen.text.grammar.base import GrammarState
 
-#: Tokens to make room for behind the text; there is more if a text outgrows it.
+#: The room for tokens after the prompt; there is more if a text outgrows it.
 _ROOM = 512
 
 
 class TextState:
-    """The committed tokens of one text, and its grammar state. Penalties see the prompt, the
-    grammar does not.
+    """The committed tokens of one text, and the state of its grammar.
+
+    Penalties see the prompt, the grammar does not.
     """
 
     def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
@@ -24,31 +25,43 @@ class TextState:
         self.tokens: list[int] = list(prompt)
         self._grammar = grammar
         self.has_grammar = grammar is not None
-        #: The tokens that samplers were shown; the first `_n_shown` are those of the text.
-        self._history, self._n_shown = np.zeros(len(prompt) + _ROOM, np.int64), 0
+        #: The tokens as samplers see them. The first `_n_shown` are those of the text; others may
+        #: be left from an earlier path.
+        self._history = np.zeros(len(prompt) + _ROOM, np.int64)
+        self._n_shown = 0
 
     def commit(self, token: int) -> None:
-        """Add a token to the text. Raise ValueError if the grammar does not allow it."""
-        if (before := self._grammar) is not None:
+        """Add a token to the text. Raise `ValueError` if the grammar does not allow it."""
+        before = self._grammar
+        if before is not None:
             self._grammar = before.after(token)
             before.forget()
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """Return the last `n_last` tokens (-1: all) of the text and `path`: int64[m], valid until
-        the next call.
+        """Return the last tokens of the text and `path`, valid until the next call.
+
+        Args:
+            path: The drafted tokens after the text.
+            n_last: The number of tokens; -1 for all.
+
+        Returns:
+            The tokens, int64[m].
         """
         if n_last == 0:
             return self._history[:0]
-        n_text, end = len(self.tokens), len(self.tokens) + len(path)
+        n_text = len(self.tokens)
+        end = n_text + len(path)
         if end > len(self._history):
             self._history = np.resize(self._history, 2 * end)
         self._history[self._n_shown : n_text] = self.tokens[self._n_shown :]
-        self._history[n_text:end] = path
         self._n_shown = n_text
-        return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
+        self._history[n_text:end] = path
+        start = 0 if n_last < 0 else max(0, end - n_last)
+        return self._history[start:end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
+        """Return the state of the grammar after the text and `path`."""
         state = self._grammar
         if state is not None:
             for token in path:
@@ -56,16 +69,12 @@ class TextState:
         return state
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
-        """Return the only token that the grammar allows after the text and `path`, if there is only
-        one.
-        """
+        """Return the token after the text and `path`, if the grammar allows only one."""
         grammar = self.grammar(path)
         return grammar.forced() if grammar is not None else None
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
-        """Return the nodes of a draft that the grammar allows after the text and the tokens
-        `before`.
-        """
+        """Return the nodes of a draft that the grammar allows after the text and `before`."""
         try:
             states = {ROOT: self.grammar(before)}
         except ValueError:

@@ -1,8 +1,8 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-All are exact: the text is distributed as from the target alone. *Target* is the distribution that
-its logits give after a node, with samplers and grammar; *draft* is the one that a drafted token was
-drawn from.
+All are exact: the text is distributed as if the target had written it alone. In this module the
+*target's* distribution after a node is the one that its logits give, with samplers and grammar; the
+*draft's* is the one that a drafted token was sampled from.
 """
 
 from __future__ import annotations
@@ -20,123 +20,195 @@ from specgen.text.sampling.distribution import Distribution
 if TYPE_CHECKING:
     from specgen.options import VerifierName
 
-_N_HALVINGS = 50  # of the bisection for SpecTr's rho: as many as a float's precision allows
+#: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
+_N_HALVINGS = 50
 
-#: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the
+#: Returns the target's distribution after a node of the draft, or after `ROOT`. Each call runs the
 #: samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
-#: The accepted node, if any, and what the next token is drawn from otherwise.
+#: The accepted node, if there is one, and what the next token is sampled from otherwise.
 Choice: TypeAlias = tuple[int | None, Distribution]
 Rng: TypeAlias = np.random.Generator
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The accepted nodes, from a child of the root down, and the target's own token after them."""
+    """What a verifier says about a draft."""
 
+    #: The accepted nodes, from a child of the root down.
     path: tuple[int, ...]
+    #: The target's own token after them.
     next_token: int
 
 
 class Verifier(Protocol):
-    """Judges a draft. With `wants_sampled_drafts`, drafters should draw their tokens, not take the
-    likeliest.
-    """
+    """Judges drafts."""
 
     @property
-    def wants_sampled_drafts(self) -> bool: ...
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict: ...
+    def wants_sampled_drafts(self) -> bool:
+        """Whether drafters should sample their tokens at random, and not take the likeliest."""
+
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
+        """Return the accepted path through a draft, and the token after it."""
 
 
 class ResidualVerifier:
-    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection go on
-    with the residual, normalize(max(0, target - draft)).
+    """Speculative sampling, with the residual distribution after each rejection.
 
-    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
-    arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
-    arXiv:2305.09781, Algorithm 2), which may be drawn without replacement (Jeon et al.,
-    arXiv:2402.14160, Algorithm 1). Of independent walks each draw is tried.
+    A sampled token x is accepted with probability min(1, target(x) / draft(x)). After a rejection
+    the target's distribution is replaced by the residual, normalize(max(0, target - draft)), from
+    which the next token is sampled, unless a sibling of x is accepted by it.
+
+    Leviathan et al., arXiv:2211.17192, Algorithm 1, and Chen et al., arXiv:2302.01318, Algorithm 2;
+    for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be
+    sampled without replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). Of independent walks,
+    each sampled token is tried.
     """
 
     wants_sampled_drafts = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
-        """Go down from the root as long as `choose` accepts one of the nodes that come next."""
-        walks, path = draft.walks, list[int]()
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
+        """Walk down from the root as long as `choose` accepts one of the next nodes."""
+        path: list[int] = []
+        node = ROOT
+        walks = draft.walks
         while True:
-            node, depth = path[-1] if path else ROOT, len(path)
-            # The nodes below this one or, in independent walks, the next one of each walk that goes
-            # on here.
-            tries = draft.children[node]
+            candidates = draft.children[node]
             if draft.walks:
-                tries = [walk[depth] for walk in walks if len(walk) > depth]
-            accepted, after = self.choose(draft, tries, target(node), rng)
+                # The next node of each walk that continues here; walks may share a node.
+                depth = len(path)
+                candidates = [walk[depth] for walk in walks if len(walk) > depth]
+            accepted, after = self.choose(draft, candidates, target(node), rng)
             if accepted is None:
-                return Verdict(tuple(path), after.draw(rng))
-            walks = tuple(walk for walk in walks if accepted in walk[depth : depth + 1])
+                return Verdict(tuple(path), after.sample(rng))
+            walks = tuple(walk for walk in walks if accepted in walk[len(path) : len(path) + 1])
             path.append(accepted)
+            node = accepted
 
-    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
-        """Try the nodes that may come next, after which the target has this distribution."""
-        for child in tries:
-            token, drafted = draft.tokens[child], sampled_from(draft, child)
-            if rng.random() * drafted.probability(token) < target.probability(token):
-                return child, target
-            # Nothing is left only if the two are equal up to rounding: the target itself is right
-            # then.
-            target = target.minus(drafted) or target
+    def choose(
+        self,
+        draft: Draft,
+        candidates: Sequence[int],
+        target: Distribution,
+        rng: Rng,
+    ) -> Choice:
+        """Try the nodes that may come next, one after the other.
+
+        Args:
+            draft: The draft.
+            candidates: The nodes that may come next.
+            target: The target's distribution there.
+            rng: The source of randomness.
+        """
+        for node in candidates:
+            token = draft.tokens[node]
+            source = sampled_from(draft, node)
+            if rng.random() * source.probability(token) < target.probability(token):
+                return node, target
+            # The residual. It is empty only if target and draft are equal up to rounding, and then
+            # the target itself is right.
+            target = target.minus(source) or target
         return None, target
 
 
 class MatchVerifier(ResidualVerifier):
-    """Draw the target's token; go on while it is one of the drafted children (at temperature 0: the
-    argmax). A seed gives the same text with and without a draft. No verifier accepts more of a
-    draft that was not drawn.
+    """Samples the target's token first, and accepts the drafted child that equals it, if any.
+
+    At temperature 0 the token is the argmax. A seed gives the same text with and without a draft.
+    No verifier accepts more of a draft that was not sampled.
     """
 
     wants_sampled_drafts = False
 
-    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
-        token = target.draw(rng)
-        accepted = next((child for child in tries if draft.tokens[child] == token), None)
+    def choose(
+        self,
+        draft: Draft,
+        candidates: Sequence[int],
+        target: Distribution,
+        rng: Rng,
+    ) -> Choice:
+        """Return the candidate with the token that is sampled from the target."""
+        token = target.sample(rng)
+        accepted = next((node for node in candidates if draft.tokens[node] == token), None)
         return accepted, Distribution.certain(token)
 
 
 class SpecTrVerifier(ResidualVerifier):
-    """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
-    arXiv:2310.15141, Algorithm 2). With one draft left, k = 1, this is residual sampling.
+    """Chooses among the next tokens of k independent drafts: k-sequential selection.
 
-    A token x is taken with probability min(1, target(x) / (rho draft(x))), with the same rho in [1,
-    k] for all. After k rejections a token is drawn from normalize(target - min(draft, target / rho)
-    (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is the probability
-    that a single draft is taken. rho is the least one for which no token is taken too often, 1 - (1
-    - beta)^k <= rho beta.
+    Sun et al., arXiv:2310.15141, Algorithm 2. With one draft left, k = 1, this is residual
+    sampling.
+
+    Each draft's token x is accepted with probability min(1, target(x) / (rho draft(x))), with the
+    same rho in [1, k] for all. Then
+
+        beta(rho) = sum over x of min(draft(x), target(x) / rho)
+
+    is the probability that a single draft is accepted. After k rejections a token is sampled from
+
+        normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta)
+
+    rho is the least number for which no token is accepted too often:
+    1 - (1 - beta)^k <= rho beta.
     """
 
-    def choose(self, draft: Draft, tries: Sequence[int], target: Distribution, rng: Rng) -> Choice:
-        if not draft.walks or not tries:
-            return super().choose(draft, tries, target, rng)
-        k, source = len(tries), sampled_from(draft, tries[0])
-        drafted = source.probabilities(target.token_ids)
-        rho = _least_rho(target.probs, drafted, k)
-        for child in tries:
-            token = draft.tokens[child]
+    def choose(
+        self,
+        draft: Draft,
+        candidates: Sequence[int],
+        target: Distribution,
+        rng: Rng,
+    ) -> Choice:
+        """Try the next token of each independent draft with the same threshold."""
+        if not draft.walks or not candidates:
+            return super().choose(draft, candidates, target, rng)
+        k = len(candidates)
+        source = sampled_from(draft, candidates[0])  # that of all candidates
+        target_probs = target.probs
+        draft_probs = source.probabilities(target.token_ids)
+        rho = _least_rho(target_probs, draft_probs, k)
+        for node in candidates:
+            token = draft.tokens[node]
             if rng.random() < target.probability(token) / (rho * source.probability(token)):
-                return child, target
-        taken = np.minimum(drafted, target.probs / rho)
-        beta = float(taken.sum())
+                return node, target
+        # All were rejected: take from the target what was accepted on average.
+        accepted_probs = np.minimum(draft_probs, target_probs / rho)
+        beta = float(accepted_probs.sum())
         scale = (1.0 - (1.0 - beta) ** k) / beta if beta > 0.0 else 0.0
-        # Nothing is left only if everything was taken, up to rounding.
-        return None, target.reweighted(target.probs - taken * scale) or target
+        # Nothing is left only if everything was accepted, up to rounding.
+        return None, target.reweighted(target_probs - accepted_probs * scale) or target
 
 
-def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """Return the least rho, up to rounding and never below it. Both distributions are float64[m]."""
-    # k always suffices, since 1 - (1 - beta)^k <= k beta. The difference has one sign change.
-    low, high = 1.0, float(k)
-    for _ in range(_N_HALVINGS if k > 1 else 0):
+def _least_rho(
+    target_probs: ProbArray,
+    draft_probs: ProbArray,
+    k: int,
+) -> float:
+    """Return SpecTr's least rho, up to rounding and never below it, by bisection.
+
+    Args:
+        target_probs: The target's probabilities, float64[m].
+        draft_probs: The draft's probabilities of the same tokens, float64[m].
+        k: The number of independent drafts. rho = k always suffices, since
+            1 - (1 - beta)^k <= k beta.
+    """
+    low = 1.0
+    high = float(k)
+    if k == 1:
+        return high
+    for _ in range(_N_HALVINGS):  # the difference has one sign change
         middle = 0.5 * (low + high)
-        beta = float(np.minimum(draft, target / middle).sum())
+        beta = float(np.minimum(draft_probs, target_probs / middle).sum())
         if 1.0 - (1.0 - beta) ** k <= middle * beta:
             high = middle
         else:
@@ -145,81 +217,129 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
 
 
 class BlockVerifier(ResidualVerifier):
-    """Judge a drawn chain as a block, which on average never accepts fewer tokens than judging them
-    one by one (Sun et al., arXiv:2403.10444, Algorithm 2).
+    """Judges a sampled chain as a block.
+
+    On average this never accepts fewer tokens than judging them one by one (Sun et al.,
+    arXiv:2403.10444, Algorithm 2).
 
     With r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)), the prefix of length i is
     accepted with probability h(i) = s(i) / (s(i) + 1 - r(i)), where s(i) = sum over x of max(0,
     r(i) target(x) - draft(x)) after that prefix; the whole chain with h = r. The longest accepted
-    prefix is kept, and the token after it drawn from normalize(max(0, r target - draft)). A chain's
-    end may depend on the tokens before it.
+    prefix is kept, and the token after it sampled from normalize(max(0, r target - draft)). A
+    chain's end may depend on the tokens before it.
 
-    In a tree, each run of only children is a block; if it is accepted whole, the siblings after it
+    In a tree, each run of only children is a block. If all of it is accepted, the siblings after it
     are judged by recursive rejection, and a new block follows. The number of siblings must be fixed
-    before what follows is drawn.
+    before what follows is sampled.
     """
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
+        """Accept blocks, and a sibling between them, until a token is rejected."""
         if draft.walks:
             return super().verify(draft, target, rng)
-        path = list[int]()
+        path: list[int] = []
+        node = ROOT
         while True:
-            run, node = list[int](), path[-1] if path else ROOT
-            while len(children := draft.children[run[-1] if run else node]) == 1:
-                run += children
-            n_kept, after = _accept_block(draft, run, target, node, rng)
-            path += run[:n_kept]
-            accepted = None
-            if n_kept == len(run):
-                accepted, after = self.choose(draft, children, after, rng)
+            block = _only_children(draft, node)
+            n_accepted, after = _accept_block(draft, block, target, node, rng)
+            path += block[:n_accepted]
+            if n_accepted < len(block):
+                return Verdict(tuple(path), after.sample(rng))
+            siblings = draft.children[block[-1] if block else node]
+            accepted, after = self.choose(draft, siblings, after, rng)
             if accepted is None:
-                return Verdict(tuple(path), after.draw(rng))
+                return Verdict(tuple(path), after.sample(rng))
             path.append(accepted)
+            node = accepted
+
+
+def _only_children(draft: Draft, node: int) -> list[int]:
+    """Return the nodes below `node` until there is none, or there are siblings."""
+    block: list[int] = []
+    children = draft.children[node]
+    while len(children) == 1:
+        block += children
+        children = draft.children[block[-1]]
+    return block
 
 
 def _accept_block(
-    draft: Draft, run: Sequence[int], target: TargetAt, before: int, rng: Rng
+    draft: Draft,
+    block: Sequence[int],
+    target: TargetAt,
+    before: int,
+    rng: Rng,
 ) -> tuple[int, Distribution]:
-    """Return how many nodes of a run after `before` are kept, and what the token after them is
-    drawn from.
+    """Judge a block as `BlockVerifier` describes, in the notation of the paper.
+
+    Args:
+        draft: The draft.
+        block: The nodes x_1, x_2, ... of the block.
+        target: Returns the target's distribution after a node.
+        before: The node before the block.
+        rng: The source of randomness.
+
+    Returns:
+        How many nodes are accepted, and what the token after them is sampled from.
     """
-    after = kept_after = target(before)
-    ratio, kept_ratio, n_kept = 1.0, 1.0, 0
-    for i, node in enumerate(run, 1):
+    after = target(before)
+    ratio = 1.0  # r(i)
+    # The longest prefix that was accepted so far, with its r(i) and the target after it.
+    n_accepted = 0
+    accepted_ratio = ratio
+    after_accepted = after
+    for i, node in enumerate(block, 1):
         token = draft.tokens[node]
         odds = after.probability(token) / sampled_from(draft, node).probability(token)
-        ratio = min(1.0, ratio * odds)  # r(i)
+        ratio = min(1.0, ratio * odds)
         if ratio == 0.0:  # no longer prefix can be accepted either
             break
         after = target(node)
-        if i == len(run):
-            chance = ratio  # h(i)
+        if i == len(block):
+            acceptance = ratio  # h(i) of the whole chain
         else:
-            excess = after.excess(sampled_from(draft, run[i]), ratio)  # s(i)
+            excess = after.excess(sampled_from(draft, block[i]), ratio)  # s(i)
             # Where it is 0 and the ratio 1, the next prefix is accepted with certainty.
-            chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0  # h(i)
-        if rng.random() < chance:
-            n_kept, kept_ratio, kept_after = i, ratio, after
-    if n_kept < len(run):
-        kept_after = kept_after.minus(sampled_from(draft, run[n_kept]), kept_ratio) or kept_after
-    return n_kept, kept_after
+            acceptance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+        if rng.random() < acceptance:
+            n_accepted = i
+            accepted_ratio = ratio
+            after_accepted = after
+    if n_accepted < len(block):
+        rejected = sampled_from(draft, block[n_accepted])
+        after_accepted = after_accepted.minus(rejected, accepted_ratio) or after_accepted
+    return n_accepted, after_accepted
 
 
 def sampled_from(draft: Draft, node: int) -> Distribution:
-    """Return what a node's token was drawn from: all mass on the token if it was not drawn."""
+    """Return what a node's token was sampled from: certainty if it was not sampled at random."""
     return draft.distributions[node] or Distribution.certain(draft.tokens[node])
 
 
 class AutoVerifier:
-    """Picks the verifier that accepts most, by how a draft was made: to pick by its tokens would
-    bias the text.
+    """Picks the verifier that accepts most, by how a draft was made.
+
+    To pick it by the draft's tokens would bias the text.
     """
 
     wants_sampled_drafts = True
 
-    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
-        drawn: VerifierName = "spectr" if draft.walks else "block"
-        return VERIFIERS[drawn if draft.is_sampled else "match"].verify(draft, target, rng)
+    def verify(
+        self,
+        draft: Draft,
+        target: TargetAt,
+        rng: Rng,
+    ) -> Verdict:
+        """Verify by `spectr`, `block` or `match`."""
+        name: VerifierName = "match"
+        if draft.is_sampled:
+            name = "spectr" if draft.walks else "block"
+        return VERIFIERS[name].verify(draft, target, rng)
 
 
 VERIFIERS: Mapping[VerifierName, Verifier] = {

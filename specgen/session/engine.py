@@ -313,7 +313,7 @@ class Engine:
         slot = request.slot
         if self._prefixes is not None and slot is not None:
             sequence = slot.branches(self.target).first
-            reading_s = self._loop.reading.seconds(0, self._prefixes.due(sequence))
+            reading_s = self._loop.prefill_costs.seconds(0, self._prefixes.due(sequence))
             self._prefixes.store(sequence, reading_s)
 
     # --- waiting, reading, decoding, done ----------------------------------------------------
@@ -371,7 +371,7 @@ class Engine:
         events: list[Event] = []
         with self._failing([request]):
             n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
-            events += self._loop.read(request.running, n_most, is_unwanted)
+            events += self._loop.prefill(request.running, n_most, is_unwanted)
             self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)

@@ -1,28 +1,32 @@
-"""Open a session: choose what computes, load the target, and use the first draft that is expected
-to be faster.
+"""Open a session: load a target, and the first of its drafts that is expected to pay.
+
+The command line, the Python interface, the server and the adapters all come through here::
+
+    sources = find_models(choice)               # choose_models.py: names become files
+    wanted = WantedSession.of(sources, ...)     # what to load, and how it answers
+    start_kernels(kernel_options)               # once per process, before the first model
+    session = open_session(wanted, reporter, clock=time.perf_counter)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from specgen import __version__
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
 from specgen.llama.gguf_file import remember_checks
-from specgen.llama.kernels.admission import KernelStatus, choose_kernels, is_first_time, note_about
+from specgen.llama.kernels.admission import KernelStatus, choose_kernels, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
 from specgen.models.files import cache_folder, measurements_file, packed_folder
 from specgen.options import (
-    ContextOptions,
     Contexts,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     KernelOptions,
     SamplerOptions,
@@ -30,6 +34,7 @@ from specgen.options import (
 )
 from specgen.session.calibration import (
     WORTH,
+    PairCosts,
     Status,
     expected_gain,
     known_costs,
@@ -38,20 +43,86 @@ from specgen.session.calibration import (
 )
 from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
-from specgen.session.prompts import template_of
+from specgen.session.opening_notes import notes_about
 from specgen.session.session import Session
 from specgen.system.machine import look_at_machine
-from specgen.system.progress import human_bytes
 
-#: Raises that a target cannot do what is asked for.
+#: Raises a `SpecgenError` if the loaded target cannot do what it is needed for.
 Check = Callable[[Session], object]
-#: Errors of a draft that leave the target as it is.
+#: Errors of a draft after which the target can still be used.
 DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
+@dataclass(frozen=True, slots=True)
+class WantedSession:
+    """What to open."""
+
+    options: SessionOptions
+    #: The drafts to try, best first; `open_session` takes the first that loads and should pay.
+    #: Empty: the draft in `options`, whatever it costs.
+    drafts: tuple[DraftChoice, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        sources: Sources,
+        *,
+        sampling: SamplerOptions,
+        drafting: DraftOptions,
+        answer: GenerationOptions,
+        contexts: Contexts,
+    ) -> WantedSession:
+        """Combine the files that `find_models` found with the options of models and answers."""
+        options = SessionOptions(
+            target=sources.target,
+            draft=sources.draft,
+            sampler=sampling,
+            drafting=drafting,
+            generation=answer,
+            target_context=contexts.target,
+            draft_context=contexts.draft,
+            helpers=sources.helpers,
+            cache=cache_folder(),
+        )
+        return cls(options, sources.drafts)
+
+
+def _no_note(_text: str) -> None:
+    """Ignore a note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Where the progress and the notes of loading go; by default, nowhere."""
+
+    #: Gets one sentence at a time, for example why a draft was chosen.
+    note: Callable[[str], None] = _no_note
+    #: Shows what is being done while its context is open.
+    status: Status = no_status
+    #: Whether llama.cpp's log is shown. Then one model is loaded at a time, because the lines of
+    #: two would be mixed.
+    shows_log: bool = False
+
+    def prefixed(self, prefix: str) -> Reporter:
+        """Return a reporter whose notes begin with a prefix."""
+
+        def note(text: str) -> None:
+            self.note(f"{prefix}{text}")
+
+        return replace(self, note=note)
+
+
+SILENT = Reporter()
+
+
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU, before the first model; return it, and a note. Raise
-    `UsageError`.
+    """Choose what computes on the CPU in this process, before the first model is loaded.
+
+    Returns:
+        The choice, and a note for the user if it is not the expected one.
+
+    Raises:
+        UsageError: specgen's kernels were asked for and cannot be used.
     """
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
@@ -59,165 +130,145 @@ def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
     return status, note_about(status, wanted.choice, cache_folder())
 
 
-def session_options(
-    sources: Sources,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    answer: GenerationOptions,
-    contexts: Contexts,
-) -> SessionOptions:
-    return SessionOptions(
-        target=sources.target,
-        draft=sources.draft,
-        sampler=sampling,
-        drafting=drafting,
-        generation=answer,
-        target_context=contexts.target,
-        draft_context=contexts.draft,
-        helpers=sources.helpers,
-        cache=cache_folder(),
-    )
-
-
 def open_session(
-    options: SessionOptions,
-    drafts: Sequence[DraftChoice] = (),
+    wanted: WantedSession,
+    reporter: Reporter = SILENT,
     *,
     clock: Callable[[], float],
     measurements: MeasurementStore | None = None,
-    note: Callable[[str], None] = lambda _text: None,
-    check: Check = lambda _session: None,
-    status: Status = no_status,
-    load_ahead: bool = True,
+    check: Check | None = None,
+    vocabulary_only: bool = False,
 ) -> Session:
-    """Load a target, and the first of `drafts` (or the options' one) that fits and is expected to
-    be faster. Only a draft that the user named can raise an error; else the next is used, and
-    `note` gets the reason. `check` is called before. With `load_ahead`, the likely draft's weights
-    are read beside the target's. Raise `SpecgenError`.
+    """Load a target, and the first of its drafts that loads and is expected to pay.
+
+    A draft that the user named is used whatever it costs, and its errors are raised. A draft that
+    was chosen for the user never raises an error: the next one is tried, and the reporter gets the
+    reason.
+
+    Args:
+        wanted: The target, its drafts, and all other options.
+        reporter: Gets the progress and the notes.
+        clock: Returns seconds.
+        measurements: What was measured on this machine before; None reads the user's file.
+        check: Called with the loaded target, before drafts are tried; raises if it does not fit.
+        vocabulary_only: The target decodes elsewhere, so only its vocabulary is loaded.
+
+    Raises:
+        SpecgenError: The target, or a draft that the user named, cannot be used.
     """
-    if drafts:
-        options = replace(options, draft=drafts[0].draft)
-    # Chosen drafts are loaded after the target, once for all: errors of the two can be told apart.
-    is_chosen = bool(drafts and drafts[0].why)
-    packs = ", whose weights are packed for this machine" * is_packed_first(options.target)
-    with contextlib.ExitStack() as on_error, status(f"loading {options.target.name}{packs}"):
-        session = on_error.enter_context(
-            Session(
-                replace(options, draft="none") if is_chosen else options,
-                clock,
-                measurements if measurements is not None else open_measurements(),
-                draft_ahead=options.draft if load_ahead else "none",
-            )
+    options = wanted.options
+    if wanted.drafts:
+        options = replace(options, draft=wanted.drafts[0].draft)
+    # Drafts that the user did not name are loaded after the target: errors can be told apart.
+    is_draft_automatic = bool(wanted.drafts) and wanted.drafts[0].why != ""
+    message = f"loading {options.target.name}"
+    if is_packed_first(options.target):
+        message += ", whose weights are packed for this machine"
+
+    with contextlib.ExitStack() as on_error, reporter.status(message):
+        session = Session(
+            replace(options, draft="none") if is_draft_automatic else options,
+            clock,
+            open_measurements() if measurements is None else measurements,
+            draft_ahead="none" if reporter.shows_log else options.draft,
+            vocabulary_only=vocabulary_only,
         )
-        check(session)
-        chosen = [use_first(session, drafts)] if is_chosen else []
+        on_error.callback(session.close)
+        if check is not None:
+            check(session)
+        why_this_draft = use_first(session, wanted.drafts) if is_draft_automatic else None
         on_error.pop_all()
-    is_plain = bool(drafts) and options.draft == "none"
-    for text in (*chosen, *_notes(session, options, is_plain=is_plain)):
-        note(text)
+
+    if why_this_draft is not None:
+        reporter.note(why_this_draft)
+    never_drafts = bool(wanted.drafts) and options.draft == "none"
+    for note in notes_about(session, options, never_drafts=never_drafts):
+        reporter.note(note)
     return session
 
 
-def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
-    """Use the first draft that loads, if a model also one expected to gain; return a note with the
-    reasons.
-    """
-    said: list[str] = []
-    may_pay = True
-    for choice in choices:
-        path = choice.draft if isinstance(choice.draft, Path) else None
-        if session.n_rows_max == 1 or choice.is_measured:
-            path = None
-        if path is not None and not may_pay:
-            continue
-        try:
-            costs = known_costs(session, path) if path is not None else None
-            # A model that cannot pay by the known costs is not loaded.
-            if costs is None or expected_gain(costs) >= WORTH:
-                session.change_draft(choice.draft)
-                if path is not None:
-                    measure_costs(session)
-                    costs = known_costs(session, path)
-                    session.measurements.save()  # not every command saves what its session learns
-        except DRAFT_ERRORS as error:
-            said.append(error.message)
-            continue
-        if path is None or costs is None or (gain := expected_gain(costs)) >= WORTH:
-            return "; ".join(filter(None, (*said, choice.why, choice.advice)))
-        may_pay = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
-        why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
-        why = why if may_pay else "batches of the target take too long here for any draft model"
-        said.append(f"not drafting with {path.name}: {why}")
-    session.change_draft("none")
-    return "; ".join([*said, "not drafting"])
-
-
-# --- notes ----------------------------------------------------------------------------------------
-
-
-def _notes(session: Session, options: SessionOptions, *, is_plain: bool) -> Iterator[str]:
-    models = session.models
-    for model in models:
-        if model.loaded.kernel_problem:
-            yield (
-                f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
-                f"trial ({model.loaded.kernel_problem}); please report this (`specgen doctor -m` tries again)"
-            )
-        elif (packed := model.loaded.packed) and packed.n_new_bytes and not packed.lacks_room:
-            yield (
-                f"{model.name}: its weights were packed for this machine, and {human_bytes(packed.n_new_bytes)} are "
-                f"written to {packed_folder()}: the next start is quick (--packed-cache off keeps none)"
-            )
-    lacking = (each.name for each in models if each.loaded.packed and each.loaded.packed.lacks_room)
-    no_room = next(lacking, None)
-    marker = cache_folder() / f"no-room-for-packed-weights-{__version__}"
-    if no_room is not None and is_first_time(marker):
-        yield (
-            f"{no_room}: its packed weights are not kept, so every start packs them anew: the disk has "
-            "too little room (a tenth of it stays free; this note is shown once)"
-        )
-    plain = DraftOptions()
-    for field in fields(plain) if is_plain else ():
-        # What a variable of the environment sets holds for all commands; a store gets texts all the
-        # same.
-        says_more = "envvar" in field.metadata or field.name == "lookup_store"
-        is_set = getattr(options.drafting, field.name) != getattr(plain, field.name)
-        if is_set and field.metadata and not says_more:
-            name = field.metadata["spellings"][0].partition("/")[0]
-            yield f"{name} has no effect: with `--draft none` nothing drafts"
-    yield from layers_without_gpu(options.target_context, options.draft_context)
-    template = template_of(session.target, has_tools=True) or ""
-    for name in options.target_context.template_variables:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            yield f"--chat-template-kwargs: the chat template does not read {name}"
-    n_threads, n_cores = options.target_context.n_threads or 0, os.cpu_count() or 1
-    if n_threads > n_cores:
-        yield f"-t {n_threads} is slower than -t {n_cores}: this machine runs {n_cores} threads at once"
-    for draft in models[1:]:
-        if draft.size_bytes > session.target.size_bytes:
-            yield (
-                f"the draft {draft.name} ({human_bytes(draft.size_bytes)}) is larger than the target "
-                f"{session.target.name} ({human_bytes(session.target.size_bytes)}): are the two swapped?"
-            )
-
-
-def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterator[str]:
-    for context, name in ((target, "-ngl"), (draft, "-ngld")):
-        if context.n_gpu_layers > 0 and not build().gpu_offload:
-            layers = context.n_gpu_layers
-            yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
-
-
 def open_measurements() -> MeasurementStore:
-    built, machine = build(), look_at_machine()
-    affinity = getattr(os, "sched_getaffinity", None)
-    n_usable = len(affinity(0)) if affinity is not None else None
+    """Open the user's file of measurements. Those of another machine or build are ignored."""
+    built = build()
+    machine = look_at_machine()
+    get_affinity = getattr(os, "sched_getaffinity", None)
+    n_usable_cores = len(get_affinity(0)) if get_affinity is not None else None
     about = {
         "llama_cpp_python": built.version,
         "features": built.system_info,
         "devices": [device.description for device in built.devices],
-        "cores": [machine.n_physical_cores, machine.n_logical_cores, n_usable],
+        "cores": [machine.n_physical_cores, machine.n_logical_cores, n_usable_cores],
         "cpu": machine.cpu,
         "kernels": computing(),
     }
     return MeasurementStore(measurements_file(), about)
+
+
+# --- the choice of a draft --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _DraftSelection:
+    """Tries the drafts for a loaded target until one is in use."""
+
+    session: Session
+    #: Why the drafts so far were not taken.
+    reasons: list[str] = field(default_factory=list)
+    #: Whether any draft model could pay here: batches of the target may be too slow.
+    models_may_pay: bool = True
+
+    def takes(self, choice: DraftChoice) -> bool:
+        """Use a draft if it loads and is expected to pay; else note the reason."""
+        model = self._model_to_judge(choice)
+        if model is not None and not self.models_may_pay:
+            return False
+        try:
+            costs = self._load(choice.draft, model)
+        except DRAFT_ERRORS as error:
+            self.reasons.append(error.message)
+            return False
+        if model is None or costs is None:
+            return True
+        gain = expected_gain(costs)
+        if gain >= WORTH:
+            return True
+        self.models_may_pay = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
+        why = "batches of the target take too long here for any draft model"
+        if self.models_may_pay:
+            why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
+        self.reasons.append(f"not drafting with {model.name}: {why}")
+        return False
+
+    def _model_to_judge(self, choice: DraftChoice) -> Path | None:
+        """Return the draft if it is a model whose gain has to be estimated."""
+        never_drafts = self.session.n_rows_max == 1
+        if never_drafts or choice.is_measured or not isinstance(choice.draft, Path):
+            return None
+        return choice.draft
+
+    def _load(self, draft: DraftSource, model: Path | None) -> PairCosts | None:
+        """Load a draft, and measure the costs of a `model`; one that cannot pay is not loaded."""
+        if model is None:
+            self.session.change_draft(draft)
+            return None
+        costs = known_costs(self.session, model)
+        if costs is not None and expected_gain(costs) < WORTH:
+            return costs
+        self.session.change_draft(draft)
+        measure_costs(self.session)
+        self.session.measurements.save()  # not every command saves what its session measures
+        return known_costs(self.session, model)
+
+
+def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
+    """Use the first draft that loads and, if it is a model, is expected to pay.
+
+    Returns:
+        A note with the reasons.
+    """
+    selection = _DraftSelection(session)
+    for choice in choices:
+        if selection.takes(choice):
+            return "; ".join(filter(None, (*selection.reasons, choice.why, choice.advice)))
+    session.change_draft("none")
+    return "; ".join([*selection.reasons, "not drafting"])

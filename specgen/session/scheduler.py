@@ -127,8 +127,8 @@ class Scheduler:
         """
         if self._chosen is not None:  # learn from the piece that was read last
             (running, n_before, before_s, overtook), self._chosen = self._chosen, None
-            if (n := running.n_read - n_before) > 0:
-                self._token_s = (running.tally.prompt_s - before_s) / n
+            if (n := running.n_prefilled - n_before) > 0:
+                self._token_s = (running.stats.prompt_s - before_s) / n
                 self._n_overtaken = max(0, self._n_overtaken + (n if overtook else -n))
         is_oldest_due = self._n_overtaken >= self._target.n_batch
 
@@ -142,7 +142,7 @@ class Scheduler:
         request = min(reading, key=rank)
         overtakes = request.index > min(other.index for other in reading)
         running = request.running
-        self._chosen = running, self._n_read(request), running.tally.prompt_s, overtakes
+        self._chosen = running, self._n_read(request), running.stats.prompt_s, overtakes
         return request
 
     def can_prefill_alongside(self, reading: Request) -> bool:

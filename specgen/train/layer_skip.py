@@ -27,7 +27,7 @@ from specgen.llama.library import ggml, llama_cpp
 from specgen.llama.operators import copy_tensor, write_copy
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.session.calibration import Costs, expected_gain, target_costs
+from specgen.session.calibration import PairCosts, expected_gain, target_costs
 from specgen.session.session import Session
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget
@@ -92,7 +92,7 @@ def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> P
 
     def speedup(n_left_out: int, agreement: float) -> float:
         token_s = batch_s[1] * (1.0 - n_left_out * layer_share)
-        return expected_gain(Costs(batch_s, token_s), agreement)
+        return expected_gain(PairCosts(batch_s, token_s), agreement)
 
     context = session.costs.context_options()
     with Judge(model, context, judging, session.clock) as judge:

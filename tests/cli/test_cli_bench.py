@@ -146,17 +146,17 @@ def test_the_page_has_each_answer_and_the_charts(
     errors: list[object] = []
     page.on("pageerror", lambda error: errors.extend([error]))
     page.goto(file.as_uri())
-    assert page.locator("h1").text_content() == "target.gguf: what drafting gains"
+    assert page.locator("h1").text_content() == "target.gguf: the speed-up from drafting"
     names = page.locator("#figures .chart").first.locator(".faint").all_text_contents()
     assert names == ["draft.gguf", "ngram"]
     assert page.locator("#figures > p").all_text_contents() == ["code", "prose"]
     shares = page.locator("#figures details").first.locator(".bar span").all_text_contents()
-    assert sum(int(each.removesuffix(" %")) for each in shares) == pytest.approx(100, abs=3)
+    assert sum(int(each.removesuffix("%")) for each in shares) == pytest.approx(100, abs=3)
     prompts = page.locator("#prompts details")
     assert prompts.count() == 3
     prompts.first.locator("summary").click()
-    page.get_by_text("the same text as without drafts").first.wait_for()
-    assert prompts.first.locator(".said").count() == 4  # the prompt and three answers
+    page.get_by_text("same text as plain decoding").first.wait_for()
+    assert prompts.first.locator(".text").count() == 4  # the prompt and three answers
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert not errors
 

@@ -233,7 +233,7 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert [line.split()[1:3] for line in notes("-t", "3", draft="draft")] == [["-t", "3"]]
     built = dataclasses.replace(build(), gpu_offload=False)
-    monkeypatch.setattr("specgen.session.open.build", lambda: built)
+    monkeypatch.setattr("specgen.session.opening_notes.build", lambda: built)
     assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]
     built = dataclasses.replace(built, gpu_offload=True)
     assert notes("-ngl", "9", draft="draft") == []

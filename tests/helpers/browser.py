@@ -9,20 +9,30 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-#: The program to take; without it, the first of these names that is on the PATH.
+#: The environment variable that names the browser's program.
 CHROMIUM_VARIABLE = "SPECGEN_TEST_CHROMIUM"
+#: Without it, the first of these that is on the PATH.
 _NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser without a window. Skips the test where no Chromium is installed."""
-    program = os.environ.get(CHROMIUM_VARIABLE) or next(
-        filter(None, map(shutil.which, _NAMES)), None
-    )
+    """A browser without a window; without Chromium, the test is skipped."""
+    program = _chromium()
     if program is None:
         pytest.skip(f"no Chromium: install {_NAMES[0]}, or name one in {CHROMIUM_VARIABLE}")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program)
         yield browser
         browser.close()
+
+
+def _chromium() -> str | None:
+    named = os.environ.get(CHROMIUM_VARIABLE)
+    if named:
+        return named
+    for name in _NAMES:
+        program = shutil.which(name)
+        if program is not None:
+            return program
+    return None

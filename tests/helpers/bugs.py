@@ -68,10 +68,10 @@ class _Residual:
             source = sampled_from(draft, child)
             wanted = target(node)
             if not self.accepts(wanted, source, token, rng):
-                return Verdict(tuple(path), self.residual(wanted, source).draw(rng))
+                return Verdict(tuple(path), self.residual(wanted, source).sample(rng))
             path.append(child)
             node = child
-        return Verdict(tuple(path), target(self.bonus_row(path)).draw(rng))
+        return Verdict(tuple(path), target(self.bonus_row(path)).sample(rng))
 
     def accepts(
         self, target: Distribution, draft: Distribution, token: int, rng: np.random.Generator

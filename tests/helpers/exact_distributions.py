@@ -59,7 +59,7 @@ def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
     """Let something happen in every way there is; distributions are drawn from by fate."""
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Distribution, "draw", _draw)
+        patch.setattr(Distribution, "sample", _sample)
         while True:
             fate = Fate(decided)
             run(fate)
@@ -72,5 +72,5 @@ def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
             decided[-1] += 1
 
 
-def _draw(self: Distribution, fate: Fate) -> int:
+def _sample(self: Distribution, fate: Fate) -> int:
     return int(self.token_ids[fate.decide(self.probs.tolist())])

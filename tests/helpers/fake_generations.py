@@ -224,8 +224,8 @@ class Setup:
             cascade=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
             policy=(self.policy or FixedPolicy)(self.drafting),
             verifier=self.verifier or AutoVerifier(),
-            shaper=SamplingPipeline(Sampler(self.sampler), state),
-            state=state,
+            sampling=SamplingPipeline(Sampler(self.sampler), state),
+            text_state=state,
             rng=np.random.default_rng(self.seed),
             slot=Branches(first=index * self.n_branches, n_branches=self.n_branches),
             index=index,
@@ -253,7 +253,7 @@ class Setup:
 
 def read_prompt(loop: AnswerLoop, generation: AnswerState) -> None:
     while not (generation.is_started or generation.is_finished):
-        loop.read(generation)
+        loop.prefill(generation)
 
 
 def plain_answer(setup: Setup) -> tuple[int, ...]:

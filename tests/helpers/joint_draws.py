@@ -17,7 +17,8 @@ import numpy as np
 from specgen.drafters.translated import DraftText, TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
-from specgen.method.answer_state import AnswerState, Tally
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.hidden_states import LastHiddenState
@@ -172,7 +173,10 @@ class _Mark:
     """A place in a text, to which tests go back; the product never does."""
 
     def __init__(self, sequence: AnswerState) -> None:
-        self.n_tokens, self._grammar = len(sequence.state.tokens), sequence.state.grammar()
+        self.n_tokens, self._grammar = (
+            len(sequence.text_state.tokens),
+            sequence.text_state.grammar(),
+        )
         self._drafter = sequence.cascade.model if sequence.cascade is not None else None
         self._hidden = (
             sequence.hidden_states.last
@@ -183,10 +187,10 @@ class _Mark:
             self._spelled = _copied(self._drafter.text)
 
     def restore(self, sequence: AnswerState) -> None:
-        state = sequence.state
+        state = sequence.text_state
         del state.tokens[self.n_tokens :]
         state._n_shown = min(state._n_shown, self.n_tokens)  # noqa: SLF001
-        sequence.state._grammar = self._grammar  # noqa: SLF001
+        sequence.text_state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
         if sequence.cascade is not None and sequence.cascade.free is not None:
             sequence.cascade.free.rewind(self.n_tokens)
@@ -277,13 +281,13 @@ def _draw(
         policy.n_max = 1 + policy.n_max % max(1, min(depth, sequence.policy.n_max))
         place.restore(drawing)
         loop.target.remove(0, place.n_tokens - 1)
-        once = replace(drawing, tally=Tally(), finish_reason=None)
+        once = replace(drawing, stats=AnswerStats(), finish_reason=None)
         found: list[int] = []
         while len(found) < depth and not once.is_finished:
             found += tokens_of(loop.round([once]))
             assert once.failure is None, once.failure
-        n_drafted += once.tally.n_drafted
-        n_accepted += once.tally.n_accepted
+        n_drafted += once.stats.n_drafted
+        n_accepted += once.stats.n_accepted
         drawn[tuple(found[:depth])] += 1
     place.restore(drawing)
     exact = exact_cells(sequence, loop.target, depth)
@@ -293,7 +297,7 @@ def _draw(
 def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell, float]:
     """The probability of each continuation of the text by `depth` tokens, or to its end."""
     # Another shaper: that of the draws remembers the distributions that it used, right or wrong.
-    shaper = SamplingPipeline(sequence.shaper._sampler, sequence.state)  # noqa: SLF001
+    shaper = SamplingPipeline(sequence.sampling._sampler, sequence.text_state)  # noqa: SLF001
     is_end = sequence.vocabulary.is_end
     cells: dict[Cell, float] = {}
 
@@ -301,12 +305,12 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
         if len(path) == depth or (path and is_end(path[-1])):
             cells[path] = prob
             return
-        forced = sequence.state.forced(path)
+        forced = sequence.text_state.forced(path)
         if forced is not None:
             follow((*path, forced), prob)
             return
-        text = (*sequence.state.tokens, *path)
-        target.remove(0, len(sequence.state.tokens) - 1)
+        text = (*sequence.text_state.tokens, *path)
+        target.remove(0, len(sequence.text_state.tokens) - 1)
         batch = _rows(text, target.length(0), len(text), n_wanted=1)
         step = shaper.distribution(target.decode(batch)[-1].copy(), path)
         for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):

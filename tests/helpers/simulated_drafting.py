@@ -104,8 +104,8 @@ def run(
         plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=price))
         if plan.n_max >= 1:
             whole = _drafted(world, plan, place)
-            draft_s, behind_s = behind_s + len(whole.looks) * world.draft_s, 0.0
-            found.n_looks += len(whole.looks)
+            draft_s, behind_s = behind_s + len(whole.step_confidences) * world.draft_s, 0.0
+            found.n_looks += len(whole.step_confidences)
         draft = plan.stop.cut(whole)
         n_right, n_rows = world.n_right(place, len(draft)), len(draft) + 1
         draft_s, target_s = slowness() * draft_s, slowness() * world.target_s(n_rows)
@@ -127,11 +127,12 @@ def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
     while goes_on:
         at = place + len(tokens)
         looks.append(float(world.confidences[at]))
-        takes, goes_on, whole = plan.after_draft_step(len(tokens), whole, looks[-1])
-        if not takes:
+        step = plan.after_draft_step(len(tokens), whole, looks[-1])
+        whole, goes_on = step.cumulative_acceptance, step.continue_drafting
+        if not step.keep_token:
             break
         tokens.append(at if world.rights[at] else WRONG)
-    return Draft.chain(tokens, "model", looks[: len(tokens)], looks=looks)
+    return Draft.chain(tokens, "model", looks[: len(tokens)], step_confidences=looks)
 
 
 def text(

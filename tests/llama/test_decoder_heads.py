@@ -196,7 +196,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(
                 alone.decode(batch.part(0, n_read - 1))
                 _, hidden = alone.decode_hidden(batch.part(n_read - 1, n_read))
                 np.testing.assert_allclose(state, hidden[0], rtol=1e-4, atol=1e-4)
-            assert generation.tally.n_drafted > 0
+            assert generation.stats.n_drafted > 0
             assert n_seen == {1} if grammar is None else max(n_seen) > 3
 
 

@@ -15,7 +15,7 @@ from specgen.measure.draft_trial import (
     replay,
     summarise,
 )
-from specgen.method.answer_state import Tally
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.options import DraftOptions, GenerationOptions
@@ -73,11 +73,11 @@ def test_a_replay_drafts_and_accepts_what_the_two_together_would(
     real, _ = setup.run()
     setup.drafter = drafters()[name]()
     found = replayed(setup)
-    tally = real.tally
-    assert found.tally.n_rounds == tally.n_rounds
-    assert found.tally.n_drafted == tally.n_drafted
-    assert found.tally.n_accepted == tally.n_accepted
-    assert found.n_tokens == tally.n_round_tokens
+    stats = real.stats
+    assert found.stats.n_rounds == stats.n_rounds
+    assert found.stats.n_drafted == stats.n_drafted
+    assert found.stats.n_accepted == stats.n_accepted
+    assert found.n_tokens == stats.n_round_tokens
 
 
 def test_an_answer_that_ends_by_itself_is_replayed_to_its_end() -> None:
@@ -92,7 +92,7 @@ def test_an_answer_that_ends_by_itself_is_replayed_to_its_end() -> None:
     setup.drafter = model_drafter(setup.language, vocabulary)[0]
     real, _ = setup.run()
     setup.drafter = model_drafter(setup.language, vocabulary)[0]
-    assert replayed(setup).tally.n_accepted == real.tally.n_accepted
+    assert replayed(setup).stats.n_accepted == real.stats.n_accepted
 
 
 def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
@@ -101,9 +101,9 @@ def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
         Setup(drafter=drafters()["itself"](), options=GenerationOptions(max_tokens=11))
     )
     # 10 tokens after the prompt's: rounds of 4 + 1 of them.
-    assert (itself.n_tokens, itself.tally.n_rounds, itself.tally.n_drafted) == (10, 2, 8)
-    assert (itself.start_s, itself.tally.draft_s) == (1.0, 2.0)
-    assert itself.tally.target_s == 2 * 18.0
+    assert (itself.n_tokens, itself.stats.n_rounds, itself.stats.n_drafted) == (10, 2, 8)
+    assert (itself.start_s, itself.stats.draft_s) == (1.0, 2.0)
+    assert itself.stats.target_s == 2 * 18.0
     assert itself.token_s == 10.0
     assert itself.speedup == pytest.approx(100 / 38)
 
@@ -137,10 +137,10 @@ def test_each_kind_of_task_has_its_figures() -> None:
 def a_replay(
     n_tokens: int, n_rounds: int, draft_s: float, target_s: float, kind: str = ""
 ) -> Replay:
-    tally = Tally(n_rounds=n_rounds, n_drafted=3 * n_rounds, n_accepted=n_tokens - n_rounds)
-    tally.draft_s, tally.target_s = draft_s, target_s
-    tally.drafted_by_depth.update(dict.fromkeys(range(3), n_rounds))
-    return Replay(n_tokens, tally, 5.0, 2.0, kind)
+    stats = AnswerStats(n_rounds=n_rounds, n_drafted=3 * n_rounds, n_accepted=n_tokens - n_rounds)
+    stats.draft_s, stats.target_s = draft_s, target_s
+    stats.drafted_by_depth.update(dict.fromkeys(range(3), n_rounds))
+    return Replay(n_tokens, stats, 5.0, 2.0, kind)
 
 
 def test_the_speedup_is_the_mean_over_answers_and_other_figures_are_ratios_of_sums() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.method.acceptance import N_BINS, AcceptanceRates
-from specgen.method.answer_state import Tally
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.stopping import CostAwareStopping, draft_step_values
@@ -222,11 +222,11 @@ def test_the_value_is_that_of_the_best_answers_to_all_questions(
 
 def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:
     # 10 s for the prompt, then 40 tokens in 4 s, which take 8 s without a draft.
-    tally = Tally(prompt_s=10.0, wall_s=14.0, start_s=10.0, n_start_tokens=1)
-    assert tally.speed(41) == pytest.approx(10.0)
-    assert tally.whole_speedup(41, 0.2) == pytest.approx(18 / 14)
-    assert tally.whole_speedup(41, None) is None
-    assert tally.whole_speedup(1, 0.2) is None
+    stats = AnswerStats(prompt_s=10.0, wall_s=14.0, start_s=10.0, n_start_tokens=1)
+    assert stats.speed(41) == pytest.approx(10.0)
+    assert stats.whole_speedup(41, 0.2) == pytest.approx(18 / 14)
+    assert stats.whole_speedup(41, None) is None
+    assert stats.whole_speedup(1, 0.2) is None
 
 
 def decode(n_committed: int, target_s: float, n_sequences: int = 1) -> RoundResult:
@@ -245,16 +245,16 @@ def decode(n_committed: int, target_s: float, n_sequences: int = 1) -> RoundResu
 @pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
 def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: float) -> None:
     costs = CostTable({1: 0.1, 2: 0.14, 4: 0.2})
-    tally = Tally()
-    assert tally.priced_token_s(costs) is None
-    tally.add_round(decode(3, pace * 0.2))
-    tally.add_round(decode(1, pace * 0.2, n_sequences=2))
-    assert tally.priced_token_s(costs) == pytest.approx(pace * (3 * 0.1 + 0.07) / 4)
-    assert tally.priced_token_s(CostTable()) is None
+    stats = AnswerStats()
+    assert stats.priced_token_s(costs) is None
+    stats.add_round(decode(3, pace * 0.2))
+    stats.add_round(decode(1, pace * 0.2, n_sequences=2))
+    assert stats.priced_token_s(costs) == pytest.approx(pace * (3 * 0.1 + 0.07) / 4)
+    assert stats.priced_token_s(CostTable()) is None
 
 
 def test_the_uncertainty_follows_from_how_much_decodes_differ() -> None:
-    steady, rough = Tally(), Tally()
+    steady, rough = AnswerStats(), AnswerStats()
     for number in range(30):
         steady.add_round(decode(2, 0.2))
         rough.add_round(decode(2, 0.2 if number % 2 else 0.24))
@@ -265,6 +265,6 @@ def test_the_uncertainty_follows_from_how_much_decodes_differ() -> None:
     # 0.2 or 0.24: 9 % from their mean, of which two standard errors are 18 %.
     assert rough.speedup_error() == pytest.approx(0.18, abs=0.02)
     # A few decodes do not tell how much they differ.
-    few = Tally()
+    few = AnswerStats()
     few.add_round(decode(2, 0.2))
     assert few.speedup_error() > rough.speedup_error()

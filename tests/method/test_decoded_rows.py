@@ -11,7 +11,7 @@ from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.method.backend import Batch
 from specgen.method.cascade import Cascade
 from specgen.method.policy import FixedPolicy, Offer, RoundPlan
-from specgen.method.stopping import StoppingRule
+from specgen.method.stopping import DraftStep, StoppingRule
 from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.system.arrays import Logits
@@ -76,8 +76,10 @@ class Models:
 class UpToTwo(StoppingRule):
     """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
 
-    def after_draft_step(self, n: int, whole: float, confidence: float) -> tuple[bool, bool, float]:
-        return n < 2, True, whole
+    def after_draft_step(
+        self, n_drafted: int, cumulative_acceptance: float, confidence: float
+    ) -> DraftStep:
+        return DraftStep(n_drafted < 2, True, cumulative_acceptance)
 
 
 class EitherDraft(FixedPolicy):
@@ -133,9 +135,9 @@ def test_nothing_that_a_model_holds_is_decoded_again(
     if name in COMBINED and n_draft == 6:
         assert {nodes[0].origin for nodes in drafts(events)} == {"ngram", "model"}
     # The target: the prompt, then one batch a round; the last token needs no decode.
-    tally = generation.tally
-    assert made.target.n_decodes == 1 + tally.n_rounds
-    assert made.target.n_decoded_rows == len(PROMPT) + tally.n_rounds + tally.n_drafted
+    stats = generation.stats
+    assert made.target.n_decodes == 1 + stats.n_rounds
+    assert made.target.n_decoded_rows == len(PROMPT) + stats.n_rounds + stats.n_drafted
 
 
 def test_what_was_committed_rides_in_the_next_batch() -> None:

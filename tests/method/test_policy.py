@@ -106,8 +106,9 @@ def looked(plan: RoundPlan, confidences: Sequence[float]) -> list[tuple[bool, bo
     """
     found, whole = list[tuple[bool, bool]](), 1.0
     for n, confidence in enumerate(confidences):
-        takes, goes_on, whole = plan.after_draft_step(n, whole, confidence)
-        found.append((takes, goes_on))
+        step = plan.after_draft_step(n, whole, confidence)
+        whole = step.cumulative_acceptance
+        found.append((step.keep_token, step.continue_drafting))
     return found
 
 
@@ -240,7 +241,7 @@ def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     assert len(plan.stop.cut(chain(*[0.8] * 16))) == n
     # A sure draft grows long, an unsure one not at all.
     assert all(takes for takes, _ in looked(plan, [0.999] * 16))
-    assert not plan.after_draft_step(0, 1.0, 0.9 * bound)[0]
+    assert not plan.after_draft_step(0, 1.0, 0.9 * bound).keep_token
 
 
 def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
@@ -533,7 +534,9 @@ def test_what_was_not_worth_verifying_is_compared_with_the_text(
 def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware(acceptance=acceptance)
-    draft = planned(policy).stop.cut(replace(drawn(0.05, 0.15, 0.2), looks=(0.93, 0.55, 0.1)))
+    draft = planned(policy).stop.cut(
+        replace(drawn(0.05, 0.15, 0.2), step_confidences=(0.93, 0.55, 0.1))
+    )
     assert len(draft) == 3
     policy.observe(result(draft, 1))
     counts = acceptance["model"].counts
@@ -572,9 +575,10 @@ def test_whatever_happens_its_answers_are_finite(
         plan = planned(policy, n_left=50, price=Price(draft_s, draft_s, draft_s))
         kept, whole = list[float](), 1.0
         for confidence in confidences[: plan.n_max]:
-            takes, _, whole = plan.after_draft_step(len(kept), whole, confidence)
+            step = plan.after_draft_step(len(kept), whole, confidence)
+            whole = step.cumulative_acceptance
             assert math.isfinite(whole)
-            if not takes:
+            if not step.keep_token:
                 break
             kept.append(confidence)
         draft = plan.stop.cut(chain(*kept))

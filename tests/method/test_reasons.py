@@ -56,7 +56,7 @@ def after(policy: Policy, n_rounds: int, asked: Offer, *, right: bool = False) -
         plan = policy.plan(asked)
         whole = plan.found
         if plan.n_max:
-            whole = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, looks=[0.9] * 4)
+            whole = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, step_confidences=[0.9] * 4)
         path = tuple(range(len(whole))) if right else ()
         committed = (*(whole.tokens if right else ()), 9)
         n_rows = 1 + len(whole)
@@ -127,7 +127,7 @@ class Unsure(NoDrafter):
     """Looks at the next token, and drafts nothing."""
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(replace(NO_DRAFT, looks=(0.1,)))
+        return ready(replace(NO_DRAFT, step_confidences=(0.1,)))
 
 
 class Forbidden(NoDrafter):

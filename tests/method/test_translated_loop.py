@@ -111,7 +111,7 @@ class Pair:
         setup.drafter = make
         generation, events = setup.run()
         assert not [event for event in events if isinstance(event, NoticeEvent)], events
-        watched[0].tally = generation.tally
+        watched[0].stats = generation.stats
         return generation, events, watched[0]
 
     def check(self) -> Watched:
@@ -134,7 +134,7 @@ class Watched(WrappedDrafter):
         self.says_all = {*BYTES} <= {*backend.vocabulary.pieces}
         assert isinstance(inner.inner, ModelDrafter)
         self.translated, self.model, self.backend = inner, inner.inner, backend
-        self.tally: Any = None
+        self.stats: Any = None
         self.n_proposals = self.n_slides = 0
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
@@ -214,11 +214,11 @@ def test_drafts_in_another_vocabulary_are_accepted() -> None:
     for seed in range(12):
         pair = Pair(cut(seed), cut(100 + seed), seed, seed, options=endless)
         watched = pair.check()
-        counts["drafted"] += watched.tally.n_drafted
-        counts["accepted"] += watched.tally.n_accepted
+        counts["drafted"] += watched.stats.n_drafted
+        counts["accepted"] += watched.stats.n_accepted
         counts["decoded"] += watched.backend.n_decoded_rows
-        counts["text"] += len(watched.translated.text.tokens) + watched.tally.n_rounds
-        counts["wrong"] += replace(pair, draft_language=seed + 1).check().tally.n_accepted
+        counts["text"] += len(watched.translated.text.tokens) + watched.stats.n_rounds
+        counts["wrong"] += replace(pair, draft_language=seed + 1).check().stats.n_accepted
     assert counts["accepted"] > 0.27 * counts["drafted"] > 100
     assert counts["accepted"] > 1.3 * counts["wrong"] > 0
     # What is decoded: the text, what was refused, and the few tokens of a round that are spelled
@@ -232,8 +232,8 @@ def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) 
     pair = Pair(cut(1), cut(101), 1, 1, n_ctx=n_ctx, options=options)
     watched = pair.check()
     assert watched.n_slides >= 1
-    assert watched.n_proposals >= watched.tally.n_rounds - 1
-    assert watched.tally.n_accepted > 0.6 * watched.tally.n_drafted > 20
+    assert watched.n_proposals >= watched.stats.n_rounds - 1
+    assert watched.stats.n_accepted > 0.6 * watched.stats.n_drafted > 20
     # Sliding costs about one more token of prompt for each token of text.
     whole = replace(pair, n_ctx=256).check()
     n_said = len(watched.translated.text.tokens)
@@ -246,4 +246,4 @@ def test_half_characters_are_finished_by_the_draft() -> None:
     characters = vocabulary([character.encode() for character in ALPHABET], ["</s>"])
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
     watched = Pair(target, characters, 1, 1, options=options).check()
-    assert watched.tally.n_accepted > 0.5 * watched.tally.n_drafted
+    assert watched.stats.n_accepted > 0.5 * watched.stats.n_drafted

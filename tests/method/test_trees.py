@@ -173,7 +173,7 @@ def drawn_tree(
         for _ in range(min((1, 1, 2, 2, 3)[number // 5 % 5], n_max - len(tokens))):
             if left is None:
                 break
-            token = left.draw(fate)  # type: ignore[arg-type]
+            token = left.sample(fate)  # type: ignore[arg-type]
             child = len(tokens)
             tokens.append(token)
             parents.append(node)
@@ -250,7 +250,7 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
             texts: list[tuple[int, ...]] = [()]
             for _ in range(n_deep):
                 after = source(texts[-1])
-                texts.append((*texts[-1], after.draw(fate)))  # type: ignore[arg-type]
+                texts.append((*texts[-1], after.sample(fate)))  # type: ignore[arg-type]
                 if texts[-1] not in nodes:
                     nodes[texts[-1]] = len(nodes)
                     sources.append(after)
@@ -506,8 +506,8 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
     for drafter in (tree, chain):
         generation, branched = grown(drafter, language, CHEAP)
         assert any(branched) == (drafter is tree)
-        assert generation.tally.mean_accepted_length is not None
-        lengths.append(generation.tally.mean_accepted_length)
+        assert generation.stats.mean_accepted_length is not None
+        lengths.append(generation.stats.mean_accepted_length)
     assert lengths[0] > 1.15 * lengths[1]
 
 
@@ -528,7 +528,7 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_deepest=2)
     drafting, policy = (BY_COST, by_cost) if is_auto else (FIXED, None)
     setup = Setup(language, drafter=drafter, drafting=drafting, policy=policy, n_branches=16)
-    assert len(setup.run()[0].tally.drafted_by_depth) == 2
+    assert len(setup.run()[0].stats.drafted_by_depth) == 2
 
 
 def test_a_shape_may_ask_for_many_guesses() -> None:

@@ -1,4 +1,4 @@
-"""The page of an answer's rounds, in a browser."""
+"""The page that replays an answer, in a real browser."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def test_an_answer_grows_round_by_round(browser: Browser, tmp_path: Path) -> Non
     events = script.tree(drafted, parents, (0,), ".").finish().events
     write_page(tmp_path / "page.html", REPLAY, [*map(to_json_object, events)])
     page = browser.new_page(viewport={"width": 375, "height": 800})
-    errors: list[object] = []
-    page.on("pageerror", lambda error: errors.extend([error]))
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto((tmp_path / "page.html").as_uri())
     assert page.locator("#answer").text_content() == "The <!--<script> cat lay down.  up  there"
     page.keyboard.press("ArrowLeft")
-    assert page.locator("#place").text_content() == "round 2 of 3"
+    assert page.locator("#position").text_content() == "round 2 of 3"
     assert page.locator("#answer").text_content() == "The <!--<script> cat lay  sat on"
     assert page.locator("#answer .rejected").text_content() == " sat on"
-    rows = page.locator("#rows tr").all_text_contents()
-    assert rows[1:3] == [" cat50 %accepted", "   sat50 %rejected"]
+    rows = page.locator("#round tr").all_text_contents()
+    assert rows[1:3] == [" cat50%accepted", "   sat50%rejected"]
     page.keyboard.press("Home")
     assert page.locator("#answer").text_content() == "The <!--<script>"
-    page.locator("#line").click(position={"x": 340, "y": 10})
-    assert page.locator("#place").text_content() == "round 3 of 3"
+    page.locator("#timeline").click(position={"x": 340, "y": 10})
+    assert page.locator("#position").text_content() == "round 3 of 3"
     page.locator("#play").click()
     page.wait_for_function("document.getElementById('play').textContent === '▶'")
-    assert page.locator("#place").text_content() == "round 3 of 3"
+    assert page.locator("#position").text_content() == "round 3 of 3"
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert not errors

@@ -1,4 +1,4 @@
-"""The server's page in a real browser, with tiny models behind it."""
+"""The server's page in a real browser, with answers of tiny models."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ from tests.tiny import CHATML_TEMPLATE
 __all__ = ["browser"]
 
 QUESTION = "the cat is in the"
-KINDS = ("accepted", "corrected", "bonus", "plain")
+KINDS = ("accepted", "corrected", "bonus", "forced", "plain")
 CHATTING: dict[str, Any] = {"chat_template": CHATML_TEMPLATE, "draft": 0.05}
 API = "**/v1/chat/completions"
 expect.set_options(timeout=1000 * PATIENCE_S)
 
 
-#: Its draft has tokens that are accepted and refused.
+#: A server whose target accepts some drafted tokens and rejects others.
 server = serves(**CHATTING)
-
-
-#: Its answers take minutes.
+#: A server whose answers take minutes.
 endless = serves(**CHATTING, n_ctx_train=32768, n_ctx=32768, max_tokens=-1)
 
 
 @contextlib.contextmanager
 def opened(browser: Browser, url: str) -> Iterator[Page]:
-    """The page in a window of its own."""
+    """Open the page in a browser window of its own."""
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(url)
@@ -47,23 +45,23 @@ def opened(browser: Browser, url: str) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Page]:
-    """The page. At the end it has asked nobody else, and its console shows no error."""
-    faults: list[str] = []
+    """The page. It must send requests to its own server only, and log no errors."""
+    errors: list[str] = []
     addresses: list[str] = []
 
-    def note(message: ConsoleMessage) -> None:
-        # The browser also notes each response with an error status, which some tests ask for.
+    def collect_error(message: ConsoleMessage) -> None:
+        # The browser also logs each response with an error status, which some tests cause.
         if message.type == "error" and "Failed to load resource" not in message.text:
-            faults.append(message.text)
+            errors.append(message.text)
 
     with opened(browser, server.url) as page:
-        page.on("console", note)
-        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", collect_error)
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: addresses.append(request.url))
-        page.reload()  # with all of these in place
+        page.reload()  # so that nothing escapes these listeners
         expect(page.locator("#about")).to_have_text("target · drafts from draft")
         yield page
-    assert faults == []
+    assert errors == []
     assert addresses
     assert all(address.startswith(f"{server.url}/") for address in addresses)
 
@@ -73,7 +71,7 @@ def question(page: Page) -> Locator:
 
 
 def send(page: Page, text: str = QUESTION) -> Any:
-    """Ask, by the keyboard alone. Returns the body of the request."""
+    """Ask a question with the keyboard, and return the body of the request."""
     question(page).fill(text)
     with page.expect_request(API) as request:
         question(page).press("Enter")
@@ -85,47 +83,47 @@ def turn(page: Page, number: int = -1) -> Locator:
 
 
 def answer(page: Page) -> str:
-    """The text of the last answer, when it is whole, without the space around it."""
+    """Wait until the last answer is complete, and return its text, stripped."""
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     return (turn(page).locator(".answer").text_content() or "").strip()
 
 
 def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
-    """Answer in the place of the server."""
+    """Answer a request instead of the server."""
     text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
     route.fulfill(content_type="text/event-stream", body=text + end)
 
 
-def reply_with(page: Page, text: str, **last: Any) -> None:
-    """Let each answer be this text, in pieces of a few characters."""
-    pieces = [
-        with_pieces({"text": each, "kind": "accepted"}) for each in re.findall("(?s).{1,7}", text)
-    ]
-    page.route(API, lambda route: reply(route, *pieces, last))
+def answer_every_request(page: Page, text: str) -> None:
+    """Let each answer be this text, in tokens of a few characters."""
+    tokens = re.findall("(?s).{1,7}", text)
+    chunks = [chunk_of({"text": token, "kind": "accepted"}) for token in tokens]
+    page.route(API, lambda route: reply(route, *chunks))
 
 
-def with_pieces(*pieces: dict[str, Any]) -> dict[str, Any]:
+def chunk_of(*pieces: dict[str, Any]) -> dict[str, Any]:
+    """Return a chunk of a streamed answer that commits these tokens."""
     text = "".join(piece["text"] for piece in pieces)
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     return {"choices": [choice], "events": [{"event": "committed", "pieces": pieces}]}
 
 
-def test_the_page_says_what_the_server_says(server: Running, page: Page) -> None:
+def test_the_page_shows_the_answer_and_its_statistics(server: Running, page: Page) -> None:
     body = send(page)
     shown = answer(page)
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
-    found = server.post("/v1/chat/completions", messages=body["messages"]).json()
-    assert shown.split() == found["choices"][0]["message"]["content"].split()
+    same = server.post("/v1/chat/completions", messages=body["messages"]).json()
+    assert shown.split() == same["choices"][0]["message"]["content"].split()
     expect(turn(page).locator(".question")).to_have_text(QUESTION)
-    figures = turn(page).locator(".figures")
-    drafts = found["speculative"]
-    expect(figures).to_contain_text(f"{found['usage']['completion_tokens']} tokens ·")
-    expect(figures).to_contain_text("tokens/s")
-    expect(figures).to_contain_text(f"{drafts['n_accepted']} of {drafts['n_drafted']} drafted")
+    stats = turn(page).locator(".stats")
+    drafts = same["speculative"]
+    expect(stats).to_contain_text(f"{same['usage']['completion_tokens']} tokens ·")
+    expect(stats).to_contain_text("tokens/s")
+    expect(stats).to_contain_text(f"{drafts['n_accepted']} of {drafts['n_drafted']} drafted")
 
 
-def test_marks_differ_as_the_legend_explains(page: Page) -> None:
-    chunk = with_pieces(*({"text": f"{kind} ", "kind": kind, "origin": None} for kind in KINDS))
+def test_each_kind_of_token_looks_as_in_the_legend(page: Page) -> None:
+    chunk = chunk_of(*({"text": f"{kind} ", "kind": kind, "origin": None} for kind in KINDS))
     chunk["events"].insert(0, {"event": "verified", "rejected": [{"text": "nothing"}]})
     page.route(API, lambda route: reply(route, chunk))
     send(page)
@@ -138,27 +136,34 @@ def test_marks_differ_as_the_legend_explains(page: Page) -> None:
     legend = page.locator(".legend summary span")
     expect(marks.locator("visible=true")).to_have_count(len(KINDS))
     page.get_by_role("checkbox", name="Rejected tokens").check()
-    assert legend.all_text_contents() == ["accepted", "rejected", "corrected", "bonus", "plain"]
+    assert legend.all_text_contents() == [
+        "accepted",
+        "rejected",
+        "corrected",
+        "bonus",
+        "forced",
+        "plain",
+    ]
     assert marks.evaluate_all(look) == legend.evaluate_all(look)
     assert len(set(marks.evaluate_all(look))) == len(KINDS) + 1
     assert marks.nth(1).get_attribute("data-text") == "nothing"
-    assert answer(page) == text  # nobody copies it
+    assert answer(page) == text  # rejected tokens are not copied with the answer
     assert send(page)["logprobs"] is True
     answer(page)
     page.get_by_role("checkbox", name="Colours").uncheck()
     assert len(set(marks.locator("visible=true").evaluate_all(look))) == 1
 
 
-def test_a_question_and_the_kind_of_a_token_are_no_markup(page: Page) -> None:
+def test_questions_and_kinds_of_tokens_are_never_parsed_as_html(page: Page) -> None:
     asked = "<img src=/health onerror=alert(1)><script>alert(1)</script>&amp;\n  <b>"
-    page.route(API, lambda route: reply(route, with_pieces({"text": "so", "kind": "<i>"})))
+    page.route(API, lambda route: reply(route, chunk_of({"text": "so", "kind": "<i>"})))
     send(page, asked)
     assert answer(page) == "so"
     assert turn(page).locator(".question").text_content() == asked
     assert turn(page).locator("img, script, b, i").count() == 0
 
 
-def test_a_replay_is_a_file_that_needs_no_server(page: Page, tmp_path: Path) -> None:
+def test_a_replay_is_a_file_that_works_without_the_server(page: Page, tmp_path: Path) -> None:
     send(page)
     shown = answer(page)
     with page.expect_download() as download:
@@ -174,25 +179,27 @@ def test_a_replay_is_a_file_that_needs_no_server(page: Page, tmp_path: Path) -> 
 
 
 def test_tokens_stay_marked_where_markdown_changed_a_line(page: Page) -> None:
-    """Escapes and entities are no characters of the text; what is rejected at the end is shown too."""
-    said = [("[a", "accepted"), ("](https://example.org)", "plain"), (" &amp; ", "plain")]
-    said += [
+    """Escapes and entities are shown differently; tokens rejected at the very end are shown too."""
+    tokens = [
+        ("[a", "accepted"),
+        ("](https://example.org)", "plain"),
+        (" &amp; ", "plain"),
         ("more", "corrected"),
         (" \\*", "plain"),
         ("b", "bonus"),
         ("\\*\n\n", "plain"),
         ("end", "bonus"),
     ]
-    chunk = with_pieces(*({"text": text, "kind": kind} for text, kind in said))
-    last = with_pieces({"text": "", "kind": "plain"})
+    chunk = chunk_of(*({"text": text, "kind": kind} for text, kind in tokens))
+    last = chunk_of({"text": "", "kind": "plain"})
     last["events"].insert(0, {"event": "verified", "rejected": [{"text": " not\n  so"}]})
     page.route(API, lambda route: reply(route, chunk, last))
     send(page)
     assert answer(page).split() == ["a", "&", "more", "*b*", "end"]
     marks = turn(page).locator(".answer span:not(.plain)")
-    found = [(each.get_attribute("class"), each.text_content()) for each in marks.all()]
-    assert found[:2] == [("accepted", "a"), ("corrected", "more")]
-    assert found[-2:] == [("bonus", "end"), ("rejected", "")]
+    shown = [(mark.get_attribute("class"), mark.text_content()) for mark in marks.all()]
+    assert shown[:2] == [("accepted", "a"), ("corrected", "more")]
+    assert shown[-2:] == [("bonus", "end"), ("rejected", "")]
     assert marks.last.get_attribute("data-text") == " not↵so"
 
 
@@ -208,16 +215,18 @@ def test_an_empty_page_has_examples(page: Page) -> None:
 
 @pytest.mark.parametrize("way", ["Stop", "Escape", "New conversation"])
 def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: str) -> None:
-    stopped = 'answers_total{finish_reason="interrupted"}'
+    label = 'finish_reason="interrupted"'
 
     def n_stopped() -> float:
-        has_some = 'finish_reason="interrupted"' in endless.http.get("/metrics").text
-        return endless.metric(stopped) if has_some else 0.0
+        if label not in endless.http.get("/metrics").text:
+            return 0.0
+        return endless.metric(f"answers_total{{{label}}}")
 
     n_before = n_stopped()
     with opened(browser, endless.url) as page:
         send(page)
-        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()  # it comes in pieces
+        # Some tokens have arrived, and others are still to come.
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
         expect(page.get_by_role("button", name="Send")).to_be_hidden()
         if way == "Escape":
             page.keyboard.press(way)
@@ -226,16 +235,16 @@ def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: 
         shown = answer(page) if way != "New conversation" else ""
         wait_until(lambda: n_stopped() == n_before + 1, "the end of the answer")
         if shown:
-            expect(turn(page).locator(".figures")).to_contain_text("stopped")
+            expect(turn(page).locator(".stats")).to_contain_text("stopped")
         else:
             assert page.locator(".turn").count() == 0
         body = send(page, "go on")
         if shown:
             assert [each["role"] for each in body["messages"]] == ["user", "assistant", "user"]
             assert body["messages"][1]["content"]
-        # The server has the question before the page is closed: the next test counts from there.
+        # The server must have the question before the page is closed: the next test counts on it.
         expect(turn(page).locator(".answer span").first).to_be_attached()
-    wait_until(lambda: n_stopped() == n_before + 2, "the end: the page is closed")
+    wait_until(lambda: n_stopped() == n_before + 2, "the end after the page was closed")
 
 
 def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
@@ -249,19 +258,19 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
 
 
-def test_how_far_a_prompt_is_read_is_shown(page: Page) -> None:
+def test_the_progress_through_a_prompt_is_shown(page: Page) -> None:
     assert send(page)["return_progress"] is True
     shown = page.evaluate("""async () => {
-        const { Figures } = await import("./page/figures.js");
-        const figures = new Figures(0);
+        const { AnswerStats } = await import("./page/answer_stats.js");
+        const stats = new AnswerStats(0);
         const prompt_progress = { total: 4000, cache: 1000, processed: 2500, time_ms: 3000 };
-        figures.count({ prompt_progress }, [], 1);
-        return figures.running();
+        stats.add({ prompt_progress }, [], 1);
+        return stats.running();
     }""")
     assert shown == "reading the prompt: 63% of 4000 tokens, 3.00 s left"
 
 
-def test_thoughts_are_faint_and_no_part_of_the_conversation(page: Page) -> None:
+def test_thoughts_are_shown_but_not_sent_again(page: Page) -> None:
     deltas = [{"reasoning_content": "Two and two."}, {"content": "four"}]
     chunks = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
@@ -283,10 +292,10 @@ def test_thoughts_are_faint_and_no_part_of_the_conversation(page: Page) -> None:
         ({}, "data: nonsense\n\n", "The server sent something that this page does not understand."),
     ],
 )
-def test_an_answer_that_breaks_off(
+def test_a_broken_answer_keeps_its_text_and_shows_the_error(
     browser: Browser, server: Running, chunk: dict[str, Any], end: str, message: str
 ) -> None:
-    piece = with_pieces({"text": "the", "kind": "plain"})
+    piece = chunk_of({"text": "the", "kind": "plain"})
     with opened(browser, server.url) as page:
         page.route(API, lambda route: reply(route, piece, chunk, end=end))
         send(page)
@@ -298,12 +307,12 @@ def test_an_answer_that_breaks_off(
         expect(turn(page).get_by_role("alert")).to_have_text("The server cannot be reached.")
 
 
-def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_asks_for_a_key_and_stores_it_in_the_tab(browser: Browser, tmp_path: Path) -> None:
     options = ServerOptions(port=0, api_keys=("right",))
     with tiny_server(tmp_path, options, **CHATTING) as server:
         with opened(browser, server.url) as page:
             page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
-            expect(page.get_by_role("alert")).to_have_text("The server wants an API key.")
+            expect(page.get_by_role("alert")).to_have_text("The server requires an API key.")
         with opened(browser, server.url) as page:
             about, dialog = page.locator("#about"), page.get_by_role("dialog")
             for key in ("wrong", "right"):
@@ -311,7 +320,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Pa
                 dialog.get_by_label("API key").fill(key)
                 dialog.get_by_label("API key").press("Enter")
                 if key == "wrong":
-                    expect(dialog).to_contain_text("refused")
+                    expect(dialog).to_contain_text("rejected")
             expect(about).to_contain_text("target")
             page.reload()
             expect(about).to_contain_text("target")
@@ -341,8 +350,8 @@ See [there](https://example.org/page).
 """
 
 
-def test_markdown_is_shown_while_it_comes_and_at_the_end(page: Page) -> None:
-    reply_with(page, TEXT)
+def test_markdown_is_shown_with_all_its_tokens(page: Page) -> None:
+    answer_every_request(page, TEXT)
     send(page)
     answer(page)
     shown = turn(page).locator(".answer")
@@ -364,8 +373,21 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(page: Page) -> None:
     )
 
 
+def test_a_copy_button_gets_its_label_back(page: Page) -> None:
+    answer_every_request(page, TEXT)
+    send(page)
+    answer(page)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    button = turn(page).locator(".code .copy")
+    button.click()
+    button.click()
+    expect(button).to_have_text("Copied")
+    expect(button).to_have_text("Copy code")
+    assert page.evaluate("navigator.clipboard.readText()") == "def f(a_b):\n    return 1\n"
+
+
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "<script>window.attacked = 1</script>",
         '<img src="https://example.org/x.png" onerror="window.attacked = 1">',
@@ -387,13 +409,11 @@ def test_markdown_is_shown_while_it_comes_and_at_the_end(page: Page) -> None:
         "<meta http-equiv=refresh content='0;url=https://example.org'>",
     ],
 )
-def test_what_a_model_says_neither_runs_nor_loads(page: Page, said: str) -> None:
-    """The fixture checks at its end that nothing was requested elsewhere; nothing new is asked here
-    either.
-    """
+def test_nothing_in_an_answer_runs_or_loads(page: Page, text: str) -> None:
+    """The page's fixture also checks that nothing was requested from elsewhere."""
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
-    reply_with(page, said)
+    answer_every_request(page, text)
     send(page)
     answer(page)
     shown = turn(page).locator(".answer")
@@ -413,18 +433,18 @@ def test_what_a_model_says_neither_runs_nor_loads(page: Page, said: str) -> None
 
 
 @pytest.mark.parametrize("text", ["> " * 20_000 + "deep", "*" * 20_000, "[" * 5_000])
-def test_markdown_that_cannot_be_read_is_shown_as_text(page: Page, text: str) -> None:
-    page.route(API, lambda route: reply(route, with_pieces({"text": text, "kind": "plain"})))
+def test_markdown_that_cannot_be_parsed_is_shown_as_text(page: Page, text: str) -> None:
+    page.route(API, lambda route: reply(route, chunk_of({"text": text, "kind": "plain"})))
     send(page)
     answer(page)
     assert turn(page).locator(".answer > *").count()
     expect(turn(page).get_by_role("alert")).to_be_hidden()
 
 
-# --- what the browser keeps ------------------------------------------------------------------
+# --- what the browser stores -----------------------------------------------------------------
 
 
-def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
+def test_the_conversation_and_the_settings_survive_a_reload(page: Page) -> None:
     page.get_by_text("More settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0")
@@ -432,17 +452,17 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
     page.get_by_label("Drafts").uncheck()
     send(page)
     first = answer(page)
-    figures = turn(page).locator(".figures").text_content() or ""
-    assert "9 tokens" in figures
-    assert "cut off at the most tokens allowed" in figures
+    stats = turn(page).locator(".stats").text_content() or ""
+    assert "9 tokens" in stats
+    assert "cut off at the maximum number of tokens" in stats
     spans = turn(page).locator(".answer span")
-    kinds = spans.evaluate_all("all => all.map(each => each.title)")
+    titles = spans.evaluate_all("all => all.map(each => each.title)")
     page.reload()
     expect(page.locator("#about")).to_have_text("target · drafts from draft")
     assert answer(page) == first
-    expect(turn(page).locator(".figures")).to_have_text(figures)
+    expect(turn(page).locator(".stats")).to_have_text(stats)
     expect(turn(page).locator(".question")).to_have_text(QUESTION)
-    assert spans.evaluate_all("all => all.map(each => each.title)") == kinds
+    assert spans.evaluate_all("all => all.map(each => each.title)") == titles
     expect(page.get_by_label("Drafts")).not_to_be_checked()
     body = send(page, "a dog")
     contents = [message["content"].split() for message in body["messages"]]
@@ -466,10 +486,10 @@ def test_a_reload_keeps_the_conversation_and_the_settings(page: Page) -> None:
     expect(page.get_by_label("Temperature")).to_have_value("0")
 
 
-# --- figures and hints -----------------------------------------------------------------------
+# --- libraries -------------------------------------------------------------------------------
 
 
-def test_the_libraries_are_those_that_their_table_names() -> None:
+def test_the_vendored_libraries_match_their_checksums() -> None:
     folder = ROOT / "specgen/serve/server/page/vendor"
     table = (folder / "README.md").read_text(encoding="utf-8")
     sums = dict(re.findall(r"^\| `([^`]+)` .* `([0-9a-f]{64})` \|$", table, re.MULTILINE))

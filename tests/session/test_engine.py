@@ -476,7 +476,7 @@ def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
             request = engine.insert(PROMPTS[1])
             for _ in range(n_pieces):
                 engine.step()
-            n_read = request.running.n_read
+            n_read = request.running.n_prefilled
             unwanted.append(request)
             with monkeypatch.context() as patch:
                 patch.setattr(llama_cpp, "llama_decode", cancelling)

@@ -13,7 +13,7 @@ from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify, measurements_file
 from specgen.options import DraftSource
-from specgen.session.calibration import Costs
+from specgen.session.calibration import PairCosts
 from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
 from specgen.session.open import use_first
 from specgen.session.session import Session
@@ -22,9 +22,9 @@ from tests.helpers.sessions import opened
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
-CHEAP = Costs({1: 0.030, 2: 0.031, 3: 0.032, 4: 0.033}, 0.001)
-DEAR = Costs({1: 0.030, 2: 0.060, 3: 0.090, 4: 0.120}, 0.001)
-SLOW_DRAFT = Costs(CHEAP.batch_s, 0.030)
+CHEAP = PairCosts({1: 0.030, 2: 0.031, 3: 0.032, 4: 0.033}, 0.001)
+DEAR = PairCosts({1: 0.030, 2: 0.060, 3: 0.090, 4: 0.120}, 0.001)
+SLOW_DRAFT = PairCosts(CHEAP.batch_s, 0.030)
 
 
 class Measured:
@@ -32,7 +32,7 @@ class Measured:
     is asked. The target's batches are those of the first costs."""
 
     def __init__(self) -> None:
-        self.costs: dict[str, Costs | Exception] = {}
+        self.costs: dict[str, PairCosts | Exception] = {}
         self.asked: list[str] = []
 
     def __call__(
@@ -44,7 +44,7 @@ class Measured:
     ) -> dict[int, float]:
         name = backend.model.name
         if name == "target.gguf":
-            found = [costs for costs in self.costs.values() if isinstance(costs, Costs)]
+            found = [costs for costs in self.costs.values() if isinstance(costs, PairCosts)]
             return dict((found[0] if found else CHEAP).batch_s)
         self.asked.append(name)
         costs = self.costs.get(name, CHEAP)

@@ -126,7 +126,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     drafted_s, drafted, gains = seconds(Cascade(AlwaysRight()))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     for generation in drafted:
-        assert generation.tally.n_accepted > 60
+        assert generation.stats.n_accepted > 60
     assert drafted_s < 0.8 * plain_s
     # The estimated gain is that of drafting, not that of sharing batches.
     assert gains == [pytest.approx(plain_s / drafted_s, rel=0.01)] * n_sequences
@@ -175,7 +175,7 @@ def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_ou
     for generation, setup in zip(generations, setups, strict=True):
         alone = Setup(prompt=setup.prompt).run()[0]
         assert generation.tokens == alone.tokens
-        assert generation.tally.n_accepted > 0
+        assert generation.stats.n_accepted > 0
 
 
 def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None:

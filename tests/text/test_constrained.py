@@ -202,7 +202,7 @@ def check(done: Run) -> None:
                     assert piece.kind != "plain"
                 state.commit(piece.token_id)
     kinds = [piece.kind for piece in pieces]
-    assert summary.n_forced == generation.tally.n_forced == kinds.count("forced")
+    assert summary.n_forced == generation.stats.n_forced == kinds.count("forced")
     assert summary.n_accepted == kinds.count("accepted")
     if summary.n_rounds:
         n_start = sum(len(event.pieces) for event in committed if event.round == 0)
@@ -377,11 +377,11 @@ def test_an_interruption_keeps_what_was_forced(kind: str | None, after: int) -> 
 
 def test_the_speed_does_not_count_what_was_forced_before_the_prompt_was_decoded() -> None:
     done = run(GRAMMARS["long run at the start"](), None, max_tokens=34)
-    tally = done.generation.tally
-    assert tally.n_start_tokens == 31
-    assert tally.time_to_first_token_s is not None
-    assert tally.time_to_first_token_s < tally.start_s
-    expected = 3 / (tally.wall_s - tally.start_s)
+    stats = done.generation.stats
+    assert stats.n_start_tokens == 31
+    assert stats.time_to_first_token_s is not None
+    assert stats.time_to_first_token_s < stats.start_s
+    expected = 3 / (stats.wall_s - stats.start_s)
     assert done.summary.tokens_per_s == pytest.approx(expected)
 
 

@@ -242,7 +242,7 @@ class Fixed:
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
     source = Distribution(np.array([2, 5, 9]), np.array([0.25, 0.5, 0.25]))
     for value, token in [(0.0, 2), (0.2499, 2), (0.25, 5), (0.7499, 5), (0.75, 9), (0.99999, 9)]:
-        assert source.draw(Fixed(value)) == token  # type: ignore[arg-type]
+        assert source.sample(Fixed(value)) == token  # type: ignore[arg-type]
     assert source.probability(5) == 0.5
     assert source.probability(4) == 0.0
     assert source.probability(10) == 0.0
@@ -251,9 +251,9 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
 def test_a_certain_token_does_not_move_the_generator() -> None:
     rng = np.random.default_rng(5)
     state = rng.bit_generator.state
-    assert Distribution.certain(7).draw(rng) == 7
+    assert Distribution.certain(7).sample(rng) == 7
     assert rng.bit_generator.state == state
-    Distribution(np.array([1, 2]), np.array([0.5, 0.5])).draw(rng)
+    Distribution(np.array([1, 2]), np.array([0.5, 0.5])).sample(rng)
     assert rng.bit_generator.state != state
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import typer.main
@@ -16,12 +16,20 @@ from specgen.cli.flags import setup, text_in
 from specgen.cli.flags.typer_groups import Group, group, sign
 from specgen.cli.model_loading import Setup
 from specgen.errors import UsageError
+from specgen.options import ModelChoice
 from specgen.sampler_options import option
-from specgen.serve.server.options import Limits, ServerOptions, is_loopback
+from specgen.serve.server.options import (
+    N_PARALLEL,
+    Limits,
+    ServedOptions,
+    ServerOptions,
+    is_loopback,
+)
+
+if TYPE_CHECKING:
+    from specgen.session.open import WantedSession
 
 _MIB = 1024 * 1024
-#: The default number of answers at once, if the memory has room for as many.
-N_PARALLEL = 4
 
 _server = partial(option, panel="Server")
 
@@ -88,6 +96,14 @@ class ModelSetup:
         metavar="N",
         show_default=f"{N_PARALLEL}, or fewer if they do not fit into memory",
     )
+
+    def served(self, *, quiet: bool) -> ServedOptions:
+        """Return the options in the form that the server takes."""
+
+        def find(models: ModelChoice) -> WantedSession:
+            return replace(self.setup, models=models).wanted_session(quiet=quiet)
+
+        return ServedOptions(self.setup.models, find, self.setup.learn, self.parallel)
 
 
 #: The options that an entry of a file may have, and that the command line sets for all.

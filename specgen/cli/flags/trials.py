@@ -89,7 +89,13 @@ def trial_options(
     sources: Sources, max_tokens: int, machine: Contexts, drafting: DraftOptions = DraftOptions()
 ) -> SessionOptions:
     """Return the options of a session in which drafts are measured on the target's greedy answers."""
-    from specgen.session.open import session_options
+    from specgen.session.open import WantedSession
 
-    answer = GenerationOptions(max_tokens=max_tokens)
-    return session_options(sources, SamplerOptions(), drafting, answer, machine)
+    wanted = WantedSession.of(
+        sources,
+        sampling=SamplerOptions(),
+        drafting=drafting,
+        answer=GenerationOptions(max_tokens=max_tokens),
+        contexts=machine,
+    )
+    return wanted.options

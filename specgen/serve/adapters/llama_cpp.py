@@ -19,7 +19,8 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.method.answer_state import AnswerState, Tally
+from specgen.method.answer_state import AnswerState
+from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import RoundPlan, RoundResult
@@ -38,9 +39,13 @@ from specgen.options import (
 from specgen.session.calibration import calibrate, is_pair_measured
 from specgen.session.choose_models import find_models
 from specgen.session.drafter_factory import DrafterFactory
-from specgen.session.open import open_measurements, session_options, start_kernels
+from specgen.session.open import (
+    WantedSession,
+    open_measurements,
+    open_session,
+    start_kernels,
+)
 from specgen.session.prompts import Prompt
-from specgen.session.session import Session
 from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
 
 if TYPE_CHECKING:
@@ -85,17 +90,17 @@ class SpecgenDraft(LlamaDraftModel):
         if problem := kernel_problem(sources.target):  # the Llama of the target is not ours
             choose_kernels("llama.cpp", cache_folder())
             note(f"not using specgen's kernels: in a trial of {sources.target.name} {problem}")
-        options = session_options(
+        wanted = WantedSession.of(
             sources,
-            SamplerOptions(),
-            replace(drafting, tree=TreeShape("off")),
-            GenerationOptions(),
-            Contexts(context, context, KernelOptions(kernels)),
+            sampling=SamplerOptions(),
+            drafting=replace(drafting, tree=TreeShape("off")),
+            answer=GenerationOptions(),
+            contexts=Contexts(context, context),
         )
         self._note = note
         #: What was drafted and accepted so far, without the last round of each text, whose end is
         #: unknown.
-        self.tally = Tally()
+        self.tally = AnswerStats()
         #: The present text, its last round as far as it is known, and when that was handed out.
         self._sequence: AnswerState | None = None
         self._round: RoundResult | None = None
@@ -103,9 +108,10 @@ class SpecgenDraft(LlamaDraftModel):
         self._is_closed = False
         measurements, clock = open_measurements(), time.perf_counter
         with contextlib.ExitStack() as opened:
-            self.session = opened.enter_context(
-                Session(options, clock, measurements, vocabulary_only=True)
+            self.session = open_session(
+                wanted, clock=clock, measurements=measurements, vocabulary_only=True
             )
+            opened.enter_context(self.session)
             if self.session.target.has_recurrent_state:
                 raise UsageError(
                     f"{self.session.target.name} has a recurrent state, and Llama cannot roll back rejected "
@@ -114,7 +120,7 @@ class SpecgenDraft(LlamaDraftModel):
                 )
             timed = self.session.draft.timed if self.session.draft is not None else None
             if drafting.is_by_cost and not is_pair_measured(self.session, timed):
-                with Session(options, clock, measurements) as whole:
+                with open_session(wanted, clock=clock, measurements=measurements) as whole:
                     calibrate(whole)
                     measurements.save()
             self.contexts = opened.enter_context(self.session.draft_contexts(n_ctx))
@@ -160,7 +166,7 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
         for token in committed:
-            sequence.state.commit(token)
+            sequence.text_state.commit(token)
         sequence.n_answer += len(committed)
         path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
         result = replace(known, path=path, target_s=target_s, committed=tuple(committed))

@@ -380,7 +380,9 @@ class Server:
             for slot in model.engine.slots:
                 about = {"id": slot.number, "model": model.name, "n_ctx": model.engine.n_ctx}
                 answer = getattr(slot.request, "answer", None)
-                counts = (answer.n_prompt, answer.n_read, answer.n_answer) if answer else (0, 0, 0)
+                counts = (
+                    (answer.n_prompt, answer.n_prefilled, answer.n_answer) if answer else (0, 0, 0)
+                )
                 names = ("n_prompt_tokens", "n_prompt_tokens_processed", "n_decoded")
                 is_processing = {"is_processing": answer is not None}
                 found.append(about | is_processing | dict(zip(names, counts, strict=True)))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from specgen.errors import UsageError
+from specgen.options import ModelChoice
 from specgen.sampler_options import option, utf8
+
+if TYPE_CHECKING:
+    from specgen.session.open import WantedSession
+
+#: The default number of answers at once, if the memory has room for as many.
+N_PARALLEL = 4
 
 _limit = partial(option, panel="Limits of a request", min=0)
 _server = partial(option, panel="Server")
@@ -44,6 +53,19 @@ class Limits:
         "How long a client may take to send head or body, or to receive a piece; 0 is no limit.",
         metavar="SECONDS",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOptions:
+    """The options of one of a server's models."""
+
+    models: ModelChoice
+    #: Finds the files of a choice of models, and adds all other options.
+    find: Callable[[ModelChoice], WantedSession]
+    #: Whether drafts learn from requests.
+    learns: bool = False
+    #: How many answers to generate at once; None: `N_PARALLEL`, or fewer if the memory is small.
+    n_parallel: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,10 @@ class Distribution:
         """The most likely token."""
         return int(self.token_ids[self.probs.argmax()])
 
-    def draw(self, rng: np.random.Generator) -> int:
-        """Draw a token, with one uniform random number.
+    def sample(self, rng: np.random.Generator) -> int:
+        """Sample a token, with one uniform random number.
 
-        A certain token takes no random number, so that plain and speculative decoding draw equal
+        A certain token takes no random number, so that plain and speculative decoding sample equal
         tokens if their generators have equal states.
         """
         if len(self.token_ids) == 1:

@@ -1,150 +1,199 @@
-// A question and its answer, as the page shows them.
-
-import { Figures } from "./figures.js";
+import { AnswerStats } from "./answer_stats.js";
+import { counted, joined } from "./format.js";
+import { highlightTokens } from "./highlight.js";
 import { showMarkdown } from "./markdown.js";
-import { markTokens, piecesOf } from "./marks.js";
+import { downloadReplay } from "./replay_download.js";
+import { tokensOf } from "./tokens.js";
 
-const MOST_TOKENS = "cut off at the most tokens allowed";
+const TOKEN_LIMIT_REACHED = "cut off at the maximum number of tokens";
 const STOPPED = "stopped";
-// Markdown is shown anew after this time, and later if that takes long.
-const PAUSE_MS = 50;
-const PAUSES_PER_DRAWING = 4;
+// The pause between two drawings of an answer that is arriving: at least this long, and at least so
+// many times as long as the last drawing took.
+const MIN_PAUSE_MS = 50;
+const PAUSE_PER_DRAWING = 4;
 
-// A message of a conversation as the server's API has it.
-export function said(role, content) {
+/**
+ * A turn as the browser stores it.
+ *
+ * @typedef {object} SavedTurn
+ * @property {string} question
+ * @property {string} text - the answer, in Markdown
+ * @property {string} thought - what the model wrote before its answer
+ * @property {[string, string, string?][]} pieces - text, kind and origin of each token
+ * @property {string} figures - the line of statistics
+ * @property {string} error - empty if there was none
+ */
+
+/** Return a message of a conversation in the form of the server's API. */
+export function message(role, content) {
   return { role, content };
 }
 
+/** A question and its answer, as the page shows them. */
 export class Turn {
-  #answer;
-  #figures = new Figures(performance.now());
-  #pieces = [];
-  #events = []; // all of them, as long as the page is open
-  #isCut = false; // whether the answer ended before its end
+  #keepEndInView;
+  #stats = new AnswerStats(performance.now());
+  // All tokens of the thought and the answer, including rejected ones.
+  #tokens = [];
+  // All events of the answer. A turn that was stored has none.
+  #events = [];
+  // Whether a limit ended the answer.
+  #isCutOff = false;
   #isRunning = true;
-  #following;
-  #timer = null;
+  // The timer of the next drawing, and how long the last one took.
+  #drawTimer = null;
   #drawMs = 0;
 
-  // `following(change)` makes a change that may make the turn longer.
-  constructor(question, following) {
+  /**
+   * @param {string} question
+   * @param {function(function(): void): void} keepEndInView - makes a change to the turn, and
+   *   keeps the end of the conversation in view
+   */
+  constructor(question, keepEndInView) {
     this.question = question;
-    this.text = this.thought = "";
+    this.text = "";
+    this.thought = "";
     this.element = document.getElementById("turn").content.firstElementChild.cloneNode(true);
-    this.#following = following;
-    this.#answer = this.#part("answer");
+    this.#keepEndInView = keepEndInView;
     this.#part("question").textContent = question;
-    this.#show(this.#figures.running());
+    this.#showStats(this.#stats.running());
   }
 
-  // A turn from what `saved` returned.
-  static restored({ question, text, thought, pieces, figures, error }, following) {
-    const turn = new Turn(question, following);
+  /**
+   * Return a turn from what `saved` returned.
+   *
+   * @param {SavedTurn} saved
+   */
+  static restored(saved, keepEndInView) {
+    const turn = new Turn(saved.question, keepEndInView);
     turn.#isRunning = false;
-    turn.#pieces = pieces.map(([text, kind, origin]) => ({ text, kind, origin }));
-    turn.text = text;
-    turn.thought = thought;
-    turn.draw();
-    turn.#show(figures);
-    turn.#showError(error);
+    turn.#tokens = saved.pieces.map(([text, kind, origin]) => ({ text, kind, origin }));
+    turn.text = saved.text;
+    turn.thought = saved.thought;
+    turn.#draw();
+    turn.#showStats(saved.figures);
+    turn.#showError(saved.error);
     return turn;
   }
 
+  /**
+   * Return what the browser stores. An answer that is still arriving is stored as stopped.
+   *
+   * @returns {SavedTurn}
+   */
   saved() {
     return {
       question: this.question,
       text: this.text,
       thought: this.thought,
-      pieces: this.#pieces.map(({ text, kind, origin }) => [text, kind, origin]),
-      figures: this.#isRunning ? joined(this.#figures.final(), STOPPED) : this.#part("figures").textContent,
+      pieces: this.#tokens.map(({ text, kind, origin }) => [text, kind, origin]),
+      figures: this.#savedStats(),
       error: this.#part("error").textContent,
     };
   }
 
-  // What a click on "Try again" and on "Edit question" does.
-  set onretry(listener) {
-    this.#part("retry").addEventListener("click", listener);
+  #savedStats() {
+    if (this.#isRunning) {
+      return joined(this.#stats.final(), STOPPED);
+    }
+    return this.#part("stats").textContent;
   }
 
-  set onedit(listener) {
-    this.#part("edit").addEventListener("click", listener);
+  /** Call `listener` when one of the turn's buttons ("retry", "edit", "replay") is clicked. */
+  onClick(button, listener) {
+    this.#part(button).addEventListener("click", listener);
   }
 
-  set onreplay(listener) {
-    this.#part("replay").addEventListener("click", listener);
-  }
-
-  // The messages of a conversation for the server. A question without an answer is none of them:
-  // templates want user and assistant in turn.
+  /**
+   * Return the turn's messages for a request.
+   *
+   * A question without an answer is left out, because chat templates expect user and assistant to
+   * alternate.
+   */
   messages() {
     if (this.text === "") {
       return [];
     }
-    return [said("user", this.question), said("assistant", this.text)];
+    return [message("user", this.question), message("assistant", this.text)];
   }
 
+  /** Add a chunk of the server's answer. */
   add(chunk) {
     const choice = chunk.choices?.[0];
-    const content = choice?.delta?.content ?? "";
-    const thought = choice?.delta?.reasoning_content ?? "";
-    const pieces = piecesOf(chunk.events ?? []);
-    this.#figures.count(chunk, pieces, performance.now());
-    this.#events.push(...(chunk.events ?? []));
-    this.#pieces.push(...pieces);
-    this.text += content;
-    this.thought += thought;
-    const pause = Math.max(PAUSE_MS, PAUSES_PER_DRAWING * this.#drawMs);
-    this.#timer ??= setTimeout(() => this.#following(() => this.draw()), pause);
-    this.#isCut ||= choice?.finish_reason === "length";
-    this.#show(this.#figures.running());
+    const events = chunk.events ?? [];
+    const tokens = tokensOf(events);
+    this.text += choice?.delta?.content ?? "";
+    this.thought += choice?.delta?.reasoning_content ?? "";
+    this.#events.push(...events);
+    this.#tokens.push(...tokens);
+    this.#isCutOff ||= choice?.finish_reason === "length";
+    this.#stats.add(chunk, tokens, performance.now());
+    this.#showStats(this.#stats.running());
+    this.#drawSoon();
   }
 
-  draw() {
-    clearTimeout(this.#timer);
-    this.#timer = null;
-    const started = performance.now();
-    this.#part("thought").textContent = this.thought.trim();
-    showMarkdown(this.#answer, this.text, (root) => markTokens(root, this.text, this.#pieces));
-    this.#drawMs = performance.now() - started;
-  }
-
-  // A file in which the answer grows as it did. `page` is its template.
-  replay(page) {
-    const events = JSON.stringify(this.#events).replaceAll("<", "\\u003c");
-    return new Blob([page.replace("DATA_HERE", () => events)], { type: "text/html" });
-  }
-
-  // `nContext` is the most tokens of a prompt and its answer, null if it is not known.
+  /**
+   * Show that the answer is complete, or that a limit cut it off.
+   *
+   * @param {number|null} nContext - the size of the context in tokens, if it is known
+   */
   end(nContext) {
-    const isFull = this.#isCut && nContext !== null && this.#figures.nTotal > nContext;
-    this.#end(isFull ? contextFull(nContext) : this.#isCut && MOST_TOKENS);
+    if (!this.#isCutOff) {
+      this.#finish("");
+    } else if (nContext !== null && this.#stats.nContextTokens > nContext) {
+      this.#finish(contextFull(nContext));
+    } else {
+      this.#finish(TOKEN_LIMIT_REACHED);
+    }
   }
 
+  /** Show that the user stopped the answer. */
   stop() {
-    this.#end(STOPPED);
+    this.#finish(STOPPED);
   }
 
-  // What there is of the answer stays; the error is one line.
-  fail(message) {
-    this.#showError(message);
-    this.#end();
+  /** Show an error, in one line below what has arrived of the answer. */
+  fail(errorMessage) {
+    this.#showError(errorMessage);
+    this.#finish("");
   }
 
-  #end(how) {
+  /** Save a file in which the answer grows as it did; `template` is the page without data. */
+  downloadReplay(template) {
+    downloadReplay(template, this.#events);
+  }
+
+  #finish(ending) {
     this.#isRunning = false;
-    this.draw();
-    this.#part("rounds").replaceChildren(...bars(this.#figures.rounds));
+    this.#draw();
+    this.#part("passes").replaceChildren(...passBars(this.#stats.passesByTokens));
     this.#part("replay").hidden = !this.#events.some(({ event }) => event === "committed");
-    this.#show(this.#figures.final(), how);
+    this.#showStats(joined(this.#stats.final(), ending));
   }
 
-  #showError(message) {
-    this.#part("error").textContent = message;
-    this.#part("error").hidden = message === "";
+  #drawSoon() {
+    const pauseMs = Math.max(MIN_PAUSE_MS, PAUSE_PER_DRAWING * this.#drawMs);
+    this.#drawTimer ??= setTimeout(() => this.#keepEndInView(() => this.#draw()), pauseMs);
   }
 
-  #show(...parts) {
-    this.#part("figures").textContent = joined(...parts);
+  #draw() {
+    clearTimeout(this.#drawTimer);
+    this.#drawTimer = null;
+    const startMs = performance.now();
+    this.#part("thought").textContent = this.thought.trim();
+    showMarkdown(this.#part("answer"), this.text, (rendered) =>
+      highlightTokens(rendered, this.text, this.#tokens),
+    );
+    this.#drawMs = performance.now() - startMs;
+  }
+
+  #showStats(text) {
+    this.#part("stats").textContent = text;
+  }
+
+  #showError(text) {
+    this.#part("error").textContent = text;
+    this.#part("error").hidden = text === "";
   }
 
   #part(name) {
@@ -153,21 +202,21 @@ export class Turn {
 }
 
 function contextFull(nContext) {
-  return `cut off, since the context of ${nContext} tokens is full: begin a new conversation, or start ` +
-    `the server with a larger context (-c ${2 * nContext})`;
+  return (
+    `cut off because the context of ${nContext} tokens is full: start a new conversation, ` +
+    `or start the server with a larger context (-c ${2 * nContext})`
+  );
 }
 
-// A bar for each number of tokens, as high as the share of the passes that added so many.
-function bars(nRounds) {
-  return nRounds.map((n, index) => {
+// A bar for each number of tokens, as high as the number of target passes that added so many.
+function passBars(passesByTokens) {
+  const mostPasses = Math.max(...passesByTokens);
+  return passesByTokens.map((nPasses, index) => {
+    const nTokens = index + 1;
     const bar = document.createElement("span");
-    bar.textContent = index + 1;
-    bar.title = `${n} of the passes added ${index + 1}`;
-    bar.style.setProperty("--share", n / Math.max(...nRounds));
+    bar.textContent = nTokens;
+    bar.title = `${nPasses} of the target passes added ${counted(nTokens, "token")}`;
+    bar.style.setProperty("--share", nPasses / mostPasses);
     return bar;
   });
-}
-
-function joined(...parts) {
-  return parts.filter((part) => part).join(" · ");
 }

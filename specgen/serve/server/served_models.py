@@ -1,20 +1,16 @@
-"""The models of `specgen serve`: the one of the command line, those of a file, or those in a
-folder.
-"""
+"""The models that a server offers: a single one, those of a file, or those in a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specgen.cli.flags.server import N_PARALLEL, ModelSetup, options_in
-from specgen.cli.model_loading import load
-from specgen.cli.output import Output
 from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
@@ -26,68 +22,86 @@ from specgen.llama.model import CACHE_TYPES
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
+from specgen.serve.server.options import N_PARALLEL, ServedOptions
 from specgen.session.calibration import calibrate
-from specgen.session.choose_models import Sources
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
-from specgen.session.open import open_measurements
+from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import SHARD, correct, parts_of, read_toml
 from specgen.system.progress import counted, human_bytes
 from specgen.train.online_learning import Learner
 
-#: Options of the machine that all models share.
-_OF_ALL = {"kernels", "packed-cache"}
+#: Makes the options of a model from the table of its own in a file; what the table lacks is as on
+#: the command line. Raises `UsageError`.
+OptionsOf = Callable[[Mapping[str, Any]], ServedOptions]
 
 
 @dataclass(frozen=True)
 class ModelLoader:
-    """Loads models for a server; several share `memory_bytes`. `stop` tells that a signal came."""
+    """Loads models for a server."""
 
-    output: Output
+    reporter: Reporter
+    #: Whether what is learnt about drafts in one request is used for later ones.
     learns_across: bool
+    #: Whether a signal asked the server to end.
     stop: Callable[[], bool]
+    #: The memory that several models share; None for a single model.
     memory_bytes: float | None = None
 
     @cached_property
     def _measurements(self) -> MeasurementStore:
-        """What was learnt on this machine, for all models: what is not kept in the file, a second
-        load still uses.
+        """The measurements of this machine, which all models share.
+
+        A model that is loaded again also finds those that are not written to the file.
         """
         return open_measurements()
 
-    def entry(self, name: str, wanted: ModelSetup) -> ModelEntry:
-        """Return a model of the pool, fetched if missing. It must fit into the memory, if necessary
-        with fewer answers at once. Raise `UsageError`, `ModelFileError`, `MemoryLimitError` or
-        `FetchError`.
+    def entry(self, name: str, model: ServedOptions) -> ModelEntry:
+        """Return a model of the pool, after fetching what is missing.
+
+        Raises:
+            UsageError: The options exclude each other.
+            MemoryLimitError: It needs more than the memory, even with one answer at a time.
+            ModelFileError: A file cannot be used.
+            FetchError: A file cannot be fetched.
         """
-        if wanted.setup.learn and not self.learns_across:
+        if model.learns and not self.learns_across:
             hint = "if that is acceptable, add --learn-across-requests"
             raise UsageError("--learn uses one user's texts to draft for the others", hint)
-        sources, options = wanted.setup.find(self.output)
-        name = name or sources.target.name.removesuffix(".gguf")
-        if pooling_of(sources.target) is not None:
-            return self._embedder(name, wanted, options)
-        n_parallel, is_fixed = wanted.parallel or N_PARALLEL, wanted.parallel is not None
+        wanted = model.find(model.models)
+        target = wanted.options.target
+        name = name or target.name.removesuffix(".gguf")
+        if pooling_of(target) is not None:
+            if model.models.draft is not None:
+                raise UsageError(f"{name} is an embedding model: leave out --draft")
+            return self._embedder(name, wanted.options)
+
+        n_parallel = model.n_parallel or N_PARALLEL
+        is_fixed = model.n_parallel is not None
         n_bytes = 0
+        reporter = self.reporter
         if self.memory_bytes is not None:
-            check_file(sources.target)
-            drafts = [choice.draft for choice in sources.drafts]
-            n_bytes = _needed_bytes(options, drafts, n_parallel)
+            check_file(target)
+            n_bytes = _needed_bytes(wanted, n_parallel)
             while n_bytes > self.memory_bytes and n_parallel > 1 and not is_fixed:
                 n_parallel //= 2
-                n_bytes = _needed_bytes(options, drafts, n_parallel)
+                n_bytes = _needed_bytes(wanted, n_parallel)
             self._check_memory(name, n_bytes)
-        output = self.output
-        if self.memory_bytes is not None:
-            output = replace(output, prefix=f"{name}: ")
-        opened = partial(self._open, sources, options, n_parallel, is_fixed, output)
+            reporter = reporter.prefixed(f"{name}: ")
+
+        def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
+            def stops() -> bool:
+                return self.stop() or interrupted()
+
+            make_engine = Engine if is_fixed else Engine.largest
+            return self._open(wanted, n_parallel, make_engine, reporter, turns, stops)
+
         return ModelEntry(name, opened, n_bytes)
 
-    def _embedder(self, name: str, wanted: ModelSetup, options: SessionOptions) -> ModelEntry:
-        if wanted.setup.models.draft is not None:
-            raise UsageError(f"{name} is an embedding model: leave out --draft")
-        file, context = options.target, options.target_context
+    def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
+        file = options.target
+        context = options.target_context
         check_file(file)
         n_ctx, n_bytes = _embedder_needs(file, context)
         self._check_memory(name, n_bytes)
@@ -95,7 +109,7 @@ class ModelLoader:
         def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
             with turns:
                 embedder = Embedder(file, context, n_ctx)
-            self.output.note(
+            self.reporter.note(
                 f"{name}: embeddings of {embedder.n_embd} values; {n_ctx} tokens a text"
             )
             return embedder
@@ -104,50 +118,47 @@ class ModelLoader:
 
     def _open(
         self,
-        sources: Sources,
-        options: SessionOptions,
+        wanted: WantedSession,
         n_parallel: int,
-        is_fixed: bool,
-        output: Output,
+        make_engine: Callable[..., Engine],
+        reporter: Reporter,
         turns: Turns,
-        interrupted: Callable[[], bool],
+        stops: Callable[[], bool],
     ) -> OpenedModel:
-        def stops() -> bool:
-            return self.stop() or interrupted()
+        """Load a model and open its engine, while `turns` keeps the other models from decoding."""
 
         def save() -> None:
             with turns:  # nothing learns meanwhile
                 self._measurements.save()
 
         with contextlib.ExitStack() as stack:
-            with _weights(options), turns:
-                loaded = stack.enter_context(
-                    load(options, output, sources.drafts, measurements=self._measurements)
+            with _weights(wanted.options), turns:
+                session = open_session(
+                    wanted, reporter, clock=time.perf_counter, measurements=self._measurements
                 )
+                stack.enter_context(session)
                 stack.callback(save)
-                news = calibrate(loaded, stops, output.status)
-                engine = (Engine if is_fixed else Engine.largest)(
-                    loaded,
+                news = calibrate(session, stops, reporter.status)
+                engine = make_engine(
+                    session,
                     n_parallel=n_parallel,
                     interrupted=stops,
                     learn_alone=not self.learns_across,
                 )
             stack.callback(engine.close)
             engine.notify(news)
-            output.note(
+            reporter.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {loaded.draft_name}"
+                f"draft: {session.draft_name}"
             )
             for notice in engine.take_notices():
-                output.note(notice)
-            learner = stack.enter_context(Learner(loaded, engine, output.note))
+                reporter.note(notice)
+            learner = stack.enter_context(Learner(session, engine, reporter.note))
 
-            return OpenedModel(
-                loaded,
-                engine,
-                stack.pop_all(),
-                lambda begins: learner.between_answers(begins=begins),
-            )
+            def between_answers(begins: bool) -> None:
+                learner.between_answers(begins=begins)
+
+            return OpenedModel(session, engine, stack.pop_all(), between_answers)
 
     def _check_memory(self, name: str, n_bytes: int) -> None:
         if self.memory_bytes is not None and n_bytes > self.memory_bytes:
@@ -181,33 +192,35 @@ def _weights(options: SessionOptions) -> Iterator[None]:
 # --- several models -------------------------------------------------------------------------------
 
 
-def read_models(
-    path: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
-) -> list[ModelEntry]:
-    """Return the models of a file, or those in a folder that can be served. `setup` makes the
-    options of one from those that differ from the command line. Raise `UsageError`,
-    `ModelFileError`, `MemoryLimitError` or `FetchError`.
+def read_models(path: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
+    """Return the models of a TOML file, or those in a folder that can be served.
+
+    Raises:
+        UsageError: The file or the folder has no models, or an option is not valid.
+        ModelFileError: A model's file cannot be used.
+        MemoryLimitError: A model needs more memory than all may use.
+        FetchError: A file cannot be fetched.
     """
-    models = setup().setup.models
+    models = options_of({}).models
     if models.target or models.draft or models.pair:
         raise UsageError(
             "--models names the models, so --target, --draft and --pair do not go with it"
         )
     if path.is_dir():
-        return _in_folder(path, setup, loader)
+        return _in_folder(path, options_of, loader)
     entries: list[ModelEntry] = []
-    for name, values in read_toml(path).items():
-        where = f"{path}: [{name}]"
+    for name, table in read_toml(path).items():
         try:
-            if not isinstance(values, dict):
+            if not isinstance(table, dict):
                 raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
-            table = {key: _in_its_folder(value, path.parent) for key, value in values.items()}
-            wanted = setup(**options_in(table, without=_OF_ALL))
-            if wanted.setup.models.target is None and wanted.setup.models.pair is None:
+            values = {key: _in_its_folder(value, path.parent) for key, value in table.items()}
+            model = options_of(values)
+            if model.models.target is None and model.models.pair is None:
                 raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
-            entries.append(loader.entry(name, wanted))
+            entries.append(loader.entry(name, model))
         except SpecgenError as error:
-            raise type(error)(f"{where}: {error.message}", error.hint or correct(path)) from error
+            message = f"{path}: [{name}]: {error.message}"
+            raise type(error)(message, error.hint or correct(path)) from error
     if not entries:
         hint = "give each a table: a line [NAME], then target = ..."
         raise UsageError(f"{path} has no models", hint)
@@ -221,10 +234,9 @@ def _in_its_folder(value: Any, folder: Path) -> Any:
     return str(file) if os.path.isfile(file) else value  # noqa: PTH113
 
 
-def _in_folder(
-    folder: Path, setup: Callable[..., ModelSetup], loader: ModelLoader
-) -> list[ModelEntry]:
+def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
     entries: dict[str, ModelEntry] = {}
+    common = options_of({})
     for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
         shard = SHARD.fullmatch(path.name)
         if shard is not None and int(shard["number"]) > 1:
@@ -232,15 +244,13 @@ def _in_folder(
         name = shard["stem"] if shard is not None else path.name.removesuffix(".gguf")
         if name in entries:  # a file of this name is in a folder above
             name = path.relative_to(folder).with_name(name).as_posix()
-        wanted = setup()
-        models = replace(wanted.setup.models, target=str(path))
-        wanted = replace(wanted, setup=replace(wanted.setup, models=models))
+        model = replace(common, models=replace(common.models, target=str(path)))
         try:
             kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
             kind(path, vocabulary_only=True).close()
-            entries[name] = loader.entry(name, wanted)
+            entries[name] = loader.entry(name, model)
         except (ModelFileError, MemoryLimitError) as error:
-            loader.output.note(f"not served: {error.message}")
+            loader.reporter.note(f"not served: {error.message}")
     if not entries:
         raise UsageError(f"{folder}: no file in this folder can be served")
     return list(entries.values())
@@ -249,19 +259,19 @@ def _in_folder(
 # --- the memory of models, from the metadata of their files
 
 
-def _needed_bytes(options: SessionOptions, drafts: Iterable[DraftSource], n_parallel: int) -> int:
-    """Estimate the memory of a target with its largest draft, their helpers and `n_parallel`
-    contexts.
-    """
-    target, context = options.target, options.target_context
-    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(target)) * n_parallel
+def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
+    """Estimate the memory of a target, its largest draft with its helpers, and their contexts."""
+    options = wanted.options
+    context = options.target_context
+    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(options.target)) * n_parallel
 
     def sizes(sources: Iterable[DraftSource]) -> list[int]:
         files = (source for source in sources if isinstance(source, Path))
         return [_model_bytes(file, options.draft_context, n_ctx) for file in files]
 
-    helpers = sum(sizes(options.helpers))
-    return _model_bytes(target, context, n_ctx) + max(sizes(drafts), default=0) + helpers
+    target_bytes = _model_bytes(options.target, context, n_ctx)
+    draft_bytes = max(sizes(choice.draft for choice in wanted.drafts), default=0)
+    return target_bytes + draft_bytes + sum(sizes(options.helpers))
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:

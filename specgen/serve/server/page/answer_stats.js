@@ -1,0 +1,167 @@
+import { counted, duration, joined, percent, threeDigits } from "./format.js";
+
+/**
+ * The statistics of one answer, as a line of text.
+ *
+ * While the answer arrives, the page counts tokens itself; at the end, the server's own numbers
+ * replace these.
+ */
+export class AnswerStats {
+  // When the question was sent, and when the last chunk arrived.
+  #startMs;
+  #nowMs;
+  // When the first tokens arrived, and how many there were; null before that.
+  #first = null;
+  // Tokens of the answer so far, and how many of them were drafted.
+  #nTokens = 0;
+  #nAccepted = 0;
+  // The server's last report on how much of the prompt it has read.
+  #promptProgress = null;
+  // The server's statistics, which arrive with the last chunk.
+  #timings = null;
+  #speculative = null;
+  // The event that ends an answer.
+  #finished = null;
+
+  /** @param {number} nowMs - the time at which the question is sent */
+  constructor(nowMs) {
+    this.#startMs = nowMs;
+    this.#nowMs = nowMs;
+  }
+
+  /** Count a chunk of the answer with its tokens, which arrived at `nowMs`. */
+  add(chunk, tokens, nowMs) {
+    const committed = tokens.filter(({ kind }) => kind !== "rejected");
+    this.#nowMs = nowMs;
+    this.#nTokens += committed.length;
+    this.#nAccepted += committed.filter(({ kind }) => kind === "accepted").length;
+    if (committed.length > 0) {
+      this.#first ??= { atMs: nowMs, nTokens: committed.length };
+    }
+    this.#promptProgress = chunk.prompt_progress ?? this.#promptProgress;
+    this.#finished = chunk.events?.find(({ event }) => event === "finished") ?? this.#finished;
+    if (chunk.timings) {
+      this.#timings = chunk.timings;
+      this.#speculative = chunk.speculative ?? null;
+    }
+  }
+
+  /** The length of the prompt and the answer in tokens; 0 if the server did not report it. */
+  get nContextTokens() {
+    if (this.#timings === null) {
+      return 0;
+    }
+    const { cache_n, prompt_n, predicted_n } = this.#timings;
+    return cache_n + prompt_n + predicted_n;
+  }
+
+  /** How many target passes added one token, two tokens, and so on; empty without drafts. */
+  get passesByTokens() {
+    return this.#finished?.n_drafted ? this.#finished.rounds_by_tokens : [];
+  }
+
+  /** Return the statistics of an answer that is still arriving. */
+  running() {
+    if (this.#first === null) {
+      return promptText(this.#promptProgress);
+    }
+    return joined(counted(this.#nTokens, "token"), this.#runningSpeed(), this.#draftedShare());
+  }
+
+  /** Return the statistics of an answer that has ended. */
+  final() {
+    if (this.#timings === null) {
+      return this.#first === null ? "" : this.running();
+    }
+    return joined(
+      counted(this.#timings.predicted_n, "token"),
+      finalSpeed(this.#timings),
+      this.#speedup(),
+      tokensPerPass(this.#speculative),
+      this.#timeToFirstToken(),
+      promptTokens(this.#timings),
+      acceptance(this.#speculative),
+    );
+  }
+
+  #runningSpeed() {
+    const seconds = (this.#nowMs - this.#first.atMs) / 1000;
+    if (seconds <= 0) {
+      return "";
+    }
+    return `${threeDigits((this.#nTokens - this.#first.nTokens) / seconds)} tokens/s`;
+  }
+
+  #draftedShare() {
+    if (this.#nAccepted === 0) {
+      return "";
+    }
+    return `${percent(this.#nAccepted / this.#nTokens)} of them from drafts`;
+  }
+
+  #speedup() {
+    const range = this.#speculative?.estimated_speedup_range;
+    if (range) {
+      return speedupText(range);
+    }
+    // The server reports no range if other programs kept the machine busy.
+    return this.#finished?.estimated_speedup ? "speed-up unknown: the machine was busy" : "";
+  }
+
+  #timeToFirstToken() {
+    if (this.#first === null) {
+      return "";
+    }
+    return `first token after ${duration(this.#first.atMs - this.#startMs)}`;
+  }
+}
+
+// How much of the prompt the server has read. Cached tokens take no time, so they are left out of
+// the estimate.
+function promptText(progress) {
+  const nRead = progress === null ? 0 : progress.processed - progress.cache;
+  if (nRead <= 0) {
+    return "reading the prompt";
+  }
+  const nLeft = progress.total - progress.processed;
+  const leftMs = (nLeft * progress.time_ms) / nRead;
+  const share = percent(progress.processed / progress.total);
+  const total = counted(progress.total, "token");
+  return `reading the prompt: ${share} of ${total}, ${duration(leftMs)} left`;
+}
+
+function finalSpeed({ predicted_per_second }) {
+  return predicted_per_second ? `${threeDigits(predicted_per_second)} tokens/s` : "";
+}
+
+// The range that contains the speed-up. A range around 1 is neither a gain nor a loss.
+function speedupText(range) {
+  const [low, high] = range.map((value) => value.toFixed(1));
+  const times = low === high ? `${low} times` : `${low} to ${high} times`;
+  const isClear = Number(low) > 1 || Number(high) < 1;
+  if (isClear) {
+    return `${times} as fast as without drafts`;
+  }
+  return `about as fast as without drafts (${times})`;
+}
+
+function tokensPerPass(speculative) {
+  if (!speculative?.n_drafted) {
+    return "";
+  }
+  return `${speculative.mean_accepted_length.toFixed(1)} tokens per target pass`;
+}
+
+function promptTokens({ prompt_n, cache_n }) {
+  const total = counted(prompt_n + cache_n, "prompt token");
+  return cache_n > 0 ? `${total}, ${cache_n} of them cached` : total;
+}
+
+function acceptance(speculative) {
+  if (!speculative?.n_drafted) {
+    return "";
+  }
+  const { n_accepted, n_drafted } = speculative;
+  const rate = percent(n_accepted / n_drafted);
+  return `${n_accepted} of ${n_drafted} drafted tokens accepted (${rate})`;
+}

@@ -1,0 +1,172 @@
+// The part of the server's API that the page uses. Addresses are relative to the page's own, so
+// that a proxy may serve it below a path.
+
+// The name of the API key in the session storage, which lasts as long as the tab.
+const API_KEY_ITEM = "specgen-api-key";
+const UNREACHABLE = "The server cannot be reached.";
+const CONNECTION_LOST = "The connection was lost before the answer ended.";
+
+/** An error whose message is a sentence for the user. */
+export class ServerError extends Error {
+  /**
+   * @param {string} message
+   * @param {string|null} code - the server's name for the kind of error
+   */
+  constructor(message, code = null) {
+    super(message);
+    // Prompts over the server's --limit-prompt have the same code, but another message.
+    this.isContextTooSmall =
+      code === "context_length_exceeded" && message.includes("the context has");
+  }
+}
+
+export class ApiClient {
+  #askForKey;
+
+  /**
+   * @param {function(boolean): Promise<string|null>} askForKey - asks the user for an API key, and
+   *   resolves to null if there is none; its argument tells whether the server rejected a key
+   */
+  constructor(askForKey) {
+    this.#askForKey = askForKey;
+  }
+
+  /** Return the names of all models that generate text. */
+  async models() {
+    const response = await this.request("v1/models");
+    const { data } = await response.json();
+    return data.filter(({ type }) => type !== "embeddings").map(({ id }) => id);
+  }
+
+  /** Return the properties of a model; of one that is not loaded, only its name. */
+  async properties(model) {
+    const response = await this.request(`props?model=${encodeURIComponent(model)}`);
+    return response.json();
+  }
+
+  /**
+   * Yield the chunks of an answer as they arrive.
+   *
+   * Throws a ServerError, or an AbortError if `signal` aborts the request.
+   */
+  async *streamAnswer(body, signal) {
+    const response = await this.request("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ ...body, stream: true }),
+      signal,
+    });
+    const events = eventData(response.body);
+    for (;;) {
+      const { value: data, done } = await orServerError(events.next(), CONNECTION_LOST);
+      signal.throwIfAborted(); // nobody wants data that arrived before the abort any more
+      if (done) {
+        throw new ServerError(CONNECTION_LOST);
+      }
+      if (data === "[DONE]") {
+        await events.return();
+        return;
+      }
+      const chunk = JSON.parse(data);
+      if (chunk.error) {
+        throw new ServerError(chunk.error.message);
+      }
+      yield chunk;
+    }
+  }
+
+  /**
+   * Return a successful response, or throw a ServerError.
+   *
+   * If the server requires an API key, the user is asked until one is accepted.
+   */
+  async request(address, options = {}) {
+    for (;;) {
+      const key = sessionStorage.getItem(API_KEY_ITEM);
+      const response = await orServerError(fetchWithKey(address, options, key), UNREACHABLE);
+      if (response.ok) {
+        return response;
+      }
+      if (response.status !== 401) {
+        throw await errorOf(response);
+      }
+      await this.#replaceKey(key);
+    }
+  }
+
+  async #replaceKey(rejectedKey) {
+    sessionStorage.removeItem(API_KEY_ITEM);
+    const newKey = await this.#askForKey(rejectedKey !== null);
+    if (newKey === null) {
+      throw new ServerError("The server requires an API key.");
+    }
+    sessionStorage.setItem(API_KEY_ITEM, newKey);
+  }
+}
+
+function fetchWithKey(address, options, key) {
+  const headers = { ...options.headers };
+  if (key !== null) {
+    headers.Authorization = `Bearer ${key}`;
+  }
+  return fetch(address, { ...options, headers });
+}
+
+// What a promise resolves to. Anything but an abort becomes a ServerError with this message.
+async function orServerError(promise, message) {
+  try {
+    return await promise;
+  } catch (error) {
+    if (error.name === "AbortError") {
+      throw error;
+    }
+    throw new ServerError(message);
+  }
+}
+
+async function errorOf(response) {
+  try {
+    const { error } = await response.json();
+    return new ServerError(error.message, error.code);
+  } catch {
+    return new ServerError(`The server answered with status ${response.status}.`);
+  }
+}
+
+// The data of each server-sent event. An empty line ends an event; lines that begin with a colon
+// are comments.
+async function* eventData(body) {
+  let dataLines = [];
+  for await (const line of linesOf(body)) {
+    if (line.startsWith("data:")) {
+      dataLines.push(line.slice("data:".length).replace(/^ /, ""));
+    } else if (line === "" && dataLines.length > 0) {
+      yield dataLines.join("\n");
+      dataLines = [];
+    }
+  }
+}
+
+// The complete lines in the body of a response, which end with \n or \r\n. Bytes may be split
+// anywhere, even within a character.
+async function* linesOf(body) {
+  const reader = body.getReader();
+  const decoder = new TextDecoder();
+  let unfinishedLine = "";
+  try {
+    for (;;) {
+      const { value: bytes, done } = await reader.read();
+      const text = unfinishedLine + decoder.decode(bytes, { stream: !done });
+      const lines = text.split("\n");
+      unfinishedLine = lines.pop();
+      for (const line of lines) {
+        yield line.replace(/\r$/, "");
+      }
+      if (done) {
+        return;
+      }
+    }
+  } finally {
+    await reader.cancel().catch(() => {}); // a caller that stops reading closes the connection
+  }
+}

@@ -1,0 +1,71 @@
+import { messageOf, showNotice } from "./notice.js";
+import { offerDrafts, savedSetting } from "./settings.js";
+
+/** The menu of models, and the line that describes the chosen one. */
+export class ModelMenu {
+  /** Whether the server loads the chosen model only when it is asked a question. */
+  isModelUnloaded = false;
+  /** The size of the chosen model's context in tokens; null if it is not known. */
+  nContext = null;
+
+  #client;
+  #menu = document.getElementById("model");
+  #description = document.getElementById("about");
+
+  /** @param {import("./api_client.js").ApiClient} client */
+  constructor(client) {
+    this.#client = client;
+  }
+
+  /** Offer the server's models, and choose the one of the last visit. */
+  async fill() {
+    try {
+      const models = await this.#client.models();
+      const saved = savedSetting("model");
+      this.#menu.replaceChildren(...models.map((model) => new Option(model)));
+      this.#menu.hidden = models.length === 1;
+      this.#menu.value = models.includes(saved) ? saved : models[0];
+      await this.describe();
+    } catch (error) {
+      showNotice(messageOf(error));
+    }
+  }
+
+  /** Show which model answers and what drafts for it, as far as the server knows. */
+  async describe() {
+    showNotice("");
+    const model = this.#menu.value;
+    try {
+      this.#show(model, await this.#client.properties(model));
+    } catch (error) {
+      showNotice(messageOf(error));
+    }
+  }
+
+  #show(model, properties) {
+    const { draft = null, has_chat_template: hasChatTemplate = true } = properties;
+    const drafts = draftDescription(draft);
+    this.#description.textContent = this.#menu.hidden ? `${model} · ${drafts}` : drafts;
+    document.title = `${model} – specgen`;
+    this.isModelUnloaded = draft === null;
+    this.nContext = properties.default_generation_settings?.n_ctx ?? null;
+    offerDrafts(draft !== "none");
+    if (!hasChatTemplate) {
+      showNotice("This model has no chat template: it can continue texts, but not chat.");
+    }
+  }
+}
+
+// The server does not know the drafter of a model that is not loaded.
+function draftDescription(draft) {
+  switch (draft) {
+    case null:
+      return "loaded with the first question";
+    case "none":
+      return "no drafts";
+    case "ngram":
+      return "drafts from n-grams";
+    default:
+      return `drafts from ${draft.replace(/\.gguf$/, "")}`;
+  }
+}

@@ -1,0 +1,103 @@
+"""What a user should know about a session that was just opened: one sentence each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+from specgen import __version__
+from specgen.llama import LlamaModel, build
+from specgen.llama.kernels.admission import is_first_time
+from specgen.models.files import cache_folder, packed_folder
+from specgen.options import ContextOptions, DraftOptions, SessionOptions
+from specgen.session.prompts import template_of
+from specgen.session.session import Session
+from specgen.system.progress import human_bytes
+
+
+def notes_about(session: Session, options: SessionOptions, *, never_drafts: bool) -> Iterator[str]:
+    """Yield the notes about a session; with `never_drafts`, also the options without effect."""
+    for model in session.models:
+        yield from _kernel_notes(model)
+    yield from _disk_notes(session)
+    if never_drafts:
+        yield from _unused_drafting_options(options.drafting)
+    yield from layers_without_gpu(options.target_context, options.draft_context)
+    yield from _unused_template_variables(session, options.target_context)
+    n_threads = options.target_context.n_threads or 0
+    n_cores = os.cpu_count() or 1
+    if n_threads > n_cores:
+        yield (
+            f"-t {n_threads} is slower than -t {n_cores}: "
+            f"this machine runs {n_cores} threads at once"
+        )
+    for draft in session.models[1:]:
+        yield from _size_notes(session.target, draft)
+
+
+def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterator[str]:
+    """Yield a note for each option that moves layers to a GPU which llama.cpp does not find."""
+    for context, name in ((target, "-ngl"), (draft, "-ngld")):
+        if context.n_gpu_layers > 0 and not build().gpu_offload:
+            yield (
+                f"{name} {context.n_gpu_layers} has no effect: this build of llama.cpp finds no GPU "
+                "(`specgen doctor`)"
+            )
+
+
+def _kernel_notes(model: LlamaModel) -> Iterator[str]:
+    problem = model.loaded.kernel_problem
+    if problem:
+        yield (
+            f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels "
+            f"failed in a trial ({problem}); please report this (`specgen doctor -m` tries again)"
+        )
+        return
+    packed = model.loaded.packed
+    if packed is not None and packed.n_new_bytes and not packed.lacks_room:
+        yield (
+            f"{model.name}: its weights were packed for this machine, and "
+            f"{human_bytes(packed.n_new_bytes)} are written to {packed_folder()}: "
+            "the next start is quick (--packed-cache off keeps none)"
+        )
+
+
+def _disk_notes(session: Session) -> Iterator[str]:
+    for model in session.models:
+        packed = model.loaded.packed
+        if packed is not None and packed.lacks_room:
+            if is_first_time(cache_folder() / f"no-room-for-packed-weights-{__version__}"):
+                yield (
+                    f"{model.name}: its packed weights are not kept, so every start packs them "
+                    "anew: the disk has too little room (a tenth of it stays free; this note is "
+                    "shown once)"
+                )
+            return
+
+
+def _unused_drafting_options(drafting: DraftOptions) -> Iterator[str]:
+    plain = DraftOptions()
+    for field in fields(plain):
+        # An environment variable holds for all commands, and a store gets texts all the same.
+        is_expected = "envvar" in field.metadata or field.name == "lookup_store"
+        is_set = getattr(drafting, field.name) != getattr(plain, field.name)
+        if is_set and field.metadata and not is_expected:
+            name = field.metadata["spellings"][0].partition("/")[0]
+            yield f"{name} has no effect: with `--draft none` nothing drafts"
+
+
+def _unused_template_variables(session: Session, context: ContextOptions) -> Iterator[str]:
+    template = template_of(session.target, has_tools=True) or ""
+    for name in context.template_variables:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            yield f"--chat-template-kwargs: the chat template does not read {name}"
+
+
+def _size_notes(target: LlamaModel, draft: LlamaModel) -> Iterator[str]:
+    if draft.size_bytes > target.size_bytes:
+        yield (
+            f"the draft {draft.name} ({human_bytes(draft.size_bytes)}) is larger than the target "
+            f"{target.name} ({human_bytes(target.size_bytes)}): are the two swapped?"
+        )
