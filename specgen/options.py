@@ -410,8 +410,8 @@ class PrefixOptions:
     kept: Literal["shared", "all", "off"] = _prompt(
         "shared",
         "--prefix-store",
-        "Which prefixes of long prompts to store on disk, as they were computed: those that two "
-        "prompts had in common (shared), all, or none (off).",
+        "Which computed prefixes of long prompts to store on disk: those that two prompts have in "
+        "common (shared), all, or none (off).",
         envvar="SPECGEN_PREFIX_STORE",
     )
     max_bytes: int | None = _prompt(

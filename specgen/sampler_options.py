@@ -110,7 +110,7 @@ class SamplerOptions:
     seed: int = _sampling(
         -1,
         "--seed -s",
-        "Seed of the random numbers; -1 picks one.",
+        "Random seed; -1 picks one.",
         min=-1,
         max=2**63 - 1,
     )
@@ -140,18 +140,18 @@ class SamplerOptions:
     repeat_penalty: float = _repetition(
         1.0,
         "--repeat-penalty",
-        "Divide the logits of tokens that occurred by this; 1 is off.",
+        "Divide the logits of tokens that have already occurred by this; 1 is off.",
         min=0.01,
     )
     presence_penalty: float = _repetition(
         0.0,
         "--presence-penalty",
-        "Subtract this from the logits of tokens that occurred.",
+        "Subtract this from the logits of tokens that have already occurred.",
     )
     frequency_penalty: float = _repetition(
         0.0,
         "--frequency-penalty",
-        "Subtract this for each time that a token occurred.",
+        "Subtract this from a token's logit for each time that it has occurred.",
     )
     #: DRY: a token that extends a repetition of n tokens loses
     #: multiplier * base ** (n - allowed length).
