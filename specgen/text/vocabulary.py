@@ -17,7 +17,13 @@ class Vocabulary(Protocol):
     def add_bos(self) -> bool:
         """Whether a text starts with a beginning-of-text token."""
 
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special: bool,
+        parse_special: bool,
+    ) -> list[int]:
         """Tokenize a whole text.
 
         Args:

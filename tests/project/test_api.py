@@ -12,6 +12,7 @@ import pytest
 import specgen
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, FinishedEvent
+from specgen.method.backend import Batch
 from tests.helpers.cli import ended
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
@@ -117,11 +118,15 @@ def test_a_broken_round_fails_its_answers_alone(
     answer = model.submit(PROMPT, max_tokens=N)
     model.engine.step()
 
-    def broken(*_: object) -> None:
+    target = model.engine.target
+    decode = target.decode
+
+    def interrupted(batch: Batch) -> None:
+        decode(batch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.method.loop.keep_path", broken)
+        patch.setattr(target, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.engine.step()
     assert isinstance(answer.failure, BackendError)

@@ -5,7 +5,6 @@ name.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import weakref
@@ -15,6 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
@@ -24,6 +24,7 @@ from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.options import Grammar
 from specgen.sampler_options import SamplerOptions
+from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.text.sampling.chain import Sampler
@@ -480,20 +481,30 @@ def test_a_closed_model_is_freed(tmp_path: Path) -> None:
     assert kept() is None
 
 
-def test_what_can_be_followed_no_further_is_an_error(
+def test_a_grammar_that_grows_too_large_within_a_text_is_an_error(
+    vocabulary: LlamaVocabulary,
+) -> None:
+    every = np.arange(vocabulary.n_tokens)
+    (letter,) = vocabulary.tokenize_inside("a")
+    state = LlguidanceGrammar(vocabulary, Grammar("lark", "start: /(([abc]){1,99}){1,99}x/")).start
+
+    def follow(state: GrammarState) -> None:
+        for _ in range(99 * 99):
+            state.allows(every)
+            state = state.after(letter)
+
+    with pytest.raises(BackendError, match="any further: [^\n]*too many[^\n]*$"):
+        follow(state)
+
+
+def test_a_grammar_that_is_too_large_at_the_start_of_a_text_is_refused(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, n_good = MagicMock(), 1
+    broken = MagicMock()
     broken.deep_copy.return_value = broken
     broken.get_error.return_value = "too complex\nand more"
-    broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.call_count > n_good
-    broken.unsafe_compute_mask_ptr.side_effect = lambda at, n: ctypes.memset(at, 255, n)
-    own, other = (schema_grammar(f'{{"minimum": {n}}}') for n in (17, 18))  # not compiled before
-    monkeypatch.setattr("llguidance.LLMatcher", MagicMock(return_value=broken))
-    state = LlguidanceGrammar(vocabulary, own).start.after(1)
-    with pytest.raises(BackendError, match="too complex$"):
-        state.allows(np.array([1]))
-    # At the start of a text, the grammar is refused.
-    n_good = 0
+    broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.called
+    grammar = schema_grammar('{"minimum": 17}')  # not compiled before
+    monkeypatch.setattr(llguidance, "LLMatcher", MagicMock(return_value=broken))
     with pytest.raises(UsageError, match="too complex$"):
-        LlguidanceGrammar(vocabulary, other)
+        LlguidanceGrammar(vocabulary, grammar)

@@ -75,7 +75,12 @@ def _joins_others(part: Part) -> bool:
     return n_places > 1 or has_own_properties or len(as_list(part.get("allOf"))) > 1
 
 
-def _add_joined(root: Part, group: list[Part], joined: set[int], depth: int = MAX_DEPTH) -> None:
+def _add_joined(
+    root: Part,
+    group: list[Part],
+    joined: set[int],
+    depth: int = MAX_DEPTH,
+) -> None:
     """Add the schemas that describe the same value as a group, and those of shared properties."""
     together = same_value_parts(root, group)
     joined.update(together)

@@ -60,7 +60,9 @@ class ThoughtMarks:
 
 
 def grammar_start(
-    grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None = None
+    grammar: Grammar,
+    vocabulary: Vocabulary,
+    thoughts: ThoughtMarks | None = None,
 ) -> GrammarState:
     """Return the state of a grammar before an answer, whose thoughts are free.
 
@@ -110,7 +112,10 @@ class _ConstrainedAnswer:
     """
 
     def __init__(
-        self, grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
+        self,
+        grammar: Grammar,
+        vocabulary: Vocabulary,
+        thoughts: ThoughtMarks | None,
     ) -> None:
         self._vocabulary = vocabulary
         self._thoughts = thoughts
@@ -134,7 +139,10 @@ class _ConstrainedAnswer:
         return _Watched(self._grammar.start, partial(self._before_answer, thoughts))
 
     def _before_answer(
-        self, thoughts: ThoughtMarks, state: GrammarState, tokens: tuple[int, ...]
+        self,
+        thoughts: ThoughtMarks,
+        state: GrammarState,
+        tokens: tuple[int, ...],
     ) -> GrammarState:
         """Return the state after the first tokens, in which thoughts may begin."""
         text = b"".join(map(self._vocabulary.token_bytes, tokens)).lstrip()
@@ -210,7 +218,9 @@ def _optional_marks(marks: tuple[str, ...]) -> str:
 
 
 def _free_text_start(
-    grammar: Grammar, vocabulary: Vocabulary, thoughts: ThoughtMarks | None
+    grammar: Grammar,
+    vocabulary: Vocabulary,
+    thoughts: ThoughtMarks | None,
 ) -> GrammarState:
     """Return the state of a free text in which the grammar holds from each mark on.
 

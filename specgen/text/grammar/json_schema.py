@@ -150,7 +150,11 @@ def _readable(problem: str) -> str:
 # --- what no grammar can enforce
 
 
-def _leave_out_unknown_type(part: Part, root: Part, left_out: list[str]) -> None:
+def _leave_out_unknown_type(
+    part: Part,
+    root: Part,
+    left_out: list[str],
+) -> None:
     given = part.get("type", [])
     types = given if isinstance(given, list) else [given]
     unknown = [json.dumps(each)[:_MAX_SHOWN_PATTERN] for each in types if str(each) not in TYPES]

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: How JSON is written: a space after commas and colons, and no other white space, which models
 #: write without end. Strings may escape any character, as in "K\u00f6ln". What llguidance cannot
 #: enforce, it reports as a warning.
-JSON_FORM = {
+JSON_FORM: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -72,7 +72,12 @@ class LlguidanceGrammar:
         UsageError: The grammar is not valid, or no text follows it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, rules: str = "") -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        grammar: Grammar,
+        rules: str = "",
+    ) -> None:
         #: int64[n]: the end-of-text tokens.
         self.ends: TokenArray = np.array(vocabulary.end_tokens(), np.int64)
         if not len(self.ends):
@@ -129,7 +134,11 @@ class LlguidanceGrammar:
         return _State(self, matcher) if n_taken == len(tokens) else None
 
 
-def _whole_grammar(grammar: Grammar, rules: str, vocabulary: Vocabulary) -> Grammar:
+def _whole_grammar(
+    grammar: Grammar,
+    rules: str,
+    vocabulary: Vocabulary,
+) -> Grammar:
     """Return a grammar with the rules around it."""
     if grammar.form == "gbnf":
         lark = GbnfReader(grammar.text, vocabulary).read()
@@ -392,5 +401,5 @@ def _compiled_text(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     if grammar.form == "json_schema":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)
     return LLMatcher.grammar_from_lark(grammar.text)

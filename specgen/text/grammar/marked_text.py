@@ -50,7 +50,12 @@ class MarkedText:
         #: The state in which no mark has begun.
         self.plain = _MarkedTextState(self, b"", ())
 
-    def next(self, begun: bytes, tokens: tuple[int, ...], token: int) -> GrammarState | None:
+    def next(
+        self,
+        begun: bytes,
+        tokens: tuple[int, ...],
+        token: int,
+    ) -> GrammarState | None:
         """Return the state after a token; None if the token is not allowed.
 
         Args:
@@ -87,7 +92,12 @@ class _MarkedTextState(GrammarState):
 
     __slots__ = ("__weakref__", "_begun", "_children", "_forbidden", "_text", "_tokens")
 
-    def __init__(self, text: MarkedText, begun: bytes, tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        text: MarkedText,
+        begun: bytes,
+        tokens: tuple[int, ...],
+    ) -> None:
         self._text = text
         self._begun = begun
         self._tokens = tokens

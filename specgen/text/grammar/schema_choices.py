@@ -30,7 +30,12 @@ class ChoiceWriter:
         left_out: Gets "oneOf" if options may overlap, or are too many to compare.
     """
 
-    def __init__(self, root: Part, closed: set[int], left_out: list[str]) -> None:
+    def __init__(
+        self,
+        root: Part,
+        closed: set[int],
+        left_out: list[str],
+    ) -> None:
         self._root = root
         self._closed = closed
         self._left_out = left_out
@@ -81,7 +86,12 @@ class ChoiceWriter:
             exclusive = {"allOf": [exclusive, {"anyOf": absent} if absent else False]}
         return exclusive
 
-    def _are_apart(self, one: Any, other: Any, depth: int = MAX_DEPTH) -> bool:
+    def _are_apart(
+        self,
+        one: Any,
+        other: Any,
+        depth: int = MAX_DEPTH,
+    ) -> bool:
         """Return whether certainly no value conforms to both schemas.
 
         The second one counts as it was before it was closed: its object may have other properties.
@@ -115,7 +125,12 @@ def _have_different_values(one: Part, other: Part) -> bool:
     return bool(values and other_values) and values.isdisjoint(other_values)
 
 
-def _replace_keyword(part: Part, old: str, new: str, value: Any) -> None:
+def _replace_keyword(
+    part: Part,
+    old: str,
+    new: str,
+    value: Any,
+) -> None:
     """Replace a keyword in its place; an existing `new` is overwritten."""
     keywords = {new if keyword == old else keyword: given for keyword, given in part.items()}
     keywords[new] = value

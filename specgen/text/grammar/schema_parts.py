@@ -144,7 +144,12 @@ def only_required(schema: Any) -> list[str]:
     return required(schema)
 
 
-def property_schema(schema: Part, name: str, *, is_open: bool = False) -> Any:
+def property_schema(
+    schema: Part,
+    name: str,
+    *,
+    is_open: bool = False,
+) -> Any:
     """Return the schema of a property; for one that is not listed, whether the object may have it.
 
     Args:

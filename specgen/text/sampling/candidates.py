@@ -46,7 +46,12 @@ class Candidates(NamedTuple):
         """Return the candidates of a whole row of logits."""
         return cls(scores, None, len(scores), is_ranked=False)
 
-    def take(self, positions: TokenArray, size: int, is_ranked: bool) -> Candidates:
+    def take(
+        self,
+        positions: TokenArray,
+        size: int,
+        is_ranked: bool,
+    ) -> Candidates:
         """Return the candidates at int64[n] positions, which are in the order of `is_ranked`."""
         scores = self.scores[positions].astype(np.float64)
         token_ids = positions if self.token_ids is None else self.token_ids[positions]
@@ -113,7 +118,11 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
     return Candidates(scores[kept], kept, len(scores), is_ranked=False)
 
 
-def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
+def allowed_top_k(
+    scores: Scores,
+    allows: Allows,
+    k: int,
+) -> Candidates:
     """Return the k best tokens of a row that a grammar allows, asking about the best ones first.
 
     Raises:

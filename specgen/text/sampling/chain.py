@@ -79,7 +79,10 @@ class Sampler:
         return not self.greedy or any(isinstance(step, Exclusion) for step in self._steps)
 
     def distribution(
-        self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
+        self,
+        logits: Logits,
+        history: TokenArray = NO_HISTORY,
+        allows: Allows | None = None,
     ) -> Distribution:
         """Return the chain's distribution for a row of logits.
 
@@ -96,7 +99,7 @@ class Sampler:
             NoTokenAllowedError: The grammar allows no token.
         """
         if not self._adjustments:
-            return self._of_row(logits, history, allows)
+            return self._after_adjustments(logits, history, allows)
         undo: list[tuple[TokenArray, Logits]] = []
         try:
             for adjustment in self._adjustments:
@@ -105,36 +108,45 @@ class Sampler:
                 undo.append((token_ids, before))
                 with np.errstate(over="ignore"):  # a large penalty gives minus infinity
                     logits[token_ids] = adjustment.change(before, amounts)
-            return self._of_row(logits, history, allows)
+            return self._after_adjustments(logits, history, allows)
         finally:
             for token_ids, before in reversed(undo):
                 logits[token_ids] = before
 
-    def _of_row(self, logits: Logits, history: TokenArray, allows: Allows | None) -> Distribution:
-        token_id = int(logits.argmax())
-        top = float(logits[token_id])
+    def _after_adjustments(
+        self,
+        logits: Logits,
+        history: TokenArray,
+        allows: Allows | None,
+    ) -> Distribution:
+        """Return the distribution for a row in which the first adjustments are made."""
+        best_id = int(logits.argmax())
+        top = float(logits[best_id])
         if top == -np.inf and self._adjustments:
             raise BackendError("the logit biases and penalties leave no token to choose")
         if not math.isfinite(top):
             raise not_finite(top)
         if self._takes_best:
-            if allows is not None and not allows(np.array([token_id]))[0]:
-                token_id = int(allowed_top_k(logits, allows, 1).ids()[0])
-            return Distribution.certain(token_id)
-        candidates = Candidates.whole(logits)
-        n_done = 0
-        if allows is not None:
-            candidates, n_done = self._masked(candidates, history, allows)
+            if allows is not None and not allows(np.array([best_id]))[0]:
+                best_id = int(allowed_top_k(logits, allows, 1).ids()[0])
+            return Distribution.certain(best_id)
+        if allows is None:
+            return self._run(Candidates.whole(logits), 0, history)
+        candidates, n_done = self._masked(logits, history, allows)
         return self._run(candidates, n_done, history)
 
     def _masked(
-        self, candidates: Candidates, history: TokenArray, allows: Allows
+        self,
+        logits: Logits,
+        history: TokenArray,
+        allows: Allows,
     ) -> tuple[Candidates, int]:
         """Apply a grammar's mask, as late in the chain as possible.
 
         Returns:
             The candidates after the mask and the first steps, and the number of these steps.
         """
+        candidates = Candidates.whole(logits)
         for n_done, step in enumerate(self._steps):
             if isinstance(step, Transform) and step.n_best:
                 return allowed_top_k(candidates.scores, allows, step.n_best), n_done + 1
@@ -144,7 +156,12 @@ class Sampler:
             candidates = _applied(step, candidates, history)
         return allowed(candidates.scores, allows), len(self._steps)
 
-    def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
+    def _run(
+        self,
+        candidates: Candidates,
+        n_done: int,
+        history: TokenArray,
+    ) -> Distribution:
         """Run the steps after the first `n_done`."""
         for n, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Exclusion):
@@ -160,7 +177,11 @@ class Sampler:
         return candidates.softmax(self._temperature)
 
 
-def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
+def mixture(
+    weight: float,
+    first: Distribution,
+    second: Distribution,
+) -> Distribution:
     """Return weight * first + (1 - weight) * second."""
     if weight <= 0.0:
         return second
@@ -184,7 +205,9 @@ def _keeps_best(step: Step) -> bool:
 
 
 def _applied(
-    step: Adjustment | Temperature | Transform, candidates: Candidates, history: TokenArray
+    step: Adjustment | Temperature | Transform,
+    candidates: Candidates,
+    history: TokenArray,
 ) -> Candidates:
     if isinstance(step, Transform):
         return step.apply(candidates)
@@ -193,7 +216,11 @@ def _applied(
     return _adjusted(candidates, step, history)
 
 
-def _adjusted(candidates: Candidates, step: Adjustment, history: TokenArray) -> Candidates:
+def _adjusted(
+    candidates: Candidates,
+    step: Adjustment,
+    history: TokenArray,
+) -> Candidates:
     """Return the candidates by id, with new scores for the tokens that a step affects."""
     candidates = candidates.by_id()
     token_ids, amounts = step.affected(history)
@@ -210,7 +237,9 @@ def _adjusted(candidates: Candidates, step: Adjustment, history: TokenArray) -> 
 
 
 def _within(
-    token_ids: TokenArray, amounts: ProbArray, n_vocab: int
+    token_ids: TokenArray,
+    amounts: ProbArray,
+    n_vocab: int,
 ) -> tuple[TokenArray, ProbArray]:
     """Drop the ids that the row does not have: two models may share only some tokens."""
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:

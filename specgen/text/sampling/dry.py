@@ -174,7 +174,10 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 
 
 def _measured(
-    backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
+    backwards: TokenArray,
+    places: TokenArray,
+    lengths: TokenArray,
+    enough: int,
 ) -> TokenArray:
     """Complete the lengths of the repetitions at some places, one by one; return the other places.
 

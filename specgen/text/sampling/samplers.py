@@ -29,7 +29,11 @@ def biases(scores: Scores, amounts: ProbArray) -> Scores:
 
 
 def penalties(
-    scores: Scores, counts: ProbArray, repeat: float, frequency: float, presence: float
+    scores: Scores,
+    counts: ProbArray,
+    repeat: float,
+    frequency: float,
+    presence: float,
 ) -> Scores:
     """Lower the scores of tokens that occurred: llama.cpp's `penalties`.
 
@@ -80,7 +84,10 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 
 
 def dynamic_temperature(
-    candidates: Candidates, t: float, spread: float, exponent: float
+    candidates: Candidates,
+    t: float,
+    spread: float,
+    exponent: float,
 ) -> Candidates:
     """Choose the temperature by how unsure the model is: llama.cpp's `temp-ext`.
 
@@ -218,7 +225,10 @@ def _masses(scores: Scores) -> tuple[Scores, float]:
 
 
 def _shortest_run(
-    order_by: Scores, masses: Scores, enough: float, side: Literal["left", "right"]
+    order_by: Scores,
+    masses: Scores,
+    enough: float,
+    side: Literal["left", "right"],
 ) -> TokenArray:
     """Return the fewest positions, by descending `order_by`, that have enough mass together.
 

@@ -80,7 +80,11 @@ def chain_steps(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
     return steps
 
 
-def _step(name: SamplerName, o: SamplerOptions, breakers: DryBreakers) -> Step | None:
+def _step(
+    name: SamplerName,
+    o: SamplerOptions,
+    breakers: DryBreakers,
+) -> Step | None:
     """Return the step of a sampler; None if the options switch it off."""
     match name:
         case "penalties":
