@@ -27,7 +27,7 @@ from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
-from specgen.serve.formats.request import Defaults
+from specgen.serve.formats.parsed_request import Defaults
 from specgen.session.measurement_store import MeasurementStore
 
 N_AT_ONCE = (1, 2, 4, 8)

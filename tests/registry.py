@@ -13,14 +13,15 @@ from typing import TypeAlias
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
+from specgen.drafters.staged import SecondDraft, StagedDrafter
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.method.cascade import Cascade
@@ -76,32 +77,42 @@ class Text:
 Make: TypeAlias = Callable[[Text], Drafter | Cascade]
 
 
-def model(
-    text: Text, guesses: Guesses | None = None, noise: float = 0.0, head: range = range(0)
-) -> ModelDrafter:
-    language = noisy(text.language, noise) if noise else text.language
+def model(text: Text, noise: float = 0.0, head: range = range(0)) -> ModelDrafter:
     return ModelDrafter(
-        text.open_backend(text.vocabulary, language),
+        open_model(text, noise),
         draft_request(text.state, text.sampler, seed=text.seed, head=head),
         n_shared_tokens=text.vocabulary.n_tokens,
-        guesses=guesses,
     )
 
 
-def guesses(text: Text, drafters: Cascade) -> Guesses:
-    return Guesses(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
+def open_model(text: Text, noise: float) -> FakeBackend:
+    language = noisy(text.language, noise) if noise else text.language
+    return text.open_backend(text.vocabulary, language)
 
 
-def by_ngrams(text: Text, noise: float = 0.0) -> ModelDrafter:
-    return model(text, guesses(text, Cascade(SuffixDrafter(1, 8))), noise)
+def staged(text: Text, drafters: Cascade, noise: float = 0.0) -> StagedDrafter:
+    return StagedDrafter(
+        open_model(text, noise),
+        draft_request(text.state, text.sampler, seed=text.seed),
+        n_shared_tokens=text.vocabulary.n_tokens,
+        guesses=guesses(text, drafters),
+    )
 
 
-def by_a_model(text: Text) -> ModelDrafter:
-    return model(text, guesses(text, Cascade(model=model(text, noise=0.5))))
+def guesses(text: Text, drafters: Cascade) -> SecondDraft:
+    return SecondDraft(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
 
 
-def twice(text: Text) -> ModelDrafter:
-    return model(text, guesses(text, Cascade(model=by_ngrams(text, 0.5))))
+def by_ngrams(text: Text, noise: float = 0.0) -> StagedDrafter:
+    return staged(text, Cascade(SuffixDrafter(1, 8)), noise)
+
+
+def by_a_model(text: Text) -> StagedDrafter:
+    return staged(text, Cascade(model=model(text, noise=0.5)))
+
+
+def twice(text: Text) -> StagedDrafter:
+    return staged(text, Cascade(model=by_ngrams(text, 0.5)))
 
 
 def both(make: Callable[[Text], ModelDrafter]) -> Make:
@@ -123,7 +134,7 @@ def drawn_tree_model(text: Text) -> ModelDrafter:
 
 
 def parallel(text: Text) -> ParallelDrafter:
-    """A parallel draft that predicts behind a mask what follows the likeliest token in its place."""
+    """A parallel draft: after a mask it predicts what follows the likeliest token in its place."""
     mask = text.vocabulary.n_tokens - 1
 
     def language(tokens: tuple[int, ...]) -> Logits:
@@ -184,9 +195,9 @@ DRAFTERS: dict[str, DrafterCase] = {
     "model": DrafterCase(ModelDrafter, model, "draft", draws=True, watched=True),
     "ngram": DrafterCase(SuffixDrafter, lambda _text: ngram_drafter(), "ngram", grammar=False),
     "ngram and model": DrafterCase(Cascade, both(model), draws=True, watched=True),
-    "staged by n-grams": DrafterCase(ModelDrafter, by_ngrams, draws=True, watched=True),
-    "staged by a model": DrafterCase(ModelDrafter, by_a_model, draws=True, watched=True),
-    "staged twice": DrafterCase(ModelDrafter, twice, draws=True, watched=True),
+    "staged by n-grams": DrafterCase(StagedDrafter, by_ngrams, draws=True, watched=True),
+    "staged by a model": DrafterCase(StagedDrafter, by_a_model, draws=True, watched=True),
+    "staged twice": DrafterCase(StagedDrafter, twice, draws=True, watched=True),
     "all at once": DrafterCase(Cascade, both(twice), draws=True, watched=True),
     "tree of guesses": DrafterCase(ModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
@@ -204,7 +215,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
-    # Cascade that only tests need: trees of any form, and nothing at all.
+    # Drafters that only tests need: trees of any form, and nothing at all.
     "random tree": DrafterCase(TreeDrafter, random_tree(3, 0.7, 5), trees=True, grammar=False),
     "wide random tree": DrafterCase(TreeDrafter, random_tree(8, 0.4, 6), trees=True, grammar=False),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),

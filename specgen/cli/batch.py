@@ -99,7 +99,7 @@ def batch(
     _check_files(source, None if is_stream else destination)
     from specgen.serve.batch.lines import continued, read_lines, streaming
     from specgen.serve.batch.runner import Prompting
-    from specgen.serve.formats.request import Defaults
+    from specgen.serve.formats.parsed_request import Defaults
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))

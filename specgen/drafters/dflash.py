@@ -1,66 +1,92 @@
-"""DFlash and DSpark drafts (Chen et al., arXiv:2602.06036): all tokens of a draft from one decode."""
+"""DFlash and DSpark: a trained draft predicts all tokens of a draft in one decode.
+
+The decode is a *block*: the last token of the text, and a mask for each further token (Chen et al.,
+arXiv:2602.06036).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import Expansion
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.states import StatesCache, StatesDrafter, TrainedDraft
+from specgen.drafters.states import (
+    StatesCache,
+    StatesDrafter,
+    TrainedDraft,
+)
 from specgen.llama.draft_contexts import DflashContext
 from specgen.llama.draft_models import DflashModel
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.drafter import Ask, Drafting
+from specgen.system.arrays import Logits
 
 
 class DflashDrafter(StatesDrafter):
-    """Drafts a chain with one decode of the last token and masks, a block.
+    """Drafts a chain with one decode of a block.
 
-    Before it, the cache gets what the target's layers read for the tokens that were accepted since
-    the last draft: this decodes no token. The row of a mask predicts that mask's own token; with
-    `predicts_from_last` each row predicts the token behind it. A row does not depend on what is
-    drawn before it, which suits every verifier.
+    Before it, the cache is filled with the states of the target's layers for the tokens that were
+    accepted since the last draft; this decodes no token. The row of a mask predicts that mask's own
+    token; with `predicts_from_last` each row predicts the token after it. A row does not depend on
+    the tokens drafted before it, which suits every verifier.
     """
 
     name = "dflash"
-    n_most_unread = 0  # a block begins with a single token
+    max_undecoded = 0  # a block begins with a single token
 
     def __init__(self, backend: DflashContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
         draft = backend.draft
-        self._mask, self._n_block = draft.mask, draft.n_most
+        self._mask = draft.mask
         self._predicts_from_last = draft.predicts_from_last
+        #: The most tokens of a draft.
+        self._n_block = draft.n_most
         self._n_most = self._n_block
-        self._caches = [StatesCache(backend, request, self.hidden_states)]
-        #: What filling the cache costs; it is not learnt with the blocks.
+        #: The rows of a block.
+        self._n_rows = draft.n_most if draft.predicts_from_last else draft.n_most + 1
+        self._cache = StatesCache(backend, request, self.hidden_states)
+        self._caches = [self._cache]
+        #: What filling the cache costs: it is cheaper than a block, whose costs must not learn it.
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:
-        # All rows of a block are one decode; filling the cache costs less than its row of a token
-        # does.
-        block_s = self._costs.seconds_each(self._n_block + (not self._predicts_from_last))
-        n_new = self._n_read(n_context) - max(self._caches[0].n_held, self.hidden_states.first)
-        n_behind = max(0, n_new - self._n_block - 1)
-        prefill_s = self._costs.seconds_each(n_behind) if n_behind else 0.0
+        """Return the cost of a block, however many of its tokens are used."""
+        # Filling the cache costs less than decoding a token.
+        block_s = self._costs.seconds_each(self._n_rows)
+        n_new = self._n_decoded(n_context) - max(self._cache.n_held, self.hidden_states.first)
+        n_prefill = max(0, n_new - (self._n_block + 1))  # beyond what one round adds
+        prefill_s = self._costs.seconds_each(n_prefill) if n_prefill else 0.0
         return Price(block_s, 0.0, prefill_s)
 
-    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
-        cache = self._caches[0]
-        while cache.n_held < n_read:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
+        yield from self._fill_cache(context, n_decoded)
+        n = draft.n_deepest
+        n_masks = n - 1 if self._predicts_from_last else n
+        block = [context[-1], *[self._mask] * n_masks]
+        position = n_decoded - self._cache.n_skipped
+        batch = Batch.of(block, position, len(block), self._slot.first)
+        batch.hidden = [None] * len(block)
+        rows = yield Ask(self._backend, batch, self._costs)
+        return (yield from draft.grow_from(rows[len(rows) - n :]))
+
+    def _fill_cache(self, context: Sequence[int], n_decoded: int) -> Generator[Ask, Logits, None]:
+        """Give the cache the states of the tokens that the target has decoded."""
+        cache = self._cache
+        while cache.n_held < n_decoded:
             batch = Batch()
-            for index in range(cache.n_held, n_read)[: self._backend.n_batch]:
-                batch.add(context[index], index - cache.n_skipped, (self._slot.first,), False)
+            end = min(n_decoded, cache.n_held + self._backend.n_batch)
+            for index in range(cache.n_held, end):
+                position = index - cache.n_skipped
+                batch.add(context[index], position, (self._slot.first,), False)
                 batch.hidden.append(self.hidden_states.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
-            cache.n_held += len(batch)
-        n, batch = made.n_deepest, Batch()
-        block = [context[-1], *[self._mask] * (n - self._predicts_from_last)]
-        for position, token in enumerate(block, n_read - cache.n_skipped):
-            batch.add(token, position, (self._slot.first,), True)
-            batch.hidden.append(None)
-        rows = yield Ask(self._backend, batch, self._costs)
-        return (yield from made.grow_from(rows[len(rows) - n :]))
+            cache.n_held = end
 
 
 class DflashDraft(TrainedDraft):

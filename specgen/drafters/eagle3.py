@@ -1,4 +1,8 @@
-"""EAGLE-3 drafts (Li et al., arXiv:2503.01840): a layer that reads three of the target's layers."""
+"""EAGLE-3: a trained layer drafts from the inputs of three of the target's layers.
+
+It decodes its own hidden states again, token after token, and drafts a chain or a tree (Li et al.,
+arXiv:2503.01840).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,14 @@ from specgen.llama.draft_models import EagleModel
 
 
 class EagleDrafter(LayerDrafter):
-    """Drafts as an MTP layer does. But the text's first token has no row: there is no state before
-    it.
-    """
+    """Drafts as an MTP layer does, but the text's first token has no row: no state precedes it."""
 
     name = "eagle3"
     n_left_out = 1
 
 
 class Eagle3Draft(TrainedDraft):
-    """A loaded EAGLE-3 draft, whose drafts may branch."""
+    """A loaded EAGLE-3 draft."""
 
     model_type = EagleModel
     context_type = EagleContext

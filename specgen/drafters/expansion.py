@@ -1,90 +1,133 @@
-"""How a draft grows, a chain or a tree: beyond which nodes to look, and which of the found tokens
-to add.
+"""How a draft grows from a model's logits, as a chain or as a tree.
+
+To *expand* a node is to ask the drafter for the logits of the token after it. From these the node
+gets its children: the likeliest tokens, or tokens sampled at random. One object grows one draft and
+decides which nodes to expand and which tokens to add; the drafter only computes logits:
+
+- `Chain`: one branch, as far as the plan wants.
+- `CostAwareTree`: the likeliest paths, as far as they are worth their time.
+- `FixedTree`: a given number of children at each depth (SpecInfer, arXiv:2305.09781).
+- `IndependentWalks`: chains that are sampled independently of each other (SpecTr,
+  arXiv:2310.15141).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from specgen.drafters.interface import DraftRequest
 from specgen.errors import NoTokenAllowedError
-from specgen.method.backend import Backend
-from specgen.method.draft import ROOT, Branches, Draft
+from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Ask, Drafting
 from specgen.method.policy import RoundPlan
-from specgen.method.stopping import CostAwareStopping
+from specgen.method.stopping import CostAwareStopping, DraftStep
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.sampling.distribution import Distribution
 from specgen.text.vocabulary import Vocabulary
 
-#: The guesses for a position, if the shape asks for no more; where costs decide, the least chance
-#: of further ones.
-_N_GUESSES = 4
-_LEAST = 0.02
-#: The most nodes that are looked beyond at once.
-WIDEST = 8
-#: Returns the logits beyond nodes, float32[n_vocab] each.
-RowsBeyond: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]]
+#: The most likely tokens that are considered at a position, if the shape asks for no more.
+_N_CANDIDATES = 4
+#: The least probability of a further sibling, where costs decide.
+_LEAST_PROBABILITY = 0.02
+#: The most nodes that are expanded at once.
+MAX_WIDTH = 8
+#: A computation in progress: a generator that asks for decodes and returns logits.
+Decoding: TypeAlias = Generator[Ask, Logits, Logits]
+#: Computes the logits of the token after each of some nodes, float32[n_vocab].
+LogitsAfter: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]]
 
 
 @dataclass(eq=False)
 class Expansion(ABC):
-    """A draft of at most `n_max` tokens on at most `n_deepest` levels, as it grows. Parents come
-    before their children.
+    """A draft as it grows. Parents come before their children."""
 
-    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
-    children, the likeliest or first drawn one first. The look beyond the root starts the draft.
-    """
-
+    #: The name of the drafter.
     origin: str
     request: DraftRequest
+    #: The shape of the tree.
     shape: TreeShape
     plan: RoundPlan
-    before: tuple[int, ...]  # the tokens that another drafter drafted before
+    #: The tokens between the text and this draft, which another drafter drafted.
+    before: tuple[int, ...]
+    #: Whether a token ends the text, so that it has no children.
     is_end: Callable[[int], bool]
+    #: The most tokens.
     n_max: int
+    #: The most levels.
     n_deepest: int
-    #: The most nodes that can be looked beyond at once. A look may change it.
-    n_most: int = field(default=WIDEST, init=False)
+    #: The most nodes that can be expanded at once. The drafter may change it after each expansion.
+    max_width: int = field(default=MAX_WIDTH, init=False)
+    #: The token of each node.
     tokens: list[int] = field(default_factory=list, init=False)
+    #: The parent of each node, or `ROOT`.
     parents: list[int] = field(default_factory=list, init=False)
-    #: Children of the root have depth 0.
+    #: The depth of each node; children of the root have depth 0.
     depths: list[int] = field(default_factory=list, init=False)
+    #: The probability of each token, if it is known.
     probabilities: list[float | None] = field(default_factory=list, init=False)
+    #: The distribution that each token was sampled from; None for one that was not.
     distributions: list[Distribution | None] = field(default_factory=list, init=False)
-    #: The independent chains of a draft that consists of such chains; and the `looks` of a `Draft`.
+    #: The nodes of each independent chain, if the draft consists of such chains.
     walks: list[list[int]] = field(default_factory=list, init=False)
+    #: The largest probability at each expanded position (`Draft.step_confidences`).
     confidences: list[float] = field(default_factory=list, init=False)
 
     @abstractmethod
-    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
-        """Grow from the logits beyond the root."""
+    def grow(self, first: Logits, logits_after: LogitsAfter) -> Drafting:
+        """Grow the draft and return it.
 
-    def grow_from(self, rows: Logits) -> Drafting:
-        """Grow from rows that are there already, float32[n, n_vocab]: one for the nodes of each
-        depth.
+        Args:
+            first: The logits of the token after the root, float32[n_vocab].
+            logits_after: Computes those after other nodes.
         """
 
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
-            yield from ()
+    def grow_from(self, rows: Logits) -> Drafting:
+        """Grow from logits that do not depend on the drafted tokens.
+
+        Args:
+            rows: float32[n, n_vocab], a row for all nodes of each depth.
+        """
+
+        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            """Return the row of the next depth for each node."""
+            yield from ()  # nothing is decoded
             return [rows[self.depths[node] + 1] for node in nodes]
 
         self.n_deepest = min(self.n_deepest, len(rows))
-        return self.grow(rows[0], rows_beyond)
+        return self.grow(rows[0], logits_after)
 
     def child(self, node: int, token: int) -> int | None:
+        """Return the child of a node that has this token; None if there is none."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
+    def _path_to(self, node: int) -> tuple[int, ...]:
+        """Return the tokens between the text and the position after a node."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return (*self.before, *reversed(path))
+
     def _add(
-        self, parent: int, token: int, probability: float | None, source: Distribution | None = None
+        self,
+        parent: int,
+        token: int,
+        probability: float | None,
+        source: Distribution | None = None,
     ) -> None:
+        """Add a node. Its token was sampled from `source`, if that is given."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
@@ -93,183 +136,237 @@ class Expansion(ABC):
 
     def _draft(self) -> Draft:
         return Draft(
-            tuple(self.tokens),
-            tuple(self.parents),
-            (self.origin,) * len(self.tokens),
-            tuple(self.probabilities),
-            tuple(self.distributions),
-            tuple(map(tuple, filter(None, self.walks))),
-            tuple(self.confidences),
+            tokens=tuple(self.tokens),
+            parents=tuple(self.parents),
+            origins=(self.origin,) * len(self.tokens),
+            probabilities=tuple(self.probabilities),
+            distributions=tuple(self.distributions),
+            walks=tuple(tuple(walk) for walk in self.walks if walk),
+            step_confidences=tuple(self.confidences),
         )
 
 
 @dataclass(eq=False)
 class Chain(Expansion):
-    """One branch, token by token as far as the plan wants: tokens drawn at random, or the
-    likeliest.
-    """
+    """One branch, token by token as far as the plan wants."""
 
-    _whole: float = field(default=1.0, init=False)  # see `RoundPlan.after_draft_step`
+    #: The probability that all tokens so far are accepted, as the plan estimates it.
+    _cumulative_acceptance: float = field(default=1.0, init=False)
 
-    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
-        goes_on = self._take(first)
+    def grow(self, first: Logits, logits_after: LogitsAfter) -> Drafting:
+        goes_on = self._add_next(first)
         while goes_on:
-            (row,) = yield from rows_beyond((len(self.tokens) - 1,))
-            goes_on = self._take(row)
+            (row,) = yield from logits_after((len(self.tokens) - 1,))
+            goes_on = self._add_next(row)
         return self._draft()
 
-    def _take(self, row: Logits) -> bool:
-        """Add the next token, if the plan wants one. Return whether another one may follow it."""
-        request, plan, n = self.request, self.plan, len(self.tokens)
-        shaper, path, draws = request.shaper, (*self.before, *self.tokens), request.draws
-        token, source, top = None, None, None
+    def _add_next(self, row: Logits) -> bool:
+        """Add the next token, if the plan wants one; return whether another one may follow."""
+        path = (*self.before, *self.tokens)
         try:
-            if plan.stop.needs_confidence and draws:
-                top = shaper.top_probability(row, path)
-            elif plan.stop.needs_confidence:
-                (token,), (top,) = shaper.likeliest(row, path, 1)
-            confidence = 1.0 if top is None else top
-            self.confidences.append(confidence)
-            step = plan.after_draft_step(n, self._whole, confidence)
-            self._whole = step.cumulative_acceptance
-            if not step.keep_token:
-                return False
-            if token is None:
-                source = shaper.distribution(row, path)
-                token = source.sample(request.rng) if draws else source.mode
+            if self.request.draws:
+                step = self._sample_next(row, path)
+            else:
+                step = self._add_likeliest(row, path)
         except NoTokenAllowedError:
             return False
-        if source is not None and draws:
-            self._add(n - 1, token, source.probability(token), source)
+        return (
+            step.keep_token
+            and step.continue_drafting
+            and len(self.tokens) < self.n_deepest
+            and not self.is_end(self.tokens[-1])
+        )
+
+    def _sample_next(self, row: Logits, path: Sequence[int]) -> DraftStep:
+        request = self.request
+        confidence = 1.0
+        if self.plan.stop.needs_confidence:
+            confidence = request.shaper.top_probability(row, path)
+        step = self._decide(confidence)
+        if step.keep_token:
+            # Sampled only now: what the token is must not decide whether it is drafted.
+            source = request.shaper.distribution(row, path)
+            token = source.sample(request.rng)
+            self._add(len(self.tokens) - 1, token, source.probability(token), source)
+        return step
+
+    def _add_likeliest(self, row: Logits, path: Sequence[int]) -> DraftStep:
+        shaper = self.request.shaper
+        parent = len(self.tokens) - 1
+        if self.plan.stop.needs_confidence:
+            (token,), (confidence,) = shaper.likeliest(row, path, 1)
+            step = self._decide(confidence)
+            if step.keep_token:
+                self._add(parent, token, confidence)
         else:
-            self._add(n - 1, token, top)
-        return step.continue_drafting and n + 1 < self.n_deepest and not self.is_end(token)
+            step = self._decide(1.0)
+            if step.keep_token:
+                self._add(parent, shaper.distribution(row, path).mode, None)
+        return step
+
+    def _decide(self, confidence: float) -> DraftStep:
+        """Ask the plan whether to add the next token, given the largest probability there."""
+        self.confidences.append(confidence)
+        n_drafted = len(self.tokens)
+        step = self.plan.after_draft_step(n_drafted, self._cumulative_acceptance, confidence)
+        self._cumulative_acceptance = step.cumulative_acceptance
+        return step
 
 
 @dataclass(eq=False)
 class Tree(Expansion):
-    """Several branches."""
+    """Several branches, which grow by expanding several nodes at once."""
 
-    #: The nodes that were not looked beyond and may have children: their tokens do not end the
-    #: text.
+    #: The nodes that were not expanded and may have children: their tokens do not end the text.
     _open: list[int] = field(default_factory=list, init=False)
 
-    def grow(self, first: Logits, rows_beyond: RowsBeyond) -> Drafting:
-        self._take(ROOT, first)
-        while nodes := self._frontier():
-            rows = yield from rows_beyond(nodes)
+    def grow(self, first: Logits, logits_after: LogitsAfter) -> Drafting:
+        self._add_children(ROOT, first)
+        while nodes := self._nodes_to_expand():
+            rows = yield from logits_after(nodes)
             for node, row in zip(nodes, rows, strict=True):
                 self._open.remove(node)
-                self._take(node, row)
+                self._add_children(node, row)
         return self._draft()
 
-    def _take(self, node: int, row: Logits) -> None:
-        """Add children of a node, or of `ROOT`, by the logits beyond it."""
-        request, shape, n_before, up = self.request, self.request.shape, len(self.tokens), node
-        path: tuple[int, ...] = ()
-        while up != ROOT:
-            path, up = (self.tokens[up], *path), self.parents[up]
-        path = (*self.before, *path)
-        n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
+    def _add_children(self, node: int, row: Logits) -> None:
+        """Add children of a node, or of `ROOT`, given the logits after it."""
+        request = self.request
+        path = self._path_to(node)
+        n_before = len(self.tokens)
         try:
             if request.draws:
-                self._draw(node, request.shaper.distribution(row, path))
+                self._sample_children(node, request.shaper.distribution(row, path))
             else:
-                self._guess(node, *request.shaper.likeliest(row, path, n_guesses))
+                tokens, probabilities = request.shaper.likeliest(row, path, self._n_candidates())
+                self._add_likeliest(node, tokens, probabilities)
         except NoTokenAllowedError:
             return
-        added = range(n_before, len(self.tokens))
-        self._open += [child for child in added if not self.is_end(self.tokens[child])]
+        for child in range(n_before, len(self.tokens)):
+            if not self.is_end(self.tokens[child]):
+                self._open.append(child)
+
+    def _n_candidates(self) -> int:
+        shape = self.request.shape
+        return max(_N_CANDIDATES, *shape.numbers) if shape.is_fixed else _N_CANDIDATES
 
     @abstractmethod
-    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
-        """Add children: the likeliest tokens, with their probabilities at temperature 1."""
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
+        """Add some of the likeliest tokens; their probabilities are at temperature 1."""
 
-    def _draw(self, node: int, source: Distribution) -> None:
+    def _sample_children(self, node: int, source: Distribution) -> None:
         raise NotImplementedError
 
-    def _frontier(self) -> list[int]:
-        """Return the nodes to look beyond next, at most `n_most`; none ends the draft."""
-        return self._open_nodes()[: self.n_most] if len(self.tokens) < self.n_max else []
+    def _nodes_to_expand(self) -> list[int]:
+        """Return the nodes to expand next, at most `max_width`; none ends the draft."""
+        if len(self.tokens) >= self.n_max:
+            return []
+        return self._open_nodes()[: self.max_width]
 
     def _open_nodes(self) -> list[int]:
         return [node for node in self._open if self.depths[node] < self.n_deepest - 1]
 
 
 @dataclass(eq=False)
-class Worthwhile(Tree):
-    """A tree that grows while it pays: the likeliest paths are followed, and nodes that are worth a
-    row verified.
+class CostAwareTree(Tree):
+    """A tree that grows while that pays.
+
+    The likeliest paths are expanded, and the nodes that are worth a row of the target's batch are
+    kept.
     """
 
-    #: For each node, its number among its siblings, and the probability that it and all before it
-    #: are accepted.
+    #: The number of each node among its siblings.
     _ranks: list[int] = field(default_factory=list, init=False)
-    _chances: list[float] = field(default_factory=list, init=False)
+    #: The probability that each node and all before it are accepted.
+    _cumulative_acceptances: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         assert isinstance(self.plan.stop, CostAwareStopping)
         self._stop = self.plan.stop
 
-    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
-        before = 1.0 if node == ROOT else self._chances[node]
-        self.confidences.append(chances[0])
-        for rank, (token, probability) in enumerate(zip(tokens, chances, strict=True)):
-            if rank == 0 or probability >= _LEAST:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
+        before = 1.0 if node == ROOT else self._cumulative_acceptances[node]
+        self.confidences.append(probabilities[0])
+        for rank, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
+            if rank == 0 or probability >= _LEAST_PROBABILITY:
                 self._add(node, token, probability)
                 self._ranks.append(rank)
                 acceptance = self._stop.rates(self._stop.origin, rank).acceptance(probability)
-                self._chances.append(before * acceptance)
+                self._cumulative_acceptances.append(before * acceptance)
 
-    def _frontier(self) -> list[int]:
-        """Return as many of the likeliest nodes as are worth the model's batch together."""
-        stop, chances = self._stop, self._chances
+    def _nodes_to_expand(self) -> list[int]:
+        """Return as many of the likeliest nodes as are together worth a decode of the drafter."""
+        stop = self._stop
+        acceptances = self._cumulative_acceptances
         if not stop.values:
             return []
-        nodes = [
-            node
-            for node in self._open_nodes()
-            if self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= stop.p_min
-        ]
-        nodes.sort(key=chances.__getitem__, reverse=True)
-        n_taken = len(stop.best_nodes(chances))
-        n_best, best_s, gain_s = 0, 0.0, 0.0
-        for n, node in enumerate(nodes[: self.n_most]):
-            # Tokens behind several nodes compete for the same rows.
-            n_rows = max(n_taken + n, self.depths[node] + 1)
+        nodes = [node for node in self._open_nodes() if self._may_be_expanded(node)]
+        nodes.sort(key=acceptances.__getitem__, reverse=True)
+        n_verified = len(stop.best_nodes(acceptances))
+
+        # How many of them? Each adds a gain, and a decode of more rows costs more.
+        n_best = 0
+        most_saved_s = 0.0
+        gain_s = 0.0
+        for n, node in enumerate(nodes[: self.max_width], start=1):
+            # The children of all these nodes compete for the same rows of the target's batch.
+            n_rows = max(n_verified + n - 1, self.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:
                 break
-            # A larger batch may cost less, but that is no gain of a token.
-            gain_s += max(0.0, stop.value(n_rows, chances[node]) + stop.next_s)
+            # The value of a step is net of the drafter's decode (`next_s`), which is paid below,
+            # once for all nodes. The value of an impossible node is not a gain: it is that of a
+            # larger batch, which may cost less.
+            gain_s += max(0.0, stop.value(n_rows, acceptances[node]) + stop.next_s)
             gain_s -= max(0.0, stop.value(n_rows, 0.0) + stop.next_s)
-            decode_s = self.request.costs.seconds_each(n + 1)
-            if gain_s - decode_s > best_s:
-                n_best, best_s = n + 1, gain_s - decode_s
+            saved_s = gain_s - self.request.costs.seconds_each(n)
+            if saved_s > most_saved_s:
+                n_best = n
+                most_saved_s = saved_s
         return nodes[:n_best]
 
+    def _may_be_expanded(self, node: int) -> bool:
+        """Return whether the node is likely enough; only first siblings need `p_min`."""
+        return self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= self._stop.p_min
+
     def _draft(self) -> Draft:
-        nodes = self._stop.best_nodes(self._chances)
-        return super()._draft().only(nodes[: self.n_max])  # likeliest first
+        likeliest_first = self._stop.best_nodes(self._cumulative_acceptances)
+        return super()._draft().only(likeliest_first[: self.n_max])
 
 
-class Levels(Tree):
-    """A tree with a fixed number of children for each depth: the likeliest, or drawn without
-    replacement.
+class FixedTree(Tree):
+    """A tree with a fixed number of children at each depth.
+
+    These are the likeliest tokens, or tokens that are sampled without replacement.
     """
 
-    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         n_children = self._n_children(node)
-        for token, probability in zip(tokens[:n_children], chances, strict=False):
+        for token, probability in zip(tokens[:n_children], probabilities, strict=False):
             self._add(node, token, probability)
 
-    def _draw(self, node: int, source: Distribution) -> None:
-        left: Distribution | None = source
+    def _sample_children(self, node: int, source: Distribution) -> None:
+        remaining: Distribution | None = source
         for _ in range(self._n_children(node)):
-            if left is None:
+            if remaining is None:
                 break
-            token = left.sample(self.request.rng)
-            self._add(node, token, left.probability(token), left)
-            left = left.minus(Distribution.certain(token))
+            token = remaining.sample(self.request.rng)
+            self._add(node, token, remaining.probability(token), remaining)
+            remaining = remaining.minus(Distribution.certain(token))
 
     def _n_children(self, node: int) -> int:
         depth = 0 if node == ROOT else self.depths[node] + 1
@@ -277,109 +374,79 @@ class Levels(Tree):
 
 
 @dataclass(eq=False)
-class Walks(Tree):
-    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing
-    is drawn. If there is no room for all, there are fewer or shorter ones; this is decided before
-    anything is drawn.
+class IndependentWalks(Tree):
+    """Chains that are sampled independently, or one chain of the likeliest tokens.
+
+    Chains share the nodes of a common prefix. If there is no room for all, there are fewer or
+    shorter ones; this is decided before anything is sampled.
     """
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
         self.n_deepest = min(self.n_deepest, self.n_max // len(self.walks))
 
-    def _guess(self, node: int, tokens: list[int], chances: list[float]) -> None:
-        self._add(node, tokens[0], chances[0])
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
+        self._add(node, tokens[0], probabilities[0])
 
-    def _draw(self, node: int, source: Distribution) -> None:
+    def _sample_children(self, node: int, source: Distribution) -> None:
         for walk in self.walks:
-            if (walk[-1] if walk else ROOT) == node:
-                token = source.sample(self.request.rng)
-                child = self.child(node, token)
-                if child is None:
-                    child = len(self.tokens)
-                    self._add(node, token, source.probability(token), source)
-                walk.append(child)
+            end = walk[-1] if walk else ROOT
+            if end != node:
+                continue
+            token = source.sample(self.request.rng)
+            child = self.child(node, token)
+            if child is None:
+                child = len(self.tokens)
+                self._add(node, token, source.probability(token), source)
+            walk.append(child)
 
 
-def expansion(
+def start_expansion(
     origin: str,
     request: DraftRequest,
     plan: RoundPlan,
-    before: Sequence[int],
+    context: Sequence[int],
+    n_drafted: int,
     vocabulary: Vocabulary,
     n_max: int,
 ) -> Expansion:
-    """Begin a draft of at most `n_max` tokens behind `before`: a chain, or a tree of the request's
-    shape.
+    """Start a draft: a chain, or a tree of the shape that the request asks for.
+
+    Args:
+        origin: The name of the drafter.
+        request: The answer to draft for.
+        plan: Decides how far to draft.
+        context: The text, and the tokens that another drafter drafted after it.
+        n_drafted: The number of these tokens.
+        vocabulary: Tells which tokens end the text.
+        n_max: The most tokens of the draft.
     """
-    kind: type[Expansion] = Chain
     shape = request.shape
     n_deepest = min(n_max, request.n_deepest or n_max, plan.n_deepest or n_max)
-    if request.branches and not shape.is_fixed:
-        kind = Worthwhile
-        if not isinstance(
-            plan.stop, CostAwareStopping
-        ):  # only costs say where a tree is worth a branch
-            kind, shape = Walks, TreeShape("walks", (1, n_max))
-    elif request.branches:
-        kind, n_deepest = Levels, min(n_deepest, shape.n_levels)
-        if shape.kind == "walks":
-            kind = Walks
-    is_end = vocabulary.is_end
-    return kind(origin, request, shape, plan, tuple(before), is_end, n_max, n_deepest)
-
-
-class NodeBranches:
-    """The branches of a draft, each in its own sequence of the model's cache, which ends on a node,
-    its tip. The first child of a tip continues the sequence; any other node gets one of its own,
-    which shares its parent's cells.
-    """
-
-    def __init__(self, backend: Backend, slot: Branches) -> None:
-        self._backend = backend
-        self._trunk = slot.first
-        #: The sequences for branches; sequences outside the slot belong to other texts.
-        self._others = range(slot.first + 1, slot.first + slot.n_branches)
-        #: The sequence of each decoded node, and the node on which each sequence ends.
-        self._sequences: dict[int, int] = {}
-        self._tips: dict[int, int] = {}
-        #: The sequences of the cache that are left: each takes one more node, wherever in the tree
-        #: it is.
-        self.free: list[int] = []
-        for sequence in self._others:  # an earlier answer may have left cells
-            if backend.length(sequence):
-                backend.remove(sequence)
-
-    def __contains__(self, node: int) -> bool:
-        return node in self._sequences and node != ROOT
-
-    def begin(self) -> None:
-        self.free = list(reversed(self._others))
-        self._sequences = {ROOT: self._trunk}
-        self._tips = {self._trunk: ROOT}
-
-    def follow(self, node: int, parent: int, position: int) -> int:
-        sequence = self._sequences[parent]
-        if self._tips[sequence] != parent:
-            branch = self.free.pop()
-            self._backend.copy(sequence, branch, 0, position)
-            sequence = branch
-        self._sequences[node] = sequence
-        self._tips[sequence] = node
-        return sequence
-
-    def keep(self, node: int, n_before: int, n_kept: int) -> None:
-        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the
-        trunk.
-        """
-        backend, trunk = self._backend, self._trunk
-        sequence = self._sequences.get(node, trunk)
-        if sequence != trunk:
-            backend.remove(trunk, n_before)
-            backend.copy(sequence, trunk, n_before, n_before + n_kept)
-        if backend.length(trunk) > n_before + n_kept:
-            backend.remove(trunk, n_before + n_kept)
-        for other in self._tips:
-            if other != trunk:
-                backend.remove(other)
-        self._sequences, self._tips, self.free = {}, {}, []
+    kind: type[Expansion]
+    if not request.branches:
+        kind = Chain
+    elif shape.is_fixed:
+        kind = IndependentWalks if shape.kind == "walks" else FixedTree
+        n_deepest = min(n_deepest, shape.n_levels)
+    elif isinstance(plan.stop, CostAwareStopping):
+        kind = CostAwareTree
+    else:  # only costs tell where a tree is worth a branch
+        kind = IndependentWalks
+        shape = TreeShape("walks", (1, n_max))
+    before = tuple(context[len(context) - n_drafted :])
+    return kind(
+        origin,
+        request,
+        shape,
+        plan,
+        before,
+        vocabulary.is_end,
+        n_max,
+        n_deepest,
+    )

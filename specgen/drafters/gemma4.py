@@ -1,4 +1,8 @@
-"""A Gemma 4 assistant drafts from the target's own cache."""
+"""Gemma 4 assistants: a few trained layers draft from the target's own KV cache.
+
+They attend to the target's keys and values and have none of their own, so nothing has to be
+prefilled.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +19,35 @@ from specgen.system.arrays import Logits
 
 
 class AssistantDrafter(StatesDrafter):
-    """Drafts chains with layers that attend to the target's keys and values, and have none of their
-    own. The first row reads the target's hidden state, each further one that of the row before, at
-    the position behind its last token.
+    """Drafts chains.
+
+    The first row reads the target's hidden state, each further one that of the row before. All are
+    at the same position, the one after the target's last token.
     """
 
     name = "gemma4-assistant"
 
-    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
-        state = self.hidden_states.after(n_read - 1)
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
+        state = self.hidden_states.after(n_decoded - 1)
         if state is None:
             return NO_DRAFT
-        for token in context[n_read:-1]:
-            yield from self._row_after(token, n_read, state)
+        for token in context[n_decoded:-1]:
+            yield from self._decode_token(token, n_decoded, state)
             state = self._backend.state(self._slot.first)
-        row = yield from self._row_after(context[-1], n_read, state)
+        row = yield from self._decode_token(context[-1], n_decoded, state)
 
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            """Decode the last token of the chain."""
             state = self._backend.state(self._slot.first)
-            row = yield from self._row_after(made.tokens[nodes[0]], n_read, state)
+            row = yield from self._decode_token(draft.tokens[nodes[0]], n_decoded, state)
             return [row]
 
-        return (yield from made.grow(row, rows_beyond))
+        return (yield from draft.grow(row, logits_after))
 
 
 class AssistantDraft(TrainedDraft):

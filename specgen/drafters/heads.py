@@ -1,80 +1,130 @@
-"""Decoder heads draft from the target's own hidden states."""
+"""Decoder heads: small matrices, made for one target, that draft from its last hidden state.
+
+They predict the target's next hidden state from the last one and the next token, and from that the
+token after it, and so on (ReDrafter, Cheng et al., arXiv:2403.09919; EAGLE, Li et al.,
+arXiv:2401.15077). `specgen.llama.decoder_heads` has the formula.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.expansion import expansion
-from specgen.drafters.interface import DraftKind, DraftRequest, DraftSetup, LoadedDraft, Reads
+from specgen.drafters.expansion import Expansion, start_expansion
+from specgen.drafters.interface import (
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    LoadedDraft,
+    Reads,
+)
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import Ask, Drafter, Drafting, ready
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+    ready,
+)
 from specgen.method.hidden_states import LastHiddenState
 from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.vocabulary import Vocabulary
 
-#: The most tokens behind those that the target has read: its own, and those that a grammar or
-#: another drafter added.
-_MOST_UNREAD = 16
-#: The numbers of states whose looks are timed, and how often each is.
-_LOOKS, _N_REPEATS = (1, 2, 4, 8), 5
+#: The most tokens that the target has not decoded yet: its own, and those that a grammar or another
+#: drafter added.
+_MAX_UNDECODED = 16
+#: The numbers of nodes whose expansion is timed.
+_TIMED_WIDTHS = (1, 2, 4, 8)
+#: How often each is timed; the fastest counts.
+_N_REPEATS = 5
 
 
 class HeadsDrafter(Drafter):
     """Drafts with decoder heads: a chain or a tree.
 
-    Heads start from the target's hidden state after its last decoded token; their input is the
-    tokens after that one. There is no cache and no decode of a model: a look beyond a node is two
-    products with small matrices. Tokens outside the frequent part of the vocabulary are never
-    drafted.
+    There is no cache and no decode of a model: to expand a node takes two products with small
+    matrices. Tokens outside the frequent part of the vocabulary are never drafted.
     """
 
     name = "heads"
 
-    def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
-        self._heads, self._vocabulary = heads, vocabulary
-        self._request, self._costs = request, request.costs
+    def __init__(
+        self,
+        heads: DecoderHeads,
+        request: DraftRequest,
+        vocabulary: Vocabulary,
+    ) -> None:
+        self._heads = heads
+        self._vocabulary = vocabulary
+        self._request = request
+        self._costs = request.costs
         self.hidden_states: LastHiddenState = LastHiddenState()
-        #: A row of the target's logits, in which tokens that are not frequent stay at minus
-        #: infinity.
+        #: A row of logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:
-        look_s = self._costs.seconds_each(1)
-        return Price(look_s, look_s)
+        """Return the measured costs; the first token costs as much as each further one."""
+        token_s = self._costs.seconds_each(1)
+        return Price(token_s, token_s)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        n_read, state = self.hidden_states.last or (len(context), self._row)
-        unread, before = context[n_read:], context[len(context) - n_drafted :]
-        if not 0 < len(unread) <= _MOST_UNREAD:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft from the target's last hidden state, if only a few tokens follow it."""
+        if self.hidden_states.last is None:
             return ready(NO_DRAFT)
-        states = self._heads.begin(state, unread[0])
-        for token in unread[1:]:
-            states = self._heads.advance(states, [token])
-        behind = {ROOT: states}
-        made = expansion(self.name, self._request, plan, before, self._vocabulary, plan.n_max)
+        n_decoded, target_state = self.hidden_states.last
+        undecoded = context[n_decoded:]
+        if not 0 < len(undecoded) <= _MAX_UNDECODED:
+            return ready(NO_DRAFT)
+        state = self._heads.begin(target_state, undecoded[0])
+        for token in undecoded[1:]:
+            state = self._heads.advance(state, [token])
+        draft = start_expansion(
+            self.name,
+            self._request,
+            plan,
+            context,
+            n_drafted,
+            self._vocabulary,
+            plan.n_max,
+        )
+        return self._grow(draft, state)
 
-        def rows_beyond(nodes: Sequence[int]) -> Generator[Ask, Logits, Iterable[Logits]]:
-            yield from ()
-            parents = np.concatenate([behind[made.parents[node]] for node in nodes])
-            reached = self._heads.advance(parents, [made.tokens[node] for node in nodes])
-            behind.update((node, reached[index : index + 1]) for index, node in enumerate(nodes))
-            return self._rows(reached)
+    def _grow(self, draft: Expansion, first: Hidden) -> Drafting:
+        """Grow a draft from the state after the text, float32[1, n]."""
+        #: The state after each node, float32[1, n].
+        states = {ROOT: first}
 
-        return made.grow(next(self._rows(states)), rows_beyond)
+        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, Iterable[Logits]]:
+            """Compute the states after nodes from those after their parents."""
+            yield from ()  # no model decodes
+            before = np.concatenate([states[draft.parents[node]] for node in nodes])
+            after = self._heads.advance(before, [draft.tokens[node] for node in nodes])
+            for index, node in enumerate(nodes):
+                states[node] = after[index : index + 1]
+            return self._rows(after)
+
+        return draft.grow(next(self._rows(first)), logits_after)
 
     def _rows(self, states: Hidden) -> Iterator[Logits]:
-        """Yield the row of each state over the target's vocabulary, float32[n_vocab]. A row is
-        valid until the next.
-        """
+        """Yield the logits after each state, float32[n_vocab]. Each is valid until the next."""
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
@@ -98,7 +148,8 @@ class LoadedHeads(LoadedDraft):
             )
         self._heads = DecoderHeads(path, setup.clock, setup.context.n_threads or default_threads())
         super().__init__(path.name, path)
-        weights, self._vocabulary = self._heads.weights, target.vocabulary
+        self._vocabulary = target.vocabulary
+        weights = self._heads.weights
         made_for = (weights.n_vocab, weights.vocabulary, weights.n_embd)
         if made_for != (self._vocabulary.n_tokens, self._vocabulary.digest(), target.n_embd):
             self.close()
@@ -106,7 +157,7 @@ class LoadedHeads(LoadedDraft):
                 f"{path.name}: made for {weights.target}, not for {target.name}",
                 hint=f"`specgen draft make -m {target.path}` makes heads for this target",
             )
-        self._costs = self._timed(setup.clock)
+        self._costs = self._measure_costs(setup.clock)
 
     def drafter(self, request: DraftRequest) -> HeadsDrafter:
         request = replace(request, costs=self._costs)
@@ -115,17 +166,17 @@ class LoadedHeads(LoadedDraft):
     def close(self) -> None:
         self._heads.close()
 
-    def _timed(self, clock: Callable[[], float]) -> CostTable:
-        """Time looks beyond one and several nodes, which takes some milliseconds."""
+    def _measure_costs(self, clock: Callable[[], float]) -> CostTable:
+        """Time the expansion of one and several nodes, which takes some milliseconds."""
         heads = self._heads
-        states = heads.begin(np.zeros(heads.weights.n_embd, np.float32), 0)
+        state = heads.begin(np.zeros(heads.weights.n_embd, np.float32), 0)
         seconds: dict[int, float] = {}
-        for n in _LOOKS:
-            behind = np.repeat(states, n, axis=0)
+        for n in _TIMED_WIDTHS:
+            states = np.repeat(state, n, axis=0)
             for _ in range(_N_REPEATS):
-                started = clock()
-                heads.logits(heads.advance(behind, [0] * n))
-                took_s = clock() - started
+                started_s = clock()
+                heads.logits(heads.advance(states, [0] * n))
+                took_s = clock() - started_s
                 seconds[n] = min(took_s, seconds.get(n, took_s))
         return CostTable(seconds)
 

@@ -1,9 +1,8 @@
-"""All kinds of drafts: the first that matches a source opens it. No kind is imported before it is
-needed.
+"""All kinds of drafts: the first one that matches a source opens it.
 
-A new kind is a module of this folder with a `KIND`, which is a `DraftKind` (`interface.py`) and
-makes drafters (`specgen/method/drafter.py`), and a line of `KINDS`; one of another package is an
-entry point of `GROUP`.
+No kind is imported before it is needed. A new kind is a module in this folder with a `KIND`, which
+is a `DraftKind` (`interface.py`), and an entry in `KINDS` below. A kind of another package is an
+entry point of the group `GROUP`.
 """
 
 from __future__ import annotations
@@ -19,56 +18,66 @@ from specgen.errors import ModelFileError, UsageError
 from specgen.options import DraftSource
 
 if TYPE_CHECKING:
-    from specgen.drafters.interface import DraftKind, DraftSetup, LoadedDraft
+    from specgen.drafters.interface import (
+        DraftKind,
+        DraftSetup,
+        LoadedDraft,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """What is known of a kind before its `module` in `specgen.drafters`, which has a `KIND`, is
-    imported: the word after --draft, the GGUF architecture that only such drafts have, and how
-    their files are named.
-    """
+class KindEntry:
+    """What is known of a kind before its module is imported."""
 
+    #: The module in `specgen.drafters`, which has a `KIND`.
     module: str
+    #: The word after `--draft` that selects it.
     word: str = ""
+    #: The GGUF architecture that only such drafts have.
     architecture: str = ""
+    #: How the names of such files begin.
     file_prefixes: tuple[str, ...] = ()
 
 
 KINDS = (
-    Listed("ngram", word="ngram"),
-    Listed("heads", word="heads"),
-    Listed("mtp", word="mtp", file_prefixes=("mtp-",)),
-    Listed("eagle3", architecture="eagle3", file_prefixes=("eagle3-",)),
-    Listed("dflash", architecture="dflash", file_prefixes=("dflash-", "dspark-")),
-    Listed("gemma4", architecture="gemma4-assistant"),
+    KindEntry("ngram", word="ngram"),
+    KindEntry("heads", word="heads"),
+    KindEntry("mtp", word="mtp", file_prefixes=("mtp-",)),
+    KindEntry("eagle3", architecture="eagle3", file_prefixes=("eagle3-",)),
+    KindEntry("dflash", architecture="dflash", file_prefixes=("dflash-", "dspark-")),
+    KindEntry("gemma4", architecture="gemma4-assistant"),
 )
 WORDS = tuple(kind.word for kind in KINDS if kind.word)
 FILE_PREFIXES = tuple(prefix for kind in KINDS for prefix in kind.file_prefixes)
-#: Any file may be a model: it comes after the kinds of other packages.
+#: The name of the kind that takes any file: it is tried after the kinds of other packages.
 ANY_FILE = "model"
-#: The entry points of other packages, each with a `DraftKind`.
+#: The group of the entry points of other packages, each with a `DraftKind`.
 GROUP = "specgen.drafts"
 
 
 def kinds() -> Iterator[DraftKind]:
-    """Yield the kinds in their order. Each is imported only when those before it do not match."""
-    for kind in KINDS:
-        yield _own(kind.module)
-    yield from _others()
-    yield _own("draft_model")
+    """Yield the kinds in their order. Each is imported only if those before it do not match."""
+    for entry in KINDS:
+        yield _import_kind(entry.module)
+    yield from _kinds_of_packages()
+    yield _import_kind("standalone")
 
 
 def find_kind(source: DraftSource) -> DraftKind | None:
-    return next((kind for kind in kinds() if kind.matches(source)), None)
+    """Return the kind of a source; None if there is none."""
+    for kind in kinds():
+        if kind.matches(source):
+            return kind
+    return None
 
 
 def is_word(name: str) -> bool:
-    return name in WORDS or any(kind.matches(name) for kind in _others())
+    """Return whether a word after `--draft` names a kind."""
+    return name in WORDS or any(kind.matches(name) for kind in _kinds_of_packages())
 
 
 def refuse_draft(path: Path) -> None:
-    """Raise `ModelFileError` if a file holds a draft of one target, and no whole model."""
+    """Raise `ModelFileError` if a file is a draft for one target instead of a whole model."""
     from specgen.llama.gguf_file import architecture_of
 
     architecture = architecture_of(path)
@@ -80,7 +89,7 @@ def refuse_draft(path: Path) -> None:
 
 
 def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
-    """Load a draft; None for "none". Raise what `DraftKind.open` raises."""
+    """Load a draft; return None for "none". Raise what `DraftKind.open` raises."""
     if source == "none":
         return None
     kind = find_kind(source)
@@ -94,13 +103,13 @@ def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
     return kind.open(source, setup)
 
 
-def _own(name: str) -> DraftKind:
-    kind: DraftKind = import_module(f"specgen.drafters.{name}").KIND
+def _import_kind(module: str) -> DraftKind:
+    kind: DraftKind = import_module(f"specgen.drafters.{module}").KIND
     return kind
 
 
 @cache
-def _others() -> tuple[DraftKind, ...]:
+def _kinds_of_packages() -> tuple[DraftKind, ...]:
     from importlib.metadata import entry_points
 
     return tuple(point.load() for point in entry_points(group=GROUP))

@@ -1,64 +1,99 @@
-"""A target's own MTP layers draft, in its file or in one of their own."""
+"""MTP layers: extra layers that a target was trained with to predict further tokens.
+
+They are in the target's own file, or in one of their own. One layer drafts a chain or a tree by
+reading its own output again; several layers each draft one token (multi-token prediction,
+DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from specgen.drafters.expansion import Expansion
-from specgen.drafters.interface import ContextSpec, DraftKind, DraftRequest, DraftSetup
-from specgen.drafters.states import N_USUAL, LayerDrafter, StatesCache, StatesDraft, StatesDrafter
+from specgen.drafters.expansion import Decoding, Expansion
+from specgen.drafters.interface import (
+    ContextSpec,
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    DraftSource,
+)
+from specgen.drafters.states import (
+    N_DRAFT_CELLS,
+    N_USUAL,
+    LayerDrafter,
+    StatesCache,
+    StatesDraft,
+    StatesDrafter,
+)
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.draft_contexts import MtpContext
 from specgen.llama.draft_models import MtpModel
 from specgen.llama.gguf_file import holds_mtp_only
 from specgen.method.cost_table import Price
-from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.drafter import (
+    Ask,
+    Drafter,
+    Drafting,
+)
 from specgen.system.arrays import Hidden, Logits
 
 
 class MtpChainDrafter(StatesDrafter):
-    """Drafts chains with several MTP layers: layer k predicts the k-th token behind what the target
-    has read (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """Drafts chains with several MTP layers.
 
-    Each layer has a cache of its own, whose rows of accepted tokens read the target's states.
-    Behind these, layer k decodes k rows of drafted tokens: the first layer's state after the first
-    token, and so on. So a draft has no more tokens than there are layers, and tokens that the
-    target has not read count among them.
+    Layer k predicts the k-th token after those that the target has decoded. Each layer has a cache
+    of its own, whose rows of accepted tokens read the target's states. After these, layer k decodes
+    k rows of drafted tokens: the first reads the first layer's state, and so on. So a draft has no
+    more tokens than there are layers, and tokens that the target has not decoded count among them.
     """
 
     name = "mtp"
 
     def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
-        self._caches = [StatesCache(each, request, self.hidden_states) for each in backend.layers]
+        self._caches = [StatesCache(layer, request, self.hidden_states) for layer in backend.layers]
         self._n_most = len(self._caches)
 
     def price(self, n_context: int) -> Price:
-        n_read = self._n_read(n_context)
-        n_new = self._caches[0].n_missing(n_read)
-        each = self._costs.price_of_draft(n_new, N_USUAL)
-        next_s = self._costs.seconds_each(min(n_new, N_USUAL) + 1)
-        first_s = each.first_s + (n_context - 1 - n_read) * next_s
-        return Price(first_s, next_s, len(self._caches) * each.prefill_s)
+        """Return the costs: each token takes a decode of another layer."""
+        n_decoded = self._n_decoded(n_context)
+        n_rows = self._caches[0].n_missing(n_decoded)
+        one_layer = self._costs.price_of_draft(n_rows, N_USUAL)
+        next_s = self._costs.seconds_each(min(n_rows, N_USUAL) + 1)
+        n_undecoded = n_context - 1 - n_decoded
+        return Price(
+            one_layer.first_s + n_undecoded * next_s,
+            next_s,
+            len(self._caches) * one_layer.prefill_s,
+        )
 
-    def _grow(self, made: Expansion, context: Sequence[int], n_read: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
+        #: The state of each layer that was used, after its last row.
         states: list[Hidden] = []
 
-        def row_of_next() -> Generator[Ask, Logits, Logits]:
+        def decode_next_layer() -> Decoding:
+            """Decode the text and what was drafted with the first layer that was not used yet."""
             layer = self._caches[len(states)]
-            row = yield from layer.catch_up(context, n_read, made.tokens, states)
+            row = yield from layer.catch_up(context, n_decoded, draft.tokens, states)
             states.append(layer.state())
             return row
 
-        def rows_beyond(_nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
-            return [(yield from row_of_next())]
+        def logits_after(_nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+            """Let the next layer predict the next token."""
+            return [(yield from decode_next_layer())]
 
-        for _ in range(n_read + 1, len(context)):
-            yield from row_of_next()
-        row = yield from row_of_next()
-        return (yield from made.grow(row, rows_beyond))
+        # The first layers predict tokens that are known already.
+        for _ in range(n_decoded + 1, len(context)):
+            yield from decode_next_layer()
+        row = yield from decode_next_layer()
+        return (yield from draft.grow(row, logits_after))
 
 
 class MtpDraft(StatesDraft):
@@ -75,14 +110,25 @@ class MtpDraft(StatesDraft):
         self._model: LlamaModel = target
         if path is not None:
             self._model = MtpModel(path, target, n_gpu_layers=setup.context.n_gpu_layers)
-            self._take(self._model)
-        n_layers, own = self._model.n_mtp_layers, None
-        if n_layers > 1:
-            own = f"each of the {n_layers} MTP layers of {self._model.name} drafts one token"
-        self.why_chains = setup.why_chains or own
+            self._use_model(self._model)
+        self.why_chains = setup.why_chains
+        n_layers = self._model.n_mtp_layers
+        if self.why_chains is None and n_layers > 1:
+            self.why_chains = (
+                f"each of the {n_layers} MTP layers of {self._model.name} drafts one token"
+            )
 
-    def contexts(self, room: ContextSpec) -> tuple[LlamaBackend, ...]:
-        return (MtpContext(self._model, room.options_of(self.key), **self._sizes(room)),)
+    def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
+        context = MtpContext(
+            self._model,
+            spec.options_of(self.key),
+            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
+            n_branches=self._n_branches(spec.n_rows),
+            n_slots=spec.n_slots,
+            clock=spec.clock,
+            n_shared_tokens=self._n_shared_tokens,
+        )
+        return (context,)
 
     def drafter(self, request: DraftRequest) -> Drafter:
         (context,) = request.caches
@@ -92,9 +138,13 @@ class MtpDraft(StatesDraft):
         return LayerDrafter(context, request)
 
 
+def _matches(source: DraftSource) -> bool:
+    return holds_mtp_only(source) if isinstance(source, Path) else source == "mtp"
+
+
 KIND = DraftKind(
     "mtp",
-    matches=lambda draft: holds_mtp_only(draft) if isinstance(draft, Path) else draft == "mtp",
-    open=lambda draft, setup: MtpDraft(setup, draft if isinstance(draft, Path) else None),
+    matches=_matches,
+    open=lambda source, setup: MtpDraft(setup, source if isinstance(source, Path) else None),
     suits=lambda target: not target.why_no_mtp,
 )

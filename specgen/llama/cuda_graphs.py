@@ -8,7 +8,7 @@ takes longest.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from specgen.llama.library import device_of, native_devices
@@ -27,13 +27,22 @@ _LAUNCH_S = 6e-5
 _RECORD_S = 2e-4
 
 
-def replays_graphs(model: LlamaModel, n_gpu_layers: int) -> bool:
+def device_names() -> list[str]:
+    """Return the names of the devices that llama.cpp can use."""
+    return [device_of(each).name for each in native_devices()]
+
+
+def replays_graphs(
+    model: LlamaModel,
+    n_gpu_layers: int,
+    devices: Callable[[], list[str]] = device_names,
+) -> bool:
     """Return whether all layers of a model are computed where graphs are replayed."""
     if model.is_remote or n_gpu_layers == 0 or 0 < n_gpu_layers <= model.n_layer:
         return False
     if "GGML_CUDA_DISABLE_GRAPHS" in os.environ:
         return False
-    return any(device_of(each).name.startswith("CUDA") for each in native_devices())
+    return any(name.startswith("CUDA") for name in devices())
 
 
 @dataclass(slots=True)

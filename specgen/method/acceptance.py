@@ -7,6 +7,7 @@ texts, with a prior; how far the present text deviates is one more number, in lo
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from specgen.system.arrays import ProbArray
 #: are.
 BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(BIN_EDGES) + 1
-_MIDDLES = [(low + high) / 2 for low, high in zip((0, *BIN_EDGES), (*BIN_EDGES, 1), strict=True)]
+_MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *BIN_EDGES, 1.0))]
 #: The prior count of confidences in each bin: a small model of a good family is sure of most
 #: tokens.
 _PRIOR_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])

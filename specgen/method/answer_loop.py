@@ -69,9 +69,9 @@ class PrefillCosts:
         """Return the expected seconds from one position to another; 0 while nothing is known."""
         if not self._n or end <= start:
             return 0.0
-        # The least-squares slope. It is drawn to the guess that a token takes twice as long at
-        # depth 1 as at depth 0, by an observation of `_N_EXPECTED` tokens at depth -1, where a
-        # token would take no time.
+        # The least-squares slope. An observation of `_N_EXPECTED` tokens at depth -1, where a token
+        # would take no time, pulls it towards the guess that a token takes twice as long at depth 1
+        # as at depth 0.
         n = self._n + _N_EXPECTED
         depth = self._depth - _N_EXPECTED
         depth_squared = self._depth_squared + _N_EXPECTED

@@ -250,8 +250,11 @@ class AnswerState:
     def interrupt(self, now_s: float) -> list[Event]:
         """End the answer here; return the event of the text that was held back, if there is any."""
         self.finish("interrupted")
-        piece = Piece(self.tokens[-1], self.text.flush(), "plain", "target")
-        return [self._committed_event([piece], now_s, self.stats.n_rounds)] if piece.text else []
+        text = self.text.flush()
+        if not text:
+            return []
+        piece = Piece(self.tokens[-1], text, "plain", "target")
+        return [self._committed_event([piece], now_s, self.stats.n_rounds)]
 
     def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
         """End the answer. If it is called again, the first reason stays."""
@@ -307,7 +310,9 @@ class AnswerState:
             if rejected:
                 data = [self.vocabulary.token_bytes(draft.tokens[node]) for node in path]
                 n_kept = len(path) - len(rejected)
-                text = self.text.preview(b"".join(data[:n_kept]), b"".join(data[n_kept:]))
+                kept_bytes = b"".join(data[:n_kept])
+                rejected_bytes = b"".join(data[n_kept:])
+                text = self.text.preview(kept_bytes, rejected_bytes)
                 branches.append(RejectedBranch(rejected, text))
         return tuple(branches)
 
@@ -385,8 +390,9 @@ class AnswerState:
         n_top = self.options.logprobs
         if n_top is None:
             return piece
-        # The likeliest tokens, then the piece's own if it is none of them.
-        tokens = [*dict.fromkeys([*best(row, n_top).tolist(), piece.token_id])]
+        tokens = best(row, n_top).tolist()
+        if piece.token_id not in tokens:
+            tokens.append(piece.token_id)
         logprobs = tuple(map(self._token_logprob, tokens, log_probabilities(row, tokens)))
         own = logprobs[tokens.index(piece.token_id)]
         return replace(piece, logprob=own.logprob, top_logprobs=logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
@@ -105,7 +106,8 @@ class AnswerStats:
     @property
     def undrafted(self) -> tuple[ReasonCount, ...]:
         """Why rounds drafted nothing, the most frequent reason first."""
-        return tuple(sorted(self._undrafted.values(), key=lambda each: -each.n_rounds))
+        by_rounds = operator.attrgetter("n_rounds")
+        return tuple(sorted(self._undrafted.values(), key=by_rounds, reverse=True))
 
     @property
     def loop_s(self) -> float:

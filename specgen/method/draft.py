@@ -209,11 +209,14 @@ def pack(
 
     first_row = len(batch.tokens)
     n_committed = n_past + len(pending)
-    batch.tokens += [*pending, *draft.tokens]
-    batch.positions += [*range(n_past, n_committed)]
+    batch.tokens += pending
+    batch.tokens += draft.tokens
+    batch.positions += range(n_past, n_committed)
     batch.positions += [n_committed + depth for depth in draft.depths]
-    batch.sequences += [*[tuple(paths)] * len(pending), *node_sequences]
-    batch.wants_logits += [*[False] * (len(pending) - 1), *[True] * (1 + len(draft))]
+    batch.sequences += [tuple(paths)] * len(pending)
+    batch.sequences += node_sequences
+    batch.wants_logits += [False] * (len(pending) - 1)
+    batch.wants_logits += [True] * (1 + len(draft))
     return range(first_row, first_row + len(pending))
 
 

@@ -11,7 +11,7 @@ from specgen.text.overlap import common_prefix_length
 
 #: The most states that wait for a draft to read them.
 _N_UNREAD = 256
-#: The most states that were read and are kept, for a text that goes back.
+#: The most states that were read and are kept, for a text that is rolled back.
 _N_KEPT = 32
 
 
@@ -58,7 +58,7 @@ class HiddenStateBuffer:
     ) -> None:
         """Store copies of states; see `HiddenStateSink.keep_states`."""
         start = n_decoded - len(rows)
-        if start > len(self.tokens):  # the target decoded some tokens without telling their states
+        if start > len(self.tokens):  # the states of some tokens are missing
             self.states.clear()
             self.first = start
         else:

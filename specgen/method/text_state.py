@@ -79,8 +79,8 @@ class TextState:
             states = {ROOT: self.grammar(before)}
         except ValueError:
             return NO_DRAFT
-        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-            state = states.get(parent)
+        for node, token in enumerate(draft.tokens):
+            state = states.get(draft.parents[node])
             if state is not None and state.allows(np.array([token]))[0]:
                 states[node] = state.after(token)
         return draft.only([node for node in states if node != ROOT])

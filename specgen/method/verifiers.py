@@ -83,15 +83,15 @@ class ResidualVerifier:
         node = ROOT
         walks = draft.walks
         while True:
+            depth = len(path)
             candidates = draft.children[node]
             if draft.walks:
                 # The next node of each walk that continues here; walks may share a node.
-                depth = len(path)
                 candidates = [walk[depth] for walk in walks if len(walk) > depth]
             accepted, after = self.choose(draft, candidates, target(node), rng)
             if accepted is None:
                 return Verdict(tuple(path), after.sample(rng))
-            walks = tuple(walk for walk in walks if accepted in walk[len(path) : len(path) + 1])
+            walks = tuple(walk for walk in walks if len(walk) > depth and walk[depth] == accepted)
             path.append(accepted)
             node = accepted
 

@@ -16,8 +16,8 @@ import pytest
 
 from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
-from specgen.serve.formats import request
-from specgen.serve.formats.openai import read_request
+from specgen.serve.formats.parsed_request import Kind, ParsedRequest
+from specgen.serve.formats.single_request import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
 from tests.helpers.cli import Result, Specgen, models_of, spawn
 
@@ -188,10 +188,10 @@ def test_a_line_that_a_bug_ends_ends_only_itself(
 ) -> None:
     make_prompt = Prompting.prompt
 
-    def read(kind: request.Kind, body: dict[str, Any], *defaults: Any) -> Any:
+    def read(kind: Kind, body: dict[str, Any], *defaults: Any) -> Any:
         return 1 / 0 if "seed" in body else read_request(kind, body, *defaults)
 
-    def prompt(self: Prompting, loaded: Any, asked: request.Request) -> Any:
+    def prompt(self: Prompting, loaded: Any, asked: ParsedRequest) -> Any:
         return 1 / 0 if asked.text == "a dog" else make_prompt(self, loaded, asked)
 
     monkeypatch.setattr(Prompting, "prompt", prompt)

@@ -17,7 +17,7 @@ from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.serve.batch.lines import Line, read_lines
 from specgen.serve.batch.on_ray import ActorJob
 from specgen.serve.batch.runner import Prompting
-from specgen.serve.formats.request import Defaults
+from specgen.serve.formats.parsed_request import Defaults
 from specgen.session.session import Session
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specgen.events import CommittedEvent, Event
+from specgen.measure import exactness
 from specgen.method.answer_state import AnswerState
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
@@ -20,6 +21,7 @@ from specgen.method.policy import RoundPlan
 from specgen.method.verifiers import MatchVerifier, TargetAt, Verdict, Verifier, sampled_from
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.text.sampling.distribution import Distribution
+from tests.helpers import joint_draws
 from tests.helpers.fake_generations import WrappedDrafter
 
 
@@ -155,5 +157,5 @@ def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
         found = [event.pieces for event in events if isinstance(event, CommittedEvent)]
         return [each.token_id for pieces in found for each in pieces if each.kind != "bonus"]
 
-    for module in ("specgen.measure.exactness", "tests.helpers.joint_draws"):
-        monkeypatch.setattr(f"{module}.tokens_of", tokens_of)
+    for module in (exactness, joint_draws):
+        monkeypatch.setattr(module, "tokens_of", tokens_of)

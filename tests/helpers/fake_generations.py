@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.interface import DraftRequest
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
-from specgen.drafters.translated import PrefixShaper, TranslatedDrafter, Translation
+from specgen.drafters.translated import PrefixPipeline, TranslatedDrafter, Translation
 from specgen.events import Event
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
@@ -48,7 +48,7 @@ class Clock:
 
 
 class NoDrafter(Drafter):
-    """Drafts what `draft` returns, here nothing: the base of drafters that are made up for tests."""
+    """Drafts what `draft` returns, here nothing: the base of drafters that only tests have."""
 
     name = "nothing"
 
@@ -341,7 +341,7 @@ def tree_drafter(
     n_sequences: int = 40,
     n_deepest: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
-    """A drafter of trees of a shape as `--tree` has it, and its backend. `sampler` is the target's."""
+    """A drafter of trees of a shape as in `--tree`, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
     costs = costs or CostTable()
     request = tree_request(
@@ -361,10 +361,12 @@ def translated_drafter(
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
-    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend."""
+    """A drafter whose model has another vocabulary, as `StandaloneDraft` makes it, and its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, None)
-    shaper = PrefixShaper(translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ())
+    shaper = PrefixPipeline(
+        translation.draft_lexicon, vocabulary.end_tokens() if ignore_eos else ()
+    )
     request = draft_request(TextState(()), shaper, seed=seed)
     inner = ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens)
     return TranslatedDrafter(inner, translation, text, shaper), backend

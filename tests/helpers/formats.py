@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from specgen.events import CommittedEvent, FinishedEvent, Piece, ReasonCount
-from specgen.serve.formats.openai import ChatWriter
-from specgen.serve.formats.request import Json, Request
+from specgen.serve.formats.answer_writer import AnswerContext
+from specgen.serve.formats.fields import Json
+from specgen.serve.formats.parsed_request import ParsedRequest
 
 FINISHED = FinishedEvent(
     sequence=0,
@@ -41,10 +42,16 @@ FINISHED = FinishedEvent(
 )
 
 
-def written(request: Request, *tokens: str | Piece, **finished: Any) -> tuple[list[Json], Json]:
+def context_of(request: ParsedRequest) -> AnswerContext:
+    """What a writer of one answer to an empty prompt has to know."""
+    return AnswerContext([request], [""], identity="abc", created=17, model="m.gguf")
+
+
+def written(
+    request: ParsedRequest, *tokens: str | Piece, **finished: Any
+) -> tuple[list[Json], Json]:
     """The chunks of an answer that has these tokens, and the whole of it. Both can be JSON."""
-    make: Any = request.writer or ChatWriter
-    writer = make([request], [""], identity="abc", created=17, model="m.gguf")
+    writer = request.writer(context_of(request))
     chunks = writer.begin(12)
     for token in tokens:
         piece = Piece(1, token, "plain", "target") if isinstance(token, str) else token

@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from specgen.drafters.translated import DraftText, TranslatedDrafter
+from specgen.drafters.draft_text import DraftText
+from specgen.drafters.translated import TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
@@ -26,6 +27,7 @@ from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.method.verifiers import TargetAt, Verdict, Verifier, sampled_from
+from specgen.session import drafter_factory
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
@@ -206,8 +208,9 @@ class _Mark:
 
 def _copied(text: DraftText) -> DraftText:
     made = copy.copy(text)
-    made.tokens, made.ends = list(text.tokens), list(text.ends)
-    made._bytes = bytearray(text._bytes)  # noqa: SLF001
+    made.tokens = text.tokens[:]
+    made.ends = text.ends[:]
+    made.data = text.data[:]
     return made
 
 
@@ -246,7 +249,7 @@ def draw_with_models(
         has_states = session.draft is not None and session.draft.reads == "last states"
         target = MemoBackend(cache, has_states=has_states)
         drafts = [MemoBackend(each) for each in draft_caches]
-        with patch("specgen.session.drafter_factory.SamplingPipeline", RememberingShaper):
+        with patch.object(drafter_factory, "SamplingPipeline", RememberingPipeline):
             sequence = DrafterFactory(session).new_answer(prompt, n_ctx, drafts, seed)
         loop = AnswerLoop(target, session.clock)
         place = _find_place(sequence, loop)
@@ -296,8 +299,8 @@ def _draw(
 
 def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell, float]:
     """The probability of each continuation of the text by `depth` tokens, or to its end."""
-    # Another shaper: that of the draws remembers the distributions that it used, right or wrong.
-    shaper = SamplingPipeline(sequence.sampling._sampler, sequence.text_state)  # noqa: SLF001
+    # Another pipeline: that of the draws remembers the distributions that it used, right or wrong.
+    sampling = SamplingPipeline(sequence.sampling._sampler, sequence.text_state)  # noqa: SLF001
     is_end = sequence.vocabulary.is_end
     cells: dict[Cell, float] = {}
 
@@ -312,7 +315,7 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
         text = (*sequence.text_state.tokens, *path)
         target.remove(0, len(sequence.text_state.tokens) - 1)
         batch = _rows(text, target.length(0), len(text), n_wanted=1)
-        step = shaper.distribution(target.decode(batch)[-1].copy(), path)
+        step = sampling.distribution(target.decode(batch)[-1].copy(), path)
         for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
             follow((*path, token), prob * p)
 
@@ -320,9 +323,10 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
     return cells
 
 
-class RememberingShaper(SamplingPipeline):
-    """A shaper that computes the distribution after each text once: for texts that come again and
-    again, with the same logits each time."""
+class RememberingPipeline(SamplingPipeline):
+    """Computes the distribution after each text once: for texts that come again and again, with the
+    same logits each time.
+    """
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         super().__init__(sampler, state)

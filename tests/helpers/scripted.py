@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from specgen.options import DraftSource
-from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import with_call_form
+from specgen.serve.formats.model_adaptation import with_call_form
+from specgen.serve.formats.single_request import read_request
 from tests.helpers.common import NOW
 from tests.helpers.server import running, session_of
 from tests.helpers.sessions import opened

@@ -78,14 +78,14 @@ class World:
 
 @dataclass
 class Run:
-    """What became of a policy in a world: seconds, rounds, tokens drafted in each, and decodes of
-    the draft model.
-    """
+    """What became of a policy in a world."""
 
     seconds: float = 0.0
     n_rounds: int = 0
+    #: The tokens drafted in each round.
     lengths: list[int] = field(default_factory=list)
-    n_looks: int = 0
+    #: Draft steps, each of which took a decode of the draft model.
+    n_draft_steps: int = 0
 
 
 def run(
@@ -95,23 +95,35 @@ def run(
     prefill_s: float = 0.0,
     slowness: Callable[[], float] = lambda: 1.0,
 ) -> Run:
-    """Let a policy decide about a model's drafts through the whole text. `prefill_s` is what the
-    model has to read first, once. Drafting and verifying take `slowness()` times as long."""
-    found, place, behind_s = Run(), 0, prefill_s
+    """Let a policy decide about a model's drafts through the whole text.
+
+    `prefill_s` is what the model has to read first, once. Drafting and verifying take `slowness()`
+    times as long.
+    """
+    found = Run()
+    place = 0
     while place < world.n_tokens:
-        n_left, whole, draft_s = world.n_tokens - place, NO_DRAFT, 0.0
-        price = Price(world.draft_s, world.draft_s, behind_s)
+        n_left = world.n_tokens - place
+        price = Price(world.draft_s, world.draft_s, prefill_s)
         plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=price))
+        proposed = NO_DRAFT
+        draft_s = 0.0
         if plan.n_max >= 1:
-            whole = _drafted(world, plan, place)
-            draft_s, behind_s = behind_s + len(whole.step_confidences) * world.draft_s, 0.0
-            found.n_looks += len(whole.step_confidences)
-        draft = plan.stop.cut(whole)
-        n_right, n_rows = world.n_right(place, len(draft)), len(draft) + 1
-        draft_s, target_s = slowness() * draft_s, slowness() * world.target_s(n_rows)
-        said, path = tuple(range(place, place + n_right + 1)), tuple(range(n_right))
-        result = RoundResult(plan, draft, path, draft_s, target_s, n_rows, said, (whole,))
-        policy.observe(result)
+            proposed = _drafted(world, plan, place)
+            n_steps = len(proposed.step_confidences)
+            draft_s = prefill_s + n_steps * world.draft_s
+            prefill_s = 0.0
+            found.n_draft_steps += n_steps
+        draft = plan.stop.cut(proposed)
+        n_right = world.n_right(place, len(draft))
+        n_rows = len(draft) + 1
+        draft_s = slowness() * draft_s
+        target_s = slowness() * world.target_s(n_rows)
+        committed = tuple(range(place, place + n_right + 1))
+        accepted = tuple(range(n_right))
+        policy.observe(
+            RoundResult(plan, draft, accepted, draft_s, target_s, n_rows, committed, (proposed,))
+        )
         place += n_right + 1
         found.seconds += draft_s + target_s
         found.n_rounds += 1
@@ -120,19 +132,21 @@ def run(
 
 
 def _drafted(world: World, plan: RoundPlan, place: int) -> Draft:
-    """What a model drafts; each of its looks took a decode."""
+    """What a model drafts; each of its draft steps took a decode."""
     tokens: list[int] = []
-    looks: list[float] = []
-    whole, goes_on = 1.0, True
-    while goes_on:
-        at = place + len(tokens)
-        looks.append(float(world.confidences[at]))
-        step = plan.after_draft_step(len(tokens), whole, looks[-1])
-        whole, goes_on = step.cumulative_acceptance, step.continue_drafting
+    confidences: list[float] = []
+    cumulative_acceptance = 1.0
+    while True:
+        position = place + len(tokens)
+        confidences.append(float(world.confidences[position]))
+        step = plan.after_draft_step(len(tokens), cumulative_acceptance, confidences[-1])
+        cumulative_acceptance = step.cumulative_acceptance
         if not step.keep_token:
             break
-        tokens.append(at if world.rights[at] else WRONG)
-    return Draft.chain(tokens, "model", looks[: len(tokens)], step_confidences=looks)
+        tokens.append(position if world.rights[position] else WRONG)
+        if not step.continue_drafting:
+            break
+    return Draft.chain(tokens, "model", confidences[: len(tokens)], step_confidences=confidences)
 
 
 def text(

@@ -34,7 +34,8 @@ def _each(pair: str) -> str:
 _OBJECT = '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}"
 _GEMMA_VALUE = """\
 {%- macro w(v) %}
-{%- if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort %}\
+{%- if v is string %}<|"|>{{ v }}<|"|>
+{%- elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort %}\
 {{ ',' if not loop.first }}{{ k }}:{{ w(x) }}{% endfor %}{{ '}' }}
 {%- elif v is boolean %}{{ 'true' if v else 'false' }}{% elif v is iterable %}[{% for x in v %}\
 {{ ',' if not loop.first }}{{ w(x) }}{% endfor %}]{% else %}{{ v }}{% endif %}
@@ -42,8 +43,10 @@ _GEMMA_VALUE = """\
 """
 _NESTED_VALUE = """\
 {%- macro w(v) %}
-{%- if v is mapping %}{% for k, x in v.items() %}]<]mm[>[<{{ k }}>{{ w(x) }}]<]mm[>[</{{ k }}>{% endfor %}
-{%- elif v is iterable and v is not string %}{% for x in v %}]<]mm[>[<item>{{ w(x) }}]<]mm[>[</item>{% endfor %}
+{%- if v is mapping %}{% for k, x in v.items() %}\
+]<]mm[>[<{{ k }}>{{ w(x) }}]<]mm[>[</{{ k }}>{% endfor %}
+{%- elif v is iterable and v is not string %}{% for x in v %}\
+]<]mm[>[<item>{{ w(x) }}]<]mm[>[</item>{% endfor %}
 {%- else %}{{ v if v is string else v | tojson }}{% endif %}
 {%- endmacro %}
 """
@@ -112,7 +115,8 @@ FAMILIES = {
     "Gemma": _calls(
         f"<|call>call:{_NAME}"
         "{{ '{' }}"
-        "{% for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}{{ k }}:{{ w(v) }}{% endfor %}"
+        "{% for k, v in c.function.arguments | dictsort %}"
+        "{{ ',' if not loop.first }}{{ k }}:{{ w(v) }}{% endfor %}"
         "{{ '}' }}<call|>"
     ).replace("{%- if tools", _GEMMA_VALUE + "{%- if tools", 1),
     "MiniMax-3": _calls(

@@ -25,8 +25,11 @@ import numpy as np
 from scripts import build_peers
 from specgen.errors import PromptError
 from specgen.llama import LlamaModel
-from specgen.serve.formats.call_forms import CallForm, form_of
-from specgen.serve.formats.tool_calls import Function, ToolCallParser, calls_grammar
+from specgen.serve.formats.tool_calls.form_probe import form_of
+from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.grammar import calls_grammar
+from specgen.serve.formats.tool_calls.parser import ToolCallParser
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 from specgen.text.grammar.free_text import ANY, grammar_start
@@ -82,10 +85,10 @@ def _arguments(form: CallForm, given: dict[str, Any]) -> str:
 def faults(form: CallForm, folder: Path) -> list[str]:
     """What goes wrong with one call, with two and with three."""
     found = []
-    controls = tuple(name for name in form.controls if name != "<|python_tag|>")
+    controls = tuple(name for name in form.control_tokens if name != "<|python_tag|>")
     write_tiny_model(folder / "model.gguf", TinyConfig(control_tokens=controls))
     model = LlamaModel(folder / "model.gguf", n_gpu_layers=0)
-    vocabulary = model.vocabulary.showing(form.controls)
+    vocabulary = model.vocabulary.showing(form.control_tokens)
     for n in (1, 2, 3) if form.between is not None else (1,):
         text = written(form, CALLS[:n])
         for pieces in ([text], text):

@@ -151,7 +151,7 @@ def searched(
     n: int,
     chance: float,
 ) -> float:
-    """The value of a look at the next token, by trying both answers to each question."""
+    """The value of a draft step, by trying both answers to each question."""
     if n >= len(batch_s) - 1:
         return 0.0
     value = -next_s
@@ -191,8 +191,9 @@ def rule(
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[float], float, float, list[float], list[float]]:
-    """Costs of batches, of a look, and the worth of a token; how often bins come, and how often
-    their tokens are accepted."""
+    """Costs of batches and of a draft step, and the worth of a token; how often bins come, and how
+    often their tokens are accepted.
+    """
     n_bins = draw(st.integers(1, 3))
     weights = draw(st.lists(st.floats(0.05, 1.0), min_size=n_bins, max_size=n_bins))
     chances = draw(st.lists(st.floats(0.05, 0.99), min_size=n_bins, max_size=n_bins))

@@ -74,7 +74,7 @@ class Models:
 
 
 class UpToTwo(StoppingRule):
-    """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
+    """A draft of at most two tokens of a model, which stops after a draft step for a third one."""
 
     def after_draft_step(
         self, n_drafted: int, cumulative_acceptance: float, confidence: float

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import Guesses, ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
+from specgen.drafters.staged import SecondDraft
 from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import draft_alone, propose_together
@@ -160,7 +161,7 @@ def test_of_a_long_text_a_window_is_read() -> None:
     for n_new, n_seen in ((0, 125), (100, 225), (150, 64), (75, 139), (5, 144)):
         text += rng.integers(0, N_VOCAB, n_new).tolist()
         n_decoded, length = backend.n_decoded_rows, backend.length(0)
-        assert drafter.n_behind(len(text)) <= 128
+        assert drafter.n_to_decode(len(text)) <= 128
         draft = propose(drafter, text, 3)
         seen = backend.text(0)[:-2]
         assert seen == (*text[:4], *text[len(text) - (n_seen - 4) :])
@@ -224,11 +225,11 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
 ) -> None:
     policy, results = FixedPolicy(DraftOptions("fixed", 3, p_min=0.0)), list[RoundResult]()
     policy.observe = results.append  # type: ignore[method-assign,assignment]
-    guesses = Guesses(Cascade(model=Guessing()), policy)
+    guesses = SecondDraft(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
-        next(guesses.after(TEXT, [9], 5, 0))
+        next(guesses.guess(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]
-    guesses.decoded(2.0)
+    guesses.observe_decode(2.0)
     guesses.settle(said)
     guesses.settle(said)  # it is settled once
     (result,) = results

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters import lookup_texts
 from specgen.drafters.lookup_texts import (
     MAX_CORPUS_BYTES,
     MAX_FILE_BYTES,
-    MAX_MATCH,
-    MAX_PLACES,
     EarlierTexts,
-    IntArray,
-    SuffixArray,
-    joined,
     load_corpus,
-    split,
     texts_in,
 )
 from specgen.drafters.ngram import SuffixDrafter, confidence
+from specgen.drafters.suffix_index import (
+    MAX_MATCH,
+    MAX_PLACES,
+    SuffixArray,
+    join_texts,
+    split_texts,
+)
 from specgen.errors import UsageError
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
@@ -167,7 +168,7 @@ def kept_texts(store: EarlierTexts) -> list[list[int]]:
 
 def in_arrays(store: EarlierTexts) -> list[list[int]]:
     """All texts in the order of the arrays."""
-    return [text.tolist() for array in store.arrays() for text in split(array.tokens)]
+    return [text.tolist() for array in store.arrays() for text in split_texts(array.tokens)]
 
 
 @given(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=6))
@@ -202,51 +203,58 @@ def test_the_oldest_texts_go(tmp_path: Path) -> None:
     assert kept_texts(store) == [list(range(88, 100))]
 
 
-def test_what_is_sorted_stays_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = EarlierTexts(tmp_path, "v")
-    monkeypatch.setattr(lookup_texts, "MAX_NEW", 20)
-    sorted_, original = list[int](), SuffixArray.build
-
-    def build(texts: list[IntArray]) -> SuffixArray:
-        sorted_.append(len(texts))
-        return original(texts)
-
-    monkeypatch.setattr(SuffixArray, "build", build)
-    # All are sorted once; then a new text alone, until there are many; and where what was saved is
-    # damaged.
-    for n_new, expected in ((3, [0, 3, 0]), (0, [0]), (1, [1]), (1, [5, 0]), (0, [0, 5, 0])):
+def test_what_is_sorted_stays_sorted(tmp_path: Path) -> None:
+    store = EarlierTexts(tmp_path, "v", max_unsaved=20)
+    saved_at = store.folder / "texts.npz"
+    last_saved: int | None = None
+    # All are sorted and saved once; then new texts get an array of their own, until there are
+    # many; and all are sorted again where what was saved is damaged.
+    for n_new, n_texts, is_saved in (
+        (3, [3], True),
+        (0, [3], False),
+        (1, [3, 1], False),
+        (1, [5], True),
+        (0, [5], True),
+    ):
         for _ in range(n_new):
             store.add([len(kept_texts(store))] * 11)
-        sorted_.clear()
+        arrays = store.arrays()
+        assert [len(split_texts(array.tokens)) for array in arrays] == n_texts
         assert in_arrays(store) == kept_texts(store)
-        assert sorted_ == expected
-        if len(kept_texts(store)) == 5:
-            (store.folder / "texts.npz").write_bytes(b"damaged")
+        saved = saved_at.stat().st_ino  # another file replaces it
+        assert (saved != last_saved) == is_saved
+        if n_texts == [5] and is_saved and n_new:
+            saved_at.write_bytes(b"damaged")
+        last_saved = saved
 
 
-def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.write_text("no folder")
     store = EarlierTexts(place, "v")
     store.add([1, 2, 3])
     assert store.arrays() == ()
 
-    store = EarlierTexts(tmp_path / "store", "v")
+    store = EarlierTexts(tmp_path / "store", "v", max_unsaved=0)
     store.add([1])
-    with monkeypatch.context() as patch:
-
-        def full(path: Path, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr("specgen.drafters.lookup_texts.replace_bytes", full)
-        patch.setattr(lookup_texts, "MAX_NEW", 0)
+    with full_disk():
         store.add([2])
         assert kept_texts(store) == in_arrays(store) == [[1]]
     (file,) = store.folder.glob("*.npz")
     data = bytearray(file.read_bytes())
-    at = data.index(joined([[1]]).tobytes())
+    at = data.index(join_texts([[1]]).tobytes())
     data[at] ^= 8
     file.write_bytes(data)
     assert kept_texts(store) == []
@@ -431,7 +439,7 @@ def test_token_ids_of_all_sizes_are_told_apart() -> None:
         match = array.longest(text[:n])
         assert match is not None
         assert match.length == n
-        assert set(array.followers(match)) == {text[n]}
+        assert set(array.followers(match).counts) == {text[n]}
 
 
 def test_a_huge_repetition() -> None:
@@ -440,8 +448,8 @@ def test_a_huge_repetition() -> None:
     assert match is not None
     assert match.length == MAX_MATCH
     assert MAX_PLACES // 2 < len(match.places) <= MAX_PLACES
-    assert set(array.followers(match)) == {5}
-    longer = array.longer(match, [5] * 301)
+    assert set(array.followers(match).counts) == {5}
+    longer = array.extend_match(match, [5] * 301)
     assert longer is not None
     assert longer.length == MAX_MATCH + 1
-    assert array.longer(match, [6]) is None
+    assert array.extend_match(match, [6]) is None

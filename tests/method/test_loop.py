@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.draft_model import DraftModel
 from specgen.drafters.interface import DraftRequest
 from specgen.drafters.parallel import ParallelDrafter
+from specgen.drafters.standalone import StandaloneDraft
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
 from specgen.method.acceptance import AcceptanceRates
@@ -163,7 +163,7 @@ def models(
 
 
 def mask_of(session: Session) -> int | None:
-    assert isinstance(session.draft, DraftModel)
+    assert isinstance(session.draft, StandaloneDraft)
     return session.draft.mask
 
 

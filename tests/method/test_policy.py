@@ -88,26 +88,25 @@ def result(
     own: int = 99,
     *,
     plan: RoundPlan | None = None,
-    whole: Draft | None = None,
 ) -> RoundResult:
-    """The result of a round in which `draft` was verified, of the `whole` that was proposed."""
+    """The result of a round in which `draft` was verified."""
     path = tuple(range(n_accepted))
     committed = (*draft.tokens[:n_accepted], own)
     if plan is None:
         by_ngrams = len(draft) and draft.origins[0] == "ngram"
         plan = RoundPlan("found", found=draft) if by_ngrams else RoundPlan("model")
-    proposed = (draft if whole is None else whole,)
-    return RoundResult(plan, draft, path, draft_s, target_s, 1 + len(draft), committed, proposed)
+    return RoundResult(plan, draft, path, draft_s, target_s, 1 + len(draft), committed, (draft,))
 
 
-def looked(plan: RoundPlan, confidences: Sequence[float]) -> list[tuple[bool, bool]]:
-    """What a plan says to the looks of a chain: whether each token is drafted, and whether one more
-    look follows.
+def draft_steps(plan: RoundPlan, confidences: Sequence[float]) -> list[tuple[bool, bool]]:
+    """What a plan decides at the draft steps of a chain: whether each token is drafted, and whether
+    another step follows.
     """
-    found, whole = list[tuple[bool, bool]](), 1.0
+    found: list[tuple[bool, bool]] = []
+    cumulative_acceptance = 1.0
     for n, confidence in enumerate(confidences):
-        step = plan.after_draft_step(n, whole, confidence)
-        whole = step.cumulative_acceptance
+        step = plan.after_draft_step(n, cumulative_acceptance, confidence)
+        cumulative_acceptance = step.cumulative_acceptance
         found.append((step.keep_token, step.continue_drafting))
     return found
 
@@ -145,7 +144,7 @@ def test_what_was_drawn_at_random_is_never_dropped(name: str, probabilities: lis
     stop = planned(policy).stop
     draft = drawn(*probabilities)
     assert stop.cut(draft) == draft
-    # A tree of drawn tokens stays whole too, and so does what hangs below them.
+    # A tree of sampled tokens stays complete, too, and so does what hangs below them.
     source = draft.distributions[0]
     beside = Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.01,) * 3, (source, source, None))
     assert stop.cut(beside) == beside
@@ -182,13 +181,18 @@ def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noi
 def test_no_draft_is_longer_than_the_longest(name: str) -> None:
     plan = planned(POLICIES[name](max_tokens=3, p_min=0.0))
     assert plan.n_max == 3
-    assert looked(plan, [1.0] * 4) == [(True, True), (True, True), (True, False), (False, False)]
+    assert draft_steps(plan, [1.0] * 4) == [
+        (True, True),
+        (True, True),
+        (True, False),
+        (False, False),
+    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_draft_below_the_bound_on_each_token_goes_no_further(name: str) -> None:
     plan = planned(POLICIES[name](p_min=0.6))
-    assert [takes for takes, _ in looked(plan, [0.9, 0.59])] == [True, False]
+    assert [takes for takes, _ in draft_steps(plan, [0.9, 0.59])] == [True, False]
 
 
 def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None:
@@ -237,10 +241,10 @@ def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     bound = bound_of(policy)
     n = int(math.log(bound) / math.log(0.8))  # tokens of 0.8 that are above it together
     plan = planned(policy)
-    assert [takes for takes, _ in looked(plan, [0.8] * (n + 1))] == [True] * n + [False]
+    assert [takes for takes, _ in draft_steps(plan, [0.8] * (n + 1))] == [True] * n + [False]
     assert len(plan.stop.cut(chain(*[0.8] * 16))) == n
     # A sure draft grows long, an unsure one not at all.
-    assert all(takes for takes, _ in looked(plan, [0.999] * 16))
+    assert all(takes for takes, _ in draft_steps(plan, [0.999] * 16))
     assert not plan.after_draft_step(0, 1.0, 0.9 * bound).keep_token
 
 
@@ -394,8 +398,8 @@ def test_texts_that_suit_a_draft_badly_do_not_keep_it_from_others(
     texts = Texts(curve, draft_s)
     for seed in range(6):
         texts.go_on(0.25, seed)
-    looks = [texts.go_on(0.96, seed).n_looks for seed in range(6, 14)]
-    assert min(looks[-4:]) > 60
+    n_steps = [texts.go_on(0.96, seed).n_draft_steps for seed in range(6, 14)]
+    assert min(n_steps[-4:]) > 60
     assert min(texts.ratios) > 0.85
     assert np.mean(texts.ratios[:6]) > 0.94
     assert np.mean(texts.ratios[-4:]) > 1.25
@@ -433,8 +437,8 @@ def test_a_draft_that_pays_in_no_text_costs_next_to_nothing_in_the_long_run(
 def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_answer() -> None:
     confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
     world = World(CURVES["flat"], 0.1, confidences, rights)
-    assert run(world, cost_aware(world.table()), prefill_s=500.0).n_looks == 0
-    assert run(world, cost_aware(world.table()), prefill_s=2.0).n_looks > 0
+    assert run(world, cost_aware(world.table()), prefill_s=500.0).n_draft_steps == 0
+    assert run(world, cost_aware(world.table()), prefill_s=2.0).n_draft_steps > 0
     policy, price = cost_aware(), Price(0.1, 0.1, 10.0)
     # At first nothing is known of how long the answer is: it may end at once.
     plan = planned(policy, n_left=4000, price=price)
@@ -522,10 +526,12 @@ def test_what_was_not_worth_verifying_is_compared_with_the_text(
     """
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, acceptance)
-    whole = chain(*[0.9] * 5, origin="ngram" if is_found else "model")
-    plan = planned(policy, whole if is_found else NO_DRAFT, drafter=None if is_found else "model")
-    assert len(plan.found) == len(plan.stop.cut(whole)) == 0
-    policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,)))
+    proposed = chain(*[0.9] * 5, origin="ngram" if is_found else "model")
+    plan = planned(
+        policy, proposed if is_found else NO_DRAFT, drafter=None if is_found else "model"
+    )
+    assert len(plan.found) == len(plan.stop.cut(proposed)) == 0
+    policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (proposed,)))
     (counts,) = (each.counts for each in acceptance.values() if each.counts.n_judged.sum() > 0)
     assert counts.n_judged.sum() == pytest.approx(n_judged, abs=0.1)
     assert counts.n_accepted.sum() == pytest.approx(n_right, abs=0.1)
@@ -548,10 +554,11 @@ def test_a_draft_and_its_beginning_are_judged_once() -> None:
     """What was found is proposed whole, and what is verified of it again as a part of the draft."""
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
-    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
-    once = plan.stop.cut(whole)
+    plan = planned(policy)
+    found = chain(0.95, 0.95, 0.95)
+    once = plan.stop.cut(found)
     assert len(once) == 1
-    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
+    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (found, once)))
     assert acceptance["model"].counts.n_judged.sum() == pytest.approx(2.0, abs=0.1)
     assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
 
@@ -573,11 +580,12 @@ def test_whatever_happens_its_answers_are_finite(
     policy = cost_aware(dict(enumerate(seconds, 1)))
     for confidences, n_right, target_s in rounds:
         plan = planned(policy, n_left=50, price=Price(draft_s, draft_s, draft_s))
-        kept, whole = list[float](), 1.0
+        kept: list[float] = []
+        cumulative_acceptance = 1.0
         for confidence in confidences[: plan.n_max]:
-            step = plan.after_draft_step(len(kept), whole, confidence)
-            whole = step.cumulative_acceptance
-            assert math.isfinite(whole)
+            step = plan.after_draft_step(len(kept), cumulative_acceptance, confidence)
+            cumulative_acceptance = step.cumulative_acceptance
+            assert math.isfinite(cumulative_acceptance)
             if not step.keep_token:
                 break
             kept.append(confidence)
@@ -597,6 +605,6 @@ def test_given_tokens_are_no_choice() -> None:
     plan = planned(fixed(5, p_min=0.5))
     plan = replace(plan, n_max=plan.n_max + 2, n_given=2)
     assert plan.n_max == 7
-    assert [takes for takes, _ in looked(plan, [0.0] * 3)] == [True, True, False]
-    looks = looked(plan, [0.0, 0.0, *[0.9] * 6])
-    assert looks == [*[(True, True)] * 6, (True, False), (False, False)]
+    assert [takes for takes, _ in draft_steps(plan, [0.0] * 3)] == [True, True, False]
+    decisions = draft_steps(plan, [0.0, 0.0, *[0.9] * 6])
+    assert decisions == [*[(True, True)] * 6, (True, False), (False, False)]

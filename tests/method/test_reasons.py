@@ -54,15 +54,17 @@ def after(policy: Policy, n_rounds: int, asked: Offer, *, right: bool = False) -
     """
     for _ in range(n_rounds):
         plan = policy.plan(asked)
-        whole = plan.found
+        draft = plan.found
         if plan.n_max:
-            whole = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, step_confidences=[0.9] * 4)
-        path = tuple(range(len(whole))) if right else ()
-        committed = (*(whole.tokens if right else ()), 9)
-        n_rows = 1 + len(whole)
-        policy.observe(
-            RoundResult(plan, whole, path, 0.2, 1.0, n_rows, committed, (asked.found, whole))
-        )
+            draft = Draft.chain([1, 2, 3, 4], "model", [0.9] * 4, step_confidences=[0.9] * 4)
+        path: tuple[int, ...] = ()
+        committed: tuple[int, ...] = (9,)
+        if right:
+            path = tuple(range(len(draft)))
+            committed = (*draft.tokens, 9)
+        n_rows = 1 + len(draft)
+        proposed = (asked.found, draft)
+        policy.observe(RoundResult(plan, draft, path, 0.2, 1.0, n_rows, committed, proposed))
     return policy.plan(asked)
 
 

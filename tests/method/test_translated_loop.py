@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.events import Event, NoticeEvent
 from specgen.method.answer_state import AnswerState

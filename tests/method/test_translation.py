@@ -13,13 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.translated import (
-    Lexicon,
-    PrefixShaper,
-    Translation,
-    counterpart,
-    n_unfinished,
-)
+from specgen.drafters.lexicon import Lexicon, counterpart, n_incomplete_bytes
+from specgen.drafters.translated import PrefixPipeline, Translation
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.method.draft import Draft
@@ -294,7 +289,7 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
     assert all(map(target.token_bytes, text))
     told = joined(target, text)
     assert rest.startswith(told)
-    n_open = n_unfinished(before + rest)
+    n_open = n_incomplete_bytes(before + rest)
     is_broken_off = n_open > len(rest)  # the text itself is: whatever is known must do
     if not is_broken_off:
         rest = rest[: len(rest) - n_open]
@@ -363,7 +358,7 @@ def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
 
 def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
     draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
-    shaper = PrefixShaper(Lexicon(draft))
+    shaper = PrefixPipeline(Lexicon(draft))
     logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
     plain = shaper.distribution(logits)
     assert plain.mode == 3

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.drafters.model_drafter import ModelDrafter
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.events import DraftedEvent
 from specgen.method.acceptance import AcceptanceRates
@@ -96,7 +96,7 @@ def test_independent_walks_lead_from_the_root_down_and_stay_whole() -> None:
     rest = ("m",) * 3, (None,) * 3, (None,) * 3
     walks = Draft((1, 2, 3), (ROOT, 0, ROOT), *rest, walks=((0, 1), (2,), (0,)))
     for walk in [(1,), (0, 2), ()]:
-        with pytest.raises(ValueError, match="no walk"):
+        with pytest.raises(ValueError, match="not a path"):
             replace(walks, walks=(walk,))
     assert walks.first(3) is walks
     moved = walks.only([2, 0, 1])
@@ -360,7 +360,7 @@ def draw(
             drafter=make_drafter(int(rng.integers(2**31))),
             sampler=sampler,
             drafting=FIXED,
-            # ContextSpec for whole drafts.
+            # Room for whole drafts.
             options=GenerationOptions(max_tokens=1 + N_TOKENS + 2),
             seed=10_000 + draw_number,
             prompt=SHORT_PROMPT,
@@ -478,7 +478,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
 def grown(
     drafter: Drafter, language: Language, batch_s: dict[int, float]
 ) -> tuple[AnswerState, list[bool]]:
-    """An answer with drafts by these costs of the target's batches, and which drafts have branches."""
+    """An answer with drafts by these costs of the target's batches; which drafts have branches."""
     setup = Setup(
         language=language,
         drafter=drafter,

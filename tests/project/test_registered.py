@@ -16,8 +16,8 @@ from typing import get_args
 import pytest
 
 from specgen import drafters
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.kinds import ANY_FILE, KINDS, find_kind, kinds
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.events import DraftedEvent
 from specgen.method import verifiers as verify
 from specgen.method.drafter import Drafter

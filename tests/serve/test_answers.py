@@ -11,12 +11,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
-from specgen.serve.formats.answers import figures
-from specgen.serve.formats.local_servers import read_infill
+from specgen.serve.formats.figures import answer_figures
+from specgen.serve.formats.llama_server import read_infill
 from specgen.serve.formats.messages import error_body
-from specgen.serve.formats.request import Kind
+from specgen.serve.formats.parsed_request import Kind
 from specgen.session.prompts.template import Message, ToolCall
-from tests.helpers.formats import FINISHED, written
+from tests.helpers.formats import FINISHED, context_of, written
 from tests.serve.test_formats import chat, messaging, read, responding
 
 EVENT: TypeAdapter[Any] = TypeAdapter(api.ResponseStreamEvent)
@@ -30,8 +30,7 @@ PIECES = [
 
 def test_an_answer_with_a_line_ends_when_its_time_is_over() -> None:
     (request,) = read_infill({"t_max_predict_ms": 1500})
-    assert request.writer is not None
-    writer = request.writer([request], [""], identity="a", created=1, model="m")
+    writer = request.writer(context_of(request))
 
     def is_over(text: str, time_s: float) -> bool:
         piece = Piece(1, text, "plain", "target")
@@ -79,7 +78,7 @@ def test_the_figures_of_several_answers_add_up() -> None:
         ReasonCount("failed", "the drafter has failed", 1),
     )
     other = dataclasses.replace(FINISHED, undrafted=reasons, accepted_by_depth=(1, 2))
-    both = figures([FINISHED, other], n_for_each_prompt=2)
+    both = answer_figures([FINISHED, other], n_for_each_prompt=2)
     counts = [(each["reason"], each["n_rounds"]) for each in both["speculative"]["undrafted"]]
     assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
     drafts = both["speculative"]
@@ -87,7 +86,7 @@ def test_the_figures_of_several_answers_add_up() -> None:
     assert (drafts["acceptance_rate"], drafts["mean_accepted_length"]) == (0.25, 1.5)
     assert (drafts["n_drafted"], both["usage"]["completion_tokens"]) == (8, 4)
     assert both["usage"]["prompt_tokens"] == 12
-    assert figures([FINISHED, other])["usage"]["prompt_tokens"] == 24
+    assert answer_figures([FINISHED, other])["usage"]["prompt_tokens"] == 24
     assert both["timings"]["predicted_per_second"] == 2.0
 
 
@@ -95,7 +94,7 @@ def test_the_figures_of_several_answers_add_up() -> None:
 def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool) -> None:
     gain: Any = {"estimated_speedup": 1.5, "estimated_speedup_range": (1.4, 1.6)}
     answer = dataclasses.replace(FINISHED, **gain, others_share=others_share)
-    drafts = figures([answer])["speculative"]
+    drafts = answer_figures([answer])["speculative"]
     expected = (1.5, [1.4, 1.6]) if is_known else (None, None)
     assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
 
@@ -208,8 +207,8 @@ def test_an_empty_answer_has_an_item() -> None:
 
 
 def test_a_failure_ends_the_events() -> None:
-    make: Any = responding().writer
-    writer = make([responding()], [""], identity="7", created=17, model="m")
+    request = responding()
+    writer = request.writer(context_of(request))
     writer.begin(7)
     (event,) = writer.fail({"error": {"message": "lost", "type": "server_error"}})
     EVENT.validate_python(event)

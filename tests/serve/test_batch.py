@@ -21,7 +21,7 @@ from specgen.render.tables import batch_summary
 from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
 from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch, connected, place
 from specgen.serve.batch.runner import Batch, Tally
-from specgen.serve.formats.request import Request
+from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.system.files import to_line
 from tests.helpers.batch import (
     PATIENCE_S,
@@ -37,8 +37,8 @@ from tests.helpers.cli import Specgen
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
 
 
-def request_of(line: Line) -> Request:
-    assert isinstance(line.request, Request), line.request
+def request_of(line: Line) -> ParsedRequest:
+    assert isinstance(line.request, ParsedRequest), line.request
     return line.request
 
 

@@ -48,7 +48,7 @@ class Family:
     controls: tuple[str, ...] = ()
 
     def call(self, name: str = "NAME", lines: object = "x") -> str:
-        """A call of a function as its models write it, by default with an argument of a wrong type."""
+        """A call as the family's models write it, by default with an argument of a wrong type."""
         arguments = {"path": "a.py", "lines": lines}
         if self.template is HARMONY:
             head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -165,7 +165,10 @@ THOUGHTS = {
     "gpt-oss": (
         "gpt-oss",
         "",
-        "<|channel|>analysis<|message|>No < yes.<|end|><|start|>assistant<|channel|>final<|message|>",
+        (
+            "<|channel|>analysis<|message|>No < yes.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>"
+        ),
     ),
 }
 
@@ -250,7 +253,10 @@ BARE = [
     FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
     '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
     ' {"name":"read","parameters":{"path": "a.py", "lines": "x"}} Done.',
-    '{"name": "list", "arguments": {}}\n{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
+    (
+        '{"name": "list", "arguments": {}}\n'
+        '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}'
+    ),
 ]
 
 
@@ -282,10 +288,14 @@ EDIT = {
     "required": ["path", "old"],
 }
 EDITS = {
-    "LFM": "<|tool_call_start|>[edit(all=True, old='it\\'s', lines=[1, 2], path='a.py')]<|tool_call_end|>",
-    "Qwen-Coder": "<tool_call>\n<function=edit>\n<parameter=old>\nit's\n</parameter>\n<parameter=all>\ntrue\n"
-    "</parameter>\n<parameter=path>a.py</parameter><parameter=lines>\n[1, 2]</parameter>\n</function>\n</tool_call>",
-    "Gemma": '<|call>call:edit{all:true,lines:[1,2],old:<|"|>a < b><|"|>,path:<|"|>a.py<|"|>}<call|>',
+    "LFM": "<|tool_call_start|>[edit(all=True, old='it\\'s', lines=[1, 2], "
+    "path='a.py')]<|tool_call_end|>",
+    "Qwen-Coder": "<tool_call>\n<function=edit>\n<parameter=old>\nit's\n</parameter>\n"
+    "<parameter=all>\ntrue\n"
+    "</parameter>\n<parameter=path>a.py</parameter><parameter=lines>\n[1, "
+    "2]</parameter>\n</function>\n</tool_call>",
+    "Gemma": '<|call>call:edit{all:true,lines:[1,2],old:<|"|>a < b><|"|>,path:<|"|>a.py<|"|>}'
+    "<call|>",
 }
 
 
@@ -295,9 +305,17 @@ EDITS = {
         # The marks behind a call begin alike, and more than four tokens of text spell that
         # beginning.
         (
-            FAMILIES["Kimi"].replace("<|/one|>", "<|tool_call_end|>").replace("<|one|>", "<|tool_call_begin|>"),
-            '<|section|><|tool_call_begin|>functions.read:0<|args|>{"path": "a.py"}<|tool_call_end|><|tool_calls|>',
-            ("<|section|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|args|>", "<|tool_calls|>"),
+            FAMILIES["Kimi"]
+            .replace("<|/one|>", "<|tool_call_end|>")
+            .replace("<|one|>", "<|tool_call_begin|>"),
+            (
+                '<|section|><|tool_call_begin|>functions.read:0<|args|>{"path": "a.py"}'
+                '<|tool_call_end|><|tool_calls|>'
+            ),
+            (
+                *("<|section|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+                *("<|args|>", "<|tool_calls|>"),
+            ),
         ),
         (
             FAMILIES["Devstral"].replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]"),
@@ -355,11 +373,16 @@ def test_on_all_apis_a_call_is_one(tmp_path: Path, text: str) -> None:
 
 
 _MUSE = (
-    "{%- for m in messages %}{% for c in m.tool_calls or [] %}<|start|>assistant to={{ c.function.name }}<|message|>"
-    '<atem:function_calls>\n<atem:invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}'
-    '<atem:parameter name="{{ k }}">{{ v if v is string else v | tojson }}</atem:parameter>\n{% endfor %}'
-    "</atem:invoke>\n</atem:function_calls>{{ '<|eot|>' if loop.last else '<|eom|>' }}{% else %}<|start|>{{ m.role }}"
-    "{{ ' to=user' if m.role == 'assistant' }}<|message|>{{ m.content }}<|eot|>{% endfor %}{% endfor %}"
+    "{%- for m in messages %}{% for c in m.tool_calls or [] %}"
+    "<|start|>assistant to={{ c.function.name }}<|message|>"
+    '<atem:function_calls>\n<atem:invoke name="{{ c.function.name }}">\n{% for k, '
+    "v in c.function.arguments.items() %}"
+    '<atem:parameter name="{{ k }}">{{ v if v is string else v | tojson }}</atem:parameter>\n'
+    "{% endfor %}"
+    "</atem:invoke>\n</atem:function_calls>{{ '<|eot|>' if loop.last else '<|eom|>' }}{% else %}"
+    "<|start|>{{ m.role }}"
+    "{{ ' to=user' if m.role == 'assistant' }}<|message|>{{ m.content }}<|eot|>{% endfor %}"
+    "{% endfor %}"
     "{#- tools to=self<|message|> #}<|start|>assistant"
 )
 _CALL = FAMILY["Hermes"].call("read", 7)
@@ -372,22 +395,26 @@ SAID: dict[str, tuple[Family, str]] = {
         Family(_MUSE, ("<|start|>", "<|message|>", "<|eom|>")),
         (
             " to=self<|message|>I think.<|eom|><|start|>assistant to=user<|message|>I look.<|eom|>"
-            '<|start|>assistant to=read<|message|><atem:function_calls>\n<atem:invoke name="read">\n'
-            '<atem:parameter name="path">a.py</atem:parameter>\n<atem:parameter name="lines">7</atem:parameter>\n'
+            "<|start|>assistant to=read<|message|><atem:function_calls>\n"
+            '<atem:invoke name="read">\n'
+            '<atem:parameter name="path">a.py</atem:parameter>\n'
+            '<atem:parameter name="lines">7</atem:parameter>\n'
             "</atem:invoke>\n</atem:function_calls>"
         ),
     ),
     "the function is named in the head of its turn": (
         FAMILY["gpt-oss"],
         (
-            "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-            '<|start|>assistant to=functions.read<|channel|>commentary json<|message|>{"path": "a.py", "lines": 7}<|call|>'
+            "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>"
+            "commentary<|message|>I look.<|end|>"
+            "<|start|>assistant to=functions.read<|channel|>commentary json<|message|>"
+            '{"path": "a.py", "lines": 7}<|call|>'
         ),
     ),
     "marks of the text before the call": (
         Family(_KIMI_3 + "{#- <|open|>think<|sep|> #}", ("<|open|>", "<|close|>", "<|sep|>")),
-        "<|open|>think<|sep|>I think.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
-        + FAMILY["Qwen-Coder"].call("read", 7),
+        "<|open|>think<|sep|>I think.<|close|>think<|sep|><|open|>response<|sep|>"
+        "I look.<|close|>response<|sep|>" + FAMILY["Qwen-Coder"].call("read", 7),
     ),
     "a thought with a heading": (
         Family(FAMILIES["Hermes"] + "<|begin_assistant|>\nHere are my reasoning steps:\n"),

@@ -15,10 +15,14 @@ from pydantic_core import from_json
 
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import Answer
+from specgen.serve.formats.chat_completions import ChatCompletionWriter, read_chat
+from specgen.serve.formats.completions import CompletionWriter
 from specgen.serve.formats.messages import read_messages
-from specgen.serve.formats.openai import read_chat, read_request
-from specgen.serve.formats.request import BodyError, Defaults, Kind, Request, with_call_form
+from specgen.serve.formats.model_adaptation import with_call_form
+from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.responses import read_response_request
+from specgen.serve.formats.single_request import read_request
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import CHAT, MESSAGES, RESPONSES, written
 from tests.helpers.templates import FAMILIES
@@ -30,20 +34,20 @@ USER = {"role": "user", "content": "hi"}
 LEFT_OUT = "[image left out: this model reads text]"
 
 
-def read(kind: Kind, **body: Any) -> Request:
+def read(kind: Kind, **body: Any) -> ParsedRequest:
     return read_request(kind, body, DEFAULTS)
 
 
-def chat(**body: Any) -> Request:
+def chat(**body: Any) -> ParsedRequest:
     return read("chat", **{"messages": [USER], **body})
 
 
-def responding(**body: Any) -> Request:
+def responding(**body: Any) -> ParsedRequest:
     (request,) = read_response_request({"input": "hi", **body})
     return with_call_form(request, TEMPLATE)
 
 
-def messaging(**body: Any) -> Request:
+def messaging(**body: Any) -> ParsedRequest:
     (request,) = read_messages({"messages": [USER], **body})
     return with_call_form(request, TEMPLATE)
 
@@ -52,7 +56,7 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def fields(request: Request) -> list[str]:
+def fields(request: ParsedRequest) -> list[str]:
     """The fields that warnings name."""
     return [each.partition(":")[0] for each in request.warnings]
 
@@ -66,10 +70,21 @@ def said(role: str, *texts: str) -> dict[str, Any]:
 
 
 def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
-    messages = (Message("user", "hi"),)
-    assert chat() == Request("chat", *DEFAULTS, messages=messages, splits_reasoning=True)
-    assert read("completion", prompt="a b") == Request("completion", *DEFAULTS, text="a b")
-    expected = Request("prompt", *DEFAULTS, text="a b", splits_reasoning=True)
+    sampling, generation = DEFAULTS.sampling, DEFAULTS.generation
+    expected = ParsedRequest(
+        "chat",
+        sampling,
+        generation,
+        ChatCompletionWriter,
+        messages=(Message("user", "hi"),),
+        splits_reasoning=True,
+    )
+    assert chat() == expected
+    expected = ParsedRequest("completion", sampling, generation, CompletionWriter, text="a b")
+    assert read("completion", prompt="a b") == expected
+    expected = ParsedRequest(
+        "prompt", sampling, generation, ChatCompletionWriter, text="a b", splits_reasoning=True
+    )
     assert read("prompt", prompt="a b") == expected
     assert chat(temperature=None, max_tokens=None, stop=None, model="gpt-9") == chat()
     assert chat(stream_options={"include_usage": None}) == chat()
@@ -81,8 +96,9 @@ def test_every_field_of_a_sampler_is_read() -> None:
         for each in dataclasses.fields(SamplerOptions)
         if not isinstance(each.default, tuple)
     }
-    expected = {"dry_breakers": (".", "!"), **values}
-    assert chat(**values, dry_breakers=[".", "!"]).sampling == SamplerOptions(**expected)  # type: ignore[arg-type]
+    expected: Any = {"dry_breakers": (".", "!"), **values}
+    found = chat(**values, dry_breakers=[".", "!"]).sampling
+    assert found == SamplerOptions(**expected)
     others = {"dry_sequence_breakers": ["."], "dry_penalty_last_n": 9, "typ_p": 3}
     assert chat(**others).sampling == chat(dry_breakers=["."], dry_last_n=9).sampling
     assert chat(seed=2**40).sampling.seed == 2**40
@@ -135,7 +151,7 @@ def test_prompts() -> None:
 def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
     schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
 
-    def asked(**more: Any) -> Request:
+    def asked(**more: Any) -> ParsedRequest:
         form = {"name": "x", "schema": schema, **more}
         return chat(response_format={"type": "json_schema", "json_schema": form})
 
@@ -456,7 +472,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"n": 2}, "n"),
     (chat, {"tools": [tool("a b")]}, "tools[0].name"),
     (chat, {"tools": [tool("a"), tool("a")]}, "tools[1].name"),
-    (chat, {"tools": [tool("a", parameters={"properties": [1]})]}, "tools[0].parameters.properties"),
+    (
+        chat,
+        {"tools": [tool("a", parameters={"properties": [1]})]},
+        "tools[0].parameters.properties",
+    ),
     (chat, {"tools": [tool("a", parameters={"required": True})]}, "tools[0].parameters.required"),
     (chat, {"tools": [tool("a")], "tool_choice": "some"}, "tool_choice"),
     (chat, {"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
@@ -475,7 +495,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (responding, {"text": {"format": {"type": "x"}}}, "text.format.type"),
     (messaging, {"messages": [{"role": "user", "content": []}]}, "messages"),
     (messaging, {"messages": [_USED, USER]}, "messages[0].content[0].input"),
-    (messaging, {"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]}, "tools[1].input_schema"),
+    (
+        messaging,
+        {"tools": [{"type": "bash_20250124"}, {"name": "a", "input_schema": 1}]},
+        "tools[1].input_schema",
+    ),
     (messaging, {"stop_sequences": [1]}, "stop_sequences[0]"),
 ]  # fmt: skip
 

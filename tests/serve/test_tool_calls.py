@@ -16,13 +16,19 @@ from specgen.errors import UsageError
 from specgen.events import FinishedEvent
 from specgen.options import SamplerOptions
 from specgen.serve.formats.answers import Answer
-from specgen.serve.formats.call_forms import CallForm, form_of
-from specgen.serve.formats.call_values import typed_json
+from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.messages import read_messages
-from specgen.serve.formats.openai import read_chat, read_request
-from specgen.serve.formats.request import Request, with_call_form
+from specgen.serve.formats.model_adaptation import with_call_form
+from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.serve.formats.responses import read_response_request
-from specgen.serve.formats.tool_calls import Delta, Function, ToolCallParser, calls_grammar
+from specgen.serve.formats.single_request import read_request
+from specgen.serve.formats.tool_calls.form_probe import form_of
+from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.grammar import calls_grammar
+from specgen.serve.formats.tool_calls.parser import ToolCallParser
+from specgen.serve.formats.tool_calls.values import typed_json
 from tests.helpers.formats import FINISHED, written
 from tests.helpers.sessions import answered, opened
 from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
@@ -55,7 +61,12 @@ SUM = ("add", {"numbers": [1, 2.5, {"a": None}]})
 #: Answers, what is content in them, and their calls.
 ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
     "one": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", None, [WEATHER]),
-    "behind text": (HERMES, f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n", "Let me see.", [WEATHER]),
+    "behind text": (
+        HERMES,
+        f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n",
+        "Let me see.",
+        [WEATHER],
+    ),
     "two": (
         HERMES,
         f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>",
@@ -76,12 +87,22 @@ ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
     "a bare list without its mark": (MISTRAL, f"[{ADD}, {CALL}]", None, [SUM, WEATHER]),
     "a bare list, fenced": (HERMES, f"```json\n[{ADD}]\n```", None, [SUM]),
     "a bare list where others are Python": (LFM, f"[{ADD}]", None, [SUM]),
-    "Llama": (LLAMA, '{"name": "add", "parameters": {"numbers": []}}', None, [("add", {"numbers": []})]),
+    "Llama": (
+        LLAMA,
+        '{"name": "add", "parameters": {"numbers": []}}',
+        None,
+        [("add", {"numbers": []})],
+    ),
     "Llama marked": (LLAMA, f"<|python_tag|>{CALL}", None, [WEATHER]),
     "Mistral": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {ADD}]", None, [WEATHER, SUM]),
     "Granite": (GRANITE, f"So:<|tool_call|>[{ADD}]", "So:", [SUM]),
     "nothing between": (MISTRAL, f"[TOOL_CALLS] [{CALL}{ADD}]", None, [WEATHER, SUM]),
-    "a line each": (HERMES, f"<tool_call>\n{CALL}\n{ADD}\n</tool_call> So.", " So.", [WEATHER, SUM]),
+    "a line each": (
+        HERMES,
+        f"<tool_call>\n{CALL}\n{ADD}\n</tool_call> So.",
+        " So.",
+        [WEATHER, SUM],
+    ),
     "bare, one by one": (LLAMA, f"{CALL}; {ADD},\n{ADD}", None, [WEATHER, SUM, SUM]),
     "bare, then text": (LLAMA, f'{ADD}; {{"a": 1}}', '; {"a": 1}', [SUM]),
     "broken before a call": (
@@ -120,22 +141,35 @@ TEXTS = [
 #: Arguments whose text looks like the marks around it, in as far as a form can tell.
 CITY = 'Köln "} </tool_call>\n  <b> & \\ {x} '
 WRITTEN: dict[str, str] = {
-    "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", "days": 3}[TOOL_CALLS]add[ARGS]{"numbers": []}',
+    "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", '
+    '"days": 3}[TOOL_CALLS]add[ARGS]{"numbers": []}',
     "Kimi": '<|section|><|one|>functions.weather:0<|args|>{"city": "K", "days": 3}<|/one|>'
     '<|one|>functions.add:1<|args|>{"numbers": []}<|/one|><|/section|>',
-    "Command": '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "K", '
-    '"days": 3}},{"tool_call_id": "1", "tool_name": "add", "parameters": {"numbers": []}}\n]<|END_ACTION|>',
-    "Apertus": '<|tools|>[{"weather": {"city": "K", "days": 3}}, {"add": {"numbers": []}}]<|/tools|>',
-    "Qwen-Coder": "<tool_call>\n<function=weather>\n<parameter=city>\nK\n</parameter>\n<parameter=days>\n3\n"
-    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n[]\n</parameter>\n"
+    "Command": '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "weather", '
+    '"parameters": {"city": "K", '
+    '"days": 3}},{"tool_call_id": "1", "tool_name": "add", "parameters": {"numbers": []}}\n'
+    "]<|END_ACTION|>",
+    "Apertus": '<|tools|>[{"weather": {"city": "K", "days": 3}}, '
+    '{"add": {"numbers": []}}]<|/tools|>',
+    "Qwen-Coder": "<tool_call>\n<function=weather>\n<parameter=city>\nK\n</parameter>\n"
+    "<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=numbers>\n"
+    "[]\n</parameter>\n"
     "</function>\n</tool_call>",
-    "GLM": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>K</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<arg_key>numbers</arg_key><arg_value>[]</arg_value></tool_call>",
-    "MiniMax": '<calls>\n<invoke name="weather">\n<parameter name="city">K</parameter>\n<parameter name="days">3'
-    '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n</invoke>\n</calls>',
-    "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n<arg name="days" string="false">'
-    '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n</calls>',
-    "R1": '<calls><one>weather\n```json\n{"city": "K", "days": 3}\n```</one>\n<one>add\n```json\n{"numbers": []}\n```'
+    "GLM": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>K</arg_value>\n"
+    "<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add<arg_key>numbers</arg_key><arg_value>"
+    "[]</arg_value></tool_call>",
+    "MiniMax": '<calls>\n<invoke name="weather">\n<parameter name="city">K</parameter>\n'
+    '<parameter name="days">3'
+    '</parameter>\n</invoke>\n<invoke name="add">\n<parameter name="numbers">[]</parameter>\n'
+    "</invoke>\n</calls>",
+    "DeepSeek": '<calls>\n<call name="weather">\n<arg name="city" string="true">K</arg>\n'
+    '<arg name="days" string="false">'
+    '3</arg>\n</call>\n<call name="add">\n<arg name="numbers" string="false">[]</arg>\n</call>\n'
+    "</calls>",
+    "R1": '<calls><one>weather\n```json\n{"city": "K", "days": 3}\n```</one>\n<one>add\n'
+    '```json\n{"numbers": []}\n```'
     "</one></calls>",
     "LFM": "<|tool_call_start|>[weather(city='K', days=3), add(numbers=[])]<|tool_call_end|>",
 }
@@ -161,13 +195,18 @@ CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
     "in a bare call": (HERMES, '{"name": "add", "arguments": {"numbers": [1', "", []),
     "in a fence": (HERMES, '```json\n{"name": "add", "ar', "", []),
     "in a list": (MISTRAL, f"[TOOL_CALLS] [{ADD}, ", "", [SUM]),
-    "broken before a call": (HERMES, f'<tool_call>{{"n", <tool_call>{ADD}</tool_call>', '<tool_call>{"n",', [SUM]),
+    "broken before a call": (
+        HERMES,
+        f'<tool_call>{{"n", <tool_call>{ADD}</tool_call>',
+        '<tool_call>{"n",',
+        [SUM],
+    ),
     "an object": (HERMES, '{"name": "Ann", "age": ', '{"name": "Ann", "age": ', []),
     "a text": (HERMES, "a < b, <tool", "a < b, <tool", []),
 }  # fmt: skip
 
 
-def with_tools(template: str) -> Request:
+def with_tools(template: str) -> ParsedRequest:
     """A request with all functions, to a model with this template."""
     tools = [each.definition for each in FUNCTIONS]
     (asked,) = read_chat({"messages": [USER], "tools": tools})
@@ -292,8 +331,9 @@ def test_what_is_sent_of_broken_arguments_is_json(written: str) -> None:
 
 _WORDS = r"""
 <tool_call> </tool_call> [TOOL_CALLS] [ARGS] <calls> </calls>
-<function=weather> <parameter=city> </parameter> </function> <![CDATA[ ]]> <arg_key> </arg_key> <arg_value>
-</arg_value> <|tool_call_start|>[ ]<|tool_call_end|> ``` city days weather add " ' \ \u00e9 \ud83d
+<function=weather> <parameter=city> </parameter> </function>
+<![CDATA[ ]]> <arg_key> </arg_key> <arg_value> </arg_value>
+<|tool_call_start|>[ ]<|tool_call_end|> ``` city days weather add " ' \ \u00e9 \ud83d
 { } [ ] ( ) , : = 3 NaN true é 😀
 """
 _MARKS = [
@@ -528,12 +568,20 @@ def sent(chunk: dict[str, Any]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("read", "asked", "is_custom"),
     [
-        (read_chat, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a"}}]}, False),
+        (
+            read_chat,
+            {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a"}}]},
+            False,
+        ),
         (read_messages, {"messages": [USER], "tools": [{"name": "a"}]}, False),
-        (read_response_request, {"input": "x", "tools": [{"type": "function", "name": "a"}]}, False),
+        (
+            read_response_request,
+            {"input": "x", "tools": [{"type": "function", "name": "a"}]},
+            False,
+        ),
         (read_response_request, {"input": "x", "tools": [{"type": "custom", "name": "a"}]}, True),
     ],
-)  # fmt: skip
+)
 def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut: bool) -> None:
     """A call that was cut is never whole: nobody can run it by mistake."""
     (request,) = read(asked)
@@ -568,7 +616,7 @@ SCHEMA = {
 }
 
 
-def request(template: str, **body: Any) -> Request:
+def request(template: str, **body: Any) -> ParsedRequest:
     tools = [
         {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
         for name in ("weather", "heat")
@@ -579,7 +627,7 @@ def request(template: str, **body: Any) -> Request:
 
 
 def answers(
-    folder: Path, asked: Request, controls: tuple[str, ...], n: int = 3
+    folder: Path, asked: ParsedRequest, controls: tuple[str, ...], n: int = 3
 ) -> list[FinishedEvent]:
     """Answers of a model that chooses at random."""
     config = TinyConfig(
@@ -594,7 +642,7 @@ def answers(
     return found
 
 
-def said(asked: Request, text: str) -> dict[str, Any]:
+def said(asked: ParsedRequest, text: str) -> dict[str, Any]:
     message: dict[str, Any] = written(asked, text)[1]["choices"][0]["message"]
     return message
 

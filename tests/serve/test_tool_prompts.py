@@ -123,10 +123,16 @@ def test_templates_are_told_what_llama_cpp_tells_them() -> None:
 
 
 #: Templates that refuse most conversations with calls, as Llama 3's and Functionary's do.
-_ONE_CALL = "{% if m.tool_calls | length > 1 %}{{ raise_exception('only single tool-calls at once!') }}{% endif %}"
+_ONE_CALL = (
+    "{% if m.tool_calls | length > 1 %}"
+    "{{ raise_exception('only single tool-calls at once!') }}{% endif %}"
+)
 _TEXTS = "{% for c in m.tool_calls %}{{ '>' + c.function.name + c.function.arguments }}{% endfor %}"
 _ONE_TEXT = "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
-_JSON = "{% for c in m.tool_calls %}>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+_JSON = (
+    "{% for c in m.tool_calls %}>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ _JSON = "{% for c in m.tool_calls %}>{{ c.function.name }}{{ c.function.argument
         ("{{ message.reasoning_content }}{{ message.thinking }}", "Why"),
         ("{{ message['thinking'] }}{{ message.reasoning_text }}", "Why"),
         ("{{ message.reasoning }}", "Why"),
-        ("{% for block in message.content %}{{ block['thinking'] }}{{ block['text'] }}{% endfor %}", "WhySo"),
+        ("{% for b in message.content %}{{ b['thinking'] }}{{ b['text'] }}{% endfor %}", "WhySo"),
         (_ONE_TEXT + "{{ message.thinking }}{{ message.tool_calls[1:] }}", "Why\n\nSo[]"),
     ],
 )  # fmt: skip
@@ -167,8 +173,8 @@ def test_conversations_with_calls_are_as_the_template_takes_them(
 ) -> None:
     """At the server, where an agent's next request has the calls of the answer before."""
     template = (
-        "{% for m in messages %}{% if m.tool_calls is defined %}@calls{% endif %}{{ m.content }}|{% endfor %}"
-        "{{ tools }}"
+        "{% for m in messages %}{% if m.tool_calls is defined %}@calls{% endif %}"
+        "{{ m.content }}|{% endfor %}{{ tools }}"
     ).replace("@calls", calls)
     target = write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template))
     given = [

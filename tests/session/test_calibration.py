@@ -30,6 +30,7 @@ from specgen.session.calibration import (
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore, Threads
 from specgen.session.session import Session
+from specgen.system import machine
 from specgen.system.arrays import Logits
 from specgen.system.machine import CoreTime
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -222,7 +223,7 @@ def test_what_a_busy_machine_costs_holds_for_its_run_only(
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     measurements = MeasurementStore(file)
     with Session(options, time.perf_counter, measurements) as loaded:
@@ -243,7 +244,7 @@ def test_an_answer_on_a_busy_machine_teaches_no_costs(
 ) -> None:
     file = tmp_path / "learnt.json"
     times = (CoreTime(10.0 * n, (4.0 + 6.0 * share_of_others) * n, 4.0 * n) for n in count())
-    monkeypatch.setattr("specgen.system.machine.core_time", lambda: next(times))
+    monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
     measurements = MeasurementStore(file)
     with (

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.interface import CacheSlot
-from specgen.drafters.model_drafter import ModelDrafter
 from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.events import NoticeEvent
 from specgen.method.answer_loop import AnswerLoop

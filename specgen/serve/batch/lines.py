@@ -19,8 +19,10 @@ from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.models.files import cache_folder
-from specgen.serve.formats.openai import read_request
-from specgen.serve.formats.request import BodyError, Defaults, Fields, Kind, Request, parse
+from specgen.serve.formats.fields import Fields, parse
+from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.request_errors import BodyError
+from specgen.serve.formats.single_request import read_request
 from specgen.system.files import locked, replace_bytes, to_line, write_errors
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -61,7 +63,7 @@ class Line:
     number: int
     custom_id: str
     digest: str
-    request: Request | LineError
+    request: ParsedRequest | LineError
 
     @property
     def identity(self) -> str:
@@ -103,7 +105,7 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
 def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
     custom_id, digest = "", _hash(raw)
-    request: Request | LineError
+    request: ParsedRequest | LineError
     try:
         text = raw.decode("utf-8")
         body: dict[str, Any] = {"prompt": text}

@@ -13,9 +13,9 @@ from typing import Any
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
-from specgen.serve.formats.answers import for_model
-from specgen.serve.formats.openai import ChatWriter
-from specgen.serve.formats.request import Request
+from specgen.serve.formats.answer_writer import AnswerContext
+from specgen.serve.formats.model_adaptation import for_model
+from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.session.calibration import calibrate, target_costs
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
@@ -38,7 +38,7 @@ class Prompting:
     system: str | None
     now: datetime.datetime
 
-    def prompt(self, session: Session, request: Request) -> Prompt:
+    def prompt(self, session: Session, request: ParsedRequest) -> Prompt:
         return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
@@ -47,7 +47,7 @@ class _Task:
     """A line that can be answered, its prompt, and the context size for both."""
 
     line: Line
-    request: Request
+    request: ParsedRequest
     prompt: Prompt
     n_ctx: int
 
@@ -186,13 +186,14 @@ class Batch:
             elif finished is not None and finished.finish_reason != "interrupted":
                 result: dict[str, Any] | None = None
                 with self._line_errors(line):
-                    writer = ChatWriter(
+                    context = AnswerContext(
                         [task.request],
                         [answer.prompt.text],
                         identity=line.identity,
                         created=int(self._wall_clock()),
                         model=self._session.target.name,
                     )
+                    writer = task.request.writer(context)
                     events: list[Event] = [*committed, finished]
                     for event in events:
                         writer.feed(0, event)

@@ -1,5 +1,7 @@
-"""OpenAI's Responses API. Tools that run at OpenAI are left out with a warning; what stands for a
-text that this server does not have is refused.
+"""OpenAI's Responses API: ``/v1/responses``.
+
+Tools that run at OpenAI are left out with a warning; an item that stands for a text which this
+server does not have is refused.
 """
 
 from __future__ import annotations
@@ -12,214 +14,248 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
-from specgen.serve.formats.answers import BlockWriter, own_figures
-from specgen.serve.formats.call_values import arguments_of
-from specgen.serve.formats.request import (
-    NO_DEFAULTS,
-    BodyError,
-    ChatBody,
-    Conversation,
-    Defaults,
-    Fields,
-    Json,
-    Parts,
-    Requests,
-    parse,
-    shown,
-    text_of,
-)
-from specgen.serve.formats.tool_calls import Delta
-from specgen.session.prompts.template import Message, Role
+from specgen.serve.formats.answer_writer import AnswerContext, BlockWriter
+from specgen.serve.formats.conversation_builder import ConversationBuilder
+from specgen.serve.formats.delta import Delta
+from specgen.serve.formats.fields import Fields, Json, Parts, parse, text_of
+from specgen.serve.formats.figures import own_figures
+from specgen.serve.formats.generation_request import ChatRequest
+from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError, shown
+from specgen.serve.formats.tool_calls.values import arguments_of
+from specgen.session.prompts.template import Message
 
-#: Items that stand for a text which this server does not have.
-_ELSEWHERE = ("item_reference", "compaction", "compaction_summary", "context_compaction")
-#: Fields of which the same holds.
-_REFUSED = ("conversation", "previous_response_id", "prompt")
-#: What requests may ask to include: thoughts that clients send back unseen; a mark says that they
-#: are ours.
-_ENCRYPTED = "reasoning.encrypted_content"
-_HIDDEN = "specgen:"
-#: The fields of a response that repeat the request.
-_ECHO: Json = {
-    **dict.fromkeys(["instructions", "max_output_tokens", "metadata", "reasoning", "temperature"]),
-    **dict.fromkeys(["text", "top_p", "user"]),
+#: Fields that stand for a text which this server does not have.
+_REFUSED_FIELDS = ("conversation", "previous_response_id", "prompt")
+#: Items of which the same holds.
+_REFUSED_ITEMS = ("item_reference", "compaction", "compaction_summary", "context_compaction")
+#: What ``include`` may have: thoughts in a form that clients send back without reading it.
+_ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
+#: What such thoughts begin with if they are from this server; they are not really encrypted.
+_OWN_THOUGHT = "specgen:"
+#: The fields of a response that repeat the request, with their defaults.
+_ECHOED_FIELDS: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": None,
+    "reasoning": None,
+    "temperature": None,
+    "text": None,
+    "top_p": None,
+    "user": None,
     "parallel_tool_calls": True,
     "tool_choice": "auto",
     "tools": [],
 }
+#: What the ids of items begin with.
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
+
+# --- requests -------------------------------------------------------------------------------------
 
 
-#: What ids of items begin with.
-_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+class ResponseItem(Fields):
+    """An item of a conversation: a message, a thought, a call, or the result of one."""
 
-
-class _Item(Fields):
     type: str = "message"
     role: Literal["assistant", "developer", "system", "user"] | None = None
     content: Parts = []
-    summary: Parts = []  # of thoughts
+    #: Of a thought.
+    summary: Parts = []
     encrypted_content: str = ""
-    call_id: str | None = None  # of calls, and of their results
+    #: Of a call and of its result.
+    call_id: str | None = None
     name: str | None = None
     arguments: str = ""
+    #: Of a custom tool's call.
     input: str = ""
+    #: Of a result.
     output: Parts = []
 
 
-class _Body(ChatBody):
+def _as_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value
+
+
+class ResponsesRequest(ChatRequest):
+    """The body of a request for a response."""
+
+    #: The system message.
     instructions: Parts = []
-    input: Annotated[
-        list[_Item],
-        BeforeValidator(
-            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
-        ),
-        Field(min_length=1),
-    ]
+    #: The conversation; a text stands for the user's message.
+    input: Annotated[list[ResponseItem], BeforeValidator(_as_items), Field(min_length=1)]
+    #: What the response has to have besides.
     include: list[str] = []
 
     form_field: ClassVar[str] = "text.format"
 
 
-def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Requests:
-    for name in _REFUSED:
+def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
+    """Read a request for a response. Raise `BodyError`."""
+    for name in _REFUSED_FIELDS:
         if body.get(name):
             raise BodyError(name, "nothing is kept here: send all items as input")
-    asked = parse(_Body, body)
+    asked = parse(ResponsesRequest, body)
     warnings = [
         f"include: ignored {shown(what)}, which responses do not have"
         for what in asked.include
-        if what != _ENCRYPTED
+        if what != _ENCRYPTED_THOUGHTS
     ]
     messages = _messages(asked, warnings)
+    given = {name: body[name] for name in _ECHOED_FIELDS if body.get(name) is not None}
     writer = functools.partial(
-        ResponseWriter,
-        echo=_ECHO | {name: body[name] for name in _ECHO if body.get(name) is not None},
-        custom={tool.name for tool in asked.tools if tool.type == "custom"},
-        hides=_ENCRYPTED in asked.include,
+        ResponsesWriter,
+        echo=_ECHOED_FIELDS | given,
+        custom_tools={tool.name for tool in asked.tools if tool.type == "custom"},
+        encrypts_thoughts=_ENCRYPTED_THOUGHTS in asked.include,
     )
-    return asked.chat(messages, defaults, warnings, splits_reasoning=True, writer=writer)
+    request = asked.parsed_chat(messages, defaults, writer, warnings)
+    return (replace(request, splits_reasoning=True),)
 
 
-# --- items ----------------------------------------------------------------------------------------
+def _messages(asked: ResponsesRequest, warnings: list[str]) -> tuple[Message, ...]:
+    """Join items into turns, and add warnings about ignored ones.
 
-
-def _messages(asked: _Body, warnings: list[str]) -> tuple[Message, ...]:
-    """Join items into turns: an assistant's is one message, with its thoughts, its text and its
-    calls.
+    An assistant's thoughts, texts and calls are one message.
     """
-    found = Conversation()
+    builder = ConversationBuilder()
     if asked.instructions:
-        found.join_text("system", text_of(asked.instructions))
+        builder.join_text("system", text_of(asked.instructions))
     for number, item in enumerate(asked.input):
-        _add_item(found, f"input[{number}]", item, warnings)
-    _drop_lone_thoughts(found)
-    if not found.messages:
+        _add_item(builder, f"input[{number}]", item, warnings)
+    _drop_lone_thoughts(builder)
+    if not builder.messages:
         raise BodyError("input", "it has no messages")
-    return tuple(found.messages)
+    return tuple(builder.messages)
 
 
-def _add_item(found: Conversation, where: str, item: _Item, warnings: list[str]) -> None:
+def _add_item(
+    builder: ConversationBuilder, where: str, item: ResponseItem, warnings: list[str]
+) -> None:
     match item.type:
         case "message":
             if item.role is None:
                 raise BodyError(f"{where}.role", "it is missing")
-            role: Role = "system" if item.role == "developer" else item.role
-            if role != "assistant":
-                _drop_lone_thoughts(found)
-            found.join_text(role, text_of(item.content))
-        case "reasoning":  # as it is, or as this server hid it, or else its summary
-            thought = text_of(item.content)
-            if not thought and item.encrypted_content.startswith(_HIDDEN):
-                thought = item.encrypted_content.removeprefix(_HIDDEN)
-            thought = thought or text_of(item.summary)
+            if item.role != "assistant":
+                _drop_lone_thoughts(builder)
+            text = text_of(item.content)
+            if item.role == "developer":
+                builder.join_text("system", text)
+            else:
+                builder.join_text(item.role, text)
+        case "reasoning":
+            thought = _thought(item)
             if thought:
-                found.join_thought(thought)
+                builder.join_thought(thought)
         case "function_call":
-            found.join_call(where, item.call_id, item.name, arguments_of(item.arguments))
+            builder.join_call(where, item.call_id, item.name, arguments_of(item.arguments))
         case "custom_tool_call":
-            found.join_call(where, item.call_id, item.name, {"input": item.input})
+            builder.join_call(where, item.call_id, item.name, {"input": item.input})
         case "function_call_output" | "custom_tool_call_output":
-            found.add_result(item.call_id, text_of(item.output))
-        case kind if kind in _ELSEWHERE:
+            builder.add_result(item.call_id, text_of(item.output))
+        case kind if kind in _REFUSED_ITEMS:
             what = f"{shown(kind)} stands for items that are not kept here: send the items"
             raise BodyError(f"{where}.type", what)
         case kind:
             warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
 
 
-def _drop_lone_thoughts(found: Conversation) -> None:
+def _thought(item: ResponseItem) -> str:
+    """Return a thought as it was, as this server has hidden it, or else its summary."""
+    thought = text_of(item.content)
+    if not thought and item.encrypted_content.startswith(_OWN_THOUGHT):
+        thought = item.encrypted_content.removeprefix(_OWN_THOUGHT)
+    return thought or text_of(item.summary)
+
+
+def _drop_lone_thoughts(builder: ConversationBuilder) -> None:
     """Drop a last turn that has only thoughts: its answer was left out."""
-    last = found.messages[-1] if found.messages else None
-    if last and last.role == "assistant" and not last.content and not last.tool_calls:
-        del found.messages[-1]
+    if not builder.messages:
+        return
+    last = builder.messages[-1]
+    if last.role == "assistant" and not last.content and not last.tool_calls:
+        del builder.messages[-1]
 
 
 # --- answers --------------------------------------------------------------------------------------
 
 
-class ResponseWriter(BlockWriter):
-    """Writes one response, whole or as events. `echo` repeats the request; `custom` tools take a
-    free text. With `hides`, thoughts are also in the form that clients send back.
+class ResponsesWriter(BlockWriter):
+    """Writes one response, whole or as events.
+
+    Args:
+        context: What all writers know.
+        echo: The fields that repeat the request.
+        custom_tools: The names of tools that take a free text.
+        encrypts_thoughts: Whether thoughts are also in the form that clients send back.
     """
 
     def __init__(
         self,
-        *args: Any,
+        context: AnswerContext,
+        *,
         echo: Mapping[str, Any],
-        custom: Collection[str],
-        hides: bool,
-        **named: Any,
+        custom_tools: Collection[str],
+        encrypts_thoughts: bool,
     ) -> None:
-        super().__init__(*args, **named)
-        self._custom, self._hides = custom, hides
+        super().__init__(context)
+        self._custom_tools = custom_tools
+        self._encrypts_thoughts = encrypts_thoughts
         self._head = {
-            "id": f"resp_{self._identity}",
+            "id": f"resp_{context.identity}",
             "object": "response",
-            "created_at": self._created,
-            "model": self._model,
+            "created_at": context.created,
+            "model": context.model,
             **echo,
             "store": False,
         }
         self._n_events = 0
-        #: Of the open block: the id of its item, and what is told of a call.
-        self._item_id = self._told = ""
+        #: The id of the open block's item.
+        self._item_id = ""
+        #: What the events have told of the open call's input.
+        self._told_input = ""
         self._whole: Json = {}
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
+        """Return the events before the answer."""
         response = self._response("in_progress")
         return [self._event(kind, response=response) for kind in ("created", "in_progress")]
 
     def fail(self, error: Json) -> list[Json]:
+        """Return the last event of a failed answer."""
         what = {"code": "server_error", "message": error["error"]["message"]}
         response = {**self._response("failed"), "error": what}
         return [self._event("failed", response=response)]
 
     def whole(self) -> Json:
+        """Return the whole response."""
         return self._whole
 
     def _end(self, _number: int) -> list[Json]:
-        is_whole = self._answers[0].finish_reason != "length"
-        status = "completed" if is_whole else "incomplete"
         events: list[Json] = []
         if self._block is None and not self._blocks:  # clients expect an item
             self._block = Delta("content", "")
             events += self._opened(self._block)
-        is_call = self._block is not None and self._block.kind == "call"
-        events += self._close("incomplete" if is_call else status)
+        status = "completed"
+        details = None
+        if self._answers[0].finish_reason == "length":
+            status = "incomplete"
+            details = {"reason": "max_output_tokens"}
+        if self._block is not None and self._block.kind == "call":
+            events += self._close("incomplete")
+        else:
+            events += self._close(status)
         figures = self._figures()
-        usage = figures["usage"]
-        # OpenAI charges for writing to its cache.
-        details = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}
         self._whole = {
             **self._response(status),
-            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": details,
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": usage["completion_tokens_details"],
-                "total_tokens": usage["total_tokens"],
-            },
+            "incomplete_details": details,
+            "usage": _usage(figures["usage"]),
             **own_figures(figures),
         }
         return [*events, self._event(status, response=self._whole)]
@@ -238,35 +274,41 @@ class ResponseWriter(BlockWriter):
         self._n_events += 1
         return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
 
-    # --- items ----------------------------------------------------------------------------------
+    # --- items ------------------------------------------------------------------------------------
 
     def _opened(self, block: Delta) -> list[Json]:
-        block, self._told = replace(block, text=""), ""
-        self._item_id = f"{_IDS[self._kind(block)]}_{self._identity}_{len(self._blocks)}"
+        block = replace(block, text="")
+        self._told_input = ""
+        prefix = _ID_PREFIXES[self._item_type(block)]
+        self._item_id = f"{prefix}_{self._context.identity}_{len(self._blocks)}"
         item = self._item(block, "in_progress")
         if block.kind == "call":
             return [self._item_event("output_item.added", item=item)]
         return [
             self._item_event("output_item.added", item={**item, "content": []}),
-            self._item_event("content_part.added", part=_part(block)),
+            self._item_event("content_part.added", part=_part_object(block)),
         ]
 
     def _added(self, block: Delta, text: str) -> list[Json]:
         if block.kind != "call":
-            kind = f"{_part(block)['type']}.delta"
+            kind = f"{_part_object(block)['type']}.delta"
             return [self._item_event(kind, logprobs=[], delta=text)]
-        field, passed = self._passed(block)
-        added, self._told = passed[len(self._told) :], passed
-        kind = f"{self._kind(block)}_{field}.delta"
-        return [self._item_event(kind, delta=added)] if added else []
+        call_input = self._call_input(block)
+        added = call_input[len(self._told_input) :]
+        self._told_input = call_input
+        if not added:
+            return []
+        kind = f"{self._item_type(block)}_{self._input_field(block)}.delta"
+        return [self._item_event(kind, delta=added)]
 
     def _closed(self, block: Delta, status: str) -> list[Json]:
         if block.kind == "call":
-            field, passed = self._passed(block)
-            done = {field: passed, "name": block.name}
-            events = [self._item_event(f"{self._kind(block)}_{field}.done", **done)]
+            field = self._input_field(block)
+            kind = f"{self._item_type(block)}_{field}.done"
+            done = {field: self._call_input(block), "name": block.name}
+            events = [self._item_event(kind, **done)]
         else:
-            part = _part(block)
+            part = _part_object(block)
             events = [
                 self._item_event(f"{part['type']}.done", logprobs=[], text=block.text),
                 self._item_event("content_part.done", part=part),
@@ -281,38 +323,63 @@ class ResponseWriter(BlockWriter):
         place = {"item_id": self._item_id, "output_index": len(self._blocks), "content_index": 0}
         return self._event(kind, **place, **fields)
 
-    def _kind(self, block: Delta) -> str:
-        if block.kind == "call":
-            return "custom_tool_call" if block.name in self._custom else "function_call"
-        return "message" if block.kind == "content" else "reasoning"
-
     def _item(self, block: Delta, status: str) -> Json:
-        item: Json = {"id": self._item_id, "type": self._kind(block), "status": status}
-        if block.kind == "call":
-            field, passed = self._passed(block)
-            return {**item, "call_id": block.identity, "name": block.name, field: passed}
-        item["content"] = [_part(block)]
-        if block.kind == "content":
-            return {**item, "role": "assistant"}
-        hidden = {"encrypted_content": f"{_HIDDEN}{block.text}"} if self._hides else {}
-        return {**item, "summary": [], **hidden}
+        item: Json = {"id": self._item_id, "type": self._item_type(block), "status": status}
+        match block.kind:
+            case "call":
+                item["call_id"] = block.identity
+                item["name"] = block.name
+                item[self._input_field(block)] = self._call_input(block)
+            case "content":
+                item["content"] = [_part_object(block)]
+                item["role"] = "assistant"
+            case _:
+                item["content"] = [_part_object(block)]
+                item["summary"] = []
+                if self._encrypts_thoughts:
+                    item["encrypted_content"] = f"{_OWN_THOUGHT}{block.text}"
+        return item
 
-    def _passed(self, block: Delta) -> tuple[str, str]:
-        """Return the field of a call for what is passed, and that as far as it is there."""
-        if block.name in self._custom:
-            return "input", _free_text(block.text, is_end=block.is_end)
-        return "arguments", block.text
+    def _item_type(self, block: Delta) -> str:
+        match block.kind:
+            case "content":
+                return "message"
+            case "thought":
+                return "reasoning"
+        if block.name in self._custom_tools:
+            return "custom_tool_call"
+        return "function_call"
+
+    def _input_field(self, call: Delta) -> str:
+        if call.name in self._custom_tools:
+            return "input"
+        return "arguments"
+
+    def _call_input(self, call: Delta) -> str:
+        """Return what a call passes to its tool, as far as it is known."""
+        if call.name not in self._custom_tools:
+            return call.text
+        value = from_json(call.text or "{}", allow_partial="trailing-strings").get("input")
+        if isinstance(value, str):
+            return value
+        if call.is_end:  # the tool gets what the model wrote instead
+            return call.text
+        return ""
 
 
-def _part(block: Delta) -> Json:
+def _part_object(block: Delta) -> Json:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _free_text(arguments: str, *, is_end: bool) -> str:
-    """Return the input of a custom tool, as far as it is there; if the model wrote other arguments,
-    these.
-    """
-    value = from_json(arguments or "{}", allow_partial="trailing-strings").get("input")
-    return value if isinstance(value, str) else arguments if is_end else ""
+def _usage(usage: Json) -> Json:
+    """Return numbers of tokens in the fields of responses."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        # OpenAI charges for writing to its cache.
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }

@@ -29,31 +29,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen import __version__
 from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
-from specgen.serve.formats.answers import AnswerWriter, RequestError, for_model
-from specgen.serve.formats.local_servers import (
-    ollama_embeddings,
-    read_infill,
-    read_llama_cpp_completion,
-    read_ollama,
-)
+from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
+from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.completions import read_completion
+from specgen.serve.formats.embeddings import embedding_response, read_embedding_request
+from specgen.serve.formats.fields import Fields, Integer, Json, parse
+from specgen.serve.formats.llama_server import read_infill, read_llama_cpp_completion
 from specgen.serve.formats.messages import read_messages
-from specgen.serve.formats.openai import (
-    ChatWriter,
-    embedding_response,
-    read_chat,
-    read_completion,
-    read_embedding_request,
+from specgen.serve.formats.model_adaptation import for_model
+from specgen.serve.formats.ollama import (
+    ollama_embeddings,
+    read_ollama_chat,
+    read_ollama_generate,
 )
-from specgen.serve.formats.request import (
-    BodyError,
-    Defaults,
-    Fields,
-    Integer,
-    Json,
-    Request,
-    Requests,
-    parse,
-)
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.http import (
     PAGE,
@@ -74,7 +64,7 @@ from specgen.session.prompts.infill import infill_prompt
 from specgen.system.files import as_json
 
 #: Reads a body; the command line gives the defaults.
-Reader: TypeAlias = Callable[[Json, Defaults], Requests]
+Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 #: Some clients leave out ``/v1``.
 _READERS: Mapping[str, Reader] = {
     "/v1/messages": read_messages,
@@ -84,8 +74,8 @@ _READERS: Mapping[str, Reader] = {
     **dict.fromkeys(["/chat/completions", "/v1/chat/completions"], read_chat),
     **dict.fromkeys(["/responses", "/v1/responses"], read_response_request),
     **dict.fromkeys(["/infill", "/v1/infill"], read_infill),
-    "/api/chat": partial(read_ollama, field="message"),
-    "/api/generate": partial(read_ollama, field="response"),
+    "/api/chat": read_ollama_chat,
+    "/api/generate": read_ollama_generate,
 }
 #: Writes the response with the vectors of inputs.
 _EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
@@ -202,13 +192,14 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         requests, job = await run_in_threadpool(self._submit, model, read, body, loop)
-        writer: AnswerWriter = (requests[0].writer or ChatWriter)(
+        context = AnswerContext(
             requests,
             [answer.prompt.text for answer in job.answers],
             identity=uuid.uuid4().hex,
             created=int(time.time()),
             model=model.name,
         )
+        writer: AnswerWriter = requests[0].writer(context)
         end, streams = partial(model.cancel, job), requests[0].streams
         chunks = _chunks(writer, job, end, self._limits.request_s, streams=streams)
         if streams:
@@ -216,7 +207,7 @@ class Server:
             return EventStream(chunks, end, self._limits.client_s, **how)
         return JSONResponse(await while_connected(request.receive, _whole(writer, chunks)))
 
-    def _read(self, model: ServedModel, read: Reader, body: Json) -> Requests:
+    def _read(self, model: ServedModel, read: Reader, body: Json) -> ParsedRequests:
         """Return a request for each prompt of a body. Raise `BodyError`."""
         options = model.session.options
         found = read(body, Defaults(options.sampler, options.generation))
@@ -224,7 +215,7 @@ class Server:
 
     def _submit(
         self, model: ServedModel, read: Reader, body: Json, loop: asyncio.AbstractEventLoop
-    ) -> tuple[Requests, Job]:
+    ) -> tuple[ParsedRequests, Job]:
         """Read a body and submit its answers: all to the first prompt, then those to the next.
         Raise `RequestError`, `SpecgenError`.
         """
@@ -433,7 +424,7 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
     return refusal(error, path)
 
 
-def _prompt(request: Request, model: ServedModel, *, must_fit: bool = True) -> Prompt:
+def _prompt(request: ParsedRequest, model: ServedModel, *, must_fit: bool = True) -> Prompt:
     """Return the prompt of a request; one that cannot fit is not even tokenized if it `must_fit`.
     Raise `UsageError`, `PromptError`.
     """

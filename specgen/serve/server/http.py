@@ -24,8 +24,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from specgen.serve.formats.answers import RequestError
 from specgen.serve.formats.messages import error_body
+from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.model_pool import ModelPool
 from specgen.serve.server.options import Limits, ServerOptions, is_loopback
 

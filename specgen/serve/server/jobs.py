@@ -16,7 +16,7 @@ from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import CommittedEvent, Event, FinishedEvent, PromptEvent, ReadingEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
-from specgen.serve.formats.answers import RequestError
+from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
 from specgen.session.request import Request

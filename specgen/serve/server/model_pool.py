@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
-from specgen.serve.formats.answers import RequestError
-from specgen.serve.formats.call_forms import form_of
+from specgen.serve.formats.request_errors import RequestError
+from specgen.serve.formats.tool_calls.form_probe import form_of
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits

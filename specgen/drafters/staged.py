@@ -1,0 +1,306 @@
+"""A draft for the draft: a cheaper drafter guesses what the draft model will draft.
+
+The draft model decodes the guessed tokens in one batch, takes each token from its own distribution,
+and goes on in the same batch while the token is the guessed one, as `MatchVerifier` does. So it
+drafts what it would without guesses (staged speculative decoding, Spector & Re, arXiv:2308.04623,
+section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specgen.drafters.autoregressive import ModelDrafter
+from specgen.drafters.expansion import Decoding, Expansion
+from specgen.drafters.interface import DraftRequest
+from specgen.method.backend import Backend
+from specgen.method.cascade import Cascade
+from specgen.method.cost_table import FREE, Price
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import Ask, Drafting
+from specgen.method.policy import (
+    Offer,
+    Policy,
+    RoundPlan,
+    RoundResult,
+)
+from specgen.system.arrays import Logits
+from specgen.text.overlap import common_prefix_length
+
+#: How fast the average seconds of a drafted token follow the latest ones.
+_RATE = 0.1
+
+
+@dataclass(slots=True)
+class _Guess:
+    """Guessed tokens, until it is known how many of them are right."""
+
+    plan: RoundPlan
+    draft: Draft
+    #: What was found and drafted, before the plan cut it.
+    proposed: tuple[Draft, ...]
+    #: How many tokens the draft model had drafted before.
+    n_before: int
+    #: The seconds of making the guess.
+    draft_s: float
+    #: The seconds of the draft model's decode that checks it.
+    decode_s: float = 0.0
+
+
+class SecondDraft:
+    """Guesses the tokens of a draft model, as many as the costs of its decodes make worthwhile.
+
+    Args:
+        drafters: What guesses.
+        policy: Decides how much to guess.
+        caches: The contexts in which the drafters decode.
+    """
+
+    def __init__(
+        self,
+        drafters: Cascade,
+        policy: Policy,
+        caches: Sequence[Backend] = (),
+    ) -> None:
+        self._drafters = drafters
+        self._policy = policy
+        self._caches = caches
+        #: The last guess, while its result is to come.
+        self._guess: _Guess | None = None
+        #: Recent seconds for a drafted token; None before the first.
+        self._token_s: float | None = None
+        #: The length of the text that the drafters were shown last.
+        self._n_text = 0
+        #: The drafted tokens after that text that they were shown.
+        self._shown: tuple[int, ...] = ()
+        #: The guessed tokens of the present draft, and how many of them were right.
+        self._n_guessed = 0
+        self._n_right = 0
+        #: The reason of the first plan for the present draft.
+        self._why = ""
+
+    def token_s(self, plain_s: float) -> float:
+        """Return the expected seconds of a drafted token that takes `plain_s` without guesses."""
+        return plain_s if self._token_s is None else min(plain_s, self._token_s)
+
+    def guess(
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int],
+        n_room: int,
+        n_before: int,
+    ) -> Generator[Ask, Logits, Sequence[int]]:
+        """Guess the draft model's next tokens.
+
+        Args:
+            context: The text, and the tokens that another drafter drafted after it.
+            drafted: What the draft model has drafted so far.
+            n_room: The most tokens to guess.
+            n_before: How many tokens of the context another drafter drafted.
+        """
+        drafters = self._drafters
+        text = [*context, *drafted]
+        n_drafted = n_before + len(drafted)
+        self._show(text, len(context))
+        n_max = min(self._policy.n_max, n_room)
+        found = drafters.look_up(text, n_max, n_drafted)
+        price = FREE if drafters.model is None else drafters.model.price(len(text))
+        plan = self._policy.plan(
+            Offer(
+                n_room + 1,
+                n_max,
+                found,
+                drafters.model_name,
+                price,
+            )
+        )
+        self._why = self._why or plan.why
+        before_s = self._decoded_s()
+        uncut = yield from drafters.propose(text, plan, n_drafted)
+        draft_s = self._decoded_s() - before_s
+        draft = plan.stop.cut(uncut)
+        if not draft.is_chain:
+            draft = NO_DRAFT
+        self._guess = _Guess(
+            plan,
+            draft,
+            (found, uncut),
+            len(drafted),
+            draft_s,
+        )
+        self._n_guessed += len(draft)
+        return draft.tokens
+
+    def observe_decode(self, seconds: float) -> None:
+        """Learn how long the draft model's decode that checks the last guess took."""
+        if self._guess is not None:
+            self._guess.decode_s = seconds
+
+    def settle(self, drafted: Sequence[int]) -> None:
+        """Learn from the result of the last guess; `drafted` is what the draft model drafted."""
+        guess = self._guess
+        if guess is None:
+            return
+        self._guess = None
+        added = tuple(drafted[guess.n_before :])
+        n_right = common_prefix_length(guess.draft.tokens, added)
+        self._n_right += n_right
+        result = RoundResult(
+            plan=guess.plan,
+            # Guesses beyond the end of the draft are neither right nor wrong.
+            draft=guess.draft.first(len(added)),
+            path=tuple(range(n_right)),
+            draft_s=guess.draft_s,
+            target_s=guess.decode_s,
+            n_rows=0,  # the draft model's decodes are in its cost table already
+            committed=added[: n_right + 1],
+            proposed=tuple(each.first(len(added)) for each in guess.proposed if each.is_chain),
+        )
+        self._policy.observe(result)
+        self._drafters.observe(result)
+        token_s = (guess.draft_s + guess.decode_s) / (n_right + 1)
+        if self._token_s is None:
+            self._token_s = token_s
+        self._token_s += _RATE * (token_s - self._token_s)
+
+    def in_words(self) -> str:
+        """Return what was guessed of the draft that is done, and begin the next one."""
+        n_guessed = self._n_guessed
+        n_right = self._n_right
+        why = self._why
+        self._n_guessed = 0
+        self._n_right = 0
+        self._why = ""
+        if n_guessed:
+            return (
+                f"the second draft guessed {n_guessed} of the draft's tokens, "
+                f"{n_right} of them right"
+            )
+        return f"the second draft guessed nothing: {why or 'the draft is a single token'}"
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`."""
+        if self._shown:
+            n_tokens = min(n_tokens, self._n_text)
+        self._drafters.rewind(n_tokens)
+        self._shown = ()
+        self._guess = None
+
+    def _show(self, text: Sequence[int], n_context: int) -> None:
+        """Let the drafters forget tokens that they were shown and that did not become text."""
+        n_same = common_prefix_length(self._shown, text[self._n_text :])
+        if n_same < len(self._shown):
+            self._drafters.rewind(self._n_text + n_same)
+        self._shown = tuple(text[n_context:])
+        self._n_text = n_context
+
+    def _decoded_s(self) -> float:
+        return sum(cache.decode_s for cache in self._caches)
+
+
+class StagedDrafter(ModelDrafter):
+    """Drafts chains with a model and a second draft, which guesses the model's tokens.
+
+    Args:
+        backend: The model's context. It must be able to drop single cells.
+        request: The answer to draft for.
+        n_shared_tokens: See `ModelDrafter`.
+        guesses: The second draft.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        request: DraftRequest,
+        *,
+        n_shared_tokens: int,
+        guesses: SecondDraft,
+    ) -> None:
+        super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
+        self._guesses = guesses
+        #: The logits after the last tokens in the cache, which the next decode replaces.
+        self._rows: Logits = np.empty((0, 0), np.float32)
+        #: The number of rows that the backend had decoded when it computed them.
+        self._n_decoded = 0
+        #: The guessed tokens at the end of the cache that the model has not confirmed yet.
+        self._ahead: Sequence[int] = ()
+
+    def price(self, n_context: int) -> Price:
+        """Return the model's costs; with guesses a token takes less."""
+        price = super().price(n_context)
+        return replace(price, next_s=self._guesses.token_s(price.next_s))
+
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        """Draft a chain; it is the one that the model would draft without guesses."""
+        n_max = self._make_room(len(context), plan.n_max)
+        if n_max < 1:
+            return NO_DRAFT
+        rows = yield from self._catch_up(context)
+        self._ahead = self._backend.text(self._sequence)[len(context) - self.n_skipped :]
+        chain = self._start_draft(context, plan, n_drafted, n_max)
+
+        def logits_after(_nodes: Sequence[int]) -> Decoding:
+            """Take the row of the last token if it was guessed, else decode it with guesses."""
+            if self._ahead and self._ahead[0] == chain.tokens[-1]:
+                self._ahead = self._ahead[1:]
+            else:
+                yield from self._decode_with_guesses(context, chain, n_drafted)
+            row = len(self._rows) - 1 - len(self._ahead)
+            return self._rows[row : row + 1, : self._n_shared_tokens]
+
+        draft = yield from chain.grow(rows[0, : self._n_shared_tokens], logits_after)
+        self._guesses.settle(chain.tokens)
+        return replace(draft, guesses=self._guesses.in_words())
+
+    def rewind(self, n_tokens: int) -> None:
+        """Let both drafts forget the tokens after the first `n_tokens`."""
+        self._guesses.rewind(n_tokens)
+        super().rewind(n_tokens)
+
+    def _decode_with_guesses(
+        self,
+        context: Sequence[int],
+        chain: Expansion,
+        n_drafted: int,
+    ) -> Generator[Ask, Logits, None]:
+        """Decode the last token of the chain together with guesses of those after it."""
+        backend = self._backend
+        drafted = chain.tokens
+        if self._ahead:  # the remaining guesses were wrong
+            backend.remove(self._sequence, backend.length(self._sequence) - len(self._ahead))
+        self._guesses.settle(drafted)
+        n_room = min(chain.n_max - len(drafted) - 1, backend.n_outputs - 1)
+        self._ahead = yield from self._guesses.guess(context, drafted, n_room, n_drafted)
+        before_s = backend.decode_s
+        tokens = [drafted[-1], *self._ahead]
+        self._rows = yield from self._decode(tokens, n_wanted=len(tokens))
+        self._n_decoded = backend.n_decoded_rows
+        self._guesses.observe_decode(backend.decode_s - before_s)
+
+    def _catch_up(self, context: Sequence[int]) -> Decoding:
+        """Bring the cache to `context`.
+
+        If guesses became text, and nothing was decoded since, no decode is needed.
+
+        Returns:
+            The logits after the context, and after the tokens that the cache holds beyond it,
+            float32[n, n_vocab].
+        """
+        new = list(context[self._n_agreed :])
+        start = max(0, self._n_agreed - self.n_skipped)
+        cached = list(self._backend.text(self._sequence)[start:])
+        n_beyond = len(cached) - len(new)
+        first = len(self._rows) - 1 - n_beyond
+        are_rows_valid = self._n_decoded == self._backend.n_decoded_rows and first >= 0
+        if are_rows_valid and new and new == cached[: len(new)]:
+            self._n_agreed = len(context)
+            return self._rows[first:]
+        return (yield from super()._catch_up(context))

@@ -1,0 +1,314 @@
+"""A stand-alone draft model: any small GGUF model drafts for the target.
+
+Depending on the files and options it drafts token by token (`autoregressive`), several tokens at
+once (`parallel`), with a draft of its own (`staged`), or in another vocabulary (`translated`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from specgen.drafters.autoregressive import ModelDrafter
+from specgen.drafters.expansion import MAX_WIDTH
+from specgen.drafters.interface import (
+    ContextSpec,
+    DraftKind,
+    DraftRequest,
+    DraftSetup,
+    LoadedDraft,
+)
+from specgen.drafters.kinds import refuse_draft
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.parallel import (
+    ParallelDrafter,
+    is_parallel_draft,
+    mask_token,
+)
+from specgen.drafters.staged import SecondDraft, StagedDrafter
+from specgen.drafters.translated import (
+    PrefixPipeline,
+    TranslatedDrafter,
+    Translation,
+)
+from specgen.drafters.vocabularies import check_pair
+from specgen.errors import (
+    ModelFileError,
+    PairError,
+    UsageError,
+)
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.context import n_native_sequences
+from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
+from specgen.method.cascade import Cascade
+from specgen.method.drafter import Drafter
+from specgen.method.policy import CostAwarePolicy
+from specgen.method.sampling_pipeline import SamplingPipeline
+from specgen.method.text_state import TextState
+from specgen.options import (
+    DraftOptions,
+    DraftSource,
+    SamplerOptions,
+    TreeShape,
+)
+from specgen.text.sampling.chain import Sampler
+
+#: The most tokens that one draft model guesses for another.
+LONGEST_GUESS = 8
+#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
+_CONTEXT_STEP = 256
+#: A token of a parallel draft counts as its share of a decode that predicts so many.
+_N_PARALLEL = 4
+
+
+class StandaloneDraft(LoadedDraft):
+    """A loaded draft model for a target.
+
+    Args:
+        path: The model's file.
+        setup: The target and the options.
+        weights: A file of weights to load instead of the model's own, which it learnt.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        setup: DraftSetup,
+        weights: Path | None = None,
+    ) -> None:
+        super().__init__(path.name, weights or path)
+        self.timed = path
+        self.learnt = weights
+        refuse_draft(path)
+        self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)
+        self.models = (self.model,)
+        #: A draft model that drafts for this one.
+        self.helper: StandaloneDraft | None = None
+        #: Whether n-grams draft for this model.
+        self._guesses_ngrams = False
+        #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
+        self._n_shared_tokens = self.model.vocabulary.n_tokens
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            #: The translation between the vocabularies; None if they are the same.
+            self._translation = self._compare_vocabularies(setup)
+            mask = mask_token(self.model, setup.drafting.mask)
+            #: Whether it would draft in parallel if its file told the mask token.
+            self._lacks_mask = (
+                mask is None and setup.drafting.mask == "auto" and is_parallel_draft(self.model)
+            )
+            #: The token that stands for one that is not known yet, if the model drafts in parallel.
+            #: Not with a translation: a token may depend on how the one before it is spelled.
+            self.mask = mask if self._translation is None else None
+            self._open_helper(setup)
+            on_error.pop_all()
+        if self._translation is not None:
+            self.own_vocabulary = self.model
+            self.can_draw = False
+        if self.mask is not None:
+            self.n_at_once = _N_PARALLEL
+        else:
+            self.learns = path
+        self.why_chains = setup.why_chains or self._why_chains()
+        #: Whether it decodes the branches of a tree.
+        self._decodes_branches = (
+            setup.drafting.grows_trees and self.why_chains is None and self.mask is None
+        )
+
+    def _compare_vocabularies(self, setup: DraftSetup) -> Translation | None:
+        """Return a translation if the vocabularies differ. Raise `PairError` if none is wanted."""
+        target = setup.target
+        own = self.model.vocabulary
+        try:
+            self._n_shared_tokens = check_pair(target.vocabulary, own, target.name, self.name)
+        except PairError:
+            if setup.drafting.translate == "off":
+                raise
+            translation = Translation(target.vocabulary, own)
+            translation.draft_lexicon.load()  # now, and not in the middle of an answer
+            return translation
+        return None
+
+    def _open_helper(self, setup: DraftSetup) -> None:
+        """Load what drafts for this model: another model, which drafts chains, or n-grams."""
+        if not setup.helpers:
+            return
+        if self.mask is not None:
+            raise UsageError(
+                f"{self.name}: a parallel draft takes no draft of its own; leave out the next "
+                "--draft",
+                hint="--draft-mask off drafts one token after the other",
+            )
+        source, *others = setup.helpers
+        if not isinstance(source, Path):
+            self._guesses_ngrams = True
+            return
+        drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
+        own_setup = replace(
+            setup,
+            target=self.model,
+            drafting=drafting,
+            helpers=tuple(others),
+            learnt=None,
+        )
+        self.helper = StandaloneDraft(source, own_setup)
+        self.models += self.helper.models
+
+    @property
+    def _has_second_draft(self) -> bool:
+        return self._guesses_ngrams or self.helper is not None
+
+    def _why_chains(self) -> str | None:
+        # A parallel draft decodes no node of a tree, so that its own state does not matter.
+        if self.model.has_recurrent_state and self.mask is None:
+            return f"{self.name} has a recurrent state, which branches cannot share"
+        if self._translation is not None:
+            return f"what {self.name} drafts is translated, a chain at a time"
+        if self._has_second_draft:
+            return f"{self.name} has a draft of its own, which drafts chains"
+        return None
+
+    def n_sequences(self, n_rows: int) -> int:
+        """Return the sequences of a text: one for each node of a tree, and the text's own."""
+        n_branches = n_rows + 1 if self._decodes_branches else 1
+        return n_native_sequences(self.model, n_branches)
+
+    def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
+        """Open its context, no larger than its training context, and that of what drafts for it."""
+        self.model.check_parallel(spec.n_slots)
+        n_branches = spec.n_rows + 1 if self._decodes_branches else 1
+        n_outputs = self._n_outputs(spec.n_rows)
+        context = LlamaBackend(
+            self.model,
+            spec.options_of(self.model.path),
+            n_ctx=self._n_ctx(spec.n_ctx) * spec.n_slots,
+            clock=spec.clock,
+            n_sequences=n_branches * spec.n_slots,
+            n_outputs=n_outputs * spec.n_slots,
+            n_rollback=n_outputs - 1,
+            n_branches=n_branches,
+        )
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(context.close)
+            compute_frequent_tokens(context)
+            others = self.helper.contexts(spec) if self.helper is not None else ()
+            on_error.pop_all()
+        return (context, *others)
+
+    def _n_ctx(self, n_ctx: int) -> int:
+        """Return the size of the model's context for a text of `n_ctx` of the target's tokens."""
+        if self._translation is not None:  # it may need half as many tokens again
+            n_steps = -(-n_ctx * 3 // 2 // _CONTEXT_STEP)
+            n_ctx = n_steps * _CONTEXT_STEP
+        n_train = self.model.n_ctx_train
+        return min(n_ctx, n_train) if n_train > 0 else n_ctx
+
+    def _n_outputs(self, n_rows: int) -> int:
+        """Return the most rows of a text that want logits at once."""
+        if self.mask is not None:
+            return max(1, n_rows - 1)
+        if self._decodes_branches:
+            return min(n_rows, MAX_WIDTH)
+        if self._has_second_draft:
+            return 1 + LONGEST_GUESS
+        return 1
+
+    def drafter(self, request: DraftRequest) -> Drafter:
+        """Return what drafts in the way that files and options ask for."""
+        if self._translation is not None:
+            return self._translated_drafter(request, self._translation)
+        if self.mask is not None:
+            backend = request.caches[0]
+            n_shared = self._n_shared_tokens
+            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n_shared)
+        return self._model_drafter(request)
+
+    def _model_drafter(self, request: DraftRequest) -> ModelDrafter:
+        backend = request.caches[0]
+        n_shared = self._n_shared_tokens
+        guesses = self._second_draft(request)
+        if guesses is None or backend.rollback != "cells":
+            return ModelDrafter(backend, request, n_shared_tokens=n_shared)
+        return StagedDrafter(backend, request, n_shared_tokens=n_shared, guesses=guesses)
+
+    def _translated_drafter(
+        self, request: DraftRequest, translation: Translation
+    ) -> TranslatedDrafter:
+        text = translation.text(request.prompt, request.draft_prompt)
+        # The target's biases and penalties refer to the target's token ids.
+        never = self.model.vocabulary.end_tokens() if request.is_endless else ()
+        sampling = PrefixPipeline(translation.draft_lexicon, never)
+        own = replace(
+            request,
+            text=TextState(()),
+            shaper=sampling,
+            prompt=text.tokens,
+            head=range(0),
+        )
+        holds_back = request.caches[0].rollback == "cells"
+        return TranslatedDrafter(
+            self._model_drafter(own),
+            translation,
+            text,
+            sampling,
+            holds_back=holds_back,
+        )
+
+    def _second_draft(self, request: DraftRequest) -> SecondDraft | None:
+        """Return what drafts for this model, if anything does."""
+        caches = request.caches[1:]
+        if self._guesses_ngrams:
+            caches = ()
+            key = Path("ngram")
+            min_match, max_match = DraftOptions().ngrams_of
+            cascade = Cascade(SuffixDrafter(min_match, max_match))
+        elif self.helper is not None and caches:
+            key = self.helper.model.path
+            likeliest = SamplingPipeline(Sampler(SamplerOptions()), request.text)
+            own = replace(
+                request,
+                shaper=likeliest,
+                # A generator of its own, so that this model's samples stay the same.
+                rng=np.random.default_rng(0),
+                caches=caches,
+                costs=request.costs_of(key),
+                draws=False,
+                draft_prompt=None,
+            )
+            cascade = Cascade(model=self.helper.drafter(own))
+        else:
+            return None
+        acceptance = request.guesses_of(self.model.path, key)
+        options = DraftOptions(max_tokens=LONGEST_GUESS)
+        return SecondDraft(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
+
+    def notices(self) -> Iterator[str]:
+        """Yield a notice if it could be faster with an option."""
+        if self._lacks_mask:
+            yield (
+                f"{self.name} is a parallel draft, but its file does not say which its mask token "
+                "is, so it drafts one token after the other: give --draft-mask (`pard_token` in "
+                "the config.json of the model that it was converted from)"
+            )
+
+
+def _open(source: DraftSource, setup: DraftSetup) -> StandaloneDraft:
+    """Load a model with the weights that it learnt, if these can be loaded.
+
+    A parallel draft uses its original weights: it learnt without masks.
+    """
+    path = Path(source)
+    if setup.learnt is not None:
+        with contextlib.suppress(ModelFileError):
+            draft = StandaloneDraft(path, setup, setup.learnt)
+            if draft.mask is None:
+                return draft
+            draft.close()
+    return StandaloneDraft(path, setup)
+
+
+KIND = DraftKind("model", matches=lambda source: isinstance(source, Path), open=_open)

@@ -1,0 +1,164 @@
+"""The base of all writers: answers become chunks of a stream, and whole responses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
+from specgen.serve.formats.answers import Answer
+from specgen.serve.formats.delta import Delta
+from specgen.serve.formats.fields import Json
+from specgen.serve.formats.figures import answer_figures
+from specgen.serve.formats.parsed_request import ParsedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What a writer has to know about the answers."""
+
+    #: The requests of one body, which differ in their prompts only.
+    requests: Sequence[ParsedRequest]
+    #: The text of the prompt of each answer: all to the first request, then those to the next.
+    prompts: Sequence[str]
+    #: What the response's id is made of.
+    identity: str
+    #: The time, in seconds since 1970.
+    created: int
+    #: The name of the model.
+    model: str
+
+
+class AnswerWriter(ABC):
+    """Writes answers in the form of an API, in chunks and whole."""
+
+    #: How chunks are streamed: as events, as events named by their ``type``, or as lines.
+    form: ClassVar[Literal["events", "named", "lines"]] = "events"
+    #: The event that keeps a stream open, if the API has one.
+    alive: ClassVar[Json | None] = None
+
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
+        #: The first request, which tells what all have in common.
+        self._first = context.requests[0]
+        self._answers = [
+            Answer(context.requests[number // self._first.n], prompt)
+            for number, prompt in enumerate(context.prompts)
+        ]
+
+    def begin(self, _n_prompt_tokens: int) -> list[Json]:
+        """Return the chunks before the answers to a prompt of so many tokens."""
+        return []
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        """Return the chunks for an event of an answer. The very last chunk has the figures."""
+        answer = self._answers[number]
+        match event:
+            case CommittedEvent():
+                deltas = answer.feed([piece.text for piece in event.pieces])
+                return self._add(number, deltas, event)
+            case ReadingEvent():
+                return self._read(number, event)
+            case FinishedEvent():
+                return [*self._add(number, answer.finish(event), None), *self._end(number)]
+        return []
+
+    def is_over(self, number: int, time_s: float) -> bool:
+        """Return whether an answer, whose first token is `time_s` old, is long enough."""
+        limit_s = self._first.lines_s
+        return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
+
+    def fail(self, error: Json) -> list[Json]:
+        """Return the last chunks of a failed answer, for the body of an error in OpenAI's form."""
+        return [error]
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """Return the whole response, when all answers are finished."""
+
+    def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
+        """Return the chunks about the prefill of an answer's prompt."""
+        return []
+
+    @abstractmethod
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        """Return the chunks for additions to an answer, by an event or at its end."""
+
+    @abstractmethod
+    def _end(self, number: int) -> list[Json]:
+        """Return the chunks at the end of an answer."""
+
+    def _figures(self, number: int | None = None) -> Json:
+        """Return the figures of one answer, or of all, with the warnings of the request."""
+        answers = self._answers
+        if number is not None:
+            answers = [answers[number]]
+        finished = [each.finished for each in answers if each.finished is not None]
+        n_reasoning = sum(each.n_reasoning_tokens for each in answers)
+        figures = answer_figures(finished, n_reasoning, self._first.n)
+        wishes = self._first.speculative
+        figures["speculative"] |= {
+            "draft": wishes.draft,
+            "max": wishes.max,
+            "verifier": wishes.verifier,
+        }
+        warnings = list(self._first.warnings)
+        warnings += (_context_warning(each) for each in finished if each.finish_reason == "context")
+        if warnings:
+            figures["warnings"] = warnings
+        return figures
+
+
+def _context_warning(finished: FinishedEvent) -> str:
+    n_prompt = finished.n_prompt_tokens
+    has = f"{n_prompt} tokens of the prompt and {finished.n_tokens} of the answer"
+    return f"max_tokens: the context is full, with {has}"
+
+
+class BlockWriter(AnswerWriter):
+    """Writes one answer, whole or as named events, in blocks: thoughts, texts and calls."""
+
+    form = "named"
+
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        #: The open block.
+        self._block: Delta | None = None
+        #: The closed blocks, in the form of the API.
+        self._blocks: list[Json] = []
+
+    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
+        events: list[Json] = []
+        for delta in deltas:
+            if self._block is not None and delta.continues(self._block):
+                self._block = self._block.with_more(delta)
+            else:
+                events += self._close()
+                self._block = delta
+                events += self._opened(delta)
+            events += self._added(self._block, delta.text)
+            if delta.is_end:
+                events += self._close()
+        return events
+
+    def _close(self, status: str = "completed") -> list[Json]:
+        """Close the open block, if there is one."""
+        block = self._block
+        self._block = None
+        if block is None:
+            return []
+        return self._closed(block, status)
+
+    @abstractmethod
+    def _opened(self, block: Delta) -> list[Json]:
+        """Return the events at the beginning of a block."""
+
+    @abstractmethod
+    def _added(self, block: Delta, text: str) -> list[Json]:
+        """Return the events for a text that was added to a block."""
+
+    @abstractmethod
+    def _closed(self, block: Delta, status: str) -> list[Json]:
+        """Keep a block in the form of the API, and return the events at its end."""

@@ -1,0 +1,167 @@
+"""OpenAI's chat completions: ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, AliasPath, Field
+
+from specgen.events import Piece
+from specgen.serve.formats.conversation_builder import ConversationBuilder, is_begun
+from specgen.serve.formats.fields import Fields, Json, Part, Parts, parse, text_of
+from specgen.serve.formats.generation_request import ChatRequest
+from specgen.serve.formats.openai_common import (
+    OpenAIRequest,
+    OpenAIWriter,
+    call_object,
+    logprob_entries,
+)
+from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequests
+from specgen.serve.formats.tool_calls.values import arguments_of
+from specgen.session.prompts.template import Message, Role, ToolCall
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class ChatToolCall(Fields):
+    """A call in an earlier answer."""
+
+    id: str = ""
+    name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
+    #: JSON; some clients send the object itself.
+    arguments: str | dict[str, Any] | None = Field(
+        None, validation_alias=AliasPath("function", "arguments")
+    )
+
+
+class ChatFunctionCall(Fields):
+    """The older form of a call, whose name is also its id."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str | dict[str, Any] = ""
+
+
+class ChatMessage(Fields):
+    """A message of a conversation."""
+
+    role: Literal["assistant", "developer", "function", "system", "tool", "user"]
+    content: Parts = []
+    #: Of a ``function``: its name.
+    name: str | None = None
+    function_call: ChatFunctionCall | None = None
+    #: What an assistant thought.
+    reasoning_content: Parts = Field(
+        [], validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
+    )
+    tool_calls: list[ChatToolCall] = []
+    #: The call whose result this is.
+    tool_call_id: str | None = None
+    #: Ollama: pictures with the text.
+    images: list[Any] = []
+    #: Ollama: the function whose result this is.
+    tool_name: str | None = None
+
+
+class ChatCompletionRequest(OpenAIRequest, ChatRequest):
+    """The body of a request for a chat completion."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    #: llama.cpp: with ``none``, a thinking block is a part of the content.
+    reasoning_format: str = "auto"
+    #: vLLM: whether the answer continues the last message.
+    continue_final_message: bool | None = None
+    #: vLLM: whether it is a message of its own.
+    add_generation_prompt: bool | None = None
+
+
+def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
+    """Read a request for the next turn of a conversation. Raise `BodyError`."""
+    asked = parse(ChatCompletionRequest, body)
+    messages = _messages(asked.messages)
+    continues = False
+    warnings: list[str] = []
+    if is_begun(messages):
+        continues = _continues_last_message(asked)
+    elif asked.continue_final_message or asked.add_generation_prompt is False:
+        warnings.append("messages: not continued, since the last one is no text of the assistant's")
+    request = asked.parsed_chat(messages, defaults, ChatCompletionWriter, warnings)
+    request = replace(
+        request, continues=continues, splits_reasoning=asked.reasoning_format != "none"
+    )
+    return (request,)
+
+
+def _continues_last_message(asked: ChatCompletionRequest) -> bool:
+    """Return whether an answer that has been begun is continued, as by default."""
+    if asked.continue_final_message is not None:
+        return asked.continue_final_message
+    return asked.add_generation_prompt is not True
+
+
+def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
+    builder = ConversationBuilder()
+    previous_role = ""
+    for turn in turns:
+        # A turn with calls only has no text. Templates take an empty text for none.
+        images = [Part(type="image")] * len(turn.images)
+        text = text_of([*turn.content, *images])
+        match turn.role:
+            case "function":
+                builder.add_result(turn.name, text, turn.tool_name)
+            case "tool":
+                builder.add_result(turn.tool_call_id, text, turn.tool_name)
+            case "system" | "developer":
+                builder.join_text("system", text)
+            case "user" if previous_role in ("developer", "system"):
+                # Turns stay apart, but templates want roles to alternate where a system message is
+                # the user's.
+                builder.join_text("user", text)
+            case role:
+                builder.messages.append(_message(turn, role, text))
+        previous_role = turn.role
+    return tuple(builder.messages)
+
+
+def _message(turn: ChatMessage, role: Role, text: str) -> Message:
+    calls = [ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls]
+    older = turn.function_call
+    if older is not None:
+        calls.append(ToolCall(older.name, older.name, arguments_of(older.arguments)))
+    thought = text_of(turn.reasoning_content)
+    return Message(role, text, tuple(calls), reasoning=thought or None)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class ChatCompletionWriter(OpenAIWriter):
+    """Writes chat completions."""
+
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def begin(self, _n_prompt_tokens: int) -> list[Json]:
+        """Return the first chunk of each answer, which has the role."""
+        first: Json = {"role": "assistant", "content": ""}
+        return [self._chunk(number, first) for number in range(len(self._answers))]
+
+    def _delta_field(self, delta: Json) -> Json:
+        return {"delta": delta}
+
+    def _answer_field(self, number: int) -> Json:
+        answer = self._answers[number]
+        content = answer.text("content")
+        message: Json = {"role": "assistant", "content": content}
+        thought = answer.text("thought")
+        if thought:
+            message["reasoning_content"] = thought
+        if answer.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [call_object(call) for call in answer.calls]
+        return {"message": message}
+
+    def _logprobs_of(self, _number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+        return {"content": logprob_entries(pieces, self._first.generation.logprobs)}

@@ -1,0 +1,221 @@
+"""OpenAI's text completions: ``/v1/completions``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field
+
+from specgen.events import CommittedEvent, Piece, ReadingEvent
+from specgen.serve.formats.answer_writer import AnswerContext
+from specgen.serve.formats.chat_completions import ChatCompletionWriter
+from specgen.serve.formats.delta import Delta
+from specgen.serve.formats.fields import Json, parse
+from specgen.serve.formats.openai_common import (
+    MAX_LOGPROBS,
+    OpenAIRequest,
+    OpenAIWriter,
+    own_logprobs,
+)
+from specgen.serve.formats.parsed_request import (
+    NO_DEFAULTS,
+    Defaults,
+    Kind,
+    ParsedRequest,
+    ParsedRequests,
+)
+from specgen.serve.formats.request_errors import BodyError, shown
+from specgen.session.prompts.infill import Gap
+from specgen.session.prompts.template import Message
+
+#: A text, or tokens with texts among them.
+PromptInput: TypeAlias = str | list[int | str]
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class TextRequest(OpenAIRequest):
+    """The fields of all requests about a text; they are llama.cpp's."""
+
+    #: The only fields that a whole response has.
+    response_fields: list[str] | None = None
+    #: After so many milliseconds, an answer ends once it has a line; 0: no limit.
+    t_max_predict_ms: float = 0.0
+    #: The answer ends before a line that begins with less white space.
+    n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
+    #: For how many likely tokens the log-probabilities are wanted.
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    #: Whether a whole response has the tokens of the answer.
+    return_tokens: bool = False
+
+
+class CompletionRequest(TextRequest):
+    """The body of a request for text completions."""
+
+    #: A text or tokens, or a list of these.
+    prompt: Any = None
+    #: The text after the answer.
+    suffix: str = ""
+    #: Whether the answer's text begins with the prompt.
+    echo: bool = False
+    #: The system message of a line of a batch.
+    system: str | None = None
+
+    def parsed(
+        self,
+        kind: Kind,
+        defaults: Defaults,
+        writer: Callable[..., Any],
+        warnings: Sequence[str] = (),
+    ) -> ParsedRequest:
+        """Return what these fields ask for; see `GenerationRequest.parsed`."""
+        request = super().parsed(kind, defaults, writer, warnings)
+        if not self.echo or self.suffix:
+            return request
+        generation = request.generation
+        if generation.logprobs is not None:
+            generation = replace(generation, prompt_logprobs=True, uses_cache=False)
+        return replace(request, generation=generation, echoes=True)
+
+
+def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
+    """Read a request for the continuation of texts, or with ``suffix`` for the middle.
+
+    Returns:
+        A request for each prompt.
+
+    Raises:
+        BodyError: A field cannot be honoured.
+    """
+    return parsed_completions(parse(CompletionRequest, body), defaults)
+
+
+def parsed_completions(
+    asked: CompletionRequest, defaults: Defaults, kind: Kind = "completion"
+) -> ParsedRequests:
+    """Return a request for each prompt of a body. Raise `BodyError`."""
+    writer = CompletionWriter if kind == "completion" else ChatCompletionWriter
+    shared = asked.parsed(kind, defaults, writer)
+    shared = replace(shared, splits_reasoning=kind == "prompt")
+    found: list[ParsedRequest] = []
+    for prompt in prompt_inputs("prompt", asked.prompt).values():
+        if not isinstance(prompt, str):
+            found.append(replace(shared, tokens=tuple(prompt)))
+        elif asked.system is not None and kind == "prompt":
+            messages = (Message("system", asked.system), Message("user", prompt))
+            found.append(replace(shared, kind="chat", messages=messages))
+        elif asked.suffix:
+            found.append(replace(shared, gap=Gap(prompt, asked.suffix)))
+        else:
+            found.append(replace(shared, text=prompt))
+    return tuple(found)
+
+
+def prompt_inputs(field: str, value: Any) -> dict[str, PromptInput]:
+    """Return the inputs in a field by their places in the body.
+
+    Args:
+        field: The name of the field.
+        value: Its value: an input, or a list of inputs.
+
+    Raises:
+        BodyError: The field has something else, or an empty text.
+    """
+    is_list = isinstance(value, list) and value and all(type(each) is not int for each in value)
+    if not is_list:
+        return {field: _prompt_input(field, value)}
+    places = [f"{field}[{number}]" for number in range(len(value))]
+    return {place: _prompt_input(place, each) for place, each in zip(places, value, strict=True)}
+
+
+def _prompt_input(where: str, value: Any) -> PromptInput:
+    if isinstance(value, dict) and list(value) == ["prompt_string"]:
+        value = value["prompt_string"]
+    if value == "":
+        raise BodyError(where, "it is empty")
+    if value and isinstance(value, str):
+        return value
+    if value and isinstance(value, list) and all(type(each) in (int, str) for each in value):
+        return value
+    raise BodyError(where, f"{shown(value)} is not a text, or a list of texts or of tokens")
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class CompletionWriter(OpenAIWriter):
+    """Writes text completions."""
+
+    object_type = "text_completion"
+    chunk_type = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        #: The prompt of each answer, as far as it is a part of it.
+        self._echoed = [""] * len(self._answers)
+        #: The number of characters of each answer, the prompt included.
+        self._n_characters = [0] * len(self._answers)
+
+    def begin(self, _n_prompt_tokens: int) -> list[Json]:
+        """Return the prompt of each answer, if it is wanted without log-probabilities."""
+        if not self._first.echoes or self._first.generation.prompt_logprobs:
+            return []
+        return [self._echo(number, text, ()) for number, text in enumerate(self._context.prompts)]
+
+    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+        chunks: list[Json] = []
+        if event.pieces:
+            text = "".join(piece.text for piece in event.pieces)
+            chunks.append(self._echo(number, text, event.pieces))
+        return chunks + super()._read(number, event)
+
+    def _echo(self, number: int, text: str, pieces: Sequence[Piece]) -> Json:
+        """Return a chunk with a part of the prompt."""
+        chunk = self._chunk(number, {"content": text})
+        if pieces:
+            self._add_logprobs(number, chunk, pieces)
+        self._echoed[number] += text
+        self._n_characters[number] += len(text)
+        return chunk
+
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        chunks = super()._add(number, deltas, event)
+        if event is not None:
+            self._n_characters[number] += len(event.text)
+        return chunks
+
+    def _delta_field(self, delta: Json) -> Json:
+        return {"text": delta.get("content", "")}
+
+    def _answer_field(self, number: int) -> Json:
+        return {"text": self._echoed[number] + self._answers[number].text("content")}
+
+    def _logprobs_of(self, number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+        """Return lists with an item for each token that the target chose."""
+        lengths = (len(piece.text) for piece in pieces)
+        offsets = itertools.accumulate(lengths, initial=self._n_characters[number])
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for piece, offset in zip(pieces, offsets, strict=False):
+            for own in own_logprobs(piece):
+                found["tokens"].append(own.text)
+                found["token_logprobs"].append(piece.logprob)
+                found["top_logprobs"].append(_logprobs_by_text(piece))
+                found["text_offset"].append(offset)
+        return found
+
+
+def _logprobs_by_text(piece: Piece) -> dict[str, float] | None:
+    """Return the log-probabilities of likely tokens; of those with one text, the likeliest's."""
+    if piece.logprob is None:
+        return None
+    found = {top.text: top.logprob for top in reversed(piece.top_logprobs)}
+    return dict(reversed(found.items()))

@@ -1,0 +1,78 @@
+"""Build a conversation for chat templates from the messages of an API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specgen.serve.formats.request_errors import BodyError
+from specgen.session.prompts.template import Message, Role, ToolCall
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Return whether the last message can be the beginning of an answer."""
+    last = messages[-1]
+    return len(messages) > 1 and last.role == "assistant" and not last.tool_calls
+
+
+class ConversationBuilder:
+    """The messages of a chat, as they are added one after the other."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
+        """Add the result of a call.
+
+        Agents shorten conversations: if the call is gone, the result is a text of the user's.
+
+        Args:
+            identity: The id of the call.
+            text: The result.
+            name: The name of the function, if the API repeats it.
+        """
+        for call in self._calls():
+            if call.identity == (identity or "") and name in (None, call.name):
+                result = Message("tool", text, tool_call_id=identity, name=call.name)
+                self.messages.append(result)
+                return
+        self.join_text("user", f"[result of an earlier call]\n{text}")
+
+    def join_text(self, role: Role, text: str) -> None:
+        """Add a text to a role's turn.
+
+        A system message after the beginning becomes the user's, because templates need that.
+        """
+        if role == "system" and any(message.role != "system" for message in self.messages):
+            role = "user"
+        last = self._turn(role)
+        self.messages[-1] = replace(last, content=_paragraphs(last.content, text))
+
+    def join_thought(self, thought: str) -> None:
+        """Add a thought to the assistant's turn."""
+        last = self._turn("assistant")
+        self.messages[-1] = replace(last, reasoning=_paragraphs(last.reasoning, thought))
+
+    def join_call(self, where: str, identity: str | None, name: str | None, arguments: Any) -> None:
+        """Add a call to the assistant's turn. Raise `BodyError` if it has no id or no name."""
+        if not identity or not name:
+            raise BodyError(where, "a call needs an id and a name")
+        last = self._turn("assistant")
+        calls = (*last.tool_calls, ToolCall(identity, name, arguments))
+        self.messages[-1] = replace(last, tool_calls=calls)
+
+    def _calls(self) -> Iterator[ToolCall]:
+        """Yield the calls, the last one first."""
+        for message in reversed(self.messages):
+            yield from reversed(message.tool_calls)
+
+    def _turn(self, role: Role) -> Message:
+        """Return the last turn, which is a new one if the role differs."""
+        if not self.messages or self.messages[-1].role != role:
+            self.messages.append(Message(role, ""))
+        return self.messages[-1]
+
+
+def _paragraphs(*texts: str | None) -> str:
+    return "\n\n".join(filter(None, texts))

@@ -1,0 +1,109 @@
+"""OpenAI's embeddings: ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from specgen.errors import PromptError
+from specgen.serve.formats.completions import PromptInput, prompt_inputs
+from specgen.serve.formats.fields import Fields, Json, parse
+from specgen.serve.formats.request_errors import BodyError
+from specgen.session.prompts.prompt import tokens_of
+from specgen.system.arrays import Hidden
+
+if TYPE_CHECKING:
+    from specgen.llama.embeddings import Embedder
+
+#: The most inputs of a request, as at OpenAI.
+_MAX_INPUTS = 2048
+
+
+class EmbeddingsRequest(Fields):
+    """The body of a request for embeddings."""
+
+    #: A text or tokens, or a list of these; ``prompt`` in Ollama's older API.
+    input: Any = Field(None, validation_alias=AliasChoices("input", "prompt"))
+    encoding_format: Literal["float", "base64"] = "float"
+    #: The number of values of each vector.
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTask:
+    """What a request for embeddings asks for."""
+
+    #: The tokens of each input.
+    tokens: tuple[list[int], ...]
+    #: Whether vectors are written in base64, instead of as lists of numbers.
+    is_base64: bool = False
+    #: The number of values of each vector; None: all.
+    dimensions: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    def encoded(self, vector: Hidden) -> str:
+        """Return a vector as JSON."""
+        from specgen.llama.embeddings import unit
+
+        if self.dimensions is not None:
+            vector = unit(vector[: self.dimensions])
+        if self.is_base64:
+            return json.dumps(base64.b64encode(vector.astype("<f4").tobytes()).decode())
+        return json.dumps(vector.tolist())
+
+
+def read_embedding_request(body: Json, embedder: Embedder) -> EmbeddingTask:
+    """Read a request for embeddings by this model. Raise `BodyError`."""
+    asked = parse(EmbeddingsRequest, body)
+    warnings = asked.warnings()
+    if asked.dimensions is not None and asked.dimensions > embedder.n_embd:
+        raise BodyError("dimensions", f"{asked.dimensions} is more than {embedder.n_embd}")
+    if asked.dimensions not in (None, embedder.n_embd):
+        warnings.append("dimensions: only vectors of a model that was trained for it can be cut")
+    inputs = prompt_inputs("input", asked.input)
+    if len(inputs) > _MAX_INPUTS:
+        raise BodyError("input", f"at most {_MAX_INPUTS} inputs are allowed")
+    return EmbeddingTask(
+        tuple(_tokens(embedder, where, each) for where, each in inputs.items()),
+        is_base64=asked.encoding_format == "base64",
+        dimensions=asked.dimensions,
+        warnings=tuple(warnings),
+    )
+
+
+def _tokens(embedder: Embedder, where: str, value: PromptInput) -> list[int]:
+    try:
+        if isinstance(value, str):
+            return embedder.tokenize(value)
+        tokens = tokens_of(embedder.model.vocabulary, value, parse_special=False)
+        embedder.check(tokens)
+    except PromptError as error:
+        raise BodyError(where, error.message) from None
+    return tokens
+
+
+def embedding_response(
+    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+) -> bytes:
+    """Return the body of a response.
+
+    Args:
+        vectors: The vectors, which are JSON already, since there may be millions of values.
+        n_tokens: The number of tokens of all inputs.
+        model: The name of the model.
+        warnings: What was ignored.
+    """
+    data = ", ".join(
+        f'{{"object": "embedding", "index": {index}, "embedding": {vector}}}'
+        for index, vector in enumerate(vectors)
+    )
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    rest: Json = {"model": model, "usage": usage}
+    if warnings:
+        rest["warnings"] = list(warnings)
+    return f'{{"object": "list", "data": [{data}], {json.dumps(rest)[1:]}'.encode()

@@ -1,0 +1,115 @@
+"""The figures of answers: token usage, timings, and what drafting gained."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specgen.events import FinishedEvent
+from specgen.serve.formats.fields import Json
+from specgen.system.machine import is_busy
+
+
+def answer_figures(
+    answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_for_each_prompt: int = 1
+) -> Json:
+    """Return the figures of answers, in the fields that the APIs share.
+
+    Args:
+        answers: The ends of the answers: all to the first prompt, then those to the next.
+        n_reasoning: The number of tokens in thinking blocks.
+        n_for_each_prompt: The number of answers to each prompt, whose tokens count once.
+
+    Returns:
+        ``usage`` in OpenAI's form, ``timings`` in llama.cpp's, whose values are all numbers, and
+        specgen's own ``speculative``.
+    """
+    prompts = answers[::n_for_each_prompt]
+    n_prompt = sum(each.n_prompt_tokens for each in prompts)
+    n_cached = sum(each.n_cached_tokens for each in prompts)
+    n_tokens = sum(each.n_tokens for each in answers)
+    return {
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_tokens,
+            "total_tokens": n_prompt + n_tokens,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
+            "completion_tokens_details": {"reasoning_tokens": n_reasoning},
+        },
+        "speculative": _speculative(answers),
+        "timings": _timings(answers, n_prefilled=n_prompt - n_cached, n_cached=n_cached),
+    }
+
+
+def own_figures(found: Mapping[str, Any]) -> Json:
+    """Return the figures that only specgen has; clients skip fields that they do not know."""
+    return {name: value for name, value in found.items() if name != "usage"}
+
+
+def _speculative(answers: Sequence[FinishedEvent]) -> Json:
+    # The speed-up is known of a single answer on a machine that is not busy.
+    first = answers[0]
+    speedup = first.estimated_speedup
+    speedup_range = first.estimated_speedup_range
+    if len(answers) > 1 or is_busy(first.others_share) or speedup_range is None:
+        speedup = None
+        speedup_range = None
+
+    n_rounds = sum(each.n_rounds for each in answers)
+    n_accepted = sum(each.n_accepted for each in answers)
+    n_committed = sum(each.n_rounds * (each.mean_accepted_length or 0.0) for each in answers)
+    drafted_by_position = _sums([each.drafted_by_depth for each in answers])
+    undrafted: Counter[tuple[str, str]] = Counter()
+    for count in itertools.chain.from_iterable(each.undrafted for each in answers):
+        undrafted[count.reason, count.text] += count.n_rounds
+    return {
+        "n_rounds": n_rounds,
+        "n_drafted": sum(each.n_drafted for each in answers),
+        "n_accepted": n_accepted,
+        "acceptance_rate": _ratio(n_accepted, sum(drafted_by_position)),
+        "mean_accepted_length": _ratio(n_committed, n_rounds),
+        "estimated_speedup": speedup,
+        "estimated_speedup_range": speedup_range and list(speedup_range),
+        "drafted_by_position": drafted_by_position,
+        "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
+        "undrafted": [
+            {"reason": reason, "text": text, "n_rounds": n}
+            for (reason, text), n in undrafted.most_common()
+        ],
+    }
+
+
+def _timings(answers: Sequence[FinishedEvent], *, n_prefilled: int, n_cached: int) -> Json:
+    n_tokens = sum(each.n_tokens for each in answers)
+    prompt_s = sum(each.prompt_s for each in answers)
+    wall_s = sum(each.wall_s for each in answers)
+    predicted_s = max(0.0, wall_s - prompt_s)
+    tokens_per_s = answers[0].tokens_per_s
+    if len(answers) > 1:
+        tokens_per_s = _ratio(n_tokens, predicted_s)
+    return {
+        "cache_n": n_cached,
+        "prompt_n": n_prefilled,
+        "prompt_ms": 1000.0 * prompt_s,
+        "prompt_per_token_ms": _ratio(1000.0 * prompt_s, n_prefilled) or 0.0,
+        "prompt_per_second": _ratio(n_prefilled, prompt_s) or 0.0,
+        "predicted_n": n_tokens,
+        "predicted_ms": 1000.0 * predicted_s,
+        "predicted_per_token_ms": _ratio(1000.0 * predicted_s, n_tokens) or 0.0,
+        "predicted_per_second": tokens_per_s or 0.0,
+        "draft_n": sum(each.n_drafted for each in answers),
+        "draft_n_accepted": sum(each.n_accepted for each in answers),
+    }
+
+
+def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Add up sequences of different lengths, position by position."""
+    return [sum(column) for column in itertools.zip_longest(*counts, fillvalue=0)]
+
+
+def _ratio(part: float, total: float) -> float | None:
+    if total <= 0:
+        return None
+    return part / total

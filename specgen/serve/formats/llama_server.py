@@ -1,0 +1,230 @@
+"""The endpoints of llama.cpp's own server: ``/completion`` and ``/infill``.
+
+Their requests have OpenAI's fields and more, and so have their answers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from specgen.events import CommittedEvent, Event, Piece
+from specgen.serve.formats.answer_writer import AnswerContext
+from specgen.serve.formats.completions import (
+    CompletionRequest,
+    CompletionWriter,
+    TextRequest,
+    parsed_completions,
+)
+from specgen.serve.formats.delta import Delta
+from specgen.serve.formats.fields import Fields, Json, parse
+from specgen.serve.formats.figures import own_figures
+from specgen.serve.formats.openai_common import logprob_entries
+from specgen.serve.formats.parsed_request import (
+    NO_DEFAULTS,
+    Defaults,
+    ParsedRequest,
+    ParsedRequests,
+)
+from specgen.serve.formats.request_errors import BodyError, shown
+from specgen.session.prompts.infill import ContextFile, Gap
+from specgen.system.files import as_json
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class InfillFile(Fields):
+    """Another file of the repository."""
+
+    filename: str = "tmp"
+    text: str
+    #: When an editor saw it.
+    time: Any = None
+
+
+class InfillRequest(TextRequest):
+    """The body of a request for the text in a gap."""
+
+    #: The text before the gap.
+    input_prefix: str = ""
+    #: The text with which the gap already starts.
+    prompt: str = ""
+    #: The text after the gap.
+    input_suffix: str = ""
+    input_extra: list[InfillFile] = []
+
+
+def read_llama_cpp_completion(
+    body: Json, defaults: Defaults, *, or_openai: bool = False
+) -> ParsedRequests:
+    """Read a request for the continuation of texts.
+
+    Args:
+        body: The body of the request.
+        defaults: The values of the fields that it leaves out.
+        or_openai: Whether the endpoint is also OpenAI's: a request for what only OpenAI's clients
+            want gets an answer in their form.
+
+    Raises:
+        BodyError: A field cannot be honoured.
+    """
+    asked = parse(CompletionRequest, body)
+    requests = parsed_completions(asked, defaults)
+    is_openai = len(requests) > 1 or asked.n > 1 or requests[0].has_usage_alone
+    if or_openai and is_openai:
+        return requests
+    return tuple(_as_llama_cpp(asked, request) for request in requests)
+
+
+def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
+    """Read a request for the text in a gap. Raise `BodyError`.
+
+    Editors also send one without a text, to warm the server up.
+    """
+    asked = parse(InfillRequest, body)
+    if asked.n > 1:
+        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
+    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
+    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+    request = asked.parsed("completion", defaults, LlamaServerWriter)
+    return (_as_llama_cpp(asked, replace(request, gap=gap)),)
+
+
+def _as_llama_cpp(asked: TextRequest, request: ParsedRequest) -> ParsedRequest:
+    generation = replace(request.generation, n_indent=asked.n_indent)
+    if asked.n_probs:
+        generation = replace(generation, logprobs=asked.n_probs)
+    writer = functools.partial(
+        LlamaServerWriter, fields=asked.response_fields, has_tokens=asked.return_tokens
+    )
+    return replace(
+        request,
+        generation=generation,
+        has_usage_alone=False,  # the last chunk has the usage
+        writer=writer,
+        lines_s=asked.t_max_predict_ms / 1000.0,
+    )
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class LlamaServerWriter(CompletionWriter):
+    """Writes text completions with llama.cpp's fields next to OpenAI's.
+
+    Args:
+        context: What all writers know.
+        fields: The paths of the only fields that a whole response has; None or empty: all.
+        has_tokens: Whether a whole response has the tokens of the answer.
+    """
+
+    def __init__(
+        self,
+        context: AnswerContext,
+        *,
+        fields: Sequence[str] | None = None,
+        has_tokens: bool = False,
+    ) -> None:
+        super().__init__(context)
+        self._fields = fields
+        self._has_tokens = has_tokens
+        #: The tokens of each answer, and their log-probabilities.
+        self._tokens: list[list[int]] = [[] for _ in self._answers]
+        self._probabilities: list[list[Json]] = [[] for _ in self._answers]
+
+    def begin(self, n_prompt_tokens: int) -> list[Json]:
+        """Return the prompt of each answer, if it is wanted."""
+        return [self._with_llama_fields(chunk) for chunk in super().begin(n_prompt_tokens)]
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        """Return the chunks for an event of an answer."""
+        return [self._with_llama_fields(chunk) for chunk in super().feed(number, event)]
+
+    def whole(self) -> Any:
+        """Return the whole response: one object, or a list of one for each answer."""
+        found = [self._whole_answer(number) for number in range(len(self._answers))]
+        if len(found) == 1:
+            return found[0]
+        return found
+
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        chunks = super()._add(number, deltas, event)
+        pieces: tuple[Piece, ...] = ()
+        if event is not None:
+            pieces = event.pieces
+        tokens = [piece.token_id for piece in pieces]
+        self._tokens[number] += tokens
+        if chunks:
+            chunks[0]["tokens"] = tokens
+        if event is not None and self._has_logprobs:
+            found = logprob_entries(pieces, self._first.generation.logprobs)
+            chunks[0]["completion_probabilities"] = found
+            self._probabilities[number] += found
+        return chunks
+
+    def _end(self, number: int) -> list[Json]:
+        return [{**self._ending_chunk(number), **own_figures(self._figures(number))}]
+
+    def _whole_answer(self, number: int) -> Json:
+        body = self._with_llama_fields(
+            {
+                **self._head(self.object_type),
+                "choices": [self._choice(number)],
+                **self._figures(number),
+            }
+        )
+        body["tokens"] = []
+        if self._has_tokens:
+            body["tokens"] = self._tokens[number]
+        if self._has_logprobs:
+            body["completion_probabilities"] = self._probabilities[number]
+        if not self._fields:
+            return body
+        chosen = {path: _value_at(body, path) for path in self._fields}
+        return {path: value for path, value in chosen.items() if value is not None}
+
+    def _with_llama_fields(self, body: Json) -> Json:
+        """Add llama.cpp's fields to a chunk or a whole response about one answer."""
+        (choice,) = body["choices"]
+        body["index"] = choice["index"]
+        body["content"] = choice["text"]
+        body["stop"] = choice["finish_reason"] is not None
+        if body["stop"]:
+            body |= self._final_fields(choice, body["timings"])
+        return body
+
+    def _final_fields(self, choice: Json, timings: Json) -> Json:
+        request = self._first
+        answer = self._answers[choice["index"]]
+        finished = answer.finished
+        stop_type = "limit"
+        if "stop_reason" in choice:
+            stop_type = "word"
+        elif choice["finish_reason"] == "stop":
+            stop_type = "eos"
+        return {
+            "generation_settings": {
+                **as_json(request.sampling),
+                "n_predict": request.generation.max_tokens,
+                "stream": request.streams,
+            },
+            "prompt": self._context.prompts[choice["index"]],
+            "has_new_line": "\n" in answer.text("content"),
+            "stop_type": stop_type,
+            "stopping_word": choice.get("stop_reason", ""),
+            "truncated": finished is not None and finished.finish_reason == "context",
+            "tokens_predicted": timings["predicted_n"],
+            "tokens_evaluated": timings["cache_n"] + timings["prompt_n"],
+            "tokens_cached": timings["cache_n"],
+        }
+
+
+def _value_at(body: Any, path: str) -> Any:
+    """Return the value at a path such as ``timings/predicted_n``; None if there is none."""
+    for name in path.split("/"):
+        if not isinstance(body, dict):
+            return None
+        body = body.get(name)
+    return body

@@ -1,0 +1,241 @@
+"""What OpenAI's chat completions and text completions have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, AliasPath, Field
+
+from specgen import __version__
+from specgen.events import CommittedEvent, Event, Piece, ReadingEvent, TokenLogprob, to_json_object
+from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
+from specgen.serve.formats.answers import Answer
+from specgen.serve.formats.delta import Delta
+from specgen.serve.formats.fields import Json
+from specgen.serve.formats.figures import own_figures
+from specgen.serve.formats.generation_request import GenerationRequest
+from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+
+#: The most likely tokens whose log-probabilities may be asked for.
+MAX_LOGPROBS = 100
+
+
+class OpenAIRequest(GenerationRequest):
+    """The fields of chat completions and of text completions."""
+
+    #: In a text completion, for how many likely tokens the log-probabilities are wanted. In a chat,
+    #: whether they are wanted at all.
+    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    #: In a chat, for how many likely tokens.
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    #: The number of answers to each prompt.
+    n: Annotated[int, Field(ge=1, lt=2**31, validation_alias=AliasChoices("n", "n_cmpl"))] = 1
+    #: Whether a stream ends with a chunk that has the usage and nothing else.
+    has_usage_alone: bool | None = Field(
+        None, validation_alias=AliasPath("stream_options", "include_usage")
+    )
+    #: llama.cpp: whether a prefix of the prompt may come from the cache.
+    cache_prompt: bool = True
+    #: llama.cpp: whether a stream has the progress of the prefill.
+    return_progress: bool = False
+
+    def parsed(
+        self,
+        kind: Kind,
+        defaults: Defaults,
+        writer: Callable[..., Any],
+        warnings: Sequence[str] = (),
+    ) -> ParsedRequest:
+        """Return what these fields ask for; see `GenerationRequest.parsed`."""
+        request = super().parsed(kind, defaults, writer, warnings)
+        n_logprobs = request.generation.logprobs
+        if self.logprobs is True:
+            n_logprobs = self.top_logprobs
+        elif self.logprobs is not None and self.logprobs is not False:
+            n_logprobs = self.logprobs
+        generation = replace(
+            request.generation,
+            logprobs=n_logprobs,
+            uses_cache=self.cache_prompt,
+            reports_reading=self.return_progress and self.stream,
+        )
+        return replace(
+            request,
+            generation=generation,
+            n=self.n,
+            has_usage_alone=bool(self.has_usage_alone),
+        )
+
+
+class OpenAIWriter(AnswerWriter):
+    """Writes chat completions or text completions."""
+
+    #: The ``object`` of a whole response, and of a chunk.
+    object_type: str
+    chunk_type: str
+    #: What ids begin with.
+    id_prefix: str
+
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        self._has_logprobs = self._first.generation.logprobs is not None
+        #: The log-probabilities of each answer.
+        self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
+        #: The events of each answer since its last chunk, if they are wanted.
+        self._events: list[list[Json]] = [[] for _ in self._answers]
+
+    # The form of a chat or of a text.
+
+    @abstractmethod
+    def _delta_field(self, delta: Json) -> Json:
+        """Return the field of a chunk's choice that has an addition to an answer."""
+
+    @abstractmethod
+    def _answer_field(self, number: int) -> Json:
+        """Return the field of a whole choice that has the answer."""
+
+    @abstractmethod
+    def _logprobs_of(self, number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+        """Return the log-probabilities of pieces that are about to be added to an answer."""
+
+    # Chunks and whole responses.
+
+    def feed(self, number: int, event: Event) -> list[Json]:
+        """Return the chunks for an event of an answer, with specgen's own events if wanted."""
+        chunks = super().feed(number, event)
+        if self._first.streams and self._first.speculative.events:
+            self._events[number].append(to_json_object(event))
+            if chunks:
+                chunks[0]["events"] = self._events[number]
+                self._events[number] = []
+        return chunks
+
+    def whole(self) -> Json:
+        """Return the whole response."""
+        choices = [self._choice(number) for number in range(len(self._answers))]
+        return {**self._head(self.object_type), "choices": choices, **self._figures()}
+
+    def _head(self, object_type: str) -> Json:
+        return {
+            "id": f"{self.id_prefix}-{self._context.identity}",
+            "object": object_type,
+            "created": self._context.created,
+            "model": self._context.model,
+            "system_fingerprint": f"build-{__version__}",
+        }
+
+    def _choice(self, number: int) -> Json:
+        return {
+            "index": number,
+            **self._answer_field(number),
+            "logprobs": self._logprobs[number] if self._has_logprobs else None,
+            **_ending(self._answers[number]),
+        }
+
+    def _chunk(self, number: int, delta: Json, ending: Json | None = None) -> Json:
+        choice = {
+            "index": number,
+            **self._delta_field(delta),
+            "logprobs": None,
+            "finish_reason": None,
+            **(ending or {}),
+        }
+        return {**self._head(self.chunk_type), "choices": [choice]}
+
+    def _ending_chunk(self, number: int) -> Json:
+        return self._chunk(number, {}, _ending(self._answers[number]))
+
+    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+        if not self._first.generation.reports_reading:
+            return []
+        progress = {
+            "total": event.n_prompt_tokens,
+            "cache": event.n_cached_tokens,
+            "processed": event.n_read,
+            "time_ms": round(1000.0 * event.spent_s),
+        }
+        return [{**self._chunk(number, {}), "prompt_progress": progress}]
+
+    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+        chunks = [
+            self._chunk(number, _delta_object(delta))
+            for delta in deltas
+            if delta.text or delta.kind == "call"
+        ]
+        if event is not None and self._has_logprobs:
+            chunks = chunks or [self._chunk(number, {})]
+            self._add_logprobs(number, chunks[0], event.pieces)
+        return chunks
+
+    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
+        found = self._logprobs_of(number, pieces)
+        chunk["choices"][0]["logprobs"] = found
+        for name, values in found.items():
+            self._logprobs[number].setdefault(name, []).extend(values)
+
+    def _end(self, number: int) -> list[Json]:
+        chunks = [self._ending_chunk(number)]
+        if any(answer.finished is None for answer in self._answers):
+            return chunks
+        figures = self._figures()
+        if self._first.has_usage_alone:
+            chunks.append({**chunks[-1], "choices": []})
+        else:  # clients that did not ask for the usage would count it twice
+            figures = own_figures(figures)
+        chunks[-1] |= figures
+        return chunks
+
+
+def _ending(answer: Answer) -> Json:
+    ending: Json = {"finish_reason": answer.finish_reason}
+    if answer.finish_reason == "stop" and answer.stop_string is not None:
+        ending["stop_reason"] = answer.stop_string
+    return ending
+
+
+def _delta_object(delta: Delta) -> Json:
+    match delta.kind:
+        case "call":
+            return {"tool_calls": [{"index": delta.number, **call_object(delta)}]}
+        case "arguments":
+            function = {"arguments": delta.text}
+            return {"tool_calls": [{"index": delta.number, "function": function}]}
+        case "content":
+            return {"content": delta.text}
+        case "thought":
+            return {"reasoning_content": delta.text}
+
+
+def call_object(call: Delta) -> Json:
+    """Return a call in OpenAI's form."""
+    function = {"name": call.name, "arguments": call.text}
+    return {"id": call.identity, "type": "function", "function": function}
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def own_logprobs(piece: Piece) -> list[TokenLogprob]:
+    """Return the entry of a piece's token among its likely tokens; none if the token was forced."""
+    return [top for top in piece.top_logprobs if top.token_id == piece.token_id]
+
+
+def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
+    """Return an entry for each token that the target chose, with its `n_top` likeliest tokens."""
+    entries: list[Json] = []
+    for piece in pieces:
+        top = [_logprob_entry(each) for each in piece.top_logprobs[:n_top]]
+        entries += ({**_logprob_entry(own), "top_logprobs": top} for own in own_logprobs(piece))
+    return entries
+
+
+def _logprob_entry(token: TokenLogprob) -> Json:
+    return {
+        "id": token.token_id,
+        "token": token.text,
+        "logprob": token.logprob,
+        "bytes": list(token.bytes),
+    }

@@ -1,0 +1,142 @@
+"""What a request of any API asks for, in specgen's own terms."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.serve.formats.fields import Fields
+from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tools import RequestTools
+from specgen.session.prompts import Prompt, Prompts
+from specgen.session.prompts.infill import Gap
+from specgen.session.prompts.template import Message
+
+#: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as
+#: `specgen run` does.
+Kind: TypeAlias = Literal["chat", "completion", "prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """The values of the fields that a body leaves out."""
+
+    sampling: SamplerOptions = SamplerOptions()
+    generation: GenerationOptions = GenerationOptions()
+
+
+NO_DEFAULTS = Defaults()
+
+
+class SpeculativeWishes(Fields):
+    """What a request wants of speculative decoding; None keeps the server's setting."""
+
+    #: Whether to draft at all.
+    draft: bool = True
+    #: The most tokens of a draft.
+    max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    verifier: VerifierName | None = None
+    #: Whether a stream has the events of each round.
+    events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """The prompt of an answer, how its tokens are sampled, and when it ends.
+
+    A ``chat`` has `messages`; the others have a `text`, the `tokens` of one, or a `gap` in one.
+    """
+
+    kind: Kind
+    sampling: SamplerOptions
+    generation: GenerationOptions
+    #: Makes the `AnswerWriter` of the API.
+    writer: Callable[..., Any]
+    messages: tuple[Message, ...] = ()
+    #: Whether the last message is the beginning of the answer.
+    continues: bool = False
+    text: str = ""
+    #: Tokens of the prompt, with texts among them.
+    tokens: tuple[int | str, ...] | None = None
+    gap: Gap | None = None
+    tools: RequestTools | None = None
+    #: How the model writes calls: see `model_adaptation`.
+    call_form: CallForm | None = None
+    #: More variables for the chat template.
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    #: Biases of tokens, or of texts and so of all of their tokens. `model_adaptation` makes them
+    #: options of the sampler.
+    biases: tuple[tuple[int | str, float], ...] | None = None
+    #: Whether a thinking block is kept out of the answer's content.
+    splits_reasoning: bool = False
+    #: What was ignored, and why.
+    warnings: tuple[str, ...] = ()
+    #: The number of answers to generate.
+    n: int = 1
+    #: Whether the answer is streamed.
+    streams: bool = False
+    #: Whether the answer's text begins with the prompt.
+    echoes: bool = False
+    #: Whether the last chunk of a stream has the usage and nothing else.
+    has_usage_alone: bool = False
+    speculative: SpeculativeWishes = field(default_factory=SpeculativeWishes)
+    #: After so many seconds, an answer ends once it has a line; 0: no limit.
+    lines_s: float = 0.0
+
+    def prompt(
+        self,
+        prompts: Prompts,
+        now: datetime.datetime,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> Prompt:
+        """Return the prompt of a request without a gap.
+
+        Args:
+            prompts: Makes prompts for the models of a session.
+            now: The time, for chat templates.
+            chat: Whether a ``prompt`` is a user's turn; None: if there is a chat template.
+            system: The system message of a ``prompt``.
+
+        Raises:
+            UsageError: The model has no chat template and needs one.
+            PromptError: The prompt is empty, too long, or not valid.
+        """
+        if self.kind == "chat":
+            return self._chat_prompt(prompts, now)
+        if self.tokens is not None:
+            return prompts.of_tokens(self.tokens)
+        if self.kind == "completion":
+            return prompts.of_text(self.text, chat=False)
+        return prompts.of_text(self.text, chat=chat, system=system, now=now)
+
+    def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
+        tools: list[dict[str, Any]] = []
+        if self.tools is not None:
+            tools += (function.definition for function in self.tools.functions)
+        messages = self.messages
+        continues = self.continues and not self._is_bound_by_grammar
+        if continues:
+            messages = messages[:-1]
+        prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
+        if not self.splits_reasoning:
+            prompt = replace(prompt, thoughts=None)
+        if continues:
+            return prompts.continued(prompt, self.messages[-1])
+        return prompt
+
+    @property
+    def _is_bound_by_grammar(self) -> bool:
+        """Whether a grammar holds from the answer's beginning, so that none can be begun."""
+        grammar = self.generation.grammar
+        return grammar is not None and (not grammar.mark or grammar.is_call)
+
+
+#: A request for each prompt of a body.
+ParsedRequests: TypeAlias = tuple[ParsedRequest, ...]

@@ -1,0 +1,25 @@
+"""A request of OpenAI's form for exactly one answer, such as a line of a batch."""
+
+from __future__ import annotations
+
+from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.completions import CompletionRequest, parsed_completions
+from specgen.serve.formats.fields import Json, parse
+from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, Kind, ParsedRequest
+from specgen.serve.formats.request_errors import BodyError
+
+
+def read_request(kind: Kind, body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest:
+    """Read a request for exactly one answer. Raise `BodyError`."""
+    if kind == "chat":
+        requests = read_chat(body, defaults)
+    else:
+        requests = parsed_completions(parse(CompletionRequest, body), defaults, kind)
+    if len(requests) > 1:
+        raise BodyError("prompt", "several prompts in one request are not supported here")
+    request = requests[0]
+    if request.gap is not None:
+        raise BodyError("suffix", "it is not supported here")
+    if request.n > 1:
+        raise BodyError("n", "several answers to one request are not supported here")
+    return request

@@ -1,0 +1,363 @@
+"""The grammar of tool calls: only functions that exist, with arguments that fit their schemas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specgen.errors import UsageError
+from specgen.options import Grammar
+from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.values import as_mapping
+from specgen.text.grammar.free_text import ANY
+from specgen.text.grammar.json_schema import lenient_schema_grammar
+from specgen.text.grammar.llguidance_grammar import in_lark, literal
+from specgen.text.overlap import common_prefix_length
+
+#: Small models go on calling for ever.
+_MAX_CALLS = 16
+#: Up to so many required arguments may come in any order, which multiplies the rules; more may come
+#: in two orders.
+_MAX_PERMUTED = 3
+#: llguidance may take so many tokens of a forced text, each of at least a character, for others.
+_N_LOOKED_BACK = 4
+_CONTROL_TOKEN = re.compile(r"<\|[^<>]+\|>")
+
+#: The id or the number of a call, in place of `ANY`.
+_ANY_RULE = "ANY: /[0-9A-Za-z]{1,12}/"
+_WHITE_SPACE_RULE = "WHITE: /[ \\n\\t]{1,12}/"
+_GEMMA_RULES = (
+    "gemma: gemma_text | GEMMA_PLAIN | gemma_list | gemma_object",
+    'gemma_list: "[" (gemma ("," gemma)*)? "]"',
+    'gemma_object: "{" (gemma_pair ("," gemma_pair)*)? "}"',
+    "GEMMA_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|true|false|null/",
+    "gemma_text: QUOTE gemma_string",
+    "gemma_string[suffix=QUOTE]: /(?s:.*)/",
+    'gemma_pair: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" gemma',
+)
+_PYTHON_RULES = (
+    "python: PYTHON_TEXT | PYTHON_PLAIN | python_list | python_dict",
+    'python_list: "[" (python (", " python)*)? "]"',
+    'python_dict: "{" (python_pair (", " python_pair)*)? "}"',
+    "PYTHON_PLAIN: /-?(0|[1-9][0-9]{0,15})(\\.[0-9]{1,15})?|True|False|None/",
+    "PYTHON_TEXT: /'([^'\\\\\\x00-\\x1f]|\\\\.)*'/",
+    'python_pair: PYTHON_TEXT ": " python',
+)
+#: Rules for the values of the styles that do not write JSON.
+_VALUE_RULES: Mapping[str, tuple[str, ...]] = {"gemma": _GEMMA_RULES, "python": _PYTHON_RULES}
+#: The Lark literals between two arguments.
+_SEPARATORS = {"python": '", "', "gemma": '","', "pairs": ""}
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    *,
+    is_parallel: bool,
+    must_call: bool = True,
+    other: Grammar | None = None,
+) -> tuple[Grammar, list[str]]:
+    """Return a grammar for calls in a model's form.
+
+    Args:
+        form: The form of the model's calls.
+        functions: The functions that may be called.
+        is_parallel: Whether several calls are allowed.
+        must_call: Whether the answer must be a call. If not, the text is free, and the grammar
+            holds from the mark of each call on.
+        other: A JSON schema that the answer may follow instead of being a call.
+
+    Returns:
+        The grammar, and a warning for each part of the functions' schemas that it cannot enforce.
+
+    Raises:
+        UsageError: No arguments conform to the schema of a function.
+    """
+    rules = _CallRules(form)
+    call = rules.add(" | ".join(map(rules.call, functions)))
+    more_calls = ""
+    if is_parallel and form.between:
+        more_calls = f" ({rules.text(form.between)} {call}){{0,{_MAX_CALLS - 1}}}"
+    closing = rules.text(form.closing.rstrip())
+    if _CONTROL_TOKEN.fullmatch(form.closing) and not form.between:  # it may end the answer
+        closing = f"({closing})?"
+
+    # A trigger is the mark that the grammar follows; without one it holds from the beginning.
+    trigger = ""
+    if other is None:
+        trigger = form.trigger
+    opening = form.opening.lstrip()
+    if not must_call:
+        opening = opening.removeprefix(trigger)
+    elif not is_parallel or form.between is None or form.continues_after_closing:
+        trigger = ""
+
+    calls = f"calls: {rules.text(opening)} {call}{more_calls} {closing}"
+    if other is None:
+        lines = ["start: calls", calls]
+    else:
+        lines = ["start: calls | other", calls, f"other: {in_lark(other)}"]
+    bare_call_pattern = ""
+    if trigger and form.mark and not must_call and form.keys is not None and form.keys[0]:
+        lines += rules.bare_call(form.keys[0])
+        bare_call_pattern = _bare_call_pattern(form.keys[0], functions)
+    if is_parallel and _ends_within_tag(form):
+        # A text forced up to the middle of a control token's name would exclude that token.
+        lines.append('%llguidance {"no_forcing": true}')
+
+    grammar = Grammar(
+        "lark",
+        "\n".join([*lines, *rules.lines]),
+        is_call=must_call,
+        mark=trigger,
+        is_first=not form.mark,
+        head=bare_call_pattern,
+    )
+    return grammar, rules.warnings
+
+
+def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
+    """Return a pattern for the beginning of a call that is a JSON object without a mark."""
+    names = "|".join(re.escape(literal(function.name)) for function in functions)
+    return rf"\s*(?:```(?:json)?\s*)?\{{\s*{literal(name_key)}\s*:\s*(?:{names})"
+
+
+def _ends_within_tag(form: CallForm) -> bool:
+    """Whether the texts after a call and between two calls part within the name of a tag."""
+    n_common = common_prefix_length(form.closing, form.between or "")
+    return re.search(rf"<[^<>\s]{{{_N_LOOKED_BACK},}}\Z", form.closing[:n_common]) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """An argument that a function takes."""
+
+    function: Function
+    key: str
+    schema: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The JSON type of its values, if there is just one."""
+        kind = self.schema.get("type")
+        if isinstance(kind, str):
+            return kind
+        return ""
+
+    @property
+    def choices(self) -> list[Any]:
+        """The values that it may have; empty if others are allowed."""
+        choices = self.schema.get("enum")
+        if isinstance(choices, list):
+            return choices
+        return []
+
+
+class _CallRules:
+    """Collects the rules for calls in a form, in llguidance's dialect of Lark."""
+
+    def __init__(self, form: CallForm) -> None:
+        self._form = form
+        quote = literal(form.quote)
+        value_rules = _VALUE_RULES.get(form.style, ())
+        self.lines = [_ANY_RULE, _WHITE_SPACE_RULE]
+        self.lines += [rule.replace("QUOTE", quote) for rule in value_rules]
+        #: Warnings about what cannot be enforced.
+        self.warnings: list[str] = []
+        #: Calls as JSON objects with free white space, from the name to the arguments.
+        self._bare_calls: list[str] = []
+
+    def add(self, text: str) -> str:
+        """Add a rule, and return its name."""
+        name = f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}: {text}")
+        return name
+
+    def call(self, function: Function) -> str:
+        """Add a rule for a call from its name to its arguments, and return the rule's name."""
+        rule = f"call_{len(self.lines)}"
+        if self._form.style == "json":
+            arguments = self._json(function.parameters, function.name, function.name)
+        else:
+            arguments = self._arguments(function)
+        after_name = " | ".join(map(self.text, self._form.after_names))
+        self.lines.append(f"{rule}: {literal(function.name)} ({after_name}) {arguments}")
+
+        keys = {"arguments", "parameters"}
+        if self._form.keys is not None:
+            keys.add(self._form.keys[1])
+        key = " | ".join(literal(literal(each)) for each in sorted(keys))
+        name = literal(literal(function.name))
+        self._bare_calls.append(f'{name} WHITE? "," WHITE? ({key}) WHITE? ":" WHITE? {arguments}')
+        return rule
+
+    def bare_call(self, name_key: str) -> list[str]:
+        """Return the rules for a call that is a JSON object without a mark, perhaps in a fence."""
+        opening = 'WHITE? (("```json" | "```") WHITE?)? "{" WHITE?'
+        key = literal(literal(name_key))
+        return [
+            f'bare: {opening} {key} WHITE? ":" WHITE? bare_call WHITE? "}}"',
+            f"bare_call: {' | '.join(self._bare_calls)}",
+        ]
+
+    def text(self, text: str) -> str:
+        """Return a fixed text of the form, in which some models leave out line breaks.
+
+        They do so around pairs of key and value.
+        """
+        may_lack_line_breaks = self._form.style == "pairs"
+        pattern = ANY
+        if may_lack_line_breaks:
+            pattern = rf"\s*\n\s*|{ANY}"
+        found: list[str] = []
+        for part in re.split(f"({pattern})", text):
+            if part == ANY:
+                found.append("ANY")
+            elif may_lack_line_breaks and "\n" in part:
+                found.append(f"{literal(part)}?")
+            elif part:
+                found.append(literal(part))
+        return " ".join(found) or '""'
+
+    def _json(self, schema: Mapping[str, Any], where: str, name: str) -> str:
+        """Return a rule for the JSON that conforms to a schema."""
+        try:
+            grammar, left_out = lenient_schema_grammar(json.dumps(schema))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error.message}") from None
+        if left_out:
+            self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {name}")
+        return self.add(in_lark(grammar))
+
+    # --- arguments that are written one by one ----------------------------------------------------
+
+    def _arguments(self, function: Function) -> str:
+        """Return a rule for all required arguments, with others before, between and after them."""
+        properties = function.parameters.get("properties", {})
+        required = function.parameters.get("required") or ()
+        pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
+        required_keys = [key for key in properties if key in required]
+        optional = [pairs[key] for key in properties if key not in required]
+        separator = _SEPARATORS[self._form.style]
+
+        before = after = arguments = ""
+        if optional:
+            other = self.add(" | ".join(optional))
+            before = f"({other} {separator}){{0,{len(optional)}}}"
+            after = f"({separator} {other}){{0,{len(optional)}}}"
+            arguments = f"({other} {after})?"
+        if required_keys:
+            between = f" {after} {separator} "
+            arguments = " | ".join(
+                f"{before} {between.join(pairs[key] for key in order)} {after}"
+                for order in _orders(required_keys)
+            )
+        if self._form.style == "pairs":
+            return self.add(arguments or '""')
+        if self._form.style == "python":
+            return self.add(f'"(" ({arguments}) ")"')
+        return self.add(f'"{{" ({arguments}) "}}"')
+
+    def _pair(self, key: str, schema: Any, function: Function) -> str:
+        """Return a rule for one argument."""
+        parameter = _Parameter(function, key, as_mapping(schema))
+        if self._form.style == "gemma":
+            return self._gemma_pair(parameter)
+        if self._form.style == "python":
+            return self._python_pair(parameter)
+        return self._tagged_pair(parameter)
+
+    def _gemma_pair(self, parameter: _Parameter) -> str:
+        if parameter.kind in ("integer", "number", "boolean"):
+            value = self._json_value(parameter)
+        elif parameter.choices:
+            value = _one_of(parameter.choices, self._form.quote)
+        elif parameter.kind == "string":
+            value = "gemma_text"
+        else:
+            value = "gemma"
+        return self.add(f"{literal(parameter.key + ':')} {value}")
+
+    def _python_pair(self, parameter: _Parameter) -> str:
+        values = [self._json_value(parameter)]
+        if parameter.choices:
+            values += [literal(repr(choice)) for choice in parameter.choices]
+        elif parameter.kind == "string":
+            values.append("PYTHON_TEXT")
+        elif parameter.kind == "boolean":
+            values += ['"True"', '"False"']
+        elif parameter.kind not in ("integer", "number"):
+            values.append("python")
+        return self.add(f"{literal(parameter.key + '=')} ({' | '.join(values)})")
+
+    def _tagged_pair(self, parameter: _Parameter) -> str:
+        pair = self._form.pair
+        assert pair is not None
+        middle = pair.middles.get(parameter.kind, pair.middles["string"])
+        closing = pair.closing_of(parameter.key)
+        before = f"{self.text(pair.opening)} {literal(parameter.key)}"
+
+        is_json = not _may_be_text(parameter.schema)
+        is_scalar = parameter.kind in ("integer", "number", "boolean")
+        if is_json and pair.nested_tag and not is_scalar:  # tags within tags
+            self.warnings.append(
+                f"no grammar can enforce {parameter.key} of {parameter.function.name}"
+            )
+            is_json = False
+        if is_json:
+            value = self._json_value(parameter)
+        elif parameter.choices:
+            value = _one_of(parameter.choices)
+        else:
+            # A free text holds also the line breaks around it.
+            value = f"rule_{len(self.lines)}"
+            self.lines.append(f"{value}[suffix={literal(closing.strip())}]: /(?s:.*)/")
+            middle = middle.rstrip()
+            closing = closing[len(closing.rstrip()) :]
+        return self.add(f"{before} {self.text(middle)} {value} {self.text(closing)}")
+
+    def _json_value(self, parameter: _Parameter) -> str:
+        """Return a rule for the JSON value of an argument."""
+        function = parameter.function
+        definitions = {
+            name: value
+            for name, value in function.parameters.items()
+            if name in ("$defs", "definitions")
+        }
+        schema = {**definitions, **(parameter.schema or {"type": "string"})}
+        return self._json(schema, f"{function.name}: {parameter.key}", function.name)
+
+
+def _orders(keys: list[str]) -> list[list[str]]:
+    """Return the orders in which required arguments may come."""
+    if len(keys) <= _MAX_PERMUTED:
+        return [list(order) for order in itertools.permutations(keys)]
+    return [keys, sorted(keys)]
+
+
+def _one_of(choices: list[Any], quote: str = "") -> str:
+    """Return an expression for one of these values; texts are in quotes."""
+    values: list[str] = []
+    for choice in choices:
+        text = json.dumps(choice)
+        if isinstance(choice, str):
+            text = f"{quote}{choice}{quote}"
+        values.append(literal(text))
+    return f"({' | '.join(values)})"
+
+
+def _may_be_text(schema: Any) -> bool:
+    """Return whether a text conforms to a schema, as far as the schema tells without references."""
+    if not isinstance(schema, Mapping):
+        return True
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(options, list):
+        return any(map(_may_be_text, options))
+    if "type" in schema:
+        return "string" in str(schema["type"])
+    return "$ref" not in schema

@@ -1,0 +1,74 @@
+"""Match the fixed parts of a tool call in a text that is still being generated."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections.abc import Iterable
+
+from specgen.text.grammar.free_text import ANY
+
+_ANY_TEXT = re.compile(r"[\w.\-]*")
+
+
+class NoMatch(enum.Enum):
+    """Why something was not found at a place in a text."""
+
+    #: Something else is there.
+    ABSENT = enum.auto()
+    #: The text ends before it is clear what is there.
+    UNCLEAR = enum.auto()
+
+
+def match(literal: str, text: str, start: int) -> int | NoMatch:
+    """Return where a literal ends that begins at `start` in a text.
+
+    Where the literal has white space, and before a tag or a closing bracket, the text may have any
+    white space. `ANY` in the literal stands for any name or number.
+    """
+    for part in _parts(literal):
+        if part.isspace():
+            start = skip_space(text, start)
+            continue
+        if part[0] in "<]}":
+            start = skip_space(text, start)
+        if part == ANY:
+            start = _end_of_any(text, start)
+        elif text.startswith(part, start):
+            start += len(part)
+        elif part.startswith(text[start:]):
+            return NoMatch.UNCLEAR
+        else:
+            return NoMatch.ABSENT
+    return start
+
+
+def longest_match(literals: Iterable[str], text: str, start: int) -> int | NoMatch:
+    """Return the furthest end of the literals that begin at `start`; `UNCLEAR` if one may do so."""
+    found = [match(literal, text, start) for literal in literals]
+    ends = [end for end in found if isinstance(end, int)]
+    if ends:
+        return max(ends)
+    if NoMatch.UNCLEAR in found:
+        return NoMatch.UNCLEAR
+    return NoMatch.ABSENT
+
+
+def skip_space(text: str, start: int) -> int:
+    """Return the place of the first character from `start` on that is not white space."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(literal: str) -> list[str]:
+    """Split a literal into white space, `ANY`, and words, each of which begins with any tag."""
+    return re.findall(rf"\s+|{ANY}|<?[^\s{ANY}<]+|<", literal)
+
+
+def _end_of_any(text: str, start: int) -> int:
+    found = _ANY_TEXT.match(text, start)
+    assert found is not None, "the pattern matches an empty text"
+    return found.end()

@@ -1,0 +1,473 @@
+"""Split an answer into content and tool calls, while it is being generated."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specgen.serve.formats.delta import Delta
+from specgen.serve.formats.tool_calls.forms import PYTHON_TAG, CallForm
+from specgen.serve.formats.tool_calls.function import Function
+from specgen.serve.formats.tool_calls.literals import NoMatch, match, skip_space
+from specgen.serve.formats.tool_calls.readers import PairsReader, arguments_reader, read_name
+from specgen.serve.formats.tool_calls.values import ArgumentsReader
+from specgen.text.overlap import partial_match_length
+
+#: What may come before a bare call, and the beginnings of that.
+_BEFORE_BARE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{|\[\s*\{)")
+_MAY_COME_BEFORE_BARE_CALL = re.compile(
+    r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*)?)"
+)
+_FENCE = "```"
+#: What some models write between two JSON objects, whatever their template does.
+_BETWEEN_OBJECTS = " \n\t\r,;"
+#: The beginning of an object that names a function.
+_NAMED_OBJECT = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+_FIRST_TAG = re.compile(r"\s*(?:\]<\]\S+?\[>\[)?<[^<>]*>")
+#: The most characters of a JSON object before its arguments.
+_MAX_OBJECT_HEAD = 1000
+
+
+class _NewCall(NamedTuple):
+    """A call that begins; its arguments are JSON, or None if they are still to be read."""
+
+    name: str
+    arguments: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _NewCalls:
+    """Calls that begin at one place, and where in the text to go on reading."""
+
+    calls: list[_NewCall]
+    end: int
+
+
+class _CallStart(NamedTuple):
+    """Where a call may begin."""
+
+    #: Where the content before it ends.
+    content_end: int
+    #: Where its name, its JSON object, or what follows its mark begins.
+    begin: int
+
+
+@dataclass(slots=True)
+class _WholeObject:
+    """A JSON value that is read as a whole, since it is no call that could be streamed."""
+
+    reader: ArgumentsReader = field(default_factory=lambda: ArgumentsReader("json"))
+    n_read: int = 0
+    json: str = ""
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    """A part of the open call that is still to be read."""
+
+    reader: ArgumentsReader | PairsReader
+    #: Whether it is the arguments, which are passed on, rather than the rest of an object.
+    is_arguments: bool = True
+
+
+class ToolCallParser:
+    """Splits an answer into content and calls.
+
+    A call is reported when its arguments begin, and these as they arrive. Nothing that was reported
+    can be taken back, so broken arguments are mended. An answer may also begin with a bare JSON
+    object, perhaps in a code fence: small models write calls like that, whatever their template
+    says. A call of an unknown function, or one that is broken before its arguments, is content, but
+    may be held back until the end of the answer. White space around calls is left out. The result
+    does not depend on how the text is cut into pieces.
+
+    Args:
+        form: The form of the model's calls.
+        functions: The functions that may be called.
+        one_only: Whether everything after the first call is left out.
+        calls_only: Whether everything but calls is left out.
+        is_beginning: Whether the text is the beginning of an answer.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        functions: Sequence[Function],
+        *,
+        one_only: bool = False,
+        calls_only: bool = False,
+        is_beginning: bool = True,
+    ) -> None:
+        self._form = form
+        self._schemas = {function.name: function.parameters for function in functions}
+        self._one_only = one_only
+        self._calls_only = calls_only
+        #: The number of reported calls.
+        self.n_calls = 0
+        #: Text that is neither content nor a call yet.
+        self._rest = ""
+        #: Whether nothing but white space came so far, so that a bare call may begin.
+        self._is_beginning = is_beginning
+        #: The parts of the open call that are still to be read; empty outside of calls.
+        self._open_parts: list[_OpenPart] = []
+        #: Whether a call was the last thing that was read.
+        self._is_after_call = False
+        #: What ends that call if it is in a code fence.
+        self._closing_fence = ""
+        #: An object that may be a call, as far as it is read.
+        self._object = _WholeObject()
+        #: Whether no more text will come, and whether that is because the answer was cut off.
+        self._is_last = False
+        self._is_cut = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add a piece of the answer; return what is certain now."""
+        self._rest += text
+        return self._read()
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the rest, at the end of the answer.
+
+        Args:
+            is_cut: Whether the answer was cut off. An unfinished call is left out then: it is not
+                content, and no client can use it.
+        """
+        self._is_last = True
+        self._is_cut = is_cut
+        return self._read()
+
+    @property
+    def _is_end(self) -> bool:
+        """Whether the model has ended the answer here."""
+        return self._is_last and not self._is_cut
+
+    def _read(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        while True:
+            deltas += self._read_open_call()
+            if self._open_parts:
+                if self._is_cut:
+                    self._rest = ""
+                return deltas
+            content, new_calls = self._read_to_call()
+            if content and not self._calls_only:
+                deltas.append(Delta("content", content))
+            if not new_calls:
+                return deltas
+            if self._one_only:
+                del new_calls[1:]
+            for call in new_calls:
+                deltas += self._call_deltas(call)
+
+    def _call_deltas(self, call: _NewCall) -> list[Delta]:
+        number = self.n_calls
+        self.n_calls += 1
+        identity = f"call_{uuid.uuid4().hex[:24]}"
+        deltas = [Delta("call", "", call.name, identity, number)]
+        if call.arguments is not None:
+            deltas.append(Delta("arguments", call.arguments, number=number, is_end=True))
+        return deltas
+
+    def _take(self, n: int) -> str:
+        """Remove the first characters of the rest, and return them."""
+        taken = self._rest[:n]
+        self._rest = self._rest[n:]
+        return taken
+
+    def _read_open_call(self) -> list[Delta]:
+        """Read on in the open call, if there is one."""
+        deltas: list[Delta] = []
+        while self._open_parts:
+            part = self._open_parts[0]
+            read = part.reader.read(self._rest, is_last=self._is_end)
+            self._take(read.n_read)
+            if part.is_arguments and (read.json or read.is_over):
+                number = self.n_calls - 1
+                deltas.append(Delta("arguments", read.json, number=number, is_end=read.is_over))
+            if not read.is_over:
+                break
+            del self._open_parts[0]
+        return deltas
+
+    # --- up to the next call ----------------------------------------------------------------------
+
+    def _read_to_call(self) -> tuple[str, list[_NewCall]]:
+        """Read up to the arguments of the next call.
+
+        Returns:
+            The content that is certain, and the calls after it, if there are any.
+        """
+        content = ""
+        #: Where in the content a call begins that has no end.
+        unfinished_start: int | None = None
+        while True:
+            if self._one_only and self.n_calls:
+                self._rest = ""
+            start = self._next_start()
+            if start is NoMatch.UNCLEAR:
+                break
+            if start is NoMatch.ABSENT:
+                content += self._take(self._n_certain())
+                break
+            content += self._take(start.content_end)
+            begin = start.begin - start.content_end
+            found = self._read_calls(begin)
+            if found is NoMatch.UNCLEAR and not self._is_last:
+                break
+            was_after_call = self._is_after_call
+            self._is_beginning = False
+            self._is_after_call = isinstance(found, _NewCalls)
+            self._object = _WholeObject()
+            if isinstance(found, _NewCalls):
+                self._take(found.end)
+                return content, found.calls
+
+            # It is content, but only its mark: another call may begin after a broken one.
+            is_begun = was_after_call or self._is_call_begun(begin)
+            if found is NoMatch.UNCLEAR and unfinished_start is None and is_begun:
+                unfinished_start = len(content)
+            content += self._take(max(1, min(begin, len(self._form.mark) or 1)))
+        return self._end_content(content, unfinished_start), []
+
+    def _end_content(self, content: str, unfinished_start: int | None) -> str:
+        """Return content at the end of what has arrived, without what there is of a call."""
+        if self._is_cut:
+            content = content[:unfinished_start]
+            if self.n_calls:
+                n_begun = partial_match_length(content, self._form.mark)
+                content = content[: len(content) - n_begun]
+        if self._is_last and self.n_calls:
+            content = content.rstrip().removesuffix(self._form.mark).rstrip()
+        return content
+
+    def _is_call_begun(self, begin: int) -> bool:
+        if self._form.mark and self._form.mark in self._rest[:begin]:
+            return True
+        named = _NAMED_OBJECT.match(self._rest, begin)
+        return named is not None and named[1] in self._schemas
+
+    def _n_certain(self) -> int:
+        """Return how many characters of the rest are content, whatever follows."""
+        text = self._rest
+        if self._is_last:
+            return len(text)
+        if self._is_beginning and (
+            _MAY_COME_BEFORE_BARE_CALL.fullmatch(text) or PYTHON_TAG.startswith(text.strip())
+        ):
+            return 0
+        marks = (self._form.mark, self._form.inner_mark)
+        n_held = max(partial_match_length(text, mark) for mark in marks)
+        n_certain = len(text[: len(text) - n_held].rstrip())
+        if n_certain:
+            self._is_beginning = False
+        return n_certain
+
+    # --- where a call begins ----------------------------------------------------------------------
+
+    def _next_start(self) -> _CallStart | NoMatch:
+        """Return where the next call begins, with the white space before it."""
+        if self._is_after_call:
+            begin = self._skip_closing()
+            if begin is NoMatch.UNCLEAR:
+                return begin
+            if isinstance(begin, int):
+                return _CallStart(0, begin)
+        if self._is_beginning:
+            before_bare = _BEFORE_BARE_CALL.match(self._rest)
+            if before_bare is not None:
+                return _CallStart(0, before_bare.end())
+        marks = [mark for mark in (self._form.mark, self._form.inner_mark) if mark]
+        places = [self._rest.find(mark) for mark in marks]
+        place = min((each for each in places if each >= 0), default=None)
+        if place is None:
+            return NoMatch.ABSENT
+        begin = place
+        if self._rest.startswith(marks[0], place):
+            begin += len(marks[0])
+        return _CallStart(len(self._rest[:place].rstrip()), begin)
+
+    def _skip_closing(self) -> int | NoMatch:
+        """Skip the text that ends a call.
+
+        Returns:
+            Where the next call's name or object begins if it follows at once, in which case nothing
+            is skipped; `ABSENT` if something else follows.
+        """
+        if self._form.keys is not None:
+            n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN_OBJECTS))
+            if self._rest.startswith("{", n_between):
+                return n_between
+            if n_between == len(self._rest) and not self._is_last:
+                return NoMatch.UNCLEAR
+
+        next_call = self._match(self._form.separator)
+        closing = self._match_closing()
+        if NoMatch.UNCLEAR in (next_call, closing) and not self._is_last:
+            return NoMatch.UNCLEAR
+        if isinstance(next_call, int):
+            if not isinstance(closing, int):
+                return next_call
+            # Both match. At the end of the answer, it is the closing text.
+            is_end = self._is_last and not self._rest[next_call:].strip()
+            if next_call >= closing and not is_end:
+                return next_call
+        self._is_after_call = False
+        if closing is NoMatch.UNCLEAR:
+            self._rest = ""
+        elif isinstance(closing, int):
+            self._take(closing)
+        return NoMatch.ABSENT
+
+    def _match(self, literal: str) -> int | NoMatch:
+        """Match a literal with the rest; an empty one does not match."""
+        if not literal:
+            return NoMatch.ABSENT
+        return match(literal, self._rest, 0)
+
+    def _match_closing(self) -> int | NoMatch:
+        """Match the text that ends a call; all but its first mark may be missing."""
+        closing = self._closing_fence or self._form.terminator
+        found = self._match(closing)
+        first_tag = _FIRST_TAG.match(closing)
+        if found is NoMatch.ABSENT and first_tag is not None:
+            return self._match(first_tag[0])
+        return found
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _read_calls(self, begin: int) -> _NewCalls | NoMatch:
+        """Read the call that begins here up to its arguments, or whole calls.
+
+        Args:
+            begin: Where the text after the call's mark begins.
+        """
+        text = self._rest
+        if not self._is_after_call:
+            self._closing_fence = ""
+            if text.lstrip().startswith(_FENCE):
+                self._closing_fence = f"\n{_FENCE}"
+        if self._form.keys is not None and not self._is_after_call:
+            object_start = self._object_start(begin)
+            if object_start is NoMatch.UNCLEAR:
+                return object_start
+            if isinstance(object_start, int):
+                begin = object_start or begin
+        start = skip_space(text, begin)
+        if start == len(text):
+            return NoMatch.UNCLEAR
+        before = text[:begin].strip()
+        may_be_object = self._form.keys is not None or not before or _FENCE in before
+        if text[start] in "{[" and may_be_object:
+            return self._read_objects(start)
+        return self._read_named_call(begin)
+
+    def _object_start(self, begin: int) -> int | NoMatch:
+        """Skip the part of the opening that comes before the object of a call."""
+        form = self._form
+        before_object = form.opening[: form.opening.find("{")].strip()
+        mark_start = len(self._rest[:begin].rstrip()) - len(form.mark)
+        return match(before_object, self._rest, max(0, mark_start))
+
+    def _read_named_call(self, begin: int) -> _NewCalls | NoMatch:
+        """Read a call that begins with the name of its function."""
+        form = self._form
+        text = self._rest
+        name_start: int | NoMatch = skip_space(text, begin)
+        if not self._is_after_call:
+            before = text[:begin].rstrip()
+            if before.endswith(form.mark):
+                name_start = match(form.opening, text, len(before) - len(form.mark))
+            else:
+                name_start = match(form.inner_mark, text, len(before))
+        if isinstance(name_start, NoMatch):
+            return name_start
+        head = read_name(form, text, name_start, self._schemas, is_last=self._is_end)
+        if isinstance(head, NoMatch):
+            return head
+        self._open_parts = [_OpenPart(arguments_reader(form, self._schemas[head.name]))]
+        return _NewCalls([_NewCall(head.name, None)], head.end)
+
+    def _read_objects(self, begin: int) -> _NewCalls | NoMatch:
+        """Read a JSON object that is a call, or a list of them, up to the first arguments.
+
+        Objects that are not written like that are read as a whole.
+        """
+        text = self._rest
+        is_list_of_form = self._form.keys is not None and "[" in self._form.opening
+        if text[begin] == "[" and is_list_of_form:  # its calls are read one by one
+            begin = skip_space(text, begin + 1)
+            if begin == len(text):
+                return NoMatch.UNCLEAR
+            if text[begin] != "{":
+                return NoMatch.ABSENT
+
+        if self._object.n_read < _MAX_OBJECT_HEAD:
+            head = _object_head(self._form.keys).match(text, begin, begin + _MAX_OBJECT_HEAD)
+            if head is not None and head[1] in self._schemas:
+                closing = self._closing_fence or self._form.terminator
+                rest_of_object = ArgumentsReader("json", closing, is_open=True)
+                self._open_parts = [
+                    _OpenPart(ArgumentsReader("json", closing)),
+                    _OpenPart(rest_of_object, is_arguments=False),
+                ]
+                return _NewCalls([_NewCall(head[1], None)], head.end())
+        return self._read_whole_objects(begin)
+
+    def _read_whole_objects(self, begin: int) -> _NewCalls | NoMatch:
+        """Read on in a JSON value, and return the calls in it when it is complete."""
+        text = self._rest[begin + self._object.n_read :]
+        read = self._object.reader.read(text)
+        self._object.n_read += read.n_read
+        self._object.json += read.json
+        if not read.is_over:
+            return NoMatch.UNCLEAR
+        values = json.loads(self._object.json or "null")
+        if not isinstance(values, list):
+            values = [values]
+        calls: list[_NewCall] = []
+        for value in values:
+            call = self._call_of(value)
+            if call is None:
+                return NoMatch.ABSENT
+            calls.append(call)
+        if not calls:
+            return NoMatch.ABSENT
+        return _NewCalls(calls, begin + self._object.n_read)
+
+    def _call_of(self, value: Any) -> _NewCall | None:
+        """Return the call that a JSON value is; None if it is something else."""
+        if not isinstance(value, dict):
+            return None
+        name_key, arguments_key = self._form.keys or ("name", "arguments")
+        if (name_key, arguments_key) == ("", "") and len(value) == 1:
+            ((name, arguments),) = value.items()
+        else:
+            name = value.get(name_key, value.get("name"))
+            other = value.get("arguments", value.get("parameters"))
+            arguments = value.get(arguments_key, other)
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON in a text
+            read = ArgumentsReader("json").read(arguments, is_last=True)
+            arguments = json.loads(read.json)
+        if not isinstance(name, str) or name not in self._schemas:
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        return _NewCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+@functools.lru_cache(maxsize=16)
+def _object_head(keys: tuple[str, str] | None) -> re.Pattern[str]:
+    """Return a pattern for a JSON object that is a call with these keys, up to its arguments."""
+    if keys == ("", ""):
+        return re.compile(r'\{\s*"([^"\\]+)"\s*:\s*(?=\{)')
+    name, arguments = map(re.escape, keys or ("name", "arguments"))
+    text = r'"(?:[^"\\]|\\.)*"'
+    others = rf"(?:{text}\s*:\s*(?:{text}|[-+.\w]+)\s*,\s*)*?"
+    return re.compile(
+        rf'\{{\s*{others}"(?:{name}|name)"\s*:\s*"([^"\\]+)"\s*,\s*'
+        rf'{others}"(?:{arguments}|arguments|parameters)"\s*:\s*(?=\{{)'
+    )
