@@ -1,6 +1,4 @@
-"""JSON schemas: every text of an accepted one conforms, and what cannot be honoured is refused by
-name.
-"""
+"""JSON schemas: every text conforms, and what cannot be enforced is refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "kind"],
     "$defs": {"item": {"type": "object", "properties": {"x": {"type": "boolean"}}}},
 }
-#: Schemas that are honoured.
+#: Schemas that are enforced.
 SCHEMAS: dict[str, dict[str, Any]] = {
     "person": PERSON,
     "any object": {},
@@ -183,7 +181,7 @@ ONE = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize(
-    ("schema", "text", "wishes", "said"),
+    ("schema", "text", "wanted", "said"),
     [
         (ONE, '{"a": 99.50', ",0}", "}"),
         (ONE, '{"a": 99.50', " 0}", "}"),
@@ -200,19 +198,19 @@ ONE = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
     ],
 )
 def test_what_would_end_a_number_ends_it(
-    vocabulary: LlamaVocabulary, schema: dict[str, Any], text: str, wishes: str, said: str
+    vocabulary: LlamaVocabulary, schema: dict[str, Any], text: str, wanted: str, said: str
 ) -> None:
-    """A comma behind the last property is not allowed: "99.50" went on with "0000000004e-01"."""
+    """A comma after the last property is not allowed: "99.50" went on with "0000000004e-01"."""
     tokens = {vocabulary.token_bytes(n): n for n in range(vocabulary.n_tokens)}
     state = LlguidanceGrammar(vocabulary, schema_grammar(json.dumps(schema))).start
     row = np.full(vocabulary.n_tokens, -30, np.float32)
-    row[[tokens[each.encode()] for each in wishes]] = 5 - np.arange(len(wishes))
+    row[[tokens[each.encode()] for each in wanted]] = 5 - np.arange(len(wanted))
     given = row.copy()
     shaper = SamplingPipeline(Sampler(SamplerOptions(temperature=1.0)), TextState((), state))
     found = shaper.distribution(row, vocabulary.tokenize_inside(text))
     expected = tokens[said.encode()] if said else vocabulary.end_tokens()[0]
     assert found.token_ids[found.probs.argmax()] == expected
-    if wishes == ",0}":  # others keep their scores
+    if wanted == ",0}":  # others keep their scores
         zero = found.probability(tokens[b"0"])
         assert found.probability(expected) / zero == pytest.approx(np.e)
     assert (row == given).all()
@@ -328,8 +326,8 @@ def test_properties_are_those_that_are_named_in_their_order(vocabulary: LlamaVoc
             assert set(item) <= {"x"}
 
 
-def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
-    """One of them names what is additional to another."""
+def test_joined_objects_and_those_that_list_nothing_stay_open() -> None:
+    """One of them lists what is additional for another."""
     a = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     b = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
     for schema in (
@@ -385,7 +383,7 @@ def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
         (json.dumps({"type": "array", "maxItems": "é" * 300}), "cannot be enforced"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> None:
+def test_what_cannot_be_enforced_is_refused_by_name(schema: str, named: str) -> None:
     with pytest.raises(UsageError) as caught:
         schema_grammar(schema)
     assert named in caught.value.message
@@ -441,7 +439,7 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
         {"pattern": 5, "anyOf": {"a": 1}, "enum": 3},
     ],
 )
-def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
+def test_a_malformed_schema_does_not_crash(schema: dict[str, Any]) -> None:
     for part in (schema, {"items": schema}, {"anyOf": [schema, schema]}):
         grammar, left_out = lenient_schema_grammar(json.dumps(part))
         assert grammar.text
@@ -462,7 +460,7 @@ def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
 # --- states -----------------------------------------------------------------------------------
 
 
-def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
+def test_control_tokens_are_not_text(vocabulary: LlamaVocabulary) -> None:
     state = LlguidanceGrammar(vocabulary, schema_grammar('{"type": "string"}')).start
     quote = next(t for t in range(vocabulary.n_tokens) if vocabulary.token_bytes(t) == b'"')
     silent = [t for t in range(vocabulary.n_tokens) if not vocabulary.token_bytes(t)]

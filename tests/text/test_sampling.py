@@ -108,7 +108,7 @@ def test_the_likeliest_have_their_softmax_probabilities(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("penalty", [1.0, 1.1])
-def test_logits_that_are_no_numbers_are_refused(
+def test_logits_that_are_not_numbers_are_refused(
     bad: float, temperature: float, k: int, penalty: float
 ) -> None:
     row = np.full(500, bad if bad == -np.inf else 0.0, np.float32)
@@ -127,7 +127,7 @@ def test_logits_that_are_not_numbers_have_no_likeliest_token(search: Search, bad
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forbidding_every_token_is_an_error_that_says_so(temperature: float) -> None:
+def test_forbidding_every_token_is_an_error(temperature: float) -> None:
     options = SamplerOptions(temperature, logit_bias=((0, -np.inf), (1, -np.inf)))
     row = np.array([1.0, 2.0], np.float32)
     with pytest.raises(BackendError, match="leave no token"):
