@@ -111,39 +111,45 @@ def dry_penalties(
     Returns:
         Increasing ids, int64[m], and penalties, float64[m].
     """
-    nothing = np.zeros(0, np.int64), np.zeros(0)
     text = last(history, last_n)
     if multiplier == 0.0 or base < 1.0 or len(text) <= max(allowed_length, 1):
-        return nothing
-    backwards = text[::-1].copy()
-
-    # How long each repetition is; those longer than `enough` get the same penalty.
+        return np.zeros(0, np.int64), np.zeros(0)
+    # Longer repetitions than `enough` get the same penalty.
     max_exponent = int(_LOG_MAX / math.log(base)) if base > 1.000001 else 0
     enough = len(text)
     if max_exponent or base == 1.0:
         enough = min(enough, max(allowed_length, 1) + max_exponent)
+    lengths = _continued_lengths(text, breakers, allowed_length, enough)
+    # A token that contains a whole breaker is never penalised.
+    token_ids = sorted(token for token in lengths if () not in breakers.tails.get(token, ()))
+    exponents = np.array([lengths[token] - allowed_length for token in token_ids], np.float64)
+    if max_exponent:
+        exponents = np.minimum(exponents, max_exponent)
+    return np.array(token_ids, np.int64), multiplier * np.power(base, exponents)
+
+
+def _continued_lengths(
+    text: TokenArray,
+    breakers: DryBreakers,
+    allowed_length: int,
+    enough: int,
+) -> dict[int, int]:
+    """Return the tokens that would continue a repetition, and the length of the longest one."""
+    backwards = text[::-1].copy()
     lengths = _repetitions(backwards, enough)
     places = np.flatnonzero(lengths >= allowed_length)
     if not len(places):
-        return nothing
-
+        return {}
     # Breakers cut repetitions; one before the longest repetition has no effect.
     n_relevant = int(lengths[places].max()) + _MAX_TAIL + 1
     limit = breakers.distance(text[-n_relevant:].tolist())
     if limit is not None:
         if limit < allowed_length:
-            return nothing
+            return {}
         lengths = np.minimum(lengths, limit)
-
-    # The longest repetition that each token would continue: the last one that the dictionary gets.
+    # The longest repetition of a token comes last, so the dictionary keeps that one.
     ranked = places[lengths[places].argsort(kind="stable")]
-    longest = dict(zip(backwards[ranked].tolist(), lengths[ranked].tolist(), strict=True))
-    # A token that contains a whole breaker is never penalised.
-    token_ids = sorted(token for token in longest if () not in breakers.tails.get(token, ()))
-    exponents = np.array([longest[token] - allowed_length for token in token_ids], np.float64)
-    if max_exponent:
-        exponents = np.minimum(exponents, max_exponent)
-    return np.array(token_ids, np.int64), multiplier * np.power(base, exponents)
+    return dict(zip(backwards[ranked].tolist(), lengths[ranked].tolist(), strict=True))
 
 
 def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
