@@ -196,9 +196,10 @@ def _rules_around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
     trail = _optional_marks(thoughts.after)
     if thoughts.state == "over":
         return f"start: {lead} answer {trail}" if lead or trail else ""
-    space = "SPACE?" if lead else ""
+    if lead:
+        lead = f"SPACE? {lead}"
     lines = [
-        f"start: (SPACE? thoughts SPACE?)? {space} {lead} answer {trail}",
+        f"start: (SPACE? thoughts SPACE?)? {lead} answer {trail}",
         r"NAME: /[^\s<>]{1,128}/",
         f"thoughts: {literal(thoughts.begin)} thought",
         f"thought[suffix={literal(thoughts.end)}]: /(?s:.*)/",
@@ -294,7 +295,9 @@ class _TextWithCalls:
 
     def _beginning(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
         """Return the state after the first tokens, which may begin a call without a mark."""
-        bare_state = None if self._bare is None else self._bare.after_tokens(tokens)
+        if self._bare is None:
+            return state
+        bare_state = self._bare.after_tokens(tokens)
         if bare_state is None:
             return state
         text = b"".join(map(self._vocabulary.token_bytes, tokens)).decode(errors="ignore")

@@ -166,15 +166,17 @@ class GbnfReader:
 
     def _one_of(self, ranges: list[tuple[int, int]], *, negated: bool = False) -> str:
         """Write a set of characters. A text has no NUL and no half of a surrogate pair."""
-        written = r"\u{0}" if negated else ""
+        written = ""
         for low, high in ranges:
             first = 0xE000 if low in _SURROGATES else max(low, 1)
             last = 0xD7FF if high in _SURROGATES else min(high, _LAST_CHARACTER)
             if first <= last:
                 written += rf"\u{{{first:X}}}-\u{{{last:X}}}"
+        if negated:
+            return rf"/[^\u{{0}}{written}]/"
         if not written:
             self._fail("names characters that no text can have")
-        return f"/[^{written}]/" if negated else f"/[{written}]/"
+        return f"/[{written}]/"
 
     # --- rules --------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from specgen.text.grammar.schema_parts import (
 from specgen.text.grammar.schema_size import check_size
 
 #: The standard's formats that llguidance does not know; other unknown formats are annotations.
-_UNKNOWN_FORMATS = frozenset(
+_IGNORED_FORMATS = frozenset(
     [
         *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
         *("json-pointer", "relative-json-pointer", "regex"),
@@ -113,8 +113,10 @@ def _parse(text: str) -> Part:
         raise UsageError(f"the JSON schema is not JSON: {error}") from error
     except RecursionError as error:
         raise UsageError("the JSON schema is nested too deeply") from error
-    if isinstance(schema, bool):
-        schema = {} if schema else {"allOf": [False]}
+    if schema is True:
+        schema = {}
+    elif schema is False:
+        schema = {"allOf": [False]}
     if not isinstance(schema, dict):
         raise UsageError(f"the JSON schema is {json.dumps(schema)[:40]}, not an object")
     check_size(schema)
@@ -133,7 +135,8 @@ def _names_in(message: str) -> list[str]:
         return re.findall('"([^"]*)"', keywords[1])
     format_name = _IGNORES_FORMAT.search(message)
     if format_name is not None:
-        return [f"format {format_name[1]}"] if format_name[1] in _UNKNOWN_FORMATS else []
+        is_standard = format_name[1] in _IGNORED_FORMATS
+        return [f"format {format_name[1]}"] if is_standard else []
     if message.startswith("oneOf"):
         return ["oneOf"]
     return [message]

@@ -96,7 +96,9 @@ def _referenced(root: Part, reference: str) -> Any:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
             found = {str(index): each for index, each in enumerate(found)}
-        found = found.get(name, {}) if isinstance(found, dict) else {}
+        if not isinstance(found, dict):
+            return {}
+        found = found.get(name, {})
     return found
 
 

@@ -41,7 +41,8 @@ def check_size(schema: Part) -> None:
         elif keyword == "multipleOf" and type(value) in (int, float) and abs(value) < math.inf:
             multiples.append(_coefficient(value))
     # A multiple of several numbers is one of their least common multiple.
-    n_parts += (math.lcm(*multiples) if joins_schemas else sum(multiples)) // 10
+    total = math.lcm(*multiples) if joins_schemas else sum(multiples)
+    n_parts += total // 10
     if n_parts > _MAX_PARTS:
         raise UsageError(
             f"the JSON schema is too large: more than {_MAX_PARTS} parts, counting the repetitions "
