@@ -82,31 +82,32 @@ def chain_steps(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
 
 def _step(
     name: SamplerName,
-    o: SamplerOptions,
+    options: SamplerOptions,
     breakers: DryBreakers,
 ) -> Step | None:
     """Return the step of a sampler; None if the options switch it off."""
     match name:
-        case "penalties":
-            return _penalties(o)
-        case "dry":
-            return _dry(o, breakers)
-        case "top_n_sigma" if o.top_n_sigma > 0.0:
-            return Transform(partial(samplers.top_n_sigma, n=o.top_n_sigma), keeps_best=True)
-        case "top_k" if o.top_k > 0:
-            return Transform(partial(samplers.top_k, k=o.top_k), keeps_best=True, n_best=o.top_k)
-        case "typ_p" if o.typical_p < 1.0:
-            return Transform(partial(samplers.typ_p, p=o.typical_p))
-        case "top_p" if o.top_p < 1.0:
-            return Transform(partial(samplers.top_p, p=o.top_p), keeps_best=True)
-        case "min_p" if o.min_p > 0.0:
-            return Transform(partial(samplers.min_p, p=o.min_p), keeps_best=True)
-        case "xtc" if o.xtc_probability > 0.0 and o.xtc_threshold <= 0.5:
-            return Exclusion(o.xtc_probability, o.xtc_threshold)
-        case "temperature" if o.dynatemp_range > 0.0:
-            return _dynamic_temperature(o)
-        case "temperature" if o.temperature != 1.0:
-            return Temperature(o.temperature)
+        case "penalties" if _has_penalties(options):
+            return _penalties(options)
+        case "dry" if _has_dry(options):
+            return _dry(options, breakers)
+        case "top_n_sigma" if options.top_n_sigma > 0.0:
+            return Transform(partial(samplers.top_n_sigma, n=options.top_n_sigma), keeps_best=True)
+        case "top_k" if options.top_k > 0:
+            keep = partial(samplers.top_k, k=options.top_k)
+            return Transform(keep, keeps_best=True, n_best=options.top_k)
+        case "typ_p" if options.typical_p < 1.0:
+            return Transform(partial(samplers.typ_p, p=options.typical_p))
+        case "top_p" if options.top_p < 1.0:
+            return Transform(partial(samplers.top_p, p=options.top_p), keeps_best=True)
+        case "min_p" if options.min_p > 0.0:
+            return Transform(partial(samplers.min_p, p=options.min_p), keeps_best=True)
+        case "xtc" if options.xtc_probability > 0.0 and options.xtc_threshold <= 0.5:
+            return Exclusion(options.xtc_probability, options.xtc_threshold)
+        case "temperature" if options.dynatemp_range > 0.0:
+            return _dynamic_temperature(options)
+        case "temperature" if options.temperature != 1.0:
+            return Temperature(options.temperature)
     return None
 
 
@@ -118,40 +119,45 @@ def _bias(pairs: tuple[tuple[int, float], ...]) -> Adjustment:
     return Adjustment(lambda _history: (token_ids, sums), samplers.biases)
 
 
-def _penalties(o: SamplerOptions) -> Adjustment | None:
-    is_off = (o.repeat_penalty, o.frequency_penalty, o.presence_penalty) == (1.0, 0.0, 0.0)
-    if is_off or o.repeat_last_n == 0:
-        return None
+def _has_penalties(options: SamplerOptions) -> bool:
+    if options.repeat_last_n == 0:
+        return False
+    has_repeat_penalty = options.repeat_penalty != 1.0
+    return has_repeat_penalty or options.frequency_penalty != 0.0 or options.presence_penalty != 0.0
+
+
+def _penalties(options: SamplerOptions) -> Adjustment:
     change = partial(
         samplers.penalties,
-        repeat=o.repeat_penalty,
-        frequency=o.frequency_penalty,
-        presence=o.presence_penalty,
+        repeat=options.repeat_penalty,
+        frequency=options.frequency_penalty,
+        presence=options.presence_penalty,
     )
-    affected = partial(samplers.occurrences, last_n=o.repeat_last_n)
-    return Adjustment(affected, change, o.repeat_last_n)
+    affected = partial(samplers.occurrences, last_n=options.repeat_last_n)
+    return Adjustment(affected, change, options.repeat_last_n)
 
 
-def _dry(o: SamplerOptions, breakers: DryBreakers) -> Adjustment | None:
-    if o.dry_multiplier == 0.0 or o.dry_base < 1.0 or o.dry_last_n == 0:
-        return None
+def _has_dry(options: SamplerOptions) -> bool:
+    return options.dry_multiplier != 0.0 and options.dry_base >= 1.0 and options.dry_last_n != 0
+
+
+def _dry(options: SamplerOptions, breakers: DryBreakers) -> Adjustment:
     affected = partial(
         dry_penalties,
         breakers=breakers,
-        multiplier=o.dry_multiplier,
-        base=o.dry_base,
-        allowed_length=o.dry_allowed_length,
-        last_n=o.dry_last_n,
+        multiplier=options.dry_multiplier,
+        base=options.dry_base,
+        allowed_length=options.dry_allowed_length,
+        last_n=options.dry_last_n,
     )
-    return Adjustment(affected, np.subtract, o.dry_last_n)
+    return Adjustment(affected, np.subtract, options.dry_last_n)
 
 
-def _dynamic_temperature(o: SamplerOptions) -> Transform:
-    return Transform(
-        partial(
-            samplers.dynamic_temperature,
-            t=max(o.temperature, 0.0),
-            spread=o.dynatemp_range,
-            exponent=o.dynatemp_exponent,
-        )
+def _dynamic_temperature(options: SamplerOptions) -> Transform:
+    scale = partial(
+        samplers.dynamic_temperature,
+        t=max(options.temperature, 0.0),
+        spread=options.dynatemp_range,
+        exponent=options.dynatemp_exponent,
     )
+    return Transform(scale)
