@@ -162,7 +162,7 @@ class DraftOptions:
     p_min: float | None = _drafting(
         None,
         "--draft-p-min",
-        "Stop drafting where the most likely token is less probable than this.",
+        "Stop drafting where the most likely token has a lower probability.",
         min=0.0,
         max=1.0,
         show_default=f"0, or {FIXED_P_MIN} with --policy fixed",

@@ -110,7 +110,7 @@ class SamplerOptions:
     seed: int = _sampling(
         -1,
         "--seed -s",
-        "Random seed; -1 picks one.",
+        "Seed of the random numbers; -1 picks one.",
         min=-1,
         max=2**63 - 1,
     )
@@ -198,7 +198,7 @@ class SamplerOptions:
     top_n_sigma: float = _more_sampling(
         -1.0,
         "--top-nsigma --top-n-sigma",
-        "Keep only tokens whose logits are within n standard deviations of the largest.",
+        "Keep only tokens with logits within n standard deviations of the largest.",
     )
     xtc_probability: float = _more_sampling(
         0.0,
