@@ -41,21 +41,30 @@ Asked: TypeAlias = "str | Sequence[Message] | Prompt"
 
 
 class AnswerOptions(TypedDict, total=False):
-    """The options of one answer. An option that is left out has the value that was given to `load`."""
+    """The options of one answer. One that is left out has the value that was given to `load`."""
 
-    max_tokens: int  # if negative, the answer continues until the text ends or the context is full
-    stop: Sequence[str]  # strings that end the answer; they are not part of it
-    temperature: float  # 0 chooses the most likely token each time
-    seed: int  # the same seed gives the same text
-    sampling: SamplerOptions  # all samplers; `temperature` and `seed` change these
-    grammar: str  # a grammar (GBNF) that the answer follows
-    json_schema: str | Mapping[str, Any]  # a JSON schema that the answer follows
-    ignore_eos: bool  # never choose an end-of-text token
-    logprobs: (
-        int  # report the log-probability of each token, and of this many of the most likely ones
-    )
-    system: str  # a system message before a prompt that is a text
-    # whether the text is a user's turn in the model's chat template, if it has one, or is continued
+    #: The most tokens; if negative, until the text ends or the context is full.
+    max_tokens: int
+    #: Strings that end the answer; they are not part of it.
+    stop: Sequence[str]
+    #: 0 chooses the most likely token each time.
+    temperature: float
+    #: The same seed gives the same text.
+    seed: int
+    #: All samplers; `temperature` and `seed` change these.
+    sampling: SamplerOptions
+    #: A grammar (GBNF) that the answer follows.
+    grammar: str
+    #: A JSON schema that the answer follows.
+    json_schema: str | Mapping[str, Any]
+    #: Never choose an end-of-text token.
+    ignore_eos: bool
+    #: Report the log-probability of each token, and of this many of the most likely ones.
+    logprobs: int
+    #: A system message before a prompt that is a text.
+    system: str
+    #: Whether the text is a user's turn in the model's chat template, if it has one, or is
+    #: continued.
     chat: bool
 
 
@@ -75,18 +84,33 @@ def load(
 ) -> Model:
     """Load a target and its draft. Close the result, or use it as a context manager.
 
-    `target` is a GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the
-    Hugging Face hub, and is downloaded if it is not on this disk. `draft` is also a file or a name,
-    or ``ngram``, or ``none``; None chooses one as `specgen run` does, and in a list each drafts for
-    the one before it. Up to `n_parallel` answers are generated at once, each in a context of
-    `n_ctx` tokens (by default 4096, or what the target was trained with if that is smaller). `note`
-    receives what the command line would print, for example why a draft was chosen.
+    Args:
+        target: A GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the
+            Hugging Face hub. What is not on this disk is downloaded.
+        draft: Also a file or a name, or ``ngram``, or ``none``; in a list each drafts for the one
+            before it. None chooses one as `specgen run` does.
+        n_ctx: The tokens of a prompt and its answer, at most; None is 4096, or what the target was
+            trained with if that is smaller.
+        n_parallel: How many answers are generated at once, each in a context of `n_ctx` tokens.
+        sampling: How tokens are chosen.
+        generation: When an answer ends.
+        drafting: How much is drafted, and how drafts are judged.
+        context: How the target is loaded and its context made.
+        draft_context: The same for the draft.
+        kernels: What computes on the CPU.
+        note: Receives what the command line would print, for example why a draft was chosen.
 
-    Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
-    `UsageError`.
+    Raises:
+        ModelFileError: A file cannot be used.
+        PairError: The draft cannot draft for the target.
+        UnknownModelError: There is no model of this name.
+        FetchError: A model cannot be downloaded.
+        MemoryLimitError: A model does not fit into memory.
+        UsageError: An option is not valid.
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
-    sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
+    choice = staged(str(target), [str(each) for each in drafts], None)
+    sources = find_models(choice, quiet=True)
     wanted = WantedSession.of(
         sources,
         sampling=sampling or SamplerOptions(),
@@ -114,7 +138,7 @@ class Model:
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
-        self._loaded = session
+        self._session = session
         #: The engine that makes the answers, for callers that step it themselves.
         self.engine = engine
 
@@ -125,26 +149,28 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free all memory, and save what was learnt about the models. Answers that are not done
-        fail.
-        """
+        """Free all memory, and save what was measured. Answers that are not done fail."""
         self.engine.close()
-        self._loaded.measurements.save()
-        self._loaded.close()
+        self._session.measurements.save()
+        self._session.close()
 
     @property
     def target(self) -> str:
         """The target's file name."""
-        return self._loaded.target.name
+        return self._session.target.name
 
     @property
     def draft(self) -> str:
         """The draft: a model's file name, ``ngram`` or ``none``."""
-        return self._loaded.draft_name
+        return self._session.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Return one whole answer: its `text`, and its figures in `finished`. Raise what ends it
-        early, and `PromptError` or `UsageError` if the prompt or the options are not valid.
+        """Return one whole answer: its `text`, and its figures in `finished`.
+
+        Raises:
+            PromptError: The prompt is not valid.
+            UsageError: An option is not valid.
+            SpecgenError: What ended the answer early.
         """
         answer = self.submit(prompt, **options)
         for _ in self.engine.stream(answer):
@@ -164,8 +190,9 @@ class Model:
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Request]:
-        """Return the answers to several prompts, in their order. One that fails has the error as
-        its `failure`.
+        """Return the answers to several prompts, in their order.
+
+        One that fails has the error as its `failure`.
         """
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
@@ -173,28 +200,31 @@ class Model:
         return answers
 
     def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Ask for an answer. It is made by `engine.step`, or while the caller waits for any other
-        answer.
+        """Ask for an answer. `engine.step` makes it, also while a caller waits for another answer.
+
+        Raises:
+            PromptError: The prompt is not valid.
+            UsageError: An option is not valid.
         """
-        system, chat = options.get("system"), options.get("chat")
+        system = options.get("system")
+        chat = options.get("chat")
+        prompts = self._session.prompts
         if isinstance(prompt, str):
-            prompt = self._loaded.prompts.of_text(prompt, chat=chat, system=system)
+            prompt = prompts.of_text(prompt, chat=chat, system=system)
         elif system is not None or chat is not None:
             raise UsageError("system and chat need a prompt that is a text")
         elif not isinstance(prompt, Prompt):
-            prompt = self._loaded.prompts.of_messages(prompt)
+            prompt = prompts.of_messages(prompt)
         return self.engine.insert(
             prompt, sampling=self._sampling(options), generation=self._generation(options)
         )
 
     def cancel(self, answer: Request) -> None:
-        """End an answer, at the next step if it has begun. It keeps the text that it has until
-        then.
-        """
+        """End an answer, at the next step if it has begun. It keeps the text that it has then."""
         self.engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:
-        sampling = options.get("sampling", self._loaded.options.sampler)
+        sampling = options.get("sampling", self._session.options.sampler)
         return replace(sampling, **_given(options, "temperature", "seed"))
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
@@ -203,12 +233,13 @@ class Model:
             raise UsageError("grammar and json_schema exclude each other")
         if "grammar" in options:
             given["grammar"] = Grammar("gbnf", options["grammar"])
-        if (schema := options.get("json_schema")) is not None:
+        schema = options.get("json_schema")
+        if schema is not None:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             given["grammar"] = schema_grammar(text)
         if "stop" in options:
             given["stop"] = tuple(options["stop"])
-        generation = replace(self._loaded.options.generation, **given)
+        generation = replace(self._session.options.generation, **given)
         if generation.grammar is not None and generation.ignore_eos:
             raise UsageError("ignore_eos and a grammar, whose text ends, exclude each other")
         return generation

@@ -156,7 +156,8 @@ def parallel(text: Text) -> ParallelDrafter:
 
 def translated(text: Text) -> TranslatedDrafter:
     """A model whose vocabulary has the same tokens in the opposite order."""
-    own, n = text.vocabulary, text.vocabulary.n_tokens
+    own = text.vocabulary
+    n = text.vocabulary.n_tokens
     other = replace(
         own, pieces=own.pieces[::-1], ends=frozenset(n - 1 - token for token in own.ends)
     )

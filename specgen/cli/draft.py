@@ -82,7 +82,7 @@ def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json
     """Save the best draft for the target if `save` is set and the machine was not busy, and show
     the ranking. Return what was saved.
     """
-    from specgen.session.choose_models import SavedDraft, save_draft
+    from specgen.session.saved_drafts import SavedDraft, save_draft
 
     saved, was_busy = None, search is not None and is_busy(search.others_share)
     try:
@@ -132,8 +132,8 @@ def find(
     acceptance rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
-    from specgen.session.choose_models import saved_draft
     from specgen.session.open import WantedSession
+    from specgen.session.saved_drafts import saved_draft
 
     check_drafts(wanted.drafting, "find")
     prompts, output = wanted.trials.chosen(), wanted.output

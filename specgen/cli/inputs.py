@@ -117,7 +117,7 @@ def read_template(given: str) -> str:
     """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself. Raise
     `UsageError`.
     """
-    from specgen.session.prompts.template import check_syntax
+    from specgen.session.prompts.sandbox import check_syntax
 
     template = given if "{{" in given or "{%" in given else BUILT_IN.get(given)
     if template is None:

@@ -42,16 +42,20 @@ _MATTERS = re.compile(
 class Setup:
     """The options of models and of their answers."""
 
+    #: The models that the user named.
     models: ModelChoice
+    #: When an answer ends, and how its tokens are chosen.
     answer: GenerationOptions
     sampling: SamplerOptions
+    #: How much is drafted, and how drafts are judged.
     drafting: DraftOptions
+    #: The contexts of target and draft, and what computes on the CPU.
     machine: Contexts
     learn: bool = option(
         False,
         "--learn/--no-learn",
-        "Keep prompts and answers in the data folder, readable by you alone: the draft model learns from "
-        "them, and repetitions of them draft. `specgen draft forget` deletes them.",
+        "Keep prompts and answers in the data folder, readable by you alone: the draft model "
+        "learns from them, and repetitions of them draft. `specgen draft forget` deletes them.",
         envvar="SPECGEN_LEARN",
         panel="Learning",
     )
@@ -59,7 +63,8 @@ class Setup:
     prompt_cache: Path | None = option(
         None,
         "--prompt-cache",
-        "Keep in this file what was computed of the prompt, for prompts that begin with the same text.",
+        "Keep in this file what was computed of the prompt, for prompts that begin with the same "
+        "text.",
         metavar="FILE",
         show_default="not kept",
         panel="Prompt",
@@ -114,39 +119,43 @@ def opened(
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
-    """Choose what computes on the CPU, before the first model is loaded; from then on, a native
-    crash is one line.
+    """Choose what computes on the CPU, before the first model is loaded.
+
+    From then on, a native crash is one line.
     """
     from specgen.llama.library import end_with_a_line
     from specgen.session.open import start_kernels
 
     end_with_a_line(sys.stdout.flush)
     status, note = start_kernels(wanted)
+    if note and status.hint:
+        note += f"\nhint: {status.hint}"
     if note:
-        hint = f"\nhint: {status.hint}" if status.hint else ""
-        output.note(f"{note}{hint}")
+        output.note(note)
 
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show the log on standard error, if the output is verbose: what matters of llama.cpp's, or
-    with -vv all.
+    """Show the log on standard error, if the output is verbose.
+
+    Of llama.cpp's log only what matters is shown, each line once; with -vv all.
     """
     if not output.verbose:
         yield
         return
     from specgen.llama import logging_to
 
-    shown = set[str]()
+    shown: set[str] = set()
 
     def show(text: str) -> None:
-        if output.verbose == 1:  # each line once
-            lines = [each for each in text.splitlines() if _MATTERS.search(each)]
-            text = "".join(f"{each}\n" for each in lines if each not in shown)
+        if output.verbose == 1:
+            lines = [line for line in text.splitlines() if _MATTERS.search(line)]
+            text = "".join(f"{line}\n" for line in lines if line not in shown)
             shown.update(lines)
         print(text, end="", file=sys.stderr, flush=True)
 
-    own, handler = logging.getLogger("specgen.session"), logging.StreamHandler()
+    own = logging.getLogger("specgen.session")
+    handler = logging.StreamHandler()
     own.addHandler(handler)
     own.setLevel(logging.INFO)
     own.propagate = False  # a server's own log has a handler, too

@@ -21,9 +21,10 @@ from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
 from specgen.session.calibration import PairCosts, begin_text, break_even, short_context, time_batch
-from specgen.session.choose_models import name_of, saved_draft
+from specgen.session.choose_models import name_of
 from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
+from specgen.session.saved_drafts import saved_draft
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.progress import counted

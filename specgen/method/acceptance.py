@@ -82,6 +82,7 @@ class AcceptanceRates:
         known = self._curve[index]
         if known is not None:
             return known
+        # The mean of all texts, with the prior, then this text's deviation.
         n_accepted = _N_PRIOR * self._prior[index] + self.counts.n_accepted.item(index)
         mean = n_accepted / (_N_PRIOR + self.counts.n_judged.item(index))
         odds = mean / (1.0 - mean) * math.exp(self._deviation)
@@ -117,12 +118,15 @@ class AcceptanceRates:
     def judge(self, confidence: float, *, accepted: bool) -> None:
         """Learn whether a token was accepted; all tokens before it were."""
         index = bisect.bisect_left(BIN_EDGES, confidence)
-        deviation = self._deviation + _TEXT_RATE * (accepted - self.acceptance(confidence))
+        outcome = 1.0 if accepted else 0.0
+        surprise = outcome - self.acceptance(confidence)
+        deviation = self._deviation + _TEXT_RATE * surprise
         self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
-        counts = self.counts
-        counts.n_judged[index] = counts.n_judged.item(index) * _FADING + 1.0
-        counts.n_accepted[index] = counts.n_accepted.item(index) * _FADING + accepted
+        n_judged = self.counts.n_judged
+        n_judged[index] = n_judged.item(index) * _FADING + 1.0
+        n_accepted = self.counts.n_accepted
+        n_accepted[index] = n_accepted.item(index) * _FADING + outcome
         self._curve = [None] * N_BINS
 
 

@@ -178,11 +178,13 @@ class AnswerStats:
         """
         if not costs or not self.n_round_tokens:
             return None
+        # What the decodes of this answer should have taken by the table, and what they took.
         expected_s = sum(
             len(times_s) * costs.seconds(n_rows)
             for n_rows, times_s in self.target_s_by_rows.items()
         )
         observed_s = sum(map(sum, self.target_s_by_rows.values()))
+        # What the tokens would have taken one by one.
         plain_s = sum(
             n_tokens * costs.seconds(n) / n for n, n_tokens in self.n_tokens_by_sequences.items()
         )

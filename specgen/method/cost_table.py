@@ -151,9 +151,11 @@ class CostTable:
         expected_s = self.seconds(n_rows) if self._seconds else seconds
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
 
+        # The first observations of a size count more than later ones.
         n_seen = self._n_observed.get(n_rows, 0)
         self._n_observed[n_rows] = n_seen + 1
-        corrected_s = expected_s * deviation ** max(_SIZE_RATE, 1 / (n_seen + 3))
+        rate = max(_SIZE_RATE, 1 / (n_seen + 3))
+        corrected_s = expected_s * deviation**rate
         self._seconds[n_rows] = corrected_s / self._slowness
         if is_known:  # the cost of a new size was only a rough guess by the other ones
             self._slowness *= deviation**_SPEED_RATE

@@ -65,6 +65,8 @@ _N_TRIED = 3
 _MAX_TRIED = 0.1
 #: A single trial says little: there must be credit for this many.
 _N_TRIALS = 3
+#: The expected gain of plans that are not expected to gain anything.
+_NO_GAIN = -math.inf
 #: The share of drafted tokens that `ThresholdPolicy` wants to see rejected.
 _REJECTED = 0.25
 
@@ -415,7 +417,7 @@ class CostAwarePolicy:
     ) -> tuple[RoundPlan, float]:
         """Return the plan for the drafter that decodes, and its expected gain in seconds.
 
-        The gain of a trial, and of no draft, is -inf.
+        Trials, and plans without a draft, have `_NO_GAIN`: anything that was found is better.
         """
         price = offer.price
         rates = self.acceptance_of(drafter)
@@ -432,21 +434,22 @@ class CostAwarePolicy:
         gain_s = self._expected_gain_s(price, offer.n_left)
         pays = gain_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
         if gate.is_put_aside:
-            return RoundPlan("put aside", stop=stop), -math.inf
+            return RoundPlan("put aside", stop=stop), _NO_GAIN
+        # A long prefill has to wait until the answer has taken long enough.
         if pays and price.prefill_s <= _MAX_PREFILL * self._recent.elapsed_s:
             return plan, gain_s
         if not pays and self._can_never_pay(price, stop):
             detail = self._too_costly(price, stop)
-            return RoundPlan("row cost", stop=stop, detail=detail), -math.inf
+            return RoundPlan("row cost", stop=stop, detail=detail), _NO_GAIN
         if self._affords_trial(offer, stop, gate):
             n_max = min(plan.n_max, _N_TRIED)
             always = StoppingRule(needs_confidence=True)
-            return replace(plan, reason="trial", n_max=n_max, stop=always), -math.inf
+            return replace(plan, reason="trial", n_max=n_max, stop=always), _NO_GAIN
         if price.prefill_s > 0.0:
             detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
-            return RoundPlan("prefill", stop=stop, detail=detail), -math.inf
+            return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
         detail = self._too_rarely(rates, stop)
-        return RoundPlan("acceptance", stop=stop, detail=detail), -math.inf
+        return RoundPlan("acceptance", stop=stop, detail=detail), _NO_GAIN
 
     def _expected_gain_s(self, price: Price, n_left: int) -> float:
         """Return what a draft is expected to save, its prefill spread over the rounds to come."""

@@ -30,17 +30,17 @@ class SamplingPipeline:
         """
         if not self._depends_on_text:
             return self._sampler.distribution(logits)
-        history = self._sampler.n_history
+        n_history = self._sampler.n_history
         grammar = self._state.grammar(path)
         if grammar is None:
-            return self._sampler.distribution(logits, self._state.history(path, history), None)
+            return self._sampler.distribution(logits, self._state.history(path, n_history))
         forced = grammar.forced()
         if forced is not None:
             # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
             grammar.adjust_logits(logits),
-            self._state.history(path, history),
+            self._state.history(path, n_history),
             None if grammar.is_free else grammar.allows,
         )
 

@@ -1,3 +1,5 @@
-"""Sessions and engines: they load the models, build the prompts and run the loop of propose,
-decode, verify and commit, which produces a stream of events.
+"""Sessions and engines: the loaded models, and what generates answers with them.
+
+`open_session` loads the models, `Prompts` makes the prompts, and an `Engine` runs the loop of
+drafting, verifying and committing for several answers at once, which yields events.
 """

@@ -1,4 +1,4 @@
-"""Makes the drafters, the policy and the state of one answer, for the models that are loaded."""
+"""Make the drafters, the policy and the state of one answer, for the loaded models."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from specgen.text.sampling.chain import Sampler
 
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: The likeliest tokens considered at a position of a tree: hardly another would be worth a row.
+#: How many of the likeliest tokens are considered at a position of a tree: hardly another would be
+#: worth a row.
 _N_GUESSES = 8
 
 
 @dataclass(frozen=True)
 class DrafterFactory:
-    """Makes what drafts for an answer. With `learns_alone`, what it adds to statistics is dropped
-    with it.
-    """
+    """Makes what drafts for an answer."""
 
     session: Session
+    #: Whether an answer adds to a copy of the statistics, which is dropped with it.
     learns_alone: bool = False
 
     def new_answer(
@@ -50,32 +50,47 @@ class DrafterFactory:
         seed: int,
         request: Request | None = None,
     ) -> AnswerState:
-        """Return the state of an answer to `prompt`. `caches` are the draft's contexts, without
-        which models draft nothing. Without a `request`, it has the session's settings, and the only
-        slot in all contexts.
+        """Return the state of an answer before its prompt is prefilled.
+
+        Args:
+            prompt: The text before the answer.
+            n_ctx: The tokens of prompt and answer, at most.
+            caches: The draft's contexts, without which models draft nothing.
+            seed: The seed of all random numbers.
+            request: Has the settings, the slot in all contexts, and the number of the answer.
+                Without one, it has the session's settings, and the only slot.
         """
-        session, rng = self.session, np.random.SeedSequence(seed)
-        settings, index, slot, draft = session.settings, 0, Slot(), session.draft
+        session = self.session
+        settings = session.settings
+        draft = session.draft
+        index = 0
+        slot = Slot()
         if request is not None:
-            settings, index, slot = request.settings, request.index, request.slot or slot
-            draft = draft if request.drafts else None
+            settings = request.settings
+            index = request.index
+            slot = request.slot or slot
+            if not request.drafts:
+                draft = None
         # The draft has a random generator of its own, so that it cannot change the target's
         # samples.
-        target_seed, draft_seed = rng.spawn(2)
-        state = TextState(prompt.tokens, settings.grammar)
+        target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
+        text_state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
         hidden_states: HiddenStateSink | None = None
         if draft is not None and (caches or draft.timed is None):
-            asked = self._draft_request(draft, prompt, state, settings, draft_seed)
-            asked = replace(asked, caches=caches, slot=slot)
-            drafter = draft.drafter(asked)
+            draft_request = self._draft_request(draft, prompt, text_state, settings, draft_seed)
+            draft_request = replace(draft_request, caches=caches, slot=slot)
+            drafter = draft.drafter(draft_request)
             hidden_states = drafter.hidden_states
-            cascade = Cascade(None, drafter, state)
             if draft.is_free:
-                cascade = Cascade(drafter, None, state)
+                cascade = Cascade(drafter, None, text_state)
             elif settings.drafting.adds_ngrams:
-                asked = replace(asked, branches=session.n_branches_max > 1)
-                cascade = Cascade(session.ngrams.drafter(asked), drafter, state)
+                can_branch = session.n_branches_max > 1
+                ngrams = session.ngrams.drafter(replace(draft_request, branches=can_branch))
+                cascade = Cascade(ngrams, drafter, text_state)
+            else:
+                cascade = Cascade(None, drafter, text_state)
+        n_branches = session.n_branches_max
         return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
@@ -83,10 +98,10 @@ class DrafterFactory:
             cascade=cascade,
             policy=self._policy(len(prompt.tokens), settings),
             verifier=VERIFIERS[settings.verifier],
-            sampling=SamplingPipeline(settings.sampler, state),
-            text_state=state,
+            sampling=SamplingPipeline(settings.sampler, text_state),
+            text_state=text_state,
             rng=np.random.default_rng(target_seed),
-            slot=Branches(slot.number * session.n_branches_max, session.n_branches_max),
+            slot=Branches(slot.number * n_branches, n_branches),
             index=index,
             hidden_states=hidden_states,
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
@@ -95,30 +110,47 @@ class DrafterFactory:
     def acceptance(
         self, settings: RequestSettings | None = None
     ) -> MutableMapping[str, AcceptanceRates]:
-        settings, draft = settings or self.session.settings, self.session.draft
+        """Return the statistics of accepted tokens for an answer with these settings.
+
+        They are kept by target, draft and the way of sampling.
+        """
+        settings = settings or self.session.settings
+        draft = self.session.draft
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
         if draft is not None and draft.n_at_once > 1:
             mode += ", parallel"
         target = self.session.options.target
-        found = self._acceptance_of(target, draft.key if draft is not None else "none", mode)
-        if draft is not None and draft.learnt is not None and draft.timed is not None and not found:
+        if draft is None:
+            return self._acceptance_of(target, "none", mode)
+        rates = self._acceptance_of(target, draft.key, mode)
+        if not rates and draft.learnt is not None and draft.timed is not None:
             # The learnt weights start from the statistics of the original weights.
-            found.update(copy.deepcopy(dict(self._acceptance_of(target, draft.timed, mode))))
-        return found
+            original = self._acceptance_of(target, draft.timed, mode)
+            rates.update(copy.deepcopy(dict(original)))
+        return rates
 
     def _acceptance_of(
-        self, target: Path, draft: Key, mode: str
+        self,
+        target: Path,
+        draft: Key,
+        mode: str,
     ) -> MutableMapping[str, AcceptanceRates]:
-        found = self.session.measurements.acceptance(target, draft, mode)
-        return copy.deepcopy(found) if self.learns_alone else found
+        rates = self.session.measurements.acceptance(target, draft, mode)
+        return copy.deepcopy(rates) if self.learns_alone else rates
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
+        """Return what decides how much is drafted for a text of `n_past` tokens."""
         drafting = settings.drafting
         if drafting.tree.is_fixed and self.session.why_chains:
             n_most = drafting.tree.n_levels
-            chains = replace(drafting, tree=TreeShape("off"), max_tokens=n_most, p_min=0.0)
+            chains = replace(
+                drafting,
+                tree=TreeShape("off"),
+                max_tokens=n_most,
+                p_min=0.0,
+            )
             return FixedPolicy(chains)
         if drafting.policy == "fixed" or drafting.tree.is_fixed:
             return FixedPolicy(drafting)
@@ -131,59 +163,88 @@ class DrafterFactory:
         self,
         draft: LoadedDraft,
         prompt: Prompt,
-        state: TextState,
+        text_state: TextState,
         settings: RequestSettings,
         seed: np.random.SeedSequence,
     ) -> DraftRequest:
-        drafting, n_past = settings.drafting, len(prompt.tokens)
+        drafting = settings.drafting
+        n_past = len(prompt.tokens)
 
         def costs_of(key: Key) -> CostTable:
             return self.session.costs.table(key, n_past)
+
+        def guesses_of(model: Key, key: Key) -> MutableMapping[str, AcceptanceRates]:
+            return self._acceptance_of(Path(model), key, "guesses")
 
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
         draws = draft.can_draw and settings.sampler.is_random and wants_sampled_drafts
         can_branch = drafting.grows_trees and draft.why_chains is None
         branches = can_branch and (drafting.tree.is_fixed or not draws)
-        shaped = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
+        options = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
+        sampler = Sampler(options, settings.sampler.breakers)
         return DraftRequest(
-            state,
-            SamplingPipeline(Sampler(shaped, settings.sampler.breakers), state),
+            text_state,
+            SamplingPipeline(sampler, text_state),
             np.random.default_rng(seed),
             prompt=prompt.tokens,
             costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),
             costs_of=costs_of,
-            guesses_of=lambda model, key: self._acceptance_of(Path(model), key, "guesses"),
+            guesses_of=guesses_of,
             draws=draws,
             branches=branches,
             shape=drafting.tree,
             n_max=drafting.n_max,
             n_deepest=drafting.tree_depth,
-            head=prompt.head,
+            head=prompt.skipped_prefix,
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,
         )
 
 
 def draft_sampling(
-    target: SamplerOptions, drafting: DraftOptions, *, draws: bool, branches: bool
+    target: SamplerOptions,
+    drafting: DraftOptions,
+    *,
+    draws: bool,
+    branches: bool,
 ) -> SamplerOptions:
-    """Return the target's samplers, changed so that more is accepted; penalties and biases stay."""
+    """Return the target's samplers, changed so that more of a draft is accepted.
+
+    Penalties and biases stay.
+
+    Args:
+        target: The samplers of the answer.
+        drafting: How drafts are made.
+        draws: Whether drafted tokens are sampled.
+        branches: Whether drafts are trees of the likeliest tokens.
+    """
     if draws:
         temperature = drafting.temperature
         if temperature is None:
             temperature = DRAFT_TEMPERATURE * target.temperature
-        top_k = target.top_k if drafting.top_k is None else drafting.top_k
+        top_k = drafting.top_k
+        if top_k is None:
+            top_k = target.top_k
         return replace(target, temperature=temperature, top_k=top_k)
     if branches:  # several of the likeliest tokens, which no sampler cuts off
-        order = tuple(name for name in target.samplers if name in _BY_TOKEN)
-        tree = drafting.tree
+        by_token = tuple(name for name in target.samplers if name in _BY_TOKEN)
+        n_guesses = _N_GUESSES
+        if drafting.tree.is_fixed:
+            n_guesses = max(_N_GUESSES, *drafting.tree.numbers)
         return replace(
             target,
-            samplers=(*order, "top_k", "temperature"),
-            top_k=max(_N_GUESSES, *tree.numbers) if tree.is_fixed else _N_GUESSES,
+            samplers=(*by_token, "top_k", "temperature"),
+            top_k=n_guesses,
             temperature=1.0,
             dynatemp_range=0.0,
         )
-    # Without the temperature sampler, or with a dynamic temperature, sampling would not be greedy.
-    order = tuple(dict.fromkeys((*target.samplers, "temperature")))
-    return replace(target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order)
+    # The likeliest token. Without the temperature sampler, or with a dynamic temperature, sampling
+    # would not be greedy.
+    samplers = tuple(dict.fromkeys((*target.samplers, "temperature")))
+    return replace(
+        target,
+        temperature=0.0,
+        dynatemp_range=0.0,
+        xtc_probability=0.0,
+        samplers=samplers,
+    )

@@ -1,4 +1,8 @@
-"""The engine: generates several answers at once, and keeps the models loaded and the caches filled."""
+"""The engine: generates several answers at once with loaded models, in caches that stay filled.
+
+Each step begins the next request, prefills a piece of one prompt, runs a round of all answers that
+have begun, and settles those that are finished.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,11 @@ from specgen.llama import LlamaBackend
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
 from specgen.method.cost_table import CostTable
-from specgen.models.files import prefixes_folder
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.kept_answers import KeptAnswer, keep_answer
-from specgen.session.prefix_store import CachedContext, PrefixStore, PromptCache, marks_in
+from specgen.session.prefix_reuse import PrefixReuse
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
@@ -38,21 +41,23 @@ from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 
-#: Texts with fewer tokens are read again.
-_LEAST_ANCHORED = 128
+
+def _never() -> bool:
+    return False
+
+
+def _as_it_is(_request: Request, _answer: AnswerState) -> None:
+    """Change nothing."""
 
 
 class Engine:
-    """Generates up to `n_parallel` answers at once with loaded models, which it does not close; a
-    context manager.
+    """Generates up to `n_parallel` answers at once with the models of a session.
 
-    `step` takes a request from the queue, reads its prompt in pieces, decodes its answer in rounds
-    and settles it. The contexts stay open: of a prompt that begins like a text in a cache, only the
-    rest is decoded. `n_ctx` is the room for one prompt and its answer. Once `interrupted` returns
-    True, answers end with the text that they have. With `learn_alone`, drafts never depend on
-    another text. `prepare` may change a request's answer before its prompt is read. Several threads
-    may use the engine: one at a time steps it, for the answers of all. An answer that fails or is
-    cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
+    The contexts stay open as long as the engine: of a prompt that begins like a text in a cache,
+    only the rest is decoded. An answer that fails or is cancelled ends alone. Several threads may
+    use the engine; one at a time steps it, for the answers of all.
+
+    It is a context manager. It does not close the session.
     """
 
     def __init__(
@@ -61,27 +66,41 @@ class Engine:
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
-        interrupted: Callable[[], bool] = bool,  # never: bool() is False
+        interrupted: Callable[[], bool] = _never,
         learn_alone: bool = False,
-        prepare: Callable[[Request, AnswerState], None] = lambda _request, _generation: None,
+        prepare: Callable[[Request, AnswerState], None] = _as_it_is,
     ) -> None:
+        """Open the contexts.
+
+        Args:
+            session: The loaded models.
+            n_parallel: How many answers are generated at once.
+            n_ctx: The tokens of one prompt and its answer, at most.
+            interrupted: Once it returns True, answers end with the text that they have.
+            learn_alone: Whether drafts never depend on another text.
+            prepare: Called with each request and its answer before the prompt is prefilled.
+
+        Raises:
+            MemoryLimitError: The contexts do not fit into memory.
+            UsageError: So many answers at once are not possible.
+        """
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
         n_most = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > n_most:
             raise UsageError(
-                f"{n_parallel} answers at once: with drafts of this shape at most {n_most} are possible",
+                f"{n_parallel} answers at once: "
+                f"with drafts of this shape at most {n_most} are possible",
                 hint="--tree off allows more",
             )
-        self._session = session
-        self._factory = DrafterFactory(session, learn_alone)
-        #: The room for one prompt and its answer, in tokens.
+        #: The tokens of one prompt and its answer, at most.
         self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
+        self._session = session
+        self._factory = DrafterFactory(session, learn_alone)
         self._prepare = prepare
         self._notices: deque[str] = deque()
-        self._prefixes: PrefixStore | None = None
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
@@ -99,23 +118,32 @@ class Engine:
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
             self._notices.extend(session.notices(self.n_ctx))
-            self._open_stores()
+            self._prefixes = PrefixReuse(session, target)
+            self._resources.callback(self._prefixes.close)
+            self.notify(self._prefixes.notice)
             on_error.pop_all()
 
     @classmethod
     def largest(cls, session: Session, *, n_parallel: int, **options: Any) -> Engine:
-        """Return an engine for up to `n_parallel` answers: half as many until the contexts fit into
-        memory, and 1 for models that cannot make several at once, with a notice. Raise
-        `MemoryLimitError`.
+        """Return an engine for `n_parallel` answers at once, or for as many as memory allows.
+
+        Models that cannot make several at once get an engine for 1, with a notice.
+
+        Raises:
+            MemoryLimitError: Not even one context fits.
         """
-        why = session.why_one_sequence if n_parallel > 1 else None
-        n_parallel = 1 if why else n_parallel
+        why_one = None
+        if n_parallel > 1:
+            why_one = session.why_one_sequence
+        if why_one is not None:
+            n_parallel = 1
         while n_parallel > 1:
             with contextlib.suppress(MemoryLimitError):
                 return cls(session, n_parallel=n_parallel, **options)
             n_parallel //= 2
         engine = cls(session, n_parallel=n_parallel, **options)
-        engine.notify(f"{why}: answers are made one after the other" if why else "")
+        if why_one is not None:
+            engine.notify(f"{why_one}: answers are made one after the other")
         return engine
 
     def __enter__(self) -> Engine:
@@ -132,9 +160,22 @@ class Engine:
             finally:
                 self._scheduler.close(BackendError("the engine is closed"))
 
+    # --- requests ---------------------------------------------------------------------------------
+
     @property
     def n_parallel(self) -> int:
+        """How many answers can be generated at once."""
         return len(self.slots)
+
+    @property
+    def n_busy(self) -> int:
+        """How many answers are being generated, those whose prompt is prefilled included."""
+        return len(self._scheduler.busy)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self._scheduler.is_idle
 
     def insert(
         self,
@@ -146,10 +187,20 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the session's options unless others are given. A text becomes a
-        user's turn in the model's chat template, if it has one. `n_drafted_max` limits the tokens
-        that are drafted in a round. Raise `PromptError`, `UsageError`, and `BackendError` if the
-        engine is closed.
+        """Queue a request. Any thread may do that. Options that are None are the session's.
+
+        Args:
+            prompt: A text becomes a user's turn in the model's chat template, if it has one.
+            sampling: How tokens are chosen.
+            generation: When the answer ends.
+            draft: Whether drafts are made for it.
+            n_drafted_max: The most tokens to draft in a round.
+            verifier: How drafts are verified.
+
+        Raises:
+            PromptError: The prompt is empty or too long.
+            UsageError: An option is not valid.
+            BackendError: The engine is closed.
         """
         session = self._session
         if isinstance(prompt, str):
@@ -168,12 +219,14 @@ class Engine:
             thoughts=prompt.thoughts,
         )
         seed = settings.sampling.seed
-        seed = seed if seed >= 0 else secrets.randbits(32)
+        if seed < 0:
+            seed = secrets.randbits(32)
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> FinishedEvent | None:
-        """End an answer with the text that it has: at once while its prompt is read, else at the
-        next step. One that waits leaves the queue; its summary is returned.
+        """End an answer with the text that it has, at the next step. Any thread may do that.
+
+        A request that still waits leaves the queue at once, and its summary is returned.
         """
         request.is_cancelled = True
         if not self._scheduler.drop(request):
@@ -183,10 +236,28 @@ class Engine:
         request.finished = ended
         return ended
 
+    def notify(self, message: str) -> None:
+        """Add a message to the events of the next answer; nothing if it is empty."""
+        if message:
+            self._notices.append(message)
+
+    def take_notices(self) -> list[str]:
+        """Return the messages for the next answer, and forget them."""
+        notices = list(self._notices)
+        self._notices.clear()
+        return notices
+
     def reload_draft(self) -> bool:
-        """Load the draft model again, with the weights that it learnt last, unless answers are
-        being generated; return whether that was done. After a `ModelFileError` or
-        `MemoryLimitError` nothing drafts.
+        """Load the draft model again, with the weights that it learnt last.
+
+        Nothing drafts after an error.
+
+        Returns:
+            Whether that was done: not while answers are generated.
+
+        Raises:
+            ModelFileError: The weights cannot be loaded.
+            MemoryLimitError: They do not fit into memory.
         """
         with self.stepping:
             if self.n_busy:
@@ -197,30 +268,17 @@ class Engine:
             self.drafts = self._open_drafts()
             return True
 
-    def notify(self, message: str) -> None:
-        """Add a message to the events of the next answer, as a `NoticeEvent`; an empty one is none."""
-        if message:
-            self._notices.append(message)
-
-    def take_notices(self) -> list[str]:
-        notices = list(self._notices)
-        self._notices.clear()
-        return notices
-
-    @property
-    def n_busy(self) -> int:
-        """How many answers are being generated, those whose prompt is read included."""
-        return len(self._scheduler.busy)
-
-    @property
-    def is_idle(self) -> bool:
-        return self._scheduler.is_idle
+    # --- steps ------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Begin the next request if there is room for its answer, decode a piece of one prompt, and
-        run one round of all answers that have started. Return the events. An answer that fails has
-        a `failure` and no more events. Raise `BackendError` if all answers of the round fail, since
-        its batch cannot be decoded.
+        """Advance all answers, and return their events.
+
+        The next request begins if there is a slot for its answer, a piece of one prompt is
+        prefilled, and all answers that have started run one round.
+
+        Raises:
+            BackendError: The round's batch cannot be decoded, so all of its answers have failed.
+                (An answer that fails alone has a `failure` and no more events.)
         """
         with self.stepping:
             events = self._begin_next()
@@ -228,19 +286,26 @@ class Engine:
                 if request.is_cancelled:  # its slot is free for others at once
                     request.running.finish("interrupted")
                     events += self._settle(request)
-            reading = self._scheduler.next_prefill()
-            if reading is None or self._scheduler.can_prefill_alongside(reading):
-                return events + self._round(reading)
-            return events + self._read_piece(reading) + self._round()
+            request_to_prefill = self._scheduler.next_prefill()
+            if request_to_prefill is None:
+                return events + self._round()
+            if self._scheduler.can_prefill_alongside(request_to_prefill):
+                return events + self._round(request_to_prefill)
+            return events + self._prefill_piece(request_to_prefill) + self._round()
 
     def run(self) -> Iterator[Event]:
+        """Step until nothing is to do, and yield the events of all answers."""
         while not self.is_idle:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; others advance at the same time. Raise
-        what ended it early; if a worker was lost, a summary of the text so far comes first. To
-        close the iterator cancels the request.
+        """Yield the events of one answer until it is done; others advance at the same time.
+
+        To close the iterator cancels the request.
+
+        Raises:
+            SpecgenError: What ended the answer early. If a worker was lost, a summary of the text
+                so far is yielded first.
         """
         try:
             while True:
@@ -262,96 +327,39 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
-    # --- contexts, and what is stored of them ------------------------------------------------
-
-    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
-        own = self._session.draft_contexts(self.n_ctx, target=self.target, n_slots=self.n_parallel)
-        return self._draft_contexts.enter_context(own)
-
-    def _open_stores(self) -> None:
-        """Let the contexts begin with the text of a prompt cache, and open the store of prefixes,
-        where the options ask for them.
-        """
-        options, target = self._session.options, self.target
-        context = CachedContext.of(target, options.target_context)
-        if options.prompt_cache is not None:
-            why = "is on other machines" if target.model.is_remote else ""
-            if target.rollback != "cells":
-                why = "has a recurrent state, which cannot go back to the end of a prompt"
-            if why:
-                self.notify(f"--prompt-cache has no effect: {self._session.target.name} {why}")
-            else:
-                cache = PromptCache(options.prompt_cache)
-                self.notify(cache.restore(context))
-                self._resources.callback(cache.save, context)
-        wanted = options.prefixes
-        if wanted is None or wanted.kept == "off" or options.cache is None:
-            return
-        if not target.model.is_remote:
-            folder = prefixes_folder(options.cache)
-            self._prefixes = PrefixStore(folder, wanted, context, self._session.clock)
-            self._resources.callback(self._prefixes.close)
-
-    def _extend_prefix(
-        self, slot: Slot, prompt: Prompt, n_held: int, n_again: int
-    ) -> tuple[int, tuple[int, ...]]:
-        """Load more of a prompt than the slot's `n_held` tokens from the store. Return how many
-        tokens were loaded, and where reading the prompt stops: where its state is stored and, for a
-        model that cannot go back anywhere, before the answer's turn, behind which the next prompt
-        may go on otherwise than this answer.
-        """
-        stops, n, n_loaded = [0], len(prompt.tokens), 0
-        marks = marks_in(self.target.vocabulary, prompt.tokens) if n > _LEAST_ANCHORED else ()
-        if self._prefixes is not None:
-            n_loaded = self._prefixes.extend(slot, prompt, marks, n_held, n_again)
-            stops.append(self._prefixes.due(slot.branches(self.target).first))
-        if self.target.rollback != "cells" and n > _LEAST_ANCHORED:
-            stops += marks[-1:]
-        return n_loaded, tuple(stop for stop in stops if 0 < stop < n)
-
-    def _store_prefix(self, request: Request) -> None:
-        slot = request.slot
-        if self._prefixes is not None and slot is not None:
-            sequence = slot.branches(self.target).first
-            reading_s = self._loop.prefill_costs.seconds(0, self._prefixes.due(sequence))
-            self._prefixes.store(sequence, reading_s)
-
-    # --- waiting, reading, decoding, done ----------------------------------------------------
-
     def _begin_next(self) -> list[Event]:
+        """Begin the next request, if there is a slot for its answer."""
         request = self._scheduler.take_next()
         if request is None:
             return []
-        slot, prompt, n_loaded, stops = request.slot, request.prompt, 0, tuple[int, ...]()
+        slot = request.slot
         assert slot is not None, "it was given one"
-        request.load, events = LoadOfOthers(), list[Event]()
+        request.load = LoadOfOthers()
+        events: list[Event] = []
         with self._failing([request]):
-            draft, uses_cache = self._session.draft, request.settings.generation.uses_cache
-            # The state behind a prefix may be forgotten, and the first row of such a draft reads
-            # it.
-            n_again = int(draft is not None and draft.reads in ("all states", "cache"))
-            tokens = prompt.tokens[: None if uses_cache else 1]
-            n_held = slot.share_prefix(self.target, tokens, n_again=n_again)
-            if uses_cache:
-                n_loaded, stops = self._extend_prefix(slot, prompt, n_held, n_again)
+            uses_cache = request.settings.generation.uses_cache
+            plan = self._prefixes.begin(slot, request.prompt, uses_cache=uses_cache)
             answer = self._factory.new_answer(
-                prompt, self.n_ctx, self.drafts, request.seed, request
+                request.prompt, self.n_ctx, self.drafts, request.seed, request
             )
-            answer.n_loaded, answer.prefill_stops = n_loaded, stops
+            answer.n_loaded = plan.n_loaded
+            answer.prefill_stops = plan.stops
             request.answer = answer
             self._prepare(request, answer)
             self._store_prefix(request)
             slot.request = request
             begun = self._begun(request)
-            notices = (
+            notices = [
                 NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
-            )
+            ]
             events += self._pass_on(request, begun, *notices)
         return events
 
     def _begun(self, request: Request) -> PromptEvent:
-        session, settings = self._session, request.settings
-        draft, grammar = session.draft if request.drafts else None, settings.generation.grammar
+        session = self._session
+        settings = request.settings
+        draft = session.draft if request.drafts else None
+        grammar = settings.generation.grammar
         return PromptEvent(
             sequence=request.index,
             time_s=self._loop.now_s,
@@ -367,41 +375,112 @@ class Engine:
             grammar=grammar.text if grammar is not None else None,
         )
 
-    def _read_piece(self, request: Request) -> list[Event]:
+    def _prefill_piece(self, request: Request) -> list[Event]:
+        def is_unwanted() -> bool:
+            return request.is_cancelled
+
         events: list[Event] = []
         with self._failing([request]):
-            n_most, is_unwanted = self._scheduler.n_piece(), lambda: request.is_cancelled
-            events += self._loop.prefill(request.running, n_most, is_unwanted)
+            events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_unwanted)
             self._store_prefix(request)
             request.events.extend(events)
             events += self._settle(request)
         return events
 
-    def _round(self, reading: Request | None = None) -> list[Event]:
-        """Run a round of all answers that have begun. A piece of the prompt of `reading` is read in
-        its batch.
-        """
+    def _round(self, request_to_prefill: Request | None = None) -> list[Event]:
+        """Run a round of all answers that have started, perhaps with a piece of a prompt in it."""
         decoding = self._scheduler.decoding
-        busy = decoding if reading is None else [*decoding, reading]
+        busy = list(decoding)
+        decode = None
+        if request_to_prefill is not None:
+            busy.append(request_to_prefill)
         with self._failing(busy, raises=True):
-            decode = None
-            if reading is not None:
+            if request_to_prefill is not None:
                 costs = self._session.costs.table()
-                decode = functools.partial(self._loop.decode_alongside, reading.running, costs)
+                decode = functools.partial(
+                    self._loop.decode_alongside, request_to_prefill.running, costs
+                )
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in busy}
         for event in events:
             requests[event.sequence].events.append(event)
-        if reading is not None:
-            self._store_prefix(reading)
+        if request_to_prefill is not None:
+            self._store_prefix(request_to_prefill)
         for request in busy:
             events += self._settle(request)
         return events
 
+    def _store_prefix(self, request: Request) -> None:
+        if request.slot is not None:
+            self._prefixes.store(
+                request.slot, functools.partial(self._loop.prefill_costs.seconds, 0)
+            )
+
+    # --- ends of answers --------------------------------------------------------------------------
+
+    def _settle(self, request: Request) -> list[Event]:
+        """Free the slot of a request if its answer is finished; return the events of its end."""
+        answer = request.running
+        if not answer.is_finished:
+            return []
+        if answer.failure is not None:
+            self._fail(request, answer.failure)
+            return []
+        notices: list[Event] = []
+        try:
+            self._keep(request.prompt, answer.tokens)
+        except OutputError as error:  # the answer itself has not failed
+            text = f"the answer is not kept for the draft to learn from: {error.message}"
+            notices.append(NoticeEvent(request.index, self._loop.now_s, text))
+        finished = self._summary(request)
+        events = self._pass_on(request, *notices, finished)
+        request.finished = finished  # after its events: another thread may wait for them
+        self._free(request)
+        return events
+
+    def _summary(self, request: Request) -> FinishedEvent:
+        """Return the summary of a finished answer.
+
+        If other programs kept the machine busy, what its decodes cost is not kept.
+        """
+        answer = request.running
+        costs = self._session.costs
+        table = CostTable()  # which knows nothing
+        if not costs.was_busy:
+            table = costs.table(n_past=answer.n_prompt)
+        finished = self._loop.finish(answer, table)
+        if request.load is not None:
+            setup_s: dict[str, Any] = dict(self._session.setup_s)
+            self._session.setup_s.clear()
+            finished = replace(finished, others_share=request.load.share, **setup_s)
+            if is_busy(finished.others_share):
+                draft = self._session.draft
+                costs.do_not_keep(None, None if draft is None else draft.timed)
+        return finished
+
+    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
+        """Store a finished text for lookups and for learning, if the options ask for that.
+
+        Raises:
+            OutputError: It cannot be written for learning.
+        """
+        self._session.ngrams.keep_text(tokens)
+        folder = self._session.options.learning
+        if folder is None:
+            return
+        answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
+        own = self._session.own_vocabulary
+        if own is not None and prompt.draft_tokens is not None:
+            digest = own.vocabulary.digest()
+            answer = replace(answer, draft_prompt=prompt.draft_tokens, draft_vocabulary=digest)
+        keep_answer(folder, answer)
+
     @contextlib.contextmanager
     def _failing(self, requests: Sequence[Request], *, raises: bool = False) -> Iterator[None]:
-        """End the requests with what the block raises, which an error of ours does not leave unless
-        it `raises`.
+        """End the requests with what the block raises.
+
+        Only a lost worker, an error that is not specgen's, or any error if it `raises`, leaves the
+        block.
         """
         try:
             yield
@@ -419,84 +498,58 @@ class Engine:
             if raises or not isinstance(error, SpecgenError):
                 raise
 
-    def _settle(self, request: Request) -> list[Event]:
-        """Free the slot of a request if its answer is finished, and return the events of its end."""
-        answer = request.running
-        if not answer.is_finished:
-            return []
-        if answer.failure is not None:
-            self._fail(request, answer.failure)
-            return []
-        notices = []
-        try:
-            self._keep(request.prompt, answer.tokens)
-        except OutputError as error:  # the answer itself has not failed
-            text = f"the answer is not kept for the draft to learn from: {error.message}"
-            notices.append(NoticeEvent(request.index, self._loop.now_s, text))
-        costs = self._session.costs
-        table = CostTable() if costs.was_busy else costs.table(n_past=answer.n_prompt)
-        finished = self._loop.finish(answer, table)
-        if request.load is not None:
-            setup: dict[str, Any] = dict(self._session.setup_s)
-            self._session.setup_s.clear()
-            finished = replace(finished, others_share=request.load.share, **setup)
-            if is_busy(finished.others_share):  # its decodes say nothing of what they cost
-                draft = self._session.draft
-                costs.do_not_keep(None, None if draft is None else draft.timed)
-        events = self._pass_on(request, *notices, finished)
-        request.finished = finished  # after its events: another thread may wait for them
-        self._free(request)
-        return events
-
     def _fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error, and clear its slot, whose state is uncertain."""
         if not isinstance(error, SpecgenError):
             error = BackendError(f"the round was broken off: {type(error).__name__}")
         request.failure = error
-        if (slot := request.slot) is not None:
-            for backend in (self.target, *self.drafts):
-                own = slot.branches(backend)
-                for sequence in range(own.first, own.first + own.n_branches):
-                    backend.remove(sequence)
+        if request.slot is not None:
+            self._clear(request.slot)
         self._free(request)
+
+    def _clear(self, slot: Slot) -> None:
+        for backend in (self.target, *self.drafts):
+            branches = slot.branches(backend)
+            for sequence in range(branches.first, branches.first + branches.n_branches):
+                backend.remove(sequence)
 
     def _free(self, request: Request) -> None:
         if request.slot is not None:
             request.slot.request = None
-        request.slot = request.answer = None
+        request.slot = None
+        request.answer = None
 
     def _pass_on(self, request: Request, *events: Event) -> list[Event]:
+        """Queue events for `stream`, and return them."""
         request.events.extend(events)
         return list(events)
 
-    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
-        """Store a finished text for lookups of later answers and for drafts to learn from, if the
-        options ask for that. Raise `OutputError` if it cannot be written for learning.
-        """
-        self._session.ngrams.keep_text(tokens)
-        folder = self._session.options.learning
-        if folder is None:
-            return
-        answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
-        own = self._session.own_vocabulary
-        if own is not None and prompt.draft_tokens is not None:
-            digest = own.vocabulary.digest()
-            answer = replace(answer, draft_prompt=prompt.draft_tokens, draft_vocabulary=digest)
-        keep_answer(folder, answer)
+    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
+        contexts = self._session.draft_contexts(
+            self.n_ctx, target=self.target, n_slots=self.n_parallel
+        )
+        return self._draft_contexts.enter_context(contexts)
 
 
 def generate(
     session: Session,
     prompt: Prompt,
     *,
-    interrupted: Callable[[], bool] = bool,
+    interrupted: Callable[[], bool] = _never,
     status: Status = no_status,
 ) -> Generator[Event, None, None]:
-    """Generate an answer in contexts of its own, and yield its events; the last one is a
-    `FinishedEvent`. Raise `PromptError`, `MemoryLimitError`, and `BackendError` if the models are
-    closed.
+    """Generate an answer in contexts of its own, and yield its events.
+
+    The last one is a `FinishedEvent`. Costs that decide how much is drafted are measured first,
+    if they are not known.
+
+    Raises:
+        PromptError: The prompt is too long.
+        MemoryLimitError: The contexts do not fit into memory.
+        BackendError: The models are closed.
     """
-    n_ctx, news = session.context_size(len(prompt.tokens)), calibrate(session, interrupted, status)
+    n_ctx = session.context_size(len(prompt.tokens))
+    news = calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
         engine.notify(news)
         yield from engine.stream(engine.insert(prompt))

@@ -1,10 +1,9 @@
-"""Answers that are kept on this disk for drafts to learn from (`--learn`), and the weights that
-drafts learnt.
+"""Answers that are kept on this disk for drafts to learn from (`--learn`), and what drafts learnt.
 
 A folder for each target, which only its user may read, holds ``answers.jsonl``, the latest answer
 last. For each draft that learnt, a small JSON file names its weights. It is replaced whole, after
-these are on the disk: even if the learning process is killed, others find complete weights, or
-none.
+the weights are on the disk: even if the learning process is killed, others find complete weights,
+or none.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ from specgen.system.files import locked, open_private, replace_bytes, write_erro
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
 MAX_BYTES = 16 << 20
-#: The last tokens of a prompt and the first of an answer that are kept; shorter answers teach
-#: nothing.
-MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, _LEAST_TOKENS = 512, 4096, 8
+#: How many of the last tokens of a prompt are kept.
+MAX_PROMPT_TOKENS = 512
+#: How many of the first tokens of an answer are kept.
+MAX_ANSWER_TOKENS = 4096
+#: Shorter answers teach nothing.
+_LEAST_TOKENS = 8
 #: The longest wait for another process's lock, in seconds; a write takes milliseconds.
 _WAIT_S = 5.0
 #: The last line, with its answer's number, fits into this many bytes at the end of the file.
@@ -36,24 +38,32 @@ _TAIL_BYTES = 1 << 18
 _Tokens = tuple[Annotated[int, Field(strict=True)], ...]
 
 
+# --- answers ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """An answer of the target, in its own tokens; the answer includes the token that ended it."""
+    """An answer of the target."""
 
+    #: Tokens of the target; the answer includes the token that ended it.
     prompt: _Tokens
     answer: _Tokens
-    #: The prompt as a draft with another vocabulary reads it, and that vocabulary's digest; else
-    #: None.
+    #: The prompt in the tokens of a draft with another vocabulary, and that vocabulary's digest.
     draft_prompt: _Tokens | None = None
     draft_vocabulary: str | None = None
-    #: Its number, from 1 on; answers that were removed count too. 0 before it is written.
+    #: Its number, from 1; answers that were removed count too. 0 before it is written.
     number: Annotated[int, Field(strict=True)] = 0
 
 
 _ANSWER = TypeAdapter(KeptAnswer)
 
 
-def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES) -> None:
+def keep_answer(
+    folder: Path,
+    answer: KeptAnswer,
+    *,
+    max_bytes: int = MAX_BYTES,
+) -> None:
     """Append an answer to the file in a folder, if it is not very short. Raise `OutputError`."""
     if len(answer.answer) < _LEAST_TOKENS:
         return
@@ -70,7 +80,7 @@ def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES)
             draft_prompt=draft_prompt and draft_prompt[-MAX_PROMPT_TOKENS:],
         )
         with open(path, "ab", opener=open_private) as file:
-            # What a process that was killed wrote of its line stays alone.
+            # The line break before it ends a line that a killed process may have left half written.
             file.write(b"\n" + _ANSWER.dump_json(kept, exclude_none=True) + b"\n")
         if path.stat().st_size > max_bytes:
             data = path.read_bytes()
@@ -79,7 +89,7 @@ def keep_answer(folder: Path, answer: KeptAnswer, *, max_bytes: int = MAX_BYTES)
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError`."""
+    """Return the answers in a folder, the latest last. Raise `OutputError`."""
     path = folder / ANSWERS
     try:
         return _parsed(path.read_bytes())
@@ -90,8 +100,10 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
 
 
 def last_number(folder: Path) -> int:
+    """Return the number of the latest answer in a folder; 0 if there is none."""
     with contextlib.suppress(OSError), (folder / ANSWERS).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        n_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, n_bytes - _TAIL_BYTES))
         return max((answer.number for answer in _parsed(file.read())), default=0)
     return 0
 
@@ -104,23 +116,26 @@ def make_folder(folder: Path) -> None:
 
 
 def _parsed(data: bytes) -> list[KeptAnswer]:
-    found: list[KeptAnswer] = []
+    answers: list[KeptAnswer] = []
     for line in data.split(b"\n"):  # one by one, so that a damaged line costs no other
         with contextlib.suppress(ValueError):
-            found.append(_ANSWER.validate_json(line))
-    return found
+            answers.append(_ANSWER.validate_json(line))
+    return answers
+
+
+# --- what drafts learnt -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a draft learnt: the file of its `weights` (empty: the original ones), the number of the
-    last answer, how many it learnt from, and its agreement with the latest answers before and
-    after.
-    """
+    """What a draft learnt."""
 
+    #: The name of the file with its weights; empty for the original ones.
     weights: str = ""
+    #: The number of the last answer, and how many it learnt from.
     last_number: int = 0
     n_answers: int = 0
+    #: Its agreement with the latest answers, before and after.
     agreement_before: float = 0.0
     agreement_after: float = 0.0
 
@@ -129,28 +144,40 @@ _LEARNT = TypeAdapter(Learnt)
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """Return the file about a draft model's learning; of the same name and another size, it is
-    another draft.
+    """Return the file about what a draft learnt.
+
+    A draft of the same name and another size is another draft.
     """
     digest = hashlib.sha256(os.fsencode(f"{draft.name}\0{size_of(draft)}")).hexdigest()[:12]
     return folder / f"{draft.stem}-{digest}.json"
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
+    """Return what a draft learnt; nothing if it never did."""
     return read_state(state_file(folder, draft))
 
 
 def read_state(path: Path) -> Learnt:
+    """Return what a file of `state_file` says; nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return _LEARNT.validate_json(path.read_bytes(), strict=True)
     return Learnt()
 
 
-def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
+def write_learnt(
+    folder: Path,
+    draft: Path,
+    learnt: Learnt,
+) -> None:
+    """Write what a draft learnt. Raise `OSError`."""
     replace_bytes(state_file(folder, draft), _LEARNT.dump_json(learnt) + b"\n")
 
 
 def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
-    name = read_learnt(folder, draft).weights if folder is not None else ""
-    is_there = folder is not None and Path(name).name == name and (folder / name).is_file()
-    return folder / name if is_there and folder is not None else None
+    """Return the file of the weights that a draft learnt; None for the original ones."""
+    if folder is None:
+        return None
+    name = read_learnt(folder, draft).weights
+    is_in_folder = Path(name).name == name
+    path = folder / name
+    return path if is_in_folder and path.is_file() else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
@@ -165,22 +165,27 @@ def open_session(
     if is_packed_first(options.target):
         message += ", whose weights are packed for this machine"
 
+    if measurements is None:
+        measurements = open_measurements()
+
+    draft_note = ""
     with contextlib.ExitStack() as on_error, reporter.status(message):
         session = Session(
             replace(options, draft="none") if is_draft_automatic else options,
             clock,
-            open_measurements() if measurements is None else measurements,
+            measurements,
             draft_ahead="none" if reporter.shows_log else options.draft,
             vocabulary_only=vocabulary_only,
         )
         on_error.callback(session.close)
         if check is not None:
             check(session)
-        why_this_draft = use_first(session, wanted.drafts) if is_draft_automatic else None
+        if is_draft_automatic:
+            draft_note = use_first(session, wanted.drafts)
         on_error.pop_all()
 
-    if why_this_draft is not None:
-        reporter.note(why_this_draft)
+    if draft_note:
+        reporter.note(draft_note)
     never_drafts = bool(wanted.drafts) and options.draft == "none"
     for note in notes_about(session, options, never_drafts=never_drafts):
         reporter.note(note)
@@ -204,60 +209,7 @@ def open_measurements() -> MeasurementStore:
     return MeasurementStore(measurements_file(), about)
 
 
-# --- the choice of a draft --------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _DraftSelection:
-    """Tries the drafts for a loaded target until one is in use."""
-
-    session: Session
-    #: Why the drafts so far were not taken.
-    reasons: list[str] = field(default_factory=list)
-    #: Whether any draft model could pay here: batches of the target may be too slow.
-    models_may_pay: bool = True
-
-    def takes(self, choice: DraftChoice) -> bool:
-        """Use a draft if it loads and is expected to pay; else note the reason."""
-        model = self._model_to_judge(choice)
-        if model is not None and not self.models_may_pay:
-            return False
-        try:
-            costs = self._load(choice.draft, model)
-        except DRAFT_ERRORS as error:
-            self.reasons.append(error.message)
-            return False
-        if model is None or costs is None:
-            return True
-        gain = expected_gain(costs)
-        if gain >= WORTH:
-            return True
-        self.models_may_pay = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
-        why = "batches of the target take too long here for any draft model"
-        if self.models_may_pay:
-            why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
-        self.reasons.append(f"not drafting with {model.name}: {why}")
-        return False
-
-    def _model_to_judge(self, choice: DraftChoice) -> Path | None:
-        """Return the draft if it is a model whose gain has to be estimated."""
-        never_drafts = self.session.n_rows_max == 1
-        if never_drafts or choice.is_measured or not isinstance(choice.draft, Path):
-            return None
-        return choice.draft
-
-    def _load(self, draft: DraftSource, model: Path | None) -> PairCosts | None:
-        """Load a draft, and measure the costs of a `model`; one that cannot pay is not loaded."""
-        if model is None:
-            self.session.change_draft(draft)
-            return None
-        costs = known_costs(self.session, model)
-        if costs is not None and expected_gain(costs) < WORTH:
-            return costs
-        self.session.change_draft(draft)
-        measure_costs(self.session)
-        self.session.measurements.save()  # not every command saves what its session measures
-        return known_costs(self.session, model)
+# --- the choice of a draft ------------------------------------------------------------------------
 
 
 def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
@@ -266,9 +218,51 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
     Returns:
         A note with the reasons.
     """
-    selection = _DraftSelection(session)
+    reasons: list[str] = []
+    batches_are_quick = True
     for choice in choices:
-        if selection.takes(choice):
-            return "; ".join(filter(None, (*selection.reasons, choice.why, choice.advice)))
+        model = _model_to_judge(session, choice)
+        if model is not None and not batches_are_quick:
+            continue
+        try:
+            costs = _load_draft(session, choice.draft, model)
+        except DRAFT_ERRORS as error:
+            reasons.append(error.message)
+            continue
+        if model is None or costs is None or expected_gain(costs) >= WORTH:
+            return "; ".join(filter(None, (*reasons, choice.why, choice.advice)))
+        # The model costs more than it gains, or any model would, even one that costs nothing.
+        batches_are_quick = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
+        why = "batches of the target take too long here for any draft model"
+        if batches_are_quick:
+            gain = expected_gain(costs)
+            why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
+        reasons.append(f"not drafting with {model.name}: {why}")
     session.change_draft("none")
-    return "; ".join([*selection.reasons, "not drafting"])
+    return "; ".join([*reasons, "not drafting"])
+
+
+def _model_to_judge(session: Session, choice: DraftChoice) -> Path | None:
+    """Return the draft if it is a model whose gain has to be estimated."""
+    never_drafts = session.n_rows_max == 1
+    if never_drafts or choice.is_measured or not isinstance(choice.draft, Path):
+        return None
+    return choice.draft
+
+
+def _load_draft(
+    session: Session,
+    draft: DraftSource,
+    model: Path | None,
+) -> PairCosts | None:
+    """Load a draft, and return the costs of a `model`; one that cannot pay is not loaded."""
+    if model is None:
+        session.change_draft(draft)
+        return None
+    costs = known_costs(session, model)
+    if costs is not None and expected_gain(costs) < WORTH:
+        return costs
+    session.change_draft(draft)
+    measure_costs(session)
+    session.measurements.save()  # not every command saves what its session measures
+    return known_costs(session, model)

@@ -17,7 +17,12 @@ from specgen.session.session import Session
 from specgen.system.progress import human_bytes
 
 
-def notes_about(session: Session, options: SessionOptions, *, never_drafts: bool) -> Iterator[str]:
+def notes_about(
+    session: Session,
+    options: SessionOptions,
+    *,
+    never_drafts: bool,
+) -> Iterator[str]:
     """Yield the notes about a session; with `never_drafts`, also the options without effect."""
     for model in session.models:
         yield from _kernel_notes(model)
@@ -42,8 +47,8 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
     for context, name in ((target, "-ngl"), (draft, "-ngld")):
         if context.n_gpu_layers > 0 and not build().gpu_offload:
             yield (
-                f"{name} {context.n_gpu_layers} has no effect: this build of llama.cpp finds no GPU "
-                "(`specgen doctor`)"
+                f"{name} {context.n_gpu_layers} has no effect: "
+                "this build of llama.cpp finds no GPU (`specgen doctor`)"
             )
 
 
@@ -51,16 +56,16 @@ def _kernel_notes(model: LlamaModel) -> Iterator[str]:
     problem = model.loaded.kernel_problem
     if problem:
         yield (
-            f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels "
-            f"failed in a trial ({problem}); please report this (`specgen doctor -m` tries again)"
+            f"{model.name}: computed with llama.cpp's kernels, because specgen's failed in a trial "
+            f"({problem}); please report this (`specgen doctor -m` tries again)"
         )
         return
     packed = model.loaded.packed
     if packed is not None and packed.n_new_bytes and not packed.lacks_room:
         yield (
             f"{model.name}: its weights were packed for this machine, and "
-            f"{human_bytes(packed.n_new_bytes)} are written to {packed_folder()}: "
-            "the next start is quick (--packed-cache off keeps none)"
+            f"{human_bytes(packed.n_new_bytes)} are stored in {packed_folder()}, "
+            "so the next start is quick (--packed-cache off stores none)"
         )
 
 
@@ -70,9 +75,9 @@ def _disk_notes(session: Session) -> Iterator[str]:
         if packed is not None and packed.lacks_room:
             if is_first_time(cache_folder() / f"no-room-for-packed-weights-{__version__}"):
                 yield (
-                    f"{model.name}: its packed weights are not kept, so every start packs them "
-                    "anew: the disk has too little room (a tenth of it stays free; this note is "
-                    "shown once)"
+                    f"{model.name}: its packed weights are not stored, so every start packs them "
+                    "again: there is too little disk space (a tenth of the disk stays free; this "
+                    "note is shown once)"
                 )
             return
 

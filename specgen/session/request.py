@@ -1,6 +1,4 @@
-"""A request for one answer, and its settings: samplers, grammar, drafting, and where the answer
-ends.
-"""
+"""A request for one answer, and its settings: samplers, grammar, drafting, and its end."""
 
 from __future__ import annotations
 
@@ -26,13 +24,16 @@ from specgen.text.sampling.dry import DryBreakers
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """A request's options, and what was built of them; those of the `sampler` have more biases."""
+    """A request's options, and what was built of them."""
 
+    #: As the user gave them; those of the `sampler` may have more biases.
     sampling: SamplerOptions
     generation: GenerationOptions
     drafting: DraftOptions
     sampler: Sampler
+    #: The state of the grammar before the answer.
     grammar: GrammarState | None
+    #: The marks of the thoughts after which the grammar holds.
     thoughts: ThoughtMarks | None = None
 
     @staticmethod
@@ -43,30 +44,19 @@ class RequestSettings:
         drafting: DraftOptions,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Build the samplers and the grammar, which holds behind the answer's `thoughts`. Raise
-        `UsageError`.
+        """Build the samplers and the grammar, which holds after the answer's `thoughts`.
+
+        Raises:
+            UsageError: An option is not valid for this model.
         """
-        vocabulary, in_use = model.vocabulary, sampling
-        for token, _ in sampling.logit_bias:
-            if not 0 <= token < vocabulary.n_tokens:
-                raise UsageError(
-                    f"--logit-bias: there is no token {token}: "
-                    f"{model.name} has {vocabulary.n_tokens} tokens"
-                )
-        if generation.ignore_eos:
-            never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
-            in_use = replace(in_use, logit_bias=in_use.logit_bias + never)
-        breakers = None
-        if in_use.dry_multiplier > 0.0:
-            breakers = DryBreakers.of(vocabulary, in_use.dry_breakers)
+        sampler = _sampler(model, sampling, ignore_eos=generation.ignore_eos)
         grammar = None
-        if (wanted := generation.grammar) is not None:
+        wanted = generation.grammar
+        if wanted is not None:
             marks = THOUGHT_CONTROLS if thoughts else ()
-            controls = dict.fromkeys((*generation.shown_controls, *marks))
-            generation = replace(generation, shown_controls=tuple(controls))
-            shown = vocabulary.showing(generation.shown_controls)
-            grammar = grammar_start(wanted, shown, thoughts)
-        sampler = Sampler(in_use, breakers)
+            controls = tuple(dict.fromkeys((*generation.shown_controls, *marks)))
+            generation = replace(generation, shown_controls=controls)
+            grammar = grammar_start(wanted, model.vocabulary.showing(controls), thoughts)
         return RequestSettings(sampling, generation, drafting, sampler, grammar, thoughts)
 
     def changed(
@@ -79,10 +69,53 @@ class RequestSettings:
         verifier: VerifierName | None = None,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Return these settings with the given options changed; only what changes is rebuilt. Raise
-        `UsageError`.
+        """Return these settings with some options changed; only what changes is built again.
+
+        Args:
+            model: The target.
+            sampling: How tokens are chosen; None as here.
+            generation: When the answer ends; None as here.
+            n_drafted_max: The most tokens to draft in a round; None as here.
+            verifier: How drafts are verified; None as here.
+            thoughts: The marks of the thoughts that the answer may have.
+
+        Raises:
+            UsageError: An option is not valid.
         """
-        sampling, generation = sampling or self.sampling, generation or self.generation
+        sampling = sampling or self.sampling
+        generation = generation or self.generation
+        drafting = self._changed_drafting(n_drafted_max, verifier)
+        if thoughts is not None:
+            grammar = generation.grammar
+            if grammar is None or thoughts.begin in grammar.text:
+                thoughts = None  # they are free, or part of the grammar
+        before = self.generation
+        is_built = (
+            sampling == self.sampling
+            and thoughts == self.thoughts
+            and generation.grammar == before.grammar
+            and generation.ignore_eos == before.ignore_eos
+            and generation.shown_controls == before.shown_controls
+        )
+        if is_built:
+            return replace(self, generation=generation, drafting=drafting)
+        return RequestSettings.of(model, sampling, generation, drafting, thoughts)
+
+    @property
+    def verifier(self) -> VerifierName:
+        """How drafts are verified.
+
+        With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on
+        measured times: the seed then gives the same text every time.
+        """
+        is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
+        if is_timed and self.drafting.verifier == "auto":
+            return "match"
+        return self.drafting.verifier
+
+    def _changed_drafting(
+        self, n_drafted_max: int | None, verifier: VerifierName | None
+    ) -> DraftOptions:
         drafting = self.drafting
         if verifier is not None:
             drafting = replace(drafting, verifier=verifier)
@@ -92,31 +125,37 @@ class RequestSettings:
                     f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
                 )
             drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
-        before, grammar = self.generation, generation.grammar
-        if thoughts is not None and (grammar is None or thoughts.begin in grammar.text):
-            thoughts = None  # they are part of the grammar, if there is one
-        if (sampling, thoughts) == (self.sampling, self.thoughts) and (
-            (generation.grammar, generation.ignore_eos, generation.shown_controls)
-            == (before.grammar, before.ignore_eos, before.shown_controls)
-        ):
-            return replace(self, generation=generation, drafting=drafting)
-        return RequestSettings.of(model, sampling, generation, drafting, thoughts)
+        return drafting
 
-    @property
-    def verifier(self) -> VerifierName:
-        """With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on
-        measured times: the seed then gives the same text every time.
-        """
-        is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
-        return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
+
+def _sampler(
+    model: LlamaModel,
+    options: SamplerOptions,
+    *,
+    ignore_eos: bool,
+) -> Sampler:
+    """Build the samplers of a model's answer. Raise `UsageError` for tokens that it lacks."""
+    vocabulary = model.vocabulary
+    for token, _ in options.logit_bias:
+        if not 0 <= token < vocabulary.n_tokens:
+            raise UsageError(
+                f"--logit-bias: there is no token {token}: "
+                f"{model.name} has {vocabulary.n_tokens} tokens"
+            )
+    if ignore_eos:
+        never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
+        options = replace(options, logit_bias=options.logit_bias + never)
+    breakers = None
+    if options.dry_multiplier > 0.0:
+        breakers = DryBreakers.of(vocabulary, options.dry_breakers)
+    return Sampler(options, breakers)
 
 
 @dataclass(slots=True, eq=False)
 class Slot(CacheSlot):
-    """A slot of all caches, and the request that it serves; None while it is free. Its text stays
-    in the caches.
-    """
+    """A slot of all caches, with the request that it serves. Its text stays in the caches."""
 
+    #: None while the slot is free.
     request: Request | None = None
     #: The index of the last request that was served there; -1 before any.
     used_last: int = -1
@@ -133,11 +172,13 @@ class Request:
     seed: int
     #: Whether drafts are made for it.
     drafts: bool = True
-    #: Its place in the caches, and the state of its answer, while it is served.
+    #: Its place in the caches, while it is served.
     slot: Slot | None = None
+    #: The state of its answer, while it is served.
     answer: AnswerState | None = None
-    #: The summary, once it is finished; the error that ended it early.
+    #: The summary, once it is finished.
     finished: FinishedEvent | None = None
+    #: The error that ended it early.
     failure: SpecgenError | None = None
     is_cancelled: bool = False
     #: What other programs take of the machine since it began; None if that is not measured.
@@ -146,26 +187,31 @@ class Request:
     events: deque[Event] = field(default_factory=deque)
 
     @property
-    def state(self) -> Literal["waiting", "reading", "decoding", "done"]:
-        if self.finished is not None or self.failure is not None:
+    def state(self) -> Literal["waiting", "prefill", "decoding", "done"]:
+        """What the engine does with it."""
+        if self.is_done:
             return "done"
         if self.answer is None:
             return "waiting"
-        return "decoding" if self.answer.is_started else "reading"
+        return "decoding" if self.answer.is_started else "prefill"
 
     @property
     def is_done(self) -> bool:
-        return self.state == "done"
+        """Whether it has ended, with an answer or an error."""
+        return self.finished is not None or self.failure is not None
 
     @property
     def running(self) -> AnswerState:
+        """The state of its answer, while it is served."""
         assert self.answer is not None, "it is served"
         return self.answer
 
     @property
     def text(self) -> str:
-        """The whole answer, of one with a grammar without thoughts. Raise the error that ended it
-        early.
+        """The whole answer; of one that follows a grammar, without the thoughts before it.
+
+        Raises:
+            SpecgenError: What ended it early.
         """
         if self.failure is not None:
             raise self.failure

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.measure.draft_trial import DraftFigures
 from specgen.models.files import identity_of
-from specgen.session.choose_models import SavedDraft, save_draft, saved_draft
+from specgen.session.saved_drafts import SavedDraft, save_draft, saved_draft
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"

@@ -13,7 +13,7 @@ import pytest
 
 from specgen.llama.decoder_heads import is_heads_file, read_heads
 from specgen.models.files import heads_file, identity_of
-from specgen.session.choose_models import saved_draft
+from specgen.session.saved_drafts import saved_draft
 from specgen.train.draft_builder import distilled_file, pruned_file, text_folder
 from specgen.train.target_text import TargetText
 from tests.helpers.cli import Specgen, complaint

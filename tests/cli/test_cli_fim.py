@@ -199,7 +199,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     assert note.startswith(
         "note: the context has room for 188 tokens of text (raise -c); not read: the "
     )
-    assert note.endswith("tokens behind the gap, b.txt")
+    assert note.endswith("tokens after the gap, b.txt")
     assert fim("a.txt:60", "-c", "200", "-q").err == ""
 
 

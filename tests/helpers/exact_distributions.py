@@ -19,8 +19,10 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
 
 
 class Fate:
-    """Decides what is left to chance, as told beforehand and then in the first way; remembers what
-    else could have been decided, and how likely all of it was. Stands for a random generator."""
+    """A random generator that decides as it was told, and then in the first way there is.
+
+    It remembers what else could have been decided, and how likely all of it was.
+    """
 
     def __init__(self, decided: Sequence[int]) -> None:
         self._decided = decided

@@ -361,7 +361,7 @@ def translated_drafter(
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
-    """A drafter whose model has another vocabulary, as `StandaloneDraft` makes it, and its backend."""
+    """A drafter whose model has another vocabulary, as `StandaloneDraft` makes it; its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, None)
     shaper = PrefixPipeline(

@@ -22,6 +22,7 @@ from specgen.method.answer_state import AnswerState
 from specgen.method.answer_stats import AnswerStats
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
+from specgen.method.drafter import Drafter
 from specgen.method.hidden_states import LastHiddenState
 from specgen.method.policy import Offer, Policy, RoundPlan
 from specgen.method.sampling_pipeline import SamplingPipeline
@@ -58,10 +59,13 @@ class MemoBackend:
     """
 
     def __init__(self, inner: Backend, *, has_states: bool = False) -> None:
-        self._inner, self._has_states = inner, has_states
+        self._inner = inner
+        self._has_states = has_states
         self.vocabulary = inner.vocabulary
-        self.n_vocab, self.n_ctx = inner.n_vocab, inner.n_ctx
-        self.n_batch, self.n_outputs = inner.n_batch, inner.n_outputs
+        self.n_vocab = inner.n_vocab
+        self.n_ctx = inner.n_ctx
+        self.n_batch = inner.n_batch
+        self.n_outputs = inner.n_outputs
         self.n_sequences = inner.n_sequences
         self.rollback = inner.rollback
         self.n_decoded_rows = 0
@@ -69,7 +73,7 @@ class MemoBackend:
         self.is_unwanted: Callable[[], bool] | None = None
         self._texts: list[Cell] = [()] * inner.n_sequences
         self._cached: Cell = ()
-        #: By text: the row behind it, and the hidden state there if the backend has some.
+        #: By text: the row after it, and the hidden state there if the backend has some.
         self._rows: dict[Cell, tuple[Logits, Hidden]] = {}
 
     @property
@@ -99,7 +103,7 @@ class MemoBackend:
         return np.array([row for row, _ in wanted]), np.array([state for _, state in wanted])
 
     def row(self, text: Cell) -> tuple[Logits, Hidden]:
-        """The row behind a text, and the hidden state."""
+        """The row after a text, and the hidden state."""
         if text not in self._rows:
             n_kept = common_prefix_length(self._cached, text[:-1])
             if n_kept < len(self._cached):
@@ -161,13 +165,16 @@ class _Scout:
 
     def verify(self, draft: Draft, target: TargetAt, rng: np.random.Generator) -> Verdict:
         self.chance = -1.0
-        if children := draft.children[ROOT]:
-            wanted, first = target(ROOT), children[0]
+        if draft.children[ROOT]:
+            first = draft.children[ROOT][0]
+            target_first = target(ROOT)
             source = sampled_from(draft, first)
-            refused = wanted.excess(source)
-            unsure = [wanted] if draft.distributions[first] is None else [wanted, source]
+            rejection = target_first.excess(source)
+            unsure = [target_first]
+            if draft.distributions[first] is not None:
+                unsure.append(source)
             tops = (1.0 - float(each.probs.max()) for each in unsure)
-            self.chance = min(refused, 1.0 - refused, *tops)
+            self.chance = min(rejection, 1.0 - rejection, *tops)
         return self.inner.verify(draft, target, rng)
 
 
@@ -175,16 +182,14 @@ class _Mark:
     """A place in a text, to which tests go back; the product never does."""
 
     def __init__(self, sequence: AnswerState) -> None:
-        self.n_tokens, self._grammar = (
-            len(sequence.text_state.tokens),
-            sequence.text_state.grammar(),
-        )
-        self._drafter = sequence.cascade.model if sequence.cascade is not None else None
-        self._hidden = (
-            sequence.hidden_states.last
-            if isinstance(sequence.hidden_states, LastHiddenState)
-            else None
-        )
+        self.n_tokens = len(sequence.text_state.tokens)
+        self._grammar = sequence.text_state.grammar()
+        self._drafter: Drafter | None = None
+        if sequence.cascade is not None:
+            self._drafter = sequence.cascade.model
+        self._hidden: tuple[int, Hidden] | None = None
+        if isinstance(sequence.hidden_states, LastHiddenState):
+            self._hidden = sequence.hidden_states.last
         if isinstance(self._drafter, TranslatedDrafter):
             self._spelled = _copied(self._drafter.text)
 
@@ -192,14 +197,15 @@ class _Mark:
         state = sequence.text_state
         del state.tokens[self.n_tokens :]
         state._n_shown = min(state._n_shown, self.n_tokens)  # noqa: SLF001
-        sequence.text_state._grammar = self._grammar  # noqa: SLF001
+        state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
         if sequence.cascade is not None and sequence.cascade.free is not None:
             sequence.cascade.free.rewind(self.n_tokens)
         if isinstance(sequence.hidden_states, LastHiddenState):
             sequence.hidden_states.last = self._hidden
         elif isinstance(drafter, TranslatedDrafter):
-            drafter.text, drafter.drafted = _copied(self._spelled), NO_DRAFT
+            drafter.text = _copied(self._spelled)
+            drafter.drafted = NO_DRAFT
             # The last few tokens may be spelled otherwise in its cache.
             drafter.inner.rewind(max(0, len(drafter.text.tokens) - 16))
         elif drafter is not None:
@@ -240,7 +246,7 @@ def draw_with_models(
 ) -> JointDraws | None:
     """Draw `depth` tokens again and again with loaded models, at the place in an answer where a
     wrong judgement is most visible; None if nothing is drafted. Drafts have one token, two, and so
-    on in turn, so that the bonus token behind a whole draft is among the tested ones. Not for
+    on in turn, so that the bonus token after a fully accepted draft is tested, too. Not for
     drafts from the target's states, which read its context.
     """
     assert session.draft is None or session.draft.reads in ("text", "last states")
@@ -260,7 +266,8 @@ def _find_place(sequence: AnswerState, loop: AnswerLoop) -> _Mark | None:
     scout = _Scout(sequence.verifier)
     searching = replace(sequence.options, max_tokens=N_SEARCHED, stop=())
     answering = replace(sequence, verifier=scout, options=searching)
-    best, best_chance = None, 0.0
+    best = None
+    best_chance = 0.0
     read_prompt(loop, answering)
     while not answering.is_finished:
         place = _Mark(answering)
@@ -268,7 +275,8 @@ def _find_place(sequence: AnswerState, loop: AnswerLoop) -> _Mark | None:
         loop.round([answering])
         assert answering.failure is None, answering.failure
         if scout.chance > best_chance:
-            best, best_chance = place, scout.chance
+            best = place
+            best_chance = scout.chance
     return best
 
 

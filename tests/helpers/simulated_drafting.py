@@ -50,7 +50,8 @@ class World:
 
     def fixed_s(self, n_draft: int) -> float:
         """Seconds with drafts of a fixed length."""
-        seconds, place = 0.0, 0
+        seconds = 0.0
+        place = 0
         while place < self.n_tokens:
             n = min(n_draft, self.n_tokens - place - 1)
             seconds += n * self.draft_s + self.target_s(n + 1)

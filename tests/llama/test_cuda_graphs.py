@@ -17,7 +17,9 @@ from specgen.options import ContextOptions
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: A token takes 10 ms, five rows 15; the first two decodes of a size take 2 and 8 ms more.
-SECONDS, LAUNCH_S, RECORD_S = {1: 0.010, 5: 0.015}, 0.002, 0.008
+SECONDS = {1: 0.010, 5: 0.015}
+LAUNCH_S = 0.002
+RECORD_S = 0.008
 
 
 @dataclass
@@ -48,7 +50,8 @@ def drafted(costs: GraphCostTable, device: Device, gains: list[int]) -> list[boo
 
 
 def test_single_drafts_are_not_worth_a_change_of_size() -> None:
-    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
+    costs = GraphCostTable(SECONDS, n_layer=40)
+    device = Device()
     found = drafted(costs, device, [0, 0, 0, 0, 0, 1] * 30)
     plain_s = len(found) * SECONDS[1] + LAUNCH_S + RECORD_S
     assert device.seconds - SECONDS[1] * sum(found) < 1.02 * plain_s
@@ -56,7 +59,8 @@ def test_single_drafts_are_not_worth_a_change_of_size() -> None:
 
 
 def test_drafts_in_a_row_are() -> None:
-    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
+    costs = GraphCostTable(SECONDS, n_layer=40)
+    device = Device()
     found = drafted(costs, device, [0] * 20 + [3] * 40 + [0] * 20 + [3] * 20)
     assert sum(found[20:60]) == 40
     assert not any(found[:20] + found[60:80])
@@ -64,7 +68,8 @@ def test_drafts_in_a_row_are() -> None:
 
 
 def test_changes_say_nothing_of_what_a_size_costs() -> None:
-    costs, device = GraphCostTable(SECONDS, n_layer=40), Device()
+    costs = GraphCostTable(SECONDS, n_layer=40)
+    device = Device()
     for n_rows in [1, 5, 1, 1, 5, 5] * 20:
         costs.observe(n_rows, device.decode(n_rows))
     assert costs.known == pytest.approx(SECONDS)
@@ -99,7 +104,8 @@ def test_no_graphs_are_replayed_on_a_cpu_or_where_they_are_off(
 
 def test_a_draft_reads_a_few_rows_one_by_one_and_says_the_same(tmp_path: Path) -> None:
     model = LlamaModel(write_tiny_model(tmp_path / "tiny.gguf", TinyConfig()))
-    options, found = ContextOptions(cache_type_k="f32", cache_type_v="f32"), []
+    options = ContextOptions(cache_type_k="f32", cache_type_v="f32")
+    found = []
     for replays in (False, True):
         backend = LlamaBackend(model, options, n_ctx=64, clock=time.perf_counter)
         backend.replays_graphs = replays

@@ -160,5 +160,5 @@ def test_the_command_line_chooses(
     result = cli("run", "-m", str(model_file), *options)
     assert result.code == 0
     assert bool(files(place)) == (choice == "auto")
-    assert (f"are written to {place}" in result.err) == (choice == "auto")
-    assert "are written to" not in cli("run", "-m", str(model_file), *options).err
+    assert (f"are stored in {place}" in result.err) == (choice == "auto")
+    assert "are stored in" not in cli("run", "-m", str(model_file), *options).err

@@ -32,7 +32,8 @@ TABLES = st.dictionaries(st.integers(1, 40), TIMES, min_size=1, max_size=8)
 def test_what_lies_between_two_sizes_costs_what_lies_between_their_costs(
     seconds: dict[int, float], n_rows: int
 ) -> None:
-    table, sizes = CostTable(seconds), sorted(seconds)
+    table = CostTable(seconds)
+    sizes = sorted(seconds)
     assert list(table.known.items()) == sorted(seconds.items())
     found = table.seconds(n_rows)
     if n_rows > sizes[-1]:
@@ -210,7 +211,8 @@ def test_the_value_is_that_of_the_best_answers_to_all_questions(
     world: tuple[list[float], float, float, list[float], list[float]], chance: float
 ) -> None:
     found = rule(*world)
-    n_max, token_s = len(world[0]) - 1, world[2]
+    n_max = len(world[0]) - 1
+    token_s = world[2]
     for n in range(n_max + 1):
         expected = searched(*world, n, chance)
         # Values lie on a grid; what is near zero anyway is not decided by that. Probabilities below
@@ -232,7 +234,8 @@ def test_the_speed_up_of_the_whole_answer_includes_the_prompt() -> None:
 
 def decode(n_committed: int, target_s: float, n_sequences: int = 1) -> RoundResult:
     """A round of four rows."""
-    path, committed = tuple(range(n_committed - 1)), tuple(range(n_committed))
+    path = tuple(range(n_committed - 1))
+    committed = tuple(range(n_committed))
     return RoundResult(
         RoundPlan("off"),
         path=path,
@@ -255,7 +258,8 @@ def test_the_price_of_plain_decoding_follows_the_speed_of_the_machine(pace: floa
 
 
 def test_the_uncertainty_follows_from_how_much_decodes_differ() -> None:
-    steady, rough = AnswerStats(), AnswerStats()
+    steady = AnswerStats()
+    rough = AnswerStats()
     for number in range(30):
         steady.add_round(decode(2, 0.2))
         rough.add_round(decode(2, 0.2 if number % 2 else 0.24))

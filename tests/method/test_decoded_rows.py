@@ -86,7 +86,8 @@ class EitherDraft(FixedPolicy):
     """Takes three tokens of n-grams, or where they find fewer two of the model."""
 
     def plan(self, offer: Offer) -> RoundPlan:
-        n_max, found = min(self.n_max, offer.n_most), offer.found.first(3)
+        n_max = min(self.n_max, offer.n_most)
+        found = offer.found.first(3)
         if n_max < 1:
             return RoundPlan("no room")
         if len(found) == 3:
@@ -173,7 +174,8 @@ def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
     fast, events = setup(staged, name, 6, p_min=p_min).run()
     assert fast.tokens == plain.tokens
     assert drafts(events) == drafts(plain_events)
-    backend, guessed = alone_too.backends[-1], staged.backends[-1]
+    backend = alone_too.backends[-1]
+    guessed = staged.backends[-1]
     assert guessed.n_decodes <= backend.n_decodes
     n_right = backend.n_decodes - guessed.n_decodes
     assert n_right > 0 or name != "staged by a model" or noise > 0.0

@@ -313,7 +313,8 @@ def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
             World(CURVES[curve], draft_s, *text(1200, TRUTHS[truth], sureness=sureness, seed=seed))
             for seed in (1, 2)
         )
-        table, acceptance = CostTable(first.table()), dict[str, AcceptanceRates]()
+        table = CostTable(first.table())
+        acceptance = dict[str, AcceptanceRates]()
         run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
         found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
         best, best_s = world.best_fixed()
@@ -331,7 +332,8 @@ def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length
         World(CURVES[curve], 0.1, *text(3000, lambda c: c, sureness=2.0, seed=seed))
         for seed in (1, 2)
     )
-    table, acceptance = CostTable(first.table()), dict[str, AcceptanceRates]()
+    table = CostTable(first.table())
+    acceptance = dict[str, AcceptanceRates]()
     run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
     found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
     assert found.seconds < 0.97 * world.best_fixed()[1]
@@ -439,7 +441,8 @@ def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_ans
     world = World(CURVES["flat"], 0.1, confidences, rights)
     assert run(world, cost_aware(world.table()), prefill_s=500.0).n_draft_steps == 0
     assert run(world, cost_aware(world.table()), prefill_s=2.0).n_draft_steps > 0
-    policy, price = cost_aware(), Price(0.1, 0.1, 10.0)
+    policy = cost_aware()
+    price = Price(0.1, 0.1, 10.0)
     # At first nothing is known of how long the answer is: it may end at once.
     plan = planned(policy, n_left=4000, price=price)
     assert (plan.n_max, plan.reason) == (0, "prefill")

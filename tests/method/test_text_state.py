@@ -80,7 +80,8 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(
 def test_a_line_with_too_little_indentation_ends_a_text(
     text: str, n_indent: int, shown: str, size: int
 ) -> None:
-    stream, found = TextStream(["|"], n_indent), ""
+    stream = TextStream(["|"], n_indent)
+    found = ""
     for start in range(0, len(text), size):
         if stream.stopped_by is None:
             found += stream.push(text[start : start + size].encode())
@@ -133,7 +134,8 @@ def test_a_history_is_the_end_of_the_text_and_the_path(data: st.DataObject) -> N
             state.commit(token)
         text = text + new
         path = list(range(100, 100 + data.draw(st.integers(0, 2000))))
-        n_last, whole = data.draw(st.integers(-1, 1500)), text + path
+        n_last = data.draw(st.integers(-1, 1500))
+        whole = text + path
         history = state.history(path, n_last)
         assert history.dtype == np.int64
         assert history.tolist() == (whole if n_last < 0 else whole[max(0, len(whole) - n_last) :])

@@ -244,7 +244,8 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
     source = speaks(seed + 1)
 
     def draw(fate: Fate) -> Draft:
-        nodes, sources = dict[tuple[int, ...], int](), list[Distribution]()
+        nodes = dict[tuple[int, ...], int]()
+        sources = list[Distribution]()
         walks = []
         for _ in range(n_walks):
             texts: list[tuple[int, ...]] = [()]
@@ -255,7 +256,8 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
                     nodes[texts[-1]] = len(nodes)
                     sources.append(after)
             walks.append(tuple(nodes[text] for text in texts[1:]))
-        n, tokens = len(nodes), tuple(text[-1] for text in nodes)
+        n = len(nodes)
+        tokens = tuple(text[-1] for text in nodes)
         parents = tuple(nodes.get(text[:-1], ROOT) for text in nodes)
         return Draft(tokens, parents, ("m",) * n, (None,) * n, tuple(sources), tuple(walks))
 
@@ -281,7 +283,9 @@ def test_whatever_is_drawn_the_target_is_told(
 @pytest.mark.parametrize("verifier", [BlockVerifier(), ResidualVerifier(), SpecTrVerifier()])
 @pytest.mark.parametrize("seed", range(10))
 def test_of_a_single_draw_as_much_is_accepted_as_can_be(verifier: Verifier, seed: int) -> None:
-    target, source, paths = speaks(seed)(()), speaks(seed + 1)(()), list[tuple[int, ...]]()
+    target = speaks(seed)(())
+    source = speaks(seed + 1)(())
+    paths = list[tuple[int, ...]]()
 
     def happen(fate: Fate) -> None:
         draft = walks_by(seed, 1, 1)(fate)
@@ -367,7 +371,8 @@ def draw(
             verifier=verifier,
             n_batch=128,
         )
-        loop, generation = AnswerLoop(setup.backend(), Clock()), setup.generation()
+        loop = AnswerLoop(setup.backend(), Clock())
+        generation = setup.generation()
         read_prompt(loop, generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])
@@ -489,10 +494,8 @@ def grown(
         n_branches=16,
     )
     target = Timed(setup.backend(), CostTable(batch_s))
-    loop, generation = (
-        AnswerLoop(cast(Backend, target), lambda: target.decode_s),
-        setup.generation(),
-    )
+    loop = AnswerLoop(cast(Backend, target), lambda: target.decode_s)
+    generation = setup.generation()
     drafted = [event.nodes for event in loop.run(generation) if isinstance(event, DraftedEvent)]
     return generation, [len({node.parent for node in nodes}) < len(nodes) for nodes in drafted]
 

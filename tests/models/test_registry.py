@@ -19,15 +19,8 @@ from specgen.models.files import FileIdentity, identify
 from specgen.models.hub_names import folder_of
 from specgen.models.registry import NGRAM, CatalogueModel, Pair, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
-from specgen.session.choose_models import (
-    DraftChoice,
-    SavedDraft,
-    choose_drafts,
-    find_models,
-    save_draft,
-    saved_draft,
-    saved_drafts_file,
-)
+from specgen.session.choose_models import DraftChoice, choose_drafts, find_models
+from specgen.session.saved_drafts import SavedDraft, save_draft, saved_draft, saved_drafts_file
 from specgen.system.files import SHARD
 from tests.helpers.common import ROOT
 
@@ -204,8 +197,8 @@ def test_what_a_later_version_wrote_is_left_alone() -> None:
         ("{", "is not JSON: "),
         ("\xff", "is not JSON: "),
         ('{"drafts": 3}', "is not a JSON object"),
-        ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is no path'),
-        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is no path"),
+        ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is neither a path'),
+        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is neither a path"),
         (
             '{"drafts": {"big.gguf, 4000 bytes": {"draft": "none", "speedup": "fast"}}}',
             "speedup: Input should be a valid number",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaModel
-from specgen.session.prompts.template import Message, ToolCall, render, unmarked
+from specgen.session.prompts.marked_text import unmarked
+from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
 from tests.helpers.server import running, session_of
@@ -141,10 +142,13 @@ _JSON = (
         ("{{ message.reasoning_content }}{{ message.thinking }}", "Why"),
         ("{{ message['thinking'] }}{{ message.reasoning_text }}", "Why"),
         ("{{ message.reasoning }}", "Why"),
-        ("{% for b in message.content %}{{ b['thinking'] }}{{ b['text'] }}{% endfor %}", "WhySo"),
+        (
+            "{% for block in message.content %}{{ block['thinking'] }}{{ block.text }}{% endfor %}",
+            "WhySo",
+        ),
         (_ONE_TEXT + "{{ message.thinking }}{{ message.tool_calls[1:] }}", "Why\n\nSo[]"),
     ],
-)  # fmt: skip
+)
 def test_thoughts_are_where_the_template_reads_them(template: str, text: str) -> None:
     call = ToolCall("1", "f", {"a": 1})
     turn = Message("assistant", "So", (call,), reasoning="Why")

@@ -124,7 +124,8 @@ def test_where_graphs_are_replayed_the_third_decode_of_a_size_counts() -> None:
 
 
 def test_an_interrupt_ends_it_between_decodes() -> None:
-    model, answers = backend(), iter([False, False, True])
+    model = backend()
+    answers = iter([False, False, True])
     with pytest.raises(KeyboardInterrupt):
         measure_sizes(model, timed_batch_sizes(8), 1.0, lambda: next(answers))
     assert len(timed_sizes(model)) == 2
@@ -178,7 +179,8 @@ def test_the_number_of_threads_changes_in_an_open_context(model: LlamaModel) -> 
 
 
 def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None:
-    target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
+    target = tiny_models / "target.gguf"
+    draft = tiny_models / "draft.gguf"
     measurements = MeasurementStore()
     measurements.keep_threads(target, ContextOptions(), Threads(1, 2))
     measurements.keep_threads(draft, ContextOptions(), Threads(2, 1))
@@ -221,7 +223,8 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
 def test_what_a_busy_machine_costs_holds_for_its_run_only(
     share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
+    file = tmp_path / "learnt.json"
+    draft = tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
     monkeypatch.setattr(machine, "core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)

@@ -17,8 +17,9 @@ from llama_cpp import llama_chat_format as formats
 
 from specgen.errors import PromptError
 from specgen.llama import LlamaVocabulary
-from specgen.session.prompts.prompt import tokenize_marked
-from specgen.session.prompts.template import Message, Role, ToolCall, marked, render, unmarked
+from specgen.session.prompts.marked_text import marked, unmarked
+from specgen.session.prompts.template import Message, Role, ToolCall, render
+from specgen.session.prompts.tokens import tokenize_marked
 from specgen.session.session import Session
 from tests.helpers.common import NOW
 from tests.helpers.sessions import opened, write_models
@@ -52,7 +53,8 @@ _THINKING = """{%- set last = messages[-1].content %}
 #: Writes tools as JSON, and every key that it does not know as the name of an XML element, as
 #: Qwen3-Coder's.
 _TOOLS = """{%- macro element(key, value) %}
-{{- '<' ~ key ~ '>' ~ (value | tojson if value is mapping else value | string) ~ '</' ~ key ~ '>\\n' }}
+{{- '<' ~ key ~ '>' ~ (value | tojson if value is mapping else value | string)
+    ~ '</' ~ key ~ '>\\n' }}
 {%- endmacro %}
 {%- if tools %}{{ '<|im_start|>system\\n' }}
 {%- for tool in tools %}{{ tool | tojson(indent=2) }}
@@ -119,7 +121,7 @@ def text_of(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> str:
 
 
 def harmless(value: Any) -> Any:
-    """The same without any bracket, so without names of control tokens, but with marks of thinking."""
+    """The same value without names of control tokens, except the marks of thinking."""
     if isinstance(value, str):
         parts = re.split("(</?think>|</?reply>)", value)
         parts[::2] = [part.translate(str.maketrans("<>[]|", "()()!")) for part in parts[::2]]
@@ -229,15 +231,23 @@ def test_a_conversation_continues_its_own_tokens(models: Opened, first: str, sec
 def test_templates_decide_alike_with_marks() -> None:
     """Comparisons, cuts and cases that templates use, on a text with marks and without."""
     template = """{% set c = messages[0].content %}
-    {{ c == 'a<b>B c' }} {{ c != 'a' }} {{ 'b>' in c }} {{ c in ['a<b>B c'] }} {{ {'a<b>B c': 1}[c] }}
+    {{ c == 'a<b>B c' }} {{ c != 'a' }} {{ 'b>' in c }} {{ c in ['a<b>B c'] }}
+    {{ {'a<b>B c': 1}[c] }}
     {{ c.startswith(('x', 'a<')) }} {{ c.endswith('c') }} {{ c.find('b') }} {{ c.index('<') }}
-    {{ c.rfind('b') }} {{ c.count('b') }} {{ c.split('<') }} {{ c.rsplit('B', 1) }} {{ c.split() }}
-    {{ c.partition('<')[2] }} {{ c.rpartition('>')[0] }} {{ c.replace('b', 'xx') }} {{ c | replace('a', '') }}
-    {{ c.strip('ac') }} {{ c | trim }} {{ c.removeprefix('a<') }} {{ c.removesuffix(' c') }} {{ c[0] == 'a' }}
-    {{ c | upper }} {{ c | lower }} {{ c | capitalize }} {{ c.title() }} {{ c | length }} {{ c | first }}
-    {{ (c ~ 'x').endswith('cx') }} {{ (c + 'x') == 'a<b>B cx' }} {{ c.splitlines() }} {{ [c, 'A', 'b'] | sort }}
-    {% set y %}{{ c }}!{% endset %}{{ y == 'a<b>B c!' }} {% for x in c if x == 'b' %}{{ x }}{% endfor %}
-    {{ {'z': 1, c: 2, 'B': 3} | dictsort }} {{ c | tojson }} {{ c is string }} {{ messages | tojson }}
+    {{ c.rfind('b') }} {{ c.count('b') }} {{ c.split('<') }} {{ c.rsplit('B', 1) }}
+    {{ c.split() }}
+    {{ c.partition('<')[2] }} {{ c.rpartition('>')[0] }} {{ c.replace('b', 'xx') }}
+    {{ c | replace('a', '') }}
+    {{ c.strip('ac') }} {{ c | trim }} {{ c.removeprefix('a<') }} {{ c.removesuffix(' c') }}
+    {{ c[0] == 'a' }}
+    {{ c | upper }} {{ c | lower }} {{ c | capitalize }} {{ c.title() }} {{ c | length }}
+    {{ c | first }}
+    {{ (c ~ 'x').endswith('cx') }} {{ (c + 'x') == 'a<b>B cx' }} {{ c.splitlines() }}
+    {{ [c, 'A', 'b'] | sort }}
+    {% set y %}{{ c }}!{% endset %}{{ y == 'a<b>B c!' }}
+    {% for x in c if x == 'b' %}{{ x }}{% endfor %}
+    {{ {'z': 1, c: 2, 'B': 3} | dictsort }} {{ c | tojson }} {{ c is string }}
+    {{ messages | tojson }}
     {{ messages | tojson(ensure_ascii=true) }}"""
     messages = [Message("user", "a<b>B c"), Message("assistant", "é <b> 中")]
     choices: dict[str, Any] = {"bos_token": "", "eos_token": "", "now": NOW}

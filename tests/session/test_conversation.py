@@ -61,9 +61,15 @@ _THOUGHTS = [
     "<|channel>thought\nwhy < not<channel|>so < it",
     "<|START_THINKING|>why < not<|END_THINKING|><|START_RESPONSE|>so < it<|END_RESPONSE|>",
     "<|START_RESPONSE|>so < it<|END_RESPONSE|>",
-    "<|channel|>analysis<|message|>why < not<|end|><|start|>assistant<|channel|>final<|message|>so < it",
+    (
+        "<|channel|>analysis<|message|>why < not<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>so < it"
+    ),
     "<|channel|>final<|message|>so < it",
-    "<|channel|>analysis<|message|>why < not<|end|><|channel|>final <|constrain|>json<|message|>so < it",
+    (
+        "<|channel|>analysis<|message|>why < not<|end|>"
+        "<|channel|>final <|constrain|>json<|message|>so < it"
+    ),
     "<|channel>thought\nwhy < not<channel|>so < it<|channel>thought\n<channel|><channel|>",
     "<|open|>think<|sep|>why < not<|open|>response<|sep|>so < it<|close|>response<|sep|>",  # no end
     "so < it",

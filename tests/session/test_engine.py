@@ -1,4 +1,4 @@
-"""Several answers at once, and one after the other in caches that stay: each is what it is alone."""
+"""Several answers at once, or one after the other in caches that stay: each is as it is alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, PromptEvent
-from specgen.llama import LlamaBackend
+from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
+from specgen.method import answer_loop
 from specgen.method.answer_loop import AnswerLoop, PrefillCosts
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
+from specgen.session import scheduler
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine, generate
 from specgen.session.measurement_store import MeasurementStore
@@ -405,8 +407,8 @@ def test_an_answer_goes_on_while_a_long_prompt_is_read(
     """The prompt is read between the rounds, or in their batches: then the answer keeps half of its
     pace.
     """
-    monkeypatch.setattr("specgen.session.scheduler.N_PREFILL_ALONGSIDE", 8)
-    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
+    monkeypatch.setattr(scheduler, "N_PREFILL_ALONGSIDE", 8)
+    monkeypatch.setattr(LlamaModel, "has_equal_rows", True)
     drafting = {} if knows_costs else {"policy": "fixed"}
     with engine_of(models, costs, 2, kind=kind, drafting=drafting) as (loaded, engine):
         first = engine.insert(PROMPTS[0], draft=False)
@@ -459,8 +461,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
 def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
     models: Path, costs: VirtualTime, kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is free at once, others go on, and the prompt, asked for again, has the same answer."""
-    monkeypatch.setattr("specgen.method.answer_loop.N_PREFILL_ALONGSIDE", 4)
+    """Its slot is free at once, others go on, and the prompt has the same answer the next time."""
+    monkeypatch.setattr(answer_loop, "N_PREFILL_ALONGSIDE", 4)
     decode, unwanted = llama_cpp.llama_decode, list[Request]()
 
     def cancelling(*arguments: Any) -> int:
@@ -496,8 +498,8 @@ def test_pieces_are_short_where_others_may_wait(
     models: Path, costs: VirtualTime, has_equal_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each then takes 0.3 s; where a text would depend on it, pieces stay as they are alone."""
-    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", has_equal_rows)
-    monkeypatch.setattr("specgen.session.scheduler.N_PREFILL_ALONGSIDE", 8)
+    monkeypatch.setattr(LlamaModel, "has_equal_rows", has_equal_rows)
+    monkeypatch.setattr(scheduler, "N_PREFILL_ALONGSIDE", 8)
     with engine_of(models, costs, 2, drafter="ngram", n_batch=128) as (loaded, engine):
         prompts = ["1234567890 the cat" * 20, "is 0987654321 not" * 20]
         expected = alone(loaded, prompts)

@@ -21,6 +21,7 @@ CODELLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
 CODESTRAL = ("[PREFIX]", "[SUFFIX]", "[MIDDLE]")
 FILES = "a dog\n\na house\n\n"
 _QWEN = "<|fim_prefix|>the cat is <|fim_suffix|> on the mat<|fim_middle|>"
+_QWEN_FILES = "<|repo_name|>zoo\n<|file_sep|>b.txt\na dog<|file_sep|>c.txt\na house"
 _FILES_2 = "<file_sep>b.txt\na dog<file_sep>c.txt\na house"
 _STARCODER = "the cat is <fim_suffix> on the mat<fim_middle>"
 #: For each family its control tokens, and the prompts for `GAP` alone and behind `MORE`.
@@ -29,7 +30,7 @@ FAMILIES = {
     "qwen": (
         INFILL_TOKENS,
         _QWEN,
-        f"<|repo_name|>zoo\n<|file_sep|>b.txt\na dog<|file_sep|>c.txt\na house<|file_sep|>a.txt\n{_QWEN}",
+        f"{_QWEN_FILES}<|file_sep|>a.txt\n{_QWEN}",
     ),
     "starcoder": (FIM, f"<fim_prefix>{_STARCODER}", f"<fim_prefix>{FILES}{_STARCODER}"),
     "starcoder2": (

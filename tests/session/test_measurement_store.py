@@ -17,7 +17,8 @@ from specgen.session.measurement_store import MeasurementStore
 
 CONTEXT = ContextOptions(n_threads=2)
 MACHINE = {"cpu": "x", "cores": [2, 4]}
-TARGET, DRAFT = Path("target.gguf"), Path("draft.gguf")
+TARGET = Path("target.gguf")
+DRAFT = Path("draft.gguf")
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) ->
 
 
 def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file: Path) -> None:
-    here, there = tmp_path / "here" / "m.gguf", tmp_path / "there" / "m.gguf"
+    here = tmp_path / "here" / "m.gguf"
+    there = tmp_path / "there" / "m.gguf"
     for path in (here, there):
         path.parent.mkdir()
         path.write_bytes(b"1234")

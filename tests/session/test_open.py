@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-import specgen.session.calibration
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify, measurements_file
 from specgen.options import DraftSource
+from specgen.session import calibration
 from specgen.session.calibration import PairCosts
-from specgen.session.choose_models import DraftChoice, SavedDraft, save_draft, saved_drafts_file
+from specgen.session.choose_models import DraftChoice
 from specgen.session.open import use_first
+from specgen.session.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.session.session import Session
+from specgen.system import machine
 from tests.helpers.cli import Specgen
 from tests.helpers.sessions import opened
 
@@ -56,8 +58,8 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.session.calibration, "measure_sizes", measured)
-    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.0)
+    monkeypatch.setattr(calibration, "measure_sizes", measured)
+    monkeypatch.setattr(machine, "share_of_others", lambda *_: 0.0)
     return measured
 
 
@@ -86,7 +88,8 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     note = use_first(session, choices)
     assert session.draft_name == "bad.gguf"
     assert note == (
-        "not drafting with draft.gguf: by its costs answers would be about 0.8 times as fast as without drafts; "
+        "not drafting with draft.gguf: "
+        "by its costs answers would be about 0.8 times as fast as without drafts; "
         "drafting with the general one; find a better"
     )
     assert measured.asked == ["draft.gguf", "bad.gguf"]
@@ -109,7 +112,8 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     assert use_first(session, choices) == (
-        "not drafting with draft.gguf: batches of the target take too long here for any draft model; "
+        "not drafting with draft.gguf: "
+        "batches of the target take too long here for any draft model; "
         "drafting with n-grams; search"
     )
     assert session.draft_name == "ngram"
@@ -145,7 +149,8 @@ def target(tiny_models: Path) -> Path:
     config.mkdir(parents=True)
     about = 'licence = "MIT"\nparameters = "1"\nquantisation = "F32"\ndescription = "tiny"\n'
     tables = "".join(
-        f'[[models]]\nname = "{path.stem}"\nfile = "{path.name}"\nsize_bytes = {path.stat().st_size}\n'
+        f'[[models]]\nname = "{path.stem}"\nfile = "{path.name}"\n'
+        f"size_bytes = {path.stat().st_size}\n"
         f'sha256 = "{file_sha256(path)}"\n{about}'
         for path in (target, draft)
     )

@@ -18,10 +18,11 @@ import pytest
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import PrefixOptions, SamplerOptions
-from specgen.session import prefix_store
+from specgen.session import prefix_store, seen_prompts
 from specgen.session.engine import Engine, generate
 from specgen.session.prefix_store import LEAST_TOKENS, stored
 from specgen.session.prompts.template import Message
+from specgen.session.saved_text import RestoreResult, SavedText
 from specgen.session.session import Session
 from tests.helpers.cli import Specgen, spawn
 from tests.helpers.cli import ended as ended_process
@@ -86,7 +87,7 @@ def asked(question: str) -> str:
 
 
 def talked(engine: Engine, session: Session, *turns: str) -> FinishedEvent:
-    """The answer in a conversation with this system message, of turns of the user and of the model."""
+    """The answer in a conversation with this system message; every other turn is the model's."""
     messages = [Message("system", SYSTEM)]
     for n, text in enumerate(turns):
         messages.append(Message("assistant" if n % 2 else "user", text))
@@ -286,12 +287,12 @@ def test_a_store_that_cannot_be_used_changes_nothing(
     models: Path, tmp_path: Path, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, folder = models / "attention.gguf", tmp_path / "prefixes"
-    restore = prefix_store.SavedText.restore
+    restore = SavedText.restore
 
     def failing(*_: Any) -> bool:
         raise OSError(errno.ENOSPC if problem == "full" else errno.EROFS, "no room, or no right")
 
-    def evicted(saved: prefix_store.SavedText, *where: Any) -> bool | None:
+    def evicted(saved: SavedText, *where: Any) -> RestoreResult:
         saved.path.unlink()  # by another process, behind the search
         return restore(saved, *where)
 
@@ -300,11 +301,11 @@ def test_a_store_that_cannot_be_used_changes_nothing(
     elif problem in ("full", "read-only"):
         monkeypatch.setattr(prefix_store, "write_text", failing)
         if problem == "read-only":
-            monkeypatch.setattr(prefix_store, "replace_bytes", failing)
+            monkeypatch.setattr(seen_prompts, "replace_bytes", failing)
     elif problem == "evicted":
-        monkeypatch.setattr(prefix_store.SavedText, "restore", evicted)
+        monkeypatch.setattr(SavedText, "restore", evicted)
     elif problem == "seen":  # damaged, and written anew each time
-        monkeypatch.setattr(prefix_store, "MOST_SEEN_BYTES", 1)
+        monkeypatch.setattr(seen_prompts, "MOST_BYTES", 1)
         folder.mkdir()
         (folder / "seen.jsonl").write_bytes(b'{"name": 1}\n\xff\n[]\n{"name": "torn", "ke')
     for question in QUESTIONS[:3]:
@@ -336,7 +337,7 @@ def test_a_model_that_is_replaced_while_it_is_in_use(models: Path, tmp_path: Pat
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from specgen.session import prefix_store
+from specgen.session import prefix_store, saved_text
 from tests.session.test_prefix_store import answered
 n_left = int(sys.argv[3])
 def die():
@@ -350,7 +351,7 @@ def dying(path, *values):
     done = write(path, *values[:-1], die)
     die()
     return done
-prefix_store.write_text, prefix_store.CHUNK = dying, 1 << 14
+prefix_store.write_text, saved_text.CHUNK = dying, 1 << 14
 prefix_store.BYTES_PER_S = float("inf")
 answered(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[4], kept="all")
 """
@@ -470,7 +471,7 @@ def test_a_file_of_another_kind_is_refused_and_stays(
 ) -> None:
     file = tmp_path / "mine"
     file.write_bytes(content)
-    with pytest.raises(UsageError, match="this file is no prompt cache"):
+    with pytest.raises(UsageError, match="this file is not a prompt cache"):
         kept_in(file, models / "attention.gguf")
     assert file.read_bytes() == content
 
@@ -478,7 +479,7 @@ def test_a_file_of_another_kind_is_refused_and_stays(
 def test_a_device_is_refused_before_anything_is_answered(models: Path, tmp_path: Path) -> None:
     device = tmp_path / "device"
     device.symlink_to(os.devnull)
-    with pytest.raises(UsageError, match="this file is no prompt cache"):
+    with pytest.raises(UsageError, match="this file is not a prompt cache"):
         kept_in(device, models / "attention.gguf")
     assert device.is_symlink()
 

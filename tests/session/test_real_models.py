@@ -28,7 +28,8 @@ PROMPTS = (
     "for i in range(10):\n\tprint(i)\n",
 )
 LOG = "".join(
-    f"{hour:02}:{minute:02} door {(hour * 7 + minute) % 5} {'opened' if minute % 20 else 'closed'}\n"
+    f"{hour:02}:{minute:02} door {(hour * 7 + minute) % 5} "
+    f"{'opened' if minute % 20 else 'closed'}\n"
     for hour in range(6, 17)
     for minute in range(0, 60, 10)
 )
@@ -77,7 +78,9 @@ def test_text_beyond_a_sliding_window_is_that_of_plain_decoding(gemma3: Path, dr
 
 TEXTS = {
     "prose": "The sea is salty because",
-    "code with tabs": "def total(values):\n\tresult = 0\n\tfor value in values:\n\t\tif value:\n\t\t\t",
+    "code with tabs": (
+        "def total(values):\n\tresult = 0\n\tfor value in values:\n\t\tif value:\n\t\t\t"
+    ),
     "Chinese": "请用中文回答：海水为什么是咸的？海水之所以是咸的，是因为",
     "Arabic": "لماذا البحر مالح؟ البحر مالح لأن",
     "emoji": "Count with me: 🍎 🍎🍎 🍎🍎🍎 🍎🍎🍎🍎 then families: 👨‍👩‍👧 👨‍👩‍👧‍👦 👩🏽‍🚀 and",

@@ -15,6 +15,7 @@ import pytest
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PromptError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama.library import llama_cpp
+from specgen.session import session as session_module
 from specgen.session.engine import generate
 from specgen.session.session import Session
 from tests.helpers.common import EXACT
@@ -110,9 +111,11 @@ def test_the_context_is_as_large_as_needed_and_no_larger_than_trained(models: Pa
         assert isinstance(events[0], PromptEvent)
         assert events[0].n_ctx == n_ctx
     notices = [event.message for event in events if isinstance(event, NoticeEvent)]
-    assert notices == [
-        "short.gguf was trained with 60 tokens of context, but the context has 100: expect poor text"
-    ]
+    (notice,) = notices
+    assert notice == (
+        "short.gguf was trained with 60 tokens of context, "
+        "but the context has 100: expect poor text"
+    )
     with pytest.raises(MemoryLimitError):
         run(session_on(models, n_ctx=1_000_000_000))
 
@@ -196,7 +199,7 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that llama.cpp loads, each after the name of the thread."""
-    monkeypatch.setattr("specgen.session.session.LEAST_AHEAD", 0)
+    monkeypatch.setattr(session_module, "LEAST_AHEAD_BYTES", 0)
     found: list[str] = []
     load = llama_cpp.llama_model_load_from_file
 

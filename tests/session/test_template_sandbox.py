@@ -46,7 +46,10 @@ def test_a_template_that_fails_is_one_line(template: str, why: str) -> None:
         ("{{ '{} {:>3}'.format('a', 'b') }}", "a   b"),
         ("{{ 'a\nb' | indent(4) }}{{ 'x'.rjust(3) }}", "a\n    b  x"),
         (
-            "{% for m in messages %}{% if loop.last %}{{ m.content | trim }}{% endif %}{% endfor %}",
+            (
+                "{% for m in messages %}{% if loop.last %}{{ m.content | trim }}{% endif %}"
+                "{% endfor %}"
+            ),
             "y",
         ),
         ("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),

@@ -66,7 +66,7 @@ class AnswerWriter(ABC):
         return []
 
     def is_over(self, number: int, time_s: float) -> bool:
-        """Return whether an answer, whose first token is `time_s` old, is long enough."""
+        """Return whether an answer is long enough, `time_s` seconds after its first token."""
         limit_s = self._first.lines_s
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
@@ -83,7 +83,12 @@ class AnswerWriter(ABC):
         return []
 
     @abstractmethod
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         """Return the chunks for additions to an answer, by an event or at its end."""
 
     @abstractmethod
@@ -129,7 +134,12 @@ class BlockWriter(AnswerWriter):
         #: The closed blocks, in the form of the API.
         self._blocks: list[Json] = []
 
-    def _add(self, _number: int, deltas: list[Delta], _event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        _number: int,
+        deltas: list[Delta],
+        _event: CommittedEvent | None,
+    ) -> list[Json]:
         events: list[Json] = []
         for delta in deltas:
             if self._block is not None and delta.continues(self._block):

@@ -37,7 +37,7 @@ class ChatToolCall(Fields):
 
 
 class ChatFunctionCall(Fields):
-    """The older form of a call, whose name is also its id."""
+    """The older form of a call; its name is also its id."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str | dict[str, Any] = ""
@@ -56,11 +56,11 @@ class ChatMessage(Fields):
         [], validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
     tool_calls: list[ChatToolCall] = []
-    #: The call whose result this is.
+    #: The id of the call that this is the result of.
     tool_call_id: str | None = None
     #: Ollama: pictures with the text.
     images: list[Any] = []
-    #: Ollama: the function whose result this is.
+    #: Ollama: the name of the function that this is the result of.
     tool_name: str | None = None
 
 
@@ -85,8 +85,13 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     if is_begun(messages):
         continues = _continues_last_message(asked)
     elif asked.continue_final_message or asked.add_generation_prompt is False:
-        warnings.append("messages: not continued, since the last one is no text of the assistant's")
-    request = asked.parsed_chat(messages, defaults, ChatCompletionWriter, warnings)
+        warnings.append("messages: not continued, because the last one is not the assistant's text")
+    request = asked.parsed_chat(
+        messages,
+        defaults,
+        ChatCompletionWriter,
+        warnings,
+    )
     request = replace(
         request, continues=continues, splits_reasoning=asked.reasoning_format != "none"
     )

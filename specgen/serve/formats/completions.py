@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
@@ -64,15 +64,9 @@ class CompletionRequest(TextRequest):
     #: The system message of a line of a batch.
     system: str | None = None
 
-    def parsed(
-        self,
-        kind: Kind,
-        defaults: Defaults,
-        writer: Callable[..., Any],
-        warnings: Sequence[str] = (),
-    ) -> ParsedRequest:
-        """Return what these fields ask for; see `GenerationRequest.parsed`."""
-        request = super().parsed(kind, defaults, writer, warnings)
+    def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
+        """Return the request with what the fields of text completions ask for."""
+        request = super().with_api_fields(request)
         if not self.echo or self.suffix:
             return request
         generation = request.generation
@@ -96,22 +90,31 @@ def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedReque
 def parsed_completions(
     asked: CompletionRequest, defaults: Defaults, kind: Kind = "completion"
 ) -> ParsedRequests:
-    """Return a request for each prompt of a body. Raise `BodyError`."""
-    writer = CompletionWriter if kind == "completion" else ChatCompletionWriter
-    shared = asked.parsed(kind, defaults, writer)
-    shared = replace(shared, splits_reasoning=kind == "prompt")
-    found: list[ParsedRequest] = []
-    for prompt in prompt_inputs("prompt", asked.prompt).values():
-        if not isinstance(prompt, str):
-            found.append(replace(shared, tokens=tuple(prompt)))
-        elif asked.system is not None and kind == "prompt":
-            messages = (Message("system", asked.system), Message("user", prompt))
-            found.append(replace(shared, kind="chat", messages=messages))
-        elif asked.suffix:
-            found.append(replace(shared, gap=Gap(prompt, asked.suffix)))
-        else:
-            found.append(replace(shared, text=prompt))
-    return tuple(found)
+    """Return a request for each prompt of a body, a ``completion`` or a ``prompt``.
+
+    Raises:
+        BodyError: A field cannot be honoured.
+    """
+    if kind == "completion":
+        request = asked.parsed(kind, defaults, CompletionWriter)
+    else:
+        request = asked.parsed(kind, defaults, ChatCompletionWriter)
+        request = replace(request, splits_reasoning=True)
+    prompts = prompt_inputs("prompt", asked.prompt).values()
+    return tuple(_with_prompt(request, asked, prompt) for prompt in prompts)
+
+
+def _with_prompt(
+    request: ParsedRequest, asked: CompletionRequest, prompt: PromptInput
+) -> ParsedRequest:
+    if not isinstance(prompt, str):
+        return replace(request, tokens=tuple(prompt))
+    if request.kind == "prompt" and asked.system is not None:
+        messages = (Message("system", asked.system), Message("user", prompt))
+        return replace(request, kind="chat", messages=messages)
+    if asked.suffix:
+        return replace(request, gap=Gap(prompt, asked.suffix))
+    return replace(request, text=prompt)
 
 
 def prompt_inputs(field: str, value: Any) -> dict[str, PromptInput]:
@@ -124,11 +127,14 @@ def prompt_inputs(field: str, value: Any) -> dict[str, PromptInput]:
     Raises:
         BodyError: The field has something else, or an empty text.
     """
-    is_list = isinstance(value, list) and value and all(type(each) is not int for each in value)
-    if not is_list:
+    is_tokens = isinstance(value, list) and any(type(each) is int for each in value)
+    if is_tokens or not isinstance(value, list) or not value:
         return {field: _prompt_input(field, value)}
-    places = [f"{field}[{number}]" for number in range(len(value))]
-    return {place: _prompt_input(place, each) for place, each in zip(places, value, strict=True)}
+    inputs: dict[str, PromptInput] = {}
+    for number, each in enumerate(value):
+        where = f"{field}[{number}]"
+        inputs[where] = _prompt_input(where, each)
+    return inputs
 
 
 def _prompt_input(where: str, value: Any) -> PromptInput:
@@ -173,7 +179,12 @@ class CompletionWriter(OpenAIWriter):
             chunks.append(self._echo(number, text, event.pieces))
         return chunks + super()._read(number, event)
 
-    def _echo(self, number: int, text: str, pieces: Sequence[Piece]) -> Json:
+    def _echo(
+        self,
+        number: int,
+        text: str,
+        pieces: Sequence[Piece],
+    ) -> Json:
         """Return a chunk with a part of the prompt."""
         chunk = self._chunk(number, {"content": text})
         if pieces:
@@ -182,7 +193,12 @@ class CompletionWriter(OpenAIWriter):
         self._n_characters[number] += len(text)
         return chunk
 
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         chunks = super()._add(number, deltas, event)
         if event is not None:
             self._n_characters[number] += len(event.text)

@@ -22,7 +22,12 @@ class ConversationBuilder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def add_result(self, identity: str | None, text: str, name: str | None = None) -> None:
+    def add_result(
+        self,
+        identity: str | None,
+        text: str,
+        name: str | None = None,
+    ) -> None:
         """Add the result of a call.
 
         Agents shorten conversations: if the call is gone, the result is a text of the user's.
@@ -34,7 +39,12 @@ class ConversationBuilder:
         """
         for call in self._calls():
             if call.identity == (identity or "") and name in (None, call.name):
-                result = Message("tool", text, tool_call_id=identity, name=call.name)
+                result = Message(
+                    "tool",
+                    text,
+                    tool_call_id=identity,
+                    name=call.name,
+                )
                 self.messages.append(result)
                 return
         self.join_text("user", f"[result of an earlier call]\n{text}")
@@ -54,7 +64,13 @@ class ConversationBuilder:
         last = self._turn("assistant")
         self.messages[-1] = replace(last, reasoning=_paragraphs(last.reasoning, thought))
 
-    def join_call(self, where: str, identity: str | None, name: str | None, arguments: Any) -> None:
+    def join_call(
+        self,
+        where: str,
+        identity: str | None,
+        name: str | None,
+        arguments: Any,
+    ) -> None:
         """Add a call to the assistant's turn. Raise `BodyError` if it has no id or no name."""
         if not identity or not name:
             raise BodyError(where, "a call needs an id and a name")

@@ -10,7 +10,7 @@ from typing import Literal
 class Delta:
     """An addition to an answer."""
 
-    #: What is added to. A ``call`` begins a call, whose ``arguments`` follow.
+    #: What the text is added to. A ``call`` begins a call; its ``arguments`` follow.
     kind: Literal["thought", "content", "call", "arguments"]
     #: What is added; JSON in the case of arguments.
     text: str

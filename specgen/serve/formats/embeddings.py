@@ -14,7 +14,7 @@ from specgen.errors import PromptError
 from specgen.serve.formats.completions import PromptInput, prompt_inputs
 from specgen.serve.formats.fields import Fields, Json, parse
 from specgen.serve.formats.request_errors import BodyError
-from specgen.session.prompts.prompt import tokens_of
+from specgen.session.prompts.tokens import tokens_of
 from specgen.system.arrays import Hidden
 
 if TYPE_CHECKING:
@@ -88,7 +88,10 @@ def _tokens(embedder: Embedder, where: str, value: PromptInput) -> list[int]:
 
 
 def embedding_response(
-    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+    vectors: Sequence[str],
+    n_tokens: int,
+    model: str,
+    warnings: Sequence[str],
 ) -> bytes:
     """Return the body of a response.
 

@@ -75,7 +75,11 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
         "drafted_by_position": drafted_by_position,
         "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
         "undrafted": [
-            {"reason": reason, "text": text, "n_rounds": n}
+            {
+                "reason": reason,
+                "text": text,
+                "n_rounds": n,
+            }
             for (reason, text), n in undrafted.most_common()
         ],
     }

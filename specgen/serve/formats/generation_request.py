@@ -189,11 +189,11 @@ class GenerationRequest(SamplerFields):
         grammar, grammar_warnings = self._grammar()
         grammar = grammar or defaults.generation.grammar
         if self.ignore_eos and grammar is not None:
-            raise BodyError("ignore_eos", "a text that follows a grammar has an end")
+            raise BodyError("ignore_eos", "a text that follows a grammar must be able to end")
         given_ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
         sampling = self.model_dump(include=set(_SAMPLER_FIELDS), exclude_none=True)
         biases = sampling.pop("logit_bias", None)
-        return ParsedRequest(
+        request = ParsedRequest(
             kind,
             replace(defaults.sampling, **sampling),
             replace(defaults.generation, **self.model_dump(include=given_ends), grammar=grammar),
@@ -203,6 +203,11 @@ class GenerationRequest(SamplerFields):
             streams=self.stream,
             speculative=self.speculative,
         )
+        return self.with_api_fields(request)
+
+    def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
+        """Return the request with what the fields of a certain API ask for."""
+        return request
 
     def _grammar(self) -> tuple[Grammar | None, list[str]]:
         """Return what the answer must follow, and warnings about what cannot be enforced of it.
@@ -281,8 +286,18 @@ class ChatRequest(GenerationRequest):
         variables = self._template_variables()
         functions, tool_warnings = functions_of(self.tools)
         tools = chosen_tools(functions, self.tool_choice, is_parallel=self.parallel_tool_calls)
-        request = self.parsed("chat", defaults, writer, [*warnings, *tool_warnings])
-        return replace(request, messages=messages, tools=tools, variables=variables)
+        request = self.parsed(
+            "chat",
+            defaults,
+            writer,
+            [*warnings, *tool_warnings],
+        )
+        return replace(
+            request,
+            messages=messages,
+            tools=tools,
+            variables=variables,
+        )
 
     def _template_variables(self) -> dict[str, Any]:
         for name in OWN_VARIABLES & self.chat_template_kwargs.keys():

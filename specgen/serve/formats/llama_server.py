@@ -85,9 +85,12 @@ def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     """
     asked = parse(InfillRequest, body)
     if asked.n > 1:
-        raise BodyError("n", f"{shown(asked.n)} answers; a gap has one")
-    files = tuple(ContextFile(file.filename, file.text) for file in asked.input_extra)
-    gap = Gap(asked.input_prefix + asked.prompt, asked.input_suffix, context=files)
+        raise BodyError("n", f"{shown(asked.n)} answers are asked for, but a gap has one")
+    gap = Gap(
+        prefix=asked.input_prefix + asked.prompt,
+        suffix=asked.input_suffix,
+        context=tuple(ContextFile(file.filename, file.text) for file in asked.input_extra),
+    )
     request = asked.parsed("completion", defaults, LlamaServerWriter)
     return (_as_llama_cpp(asked, replace(request, gap=gap)),)
 
@@ -149,7 +152,12 @@ class LlamaServerWriter(CompletionWriter):
             return found[0]
         return found
 
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         chunks = super()._add(number, deltas, event)
         pieces: tuple[Piece, ...] = ()
         if event is not None:

@@ -24,7 +24,11 @@ _BILLING = "x-anthropic-billing-header"
 #: The fields that the result of a search for tools has of each tool.
 _SEARCH_RESULT_FIELDS = {"name", "description", "parameters"}
 
-_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "length": "max_tokens",
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+}
 #: Types of errors that have another name in Anthropic's API.
 _ERROR_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 
@@ -89,16 +93,24 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
     """
     asked = parse(MessagesRequest, body)
     if asked.thread == "continue":  # the client then sends the whole conversation
-        raise RequestError(404, "threads are not kept: send all messages", "thread_not_found")
+        what = "this server keeps no threads: send all messages"
+        raise RequestError(404, what, "thread_not_found")
     deferred = _deferred_tools(asked)
+    messages = _messages(asked, deferred)
+    # A tool may be called once it is found, and is never described before the conversation.
     usable = [tool for tool in asked.tools if deferred.get(tool.name, "") is not None]
     asked = asked.model_copy(update={"tools": usable})
-    messages = _messages(asked, deferred)
     request = asked.parsed_chat(messages, defaults, MessagesWriter)
-    request = replace(request, continues=is_begun(messages), splits_reasoning=True)
-    if deferred and request.tools is not None:
-        described = tuple(each for each in request.tools.functions if each.name not in deferred)
-        request = replace(request, tools=replace(request.tools, functions=described))
+    tools = request.tools
+    if tools is not None:
+        described = [each for each in tools.functions if each.name not in deferred]
+        tools = replace(tools, functions=tuple(described))
+    request = replace(
+        request,
+        tools=tools,
+        continues=is_begun(messages),
+        splits_reasoning=True,
+    )
     return (request,)
 
 
@@ -110,13 +122,11 @@ def _deferred_tools(asked: MessagesRequest) -> dict[str, str | None]:
     """
     if any("tool_search" in tool.type for tool in asked.tools):  # it would run at Anthropic
         return {}
-    found = {
-        part.tool_name
-        for message in asked.messages
-        for block in message.content
-        for part in block.content
-        if part.type == "tool_reference"
-    }
+    found: set[str] = set()
+    for message in asked.messages:
+        for block in message.content:
+            references = [part for part in block.content if part.type == "tool_reference"]
+            found |= {part.tool_name for part in references}
     deferred: dict[str, str | None] = {}
     for tool in asked.tools:
         if not tool.defer_loading:
@@ -214,7 +224,12 @@ class MessagesWriter(BlockWriter):
 
     def whole(self) -> Json:
         """Return the whole response."""
-        return {**self._head, "content": self._blocks, **self._ending(), **self._api_figures()}
+        return {
+            **self._head,
+            "content": self._blocks,
+            **self._ending(),
+            **self._api_figures(),
+        }
 
     def _opened(self, block: Delta) -> list[Json]:
         return [self._event("start", content_block=_block_object(replace(block, text="")))]
@@ -234,11 +249,19 @@ class MessagesWriter(BlockWriter):
         return events
 
     def _end(self, _number: int) -> list[Json]:
-        last = {"type": "message_delta", "delta": self._ending(), **self._api_figures()}
+        last = {
+            "type": "message_delta",
+            "delta": self._ending(),
+            **self._api_figures(),
+        }
         return [*self._close(), last, {"type": "message_stop"}]
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": f"content_block_{kind}", "index": len(self._blocks), **fields}
+        return {
+            "type": f"content_block_{kind}",
+            "index": len(self._blocks),
+            **fields,
+        }
 
     def _ending(self) -> Json:
         (answer,) = self._answers
@@ -267,7 +290,11 @@ def _block_object(block: Delta) -> Json:
             "input": arguments,
         }
     if block.kind == "thought":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {
+            "type": "thinking",
+            "thinking": block.text,
+            "signature": "",
+        }
     return {"type": "text", "text": block.text}
 
 

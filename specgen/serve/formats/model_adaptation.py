@@ -83,9 +83,9 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
     assert form is not None
     assert tools is not None
     if generation.grammar is not None and generation.grammar.form == "gbnf":
-        raise BodyError("grammar", "it excludes tools; a JSON schema does not")
+        raise BodyError("grammar", "it excludes tools; use a JSON schema instead")
     if tools.must_call and generation.ignore_eos:
-        raise BodyError("ignore_eos", "a text that follows a grammar has an end")
+        raise BodyError("ignore_eos", "a text that follows a grammar must be able to end")
     other = generation.grammar
     if tools.must_call:
         other = None
@@ -136,9 +136,7 @@ def _with_token_biases(request: ParsedRequest, vocabulary: LlamaVocabulary) -> P
         return request
     found: list[tuple[int, float]] = []
     for key, bias in request.biases:
-        tokens = [key]
-        if isinstance(key, str):
-            tokens = vocabulary.tokenize_inside(key)
+        tokens = [key] if isinstance(key, int) else vocabulary.tokenize_inside(key)
         try:
             vocabulary.check(tokens)
         except PromptError as error:

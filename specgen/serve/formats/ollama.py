@@ -38,7 +38,12 @@ class OllamaRequest(Fields):
 
     def openai_body(self, **fields: Any) -> Json:
         """Return the body of a request in OpenAI's form, with these fields of a text or a chat."""
-        body = {**(self.model_extra or {}), **self.options, **fields, "stream": self.stream}
+        body = {
+            **(self.model_extra or {}),
+            **self.options,
+            **fields,
+            "stream": self.stream,
+        }
         max_tokens = body.pop("num_predict", None)
         if isinstance(max_tokens, int):
             max_tokens = max(max_tokens, -1)
@@ -100,13 +105,23 @@ def read_ollama_generate(body: Json, defaults: Defaults) -> ParsedRequests:
         messages: list[Json] = []
         if asked.system:
             messages.append({"role": "system", "content": asked.system})
-        messages.append({"role": "user", "content": asked.prompt, "images": asked.images})
+        messages.append(
+            {
+                "role": "user",
+                "content": asked.prompt,
+                "images": asked.images,
+            }
+        )
         requests = read_chat(asked.openai_body(messages=messages), defaults)
     return _for_ollama(requests, answer_field="response")
 
 
 def _loading_only(asked: OllamaRequest, defaults: Defaults) -> ParsedRequests:
-    body = {"prompt": " ", "max_tokens": 0, "stream": asked.stream}
+    body = {
+        "prompt": " ",
+        "max_tokens": 0,
+        "stream": asked.stream,
+    }
     return read_completion(body, defaults)
 
 
@@ -149,7 +164,12 @@ class OllamaWriter(AnswerWriter):
             body["logprobs"] = self._logprobs
         return {**body, **self._ending()}
 
-    def _add(self, _number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        _number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         lines: list[Json] = []
         for delta in deltas:
             if delta.kind == "content":
@@ -167,14 +187,25 @@ class OllamaWriter(AnswerWriter):
     def _end(self, _number: int) -> list[Json]:
         return [{**self._line("", "", self._answers[0].calls), **self._ending()}]
 
-    def _line(self, text: str, thought: str, calls: Sequence[Delta] = ()) -> Json:
+    def _line(
+        self,
+        text: str,
+        thought: str,
+        calls: Sequence[Delta] = (),
+    ) -> Json:
         answer: Json = {}
         if thought:
             answer["thinking"] = thought
         if calls:
             answer["tool_calls"] = [_call_object(call) for call in calls]
         if self._answer_field == "message":
-            answer = {"message": {"role": "assistant", "content": text, **answer}}
+            answer = {
+                "message": {
+                    "role": "assistant",
+                    "content": text,
+                    **answer,
+                }
+            }
         else:
             answer["response"] = text
         created = datetime.datetime.fromtimestamp(self._context.created, datetime.timezone.utc)
@@ -213,12 +244,19 @@ def _call_object(call: Delta) -> Json:
 
 
 def ollama_embeddings(
-    vectors: Sequence[str], n_tokens: int, model: str, warnings: Sequence[str]
+    vectors: Sequence[str],
+    n_tokens: int,
+    model: str,
+    warnings: Sequence[str],
 ) -> bytes:
     """Return the body of a response with embeddings.
 
     Clients of the older endpoint read ``embedding``. For the arguments see `embedding_response`.
     """
-    rest: Json = {"model": model, "prompt_eval_count": n_tokens, "warnings": list(warnings)}
+    rest: Json = {
+        "model": model,
+        "prompt_eval_count": n_tokens,
+        "warnings": list(warnings),
+    }
     data = ", ".join(vectors)
     return (f'{{"embedding": {vectors[0]}, "embeddings": [{data}], {json.dumps(rest)[1:]}').encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -17,9 +17,9 @@ from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.figures import own_figures
 from specgen.serve.formats.generation_request import GenerationRequest
-from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.parsed_request import ParsedRequest
 
-#: The most likely tokens whose log-probabilities may be asked for.
+#: The largest number of likely tokens for which log-probabilities may be requested.
 MAX_LOGPROBS = 100
 
 
@@ -32,7 +32,14 @@ class OpenAIRequest(GenerationRequest):
     #: In a chat, for how many likely tokens.
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     #: The number of answers to each prompt.
-    n: Annotated[int, Field(ge=1, lt=2**31, validation_alias=AliasChoices("n", "n_cmpl"))] = 1
+    n: Annotated[
+        int,
+        Field(
+            ge=1,
+            lt=2**31,
+            validation_alias=AliasChoices("n", "n_cmpl"),
+        ),
+    ] = 1
     #: Whether a stream ends with a chunk that has the usage and nothing else.
     has_usage_alone: bool | None = Field(
         None, validation_alias=AliasPath("stream_options", "include_usage")
@@ -42,15 +49,8 @@ class OpenAIRequest(GenerationRequest):
     #: llama.cpp: whether a stream has the progress of the prefill.
     return_progress: bool = False
 
-    def parsed(
-        self,
-        kind: Kind,
-        defaults: Defaults,
-        writer: Callable[..., Any],
-        warnings: Sequence[str] = (),
-    ) -> ParsedRequest:
-        """Return what these fields ask for; see `GenerationRequest.parsed`."""
-        request = super().parsed(kind, defaults, writer, warnings)
+    def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
+        """Return the request with what the fields of OpenAI's older API ask for."""
         n_logprobs = request.generation.logprobs
         if self.logprobs is True:
             n_logprobs = self.top_logprobs
@@ -116,7 +116,11 @@ class OpenAIWriter(AnswerWriter):
     def whole(self) -> Json:
         """Return the whole response."""
         choices = [self._choice(number) for number in range(len(self._answers))]
-        return {**self._head(self.object_type), "choices": choices, **self._figures()}
+        return {
+            **self._head(self.object_type),
+            "choices": choices,
+            **self._figures(),
+        }
 
     def _head(self, object_type: str) -> Json:
         return {
@@ -135,7 +139,12 @@ class OpenAIWriter(AnswerWriter):
             **_ending(self._answers[number]),
         }
 
-    def _chunk(self, number: int, delta: Json, ending: Json | None = None) -> Json:
+    def _chunk(
+        self,
+        number: int,
+        delta: Json,
+        ending: Json | None = None,
+    ) -> Json:
         choice = {
             "index": number,
             **self._delta_field(delta),
@@ -159,7 +168,12 @@ class OpenAIWriter(AnswerWriter):
         }
         return [{**self._chunk(number, {}), "prompt_progress": progress}]
 
-    def _add(self, number: int, deltas: list[Delta], event: CommittedEvent | None) -> list[Json]:
+    def _add(
+        self,
+        number: int,
+        deltas: list[Delta],
+        event: CommittedEvent | None,
+    ) -> list[Json]:
         chunks = [
             self._chunk(number, _delta_object(delta))
             for delta in deltas
@@ -170,7 +184,12 @@ class OpenAIWriter(AnswerWriter):
             self._add_logprobs(number, chunks[0], event.pieces)
         return chunks
 
-    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
+    def _add_logprobs(
+        self,
+        number: int,
+        chunk: Json,
+        pieces: Sequence[Piece],
+    ) -> None:
         found = self._logprobs_of(number, pieces)
         chunk["choices"][0]["logprobs"] = found
         for name, values in found.items():
@@ -212,7 +231,11 @@ def _delta_object(delta: Delta) -> Json:
 def call_object(call: Delta) -> Json:
     """Return a call in OpenAI's form."""
     function = {"name": call.name, "arguments": call.text}
-    return {"id": call.identity, "type": "function", "function": function}
+    return {
+        "id": call.identity,
+        "type": "function",
+        "function": function,
+    }
 
 
 # --- log-probabilities ----------------------------------------------------------------------------

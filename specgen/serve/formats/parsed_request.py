@@ -124,7 +124,12 @@ class ParsedRequest:
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
             messages = messages[:-1]
-        prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
+        prompt = prompts.of_messages(
+            messages,
+            now=now,
+            tools=tools,
+            variables=self.variables,
+        )
         if not self.splits_reasoning:
             prompt = replace(prompt, thoughts=None)
         if continues:

@@ -88,7 +88,7 @@ class ResponsesRequest(ChatRequest):
 
     #: The system message.
     instructions: Parts = []
-    #: The conversation; a text stands for the user's message.
+    #: The conversation; a text is taken as the user's message.
     input: Annotated[list[ResponseItem], BeforeValidator(_as_items), Field(min_length=1)]
     #: What the response has to have besides.
     include: list[str] = []
@@ -100,7 +100,7 @@ def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Parse
     """Read a request for a response. Raise `BodyError`."""
     for name in _REFUSED_FIELDS:
         if body.get(name):
-            raise BodyError(name, "nothing is kept here: send all items as input")
+            raise BodyError(name, "this server keeps no conversations: send all items as input")
     asked = parse(ResponsesRequest, body)
     warnings = [
         f"include: ignored {shown(what)}, which responses do not have"
@@ -136,7 +136,10 @@ def _messages(asked: ResponsesRequest, warnings: list[str]) -> tuple[Message, ..
 
 
 def _add_item(
-    builder: ConversationBuilder, where: str, item: ResponseItem, warnings: list[str]
+    builder: ConversationBuilder,
+    where: str,
+    item: ResponseItem,
+    warnings: list[str],
 ) -> None:
     match item.type:
         case "message":
@@ -154,13 +157,23 @@ def _add_item(
             if thought:
                 builder.join_thought(thought)
         case "function_call":
-            builder.join_call(where, item.call_id, item.name, arguments_of(item.arguments))
+            builder.join_call(
+                where,
+                item.call_id,
+                item.name,
+                arguments_of(item.arguments),
+            )
         case "custom_tool_call":
-            builder.join_call(where, item.call_id, item.name, {"input": item.input})
+            builder.join_call(
+                where,
+                item.call_id,
+                item.name,
+                {"input": item.input},
+            )
         case "function_call_output" | "custom_tool_call_output":
             builder.add_result(item.call_id, text_of(item.output))
         case kind if kind in _REFUSED_ITEMS:
-            what = f"{shown(kind)} stands for items that are not kept here: send the items"
+            what = f"{shown(kind)} stands for items that this server has not kept: send the items"
             raise BodyError(f"{where}.type", what)
         case kind:
             warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
@@ -272,7 +285,11 @@ class ResponsesWriter(BlockWriter):
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
-        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
+        return {
+            "type": f"response.{kind}",
+            "sequence_number": self._n_events - 1,
+            **fields,
+        }
 
     # --- items ------------------------------------------------------------------------------------
 
@@ -320,11 +337,19 @@ class ResponsesWriter(BlockWriter):
 
     def _item_event(self, kind: str, **fields: Any) -> Json:
         """Return an event about the open item, the next of the output, and its only part."""
-        place = {"item_id": self._item_id, "output_index": len(self._blocks), "content_index": 0}
+        place = {
+            "item_id": self._item_id,
+            "output_index": len(self._blocks),
+            "content_index": 0,
+        }
         return self._event(kind, **place, **fields)
 
     def _item(self, block: Delta, status: str) -> Json:
-        item: Json = {"id": self._item_id, "type": self._item_type(block), "status": status}
+        item: Json = {
+            "id": self._item_id,
+            "type": self._item_type(block),
+            "status": status,
+        }
         match block.kind:
             case "call":
                 item["call_id"] = block.identity
@@ -370,7 +395,12 @@ class ResponsesWriter(BlockWriter):
 def _part_object(block: Delta) -> Json:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": [],
+    }
 
 
 def _usage(usage: Json) -> Json:

@@ -108,7 +108,7 @@ def functions_of(tools: Sequence[ToolDefinition]) -> tuple[dict[str, Function], 
         if tool.name in functions:
             raise BodyError(f"{where}.name", f"{shown(tool.name)} is given twice")
         if tool.format not in ({}, {"type": "text"}):
-            warnings.append(f"{where}.format: ignored, the input is a free text")
+            warnings.append(f"{where}.format: ignored, since the input is free text")
         schema = _parameters_schema(tool, where)
         functions[tool.name] = Function(tool.name, tool.description, schema)
     return functions, warnings
@@ -118,7 +118,11 @@ def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
     if tool.type == "custom" and not tool.parameters:
         return _FREE_TEXT
     # Templates read the properties even of functions without parameters.
-    schema = {"type": "object", "properties": {}, **tool.parameters}
+    schema = {
+        "type": "object",
+        "properties": {},
+        **tool.parameters,
+    }
     properties = schema["properties"] or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict):

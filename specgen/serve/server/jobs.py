@@ -277,7 +277,7 @@ class ServedModel:
         measured costs; None if they are not known, no answer has begun, or a prompt is read.
         """
         busy = [slot.request for slot in self.engine.slots if slot.request is not None]
-        if not busy or any(request.state == "reading" for request in busy):
+        if not busy or any(request.state == "prefill" for request in busy):
             return None
         table = self._opened.session.costs.table(n_past=busy[0].running.n_prompt)
         return table.seconds(len(busy)) / len(busy) if table else None

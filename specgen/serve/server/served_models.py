@@ -148,8 +148,8 @@ class ModelLoader:
             stack.callback(engine.close)
             engine.notify(news)
             reporter.note(
-                f"{counted(engine.n_parallel, 'answer')} at once, contexts of {engine.n_ctx} tokens; "
-                f"draft: {session.draft_name}"
+                f"{counted(engine.n_parallel, 'answer')} at once, "
+                f"contexts of {engine.n_ctx} tokens; draft: {session.draft_name}"
             )
             for notice in engine.take_notices():
                 reporter.note(notice)
@@ -171,9 +171,10 @@ class ModelLoader:
 
 @contextlib.contextmanager
 def _weights(options: SessionOptions) -> Iterator[None]:
-    """Load the weights of a target, which takes longest, while other models decode. (If kernels
-    cannot compute it, they are switched while it loads, so that it is loaded later, when nothing
-    decodes.)
+    """Load the weights of a target, which takes longest, while other models decode.
+
+    If the kernels cannot compute it, they are switched while it loads. Then it is loaded later,
+    when nothing decodes.
     """
     refuse_draft(options.target)
     if kernel_problem(options.target):
@@ -208,26 +209,38 @@ def read_models(path: Path, options_of: OptionsOf, loader: ModelLoader) -> list[
         )
     if path.is_dir():
         return _in_folder(path, options_of, loader)
-    entries: list[ModelEntry] = []
-    for name, table in read_toml(path).items():
-        try:
-            if not isinstance(table, dict):
-                raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
-            values = {key: _in_its_folder(value, path.parent) for key, value in table.items()}
-            model = options_of(values)
-            if model.models.target is None and model.models.pair is None:
-                raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
-            entries.append(loader.entry(name, model))
-        except SpecgenError as error:
-            message = f"{path}: [{name}]: {error.message}"
-            raise type(error)(message, error.hint or correct(path)) from error
+    entries = [
+        _in_file(path, name, table, options_of, loader) for name, table in read_toml(path).items()
+    ]
     if not entries:
         hint = "give each a table: a line [NAME], then target = ..."
         raise UsageError(f"{path} has no models", hint)
     return entries
 
 
+def _in_file(
+    path: Path,
+    name: str,
+    table: Any,
+    options_of: OptionsOf,
+    loader: ModelLoader,
+) -> ModelEntry:
+    """Return a model of a file; errors say where in the file it is."""
+    try:
+        if not isinstance(table, dict):
+            raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
+        values = {key: _in_its_folder(value, path.parent) for key, value in table.items()}
+        model = options_of(values)
+        if model.models.target is None and model.models.pair is None:
+            raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
+        return loader.entry(name, model)
+    except SpecgenError as error:
+        message = f"{path}: [{name}]: {error.message}"
+        raise type(error)(message, error.hint or correct(path)) from error
+
+
 def _in_its_folder(value: Any, folder: Path) -> Any:
+    """Return an option's value; one that names a file in the folder becomes its path."""
     if isinstance(value, list):
         return [_in_its_folder(each, folder) for each in value]
     file = folder / str(value)
@@ -256,7 +269,7 @@ def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list
     return list(entries.values())
 
 
-# --- the memory of models, from the metadata of their files
+# --- the memory of models, from the metadata of their files --------------------------------------
 
 
 def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
@@ -275,9 +288,11 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
+    """Return the size of an embedding model's context, and an estimate of all its memory."""
     n_train = _trained_context(target)
     n_ctx = usual_n_ctx(context.n_ctx, n_train)
-    n_ctx = min(n_ctx, n_train) if n_train else n_ctx
+    if n_train:
+        n_ctx = min(n_ctx, n_train)
     with GgufMetadata(target) as about:
         n_vocab = about.length("tokenizer.ggml.tokens") or 0
     # llama.cpp has room for logits too.
@@ -294,9 +309,9 @@ def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
         size = about.number(f"{name}.embedding_length") // n_heads
         size_k = about.number(f"{name}.attention.key_length") or size
         size_v = about.number(f"{name}.attention.value_length") or size
-    a_token = size_k * CACHE_TYPES[context.cache_type_k][1]
-    a_token += size_v * CACHE_TYPES[context.cache_type_v][1]
-    cache_bytes = int(n_tokens * n_layers * n_heads_kv * a_token)
+    head_bytes = size_k * CACHE_TYPES[context.cache_type_k][1]
+    head_bytes += size_v * CACHE_TYPES[context.cache_type_v][1]
+    cache_bytes = int(n_tokens * n_layers * n_heads_kv * head_bytes)
     try:
         weight_bytes = sum(part.stat().st_size for part in parts_of(file))
     except OSError as error:

@@ -11,13 +11,18 @@ from specgen.serve.formats.tool_calls.parser import ToolCallParser
 
 
 class CallsInThoughts:
-    """Reads thoughts, at whose end some models call tools without ending the thoughts.
+    """Finds the calls at the end of a thinking block.
 
-    So what looks like calls is held back. If anything follows it, it was a thought.
+    Some models call tools without ending their thoughts first. So text that looks like calls is
+    held back; if anything follows it, it was a thought.
     """
 
     def __init__(
-        self, form: CallForm, functions: Sequence[Function], *, one_only: bool = False
+        self,
+        form: CallForm,
+        functions: Sequence[Function],
+        *,
+        one_only: bool = False,
     ) -> None:
         self._form = form
         self._functions = functions

@@ -8,6 +8,7 @@ model family needs no code as long as this finds its form.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -49,7 +50,13 @@ _TYPES = {
 #: texts for those that do not.
 _TEXTS = ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
 _PROBES: tuple[Arguments, ...] = tuple(
-    {"text": text, "number": _NUMBER, "flag": True, "items": ["a", "b"], "fields": {"k": 1}}
+    {
+        "text": text,
+        "number": _NUMBER,
+        "flag": True,
+        "items": ["a", "b"],
+        "fields": {"k": 1},
+    }
     for text in _TEXTS
 )
 #: Fields that the template of Command R+ needs for each argument.
@@ -64,7 +71,14 @@ _SCHEMA = {
 }
 _FUNCTIONS = {_NAME: _SCHEMA, _SECOND_NAME: _SCHEMA}
 _TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A tool.",
+            "parameters": schema,
+        },
+    }
     for name, schema in _FUNCTIONS.items()
 ]
 _CONTENT = "@@plain@@"
@@ -135,32 +149,26 @@ def _probed_form(template: str) -> CallForm | None:
 
 
 def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> str:
-    """Return what the template writes for calls, without what it writes around any answer."""
-    made = [
-        ToolCall(identity, name, arguments)
-        for identity, (name, arguments) in zip(_IDS, calls, strict=False)
-    ]
+    """Return the text of calls in a conversation, without what surrounds every answer."""
+    made: list[ToolCall] = []
+    results: list[Message] = []
+    for identity, (name, arguments) in zip(_IDS, calls, strict=False):
+        made.append(ToolCall(identity, name, arguments))
+        results.append(Message("tool", "result", tool_call_id=identity, name=name))
     user = Message("user", "hello")
-    called = Message("assistant", "", tuple(made))
     plain = Message("assistant", _CONTENT)
-    try:
-        text = _added_text(
-            _render(template, [user, called]), _render(template, [user, plain]), has_results=False
-        )
-    except PromptError:
-        text = ""
-    if text:
-        return text
+    called = Message("assistant", "", tuple(made))
+    with contextlib.suppress(PromptError):
+        called_text = _render(template, [user, called])
+        plain_text = _render(template, [user, plain])
+        calls_text = _added_text(called_text, plain_text, has_results=False)
+        if calls_text:
+            return calls_text
     # Some templates write only calls that have results, and some need an answer after these.
-    results = [
-        Message("tool", "result", tool_call_id=call.identity, name=call.name) for call in made
-    ]
     end = [plain, Message("user", "x")]
-    return _added_text(
-        _render(template, [user, called, *results, *end]),
-        _render(template, [user, *end]),
-        has_results=True,
-    )
+    called_text = _render(template, [user, called, *results, *end])
+    plain_text = _render(template, [user, *end])
+    return _added_text(called_text, plain_text, has_results=True)
 
 
 def _render(template: str, messages: list[Message]) -> str:
@@ -182,22 +190,24 @@ def _added_text(called: str, plain: str, *, has_results: bool) -> str:
     Returns:
         An empty text if there are no calls.
     """
-    # Neither end may be within a tag.
+    # Leave out what both have in common, but no part of a tag.
     start = common_prefix_length(called, plain)
     if _ends_in_tag(called[:start]):
         start = called.rfind("<", 0, start)
-    if called.find(_NAME, start) < 0:
+    added = called[start:]
+    if _NAME not in added:
         return ""
-    end = len(called) - common_prefix_length(called[start:][::-1], plain[start:][::-1])
-    if _ends_in_tag(called[start:end]):
-        end = called.find(">", end) + 1
+    n_common_end = common_prefix_length(added[::-1], plain[start:][::-1])
+    end = len(added) - n_common_end
+    if _ends_in_tag(added[:end]):
+        end = added.find(">", end) + 1
+    added = added[:end]
     # Results follow the tag that ends any answer.
-    answer_end = _TAG.search(plain[plain.find(_CONTENT) + len(_CONTENT) :])
+    _, _, after_content = plain.partition(_CONTENT)
+    answer_end = _TAG.search(after_content)
     if has_results and answer_end is not None:
-        place = called.find(answer_end[0], start, end)
-        if place >= 0:
-            end = place
-    return _AROUND_CALLS.sub("", called[start:end])
+        added, _, _ = added.partition(answer_end[0])
+    return _AROUND_CALLS.sub("", added)
 
 
 def _ends_in_tag(text: str) -> bool:
@@ -251,9 +261,10 @@ def _object_keys(text: str, name_start: int) -> tuple[str, str] | None:
 
 
 def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | None:
-    """Return the form of a call whose arguments are written one by one, as far as a call shows it.
+    """Return the form of a call with arguments that are written one by one.
 
-    Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``.
+    Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``. What separates
+    two calls is not known yet.
     """
     after = written[name_start + len(_NAME) :]
     keys = list(probe)
@@ -278,11 +289,12 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
         key_end = key_start + len(key)
         value_start = value_starts.get(key, after.find(closing.strip(), key_end))
         middles[_TYPES[key]] = after[key_end:value_start]
-    # Templates write other values in several ways: what they have in common with texts is certain.
-    for kind in ("boolean", "array", "object"):
-        middles[kind] = _like_text_middle(middles[kind], middles["string"])
+    pair = ArgumentPair(
+        opening=opening,
+        middles=_without_values(middles),
+        closing=closing.replace(f"</{keys[0]}>", f"</{ANY}>"),
+    )
 
-    pair = ArgumentPair(opening, middles, closing.replace(f"</{keys[0]}>", f"</{ANY}>"))
     last_closing = pair.closing_of(keys[-1]).strip()
     arguments_end = after.rfind(last_closing) + len(last_closing)
     return CallForm(
@@ -292,6 +304,21 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
         style="pairs",
         pair=pair,
     )
+
+
+def _without_values(middles: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts between keys and values without values at their ends.
+
+    Templates write flags, lists and objects in several ways, so that their beginnings are not
+    known. What comes before them is like what comes before a text.
+    """
+    text_middle = middles["string"]
+    shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
+    found = dict(middles)
+    for kind in ("boolean", "array", "object"):
+        alike = re.match(shape, middles[kind])
+        found[kind] = text_middle if alike is None else alike[0]
+    return found
 
 
 def _places_in_order(keys: Sequence[str], text: str) -> list[int] | None:
@@ -329,15 +356,6 @@ def _split_between_pairs(between: str, *, before: str, key: str) -> tuple[str, s
             break
         cut -= 1
     return between[:cut], between[cut:]
-
-
-def _like_text_middle(middle: str, text_middle: str) -> str:
-    """Return the part of a text between key and value that is like that before texts."""
-    shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
-    found = re.match(shape, middle)
-    if found is None:
-        return text_middle
-    return found[0]
 
 
 def _with_second_call(form: CallForm, two: str | None) -> CallForm:
@@ -385,7 +403,12 @@ def _with_any(form: CallForm, pattern: str) -> CallForm:
 # --- the test of a candidate ----------------------------------------------------------------------
 
 
-def _reads_back(form: CallForm, one: str, two: str | None, probe: Arguments) -> bool:
+def _reads_back(
+    form: CallForm,
+    one: str,
+    two: str | None,
+    probe: Arguments,
+) -> bool:
     """Return whether a reader gets the calls back from what the template wrote."""
     first_call = (_NAME, probe)
     if _read_all(form, one) != [first_call]:

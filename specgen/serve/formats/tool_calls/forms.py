@@ -138,6 +138,15 @@ class CallForm:
         return closing.partition("}")[2]
 
     @property
+    def argument_beginnings(self) -> list[str]:
+        """The texts that may follow a name: the beginning of arguments, or the end of none."""
+        if self.pair is not None:
+            return [self.pair.opening, *self.argument_ends]
+        if self.style == "python":
+            return ["("]
+        return ["{"]
+
+    @property
     def argument_ends(self) -> list[str]:
         """The texts that may follow the arguments of a call.
 
@@ -212,8 +221,8 @@ HERMES = CallForm(
     keys=("name", "arguments"),
 )
 
-#: The forms of models whose templates offer tools and write no call, by the text that shows them:
-#: a control token of the model, or a part of the template's instructions.
+#: The forms of models with templates that offer tools but never write a call. The keys show the
+#: form: a control token of the model, or a part of the template's instructions.
 FORMS_BY_MARK: Mapping[str, CallForm] = {
     "<|tool_call_start|>": LFM2,
     "<|tool_call|>": GRANITE,

@@ -19,6 +19,14 @@ class Function:
     @property
     def definition(self) -> dict[str, Any]:
         """The definition as chat templates expect it, with every field that they may read."""
-        parameters = {"type": "object", "properties": {}, **self.parameters}
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        parameters = {
+            "type": "object",
+            "properties": {},
+            **self.parameters,
+        }
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": parameters,
+        }
         return {"type": "function", "function": function}

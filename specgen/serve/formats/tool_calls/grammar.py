@@ -51,7 +51,11 @@ _PYTHON_RULES = (
 #: Rules for the values of the styles that do not write JSON.
 _VALUE_RULES: Mapping[str, tuple[str, ...]] = {"gemma": _GEMMA_RULES, "python": _PYTHON_RULES}
 #: The Lark literals between two arguments.
-_SEPARATORS = {"python": '", "', "gemma": '","', "pairs": ""}
+_SEPARATORS = {
+    "python": '", "',
+    "gemma": '","',
+    "pairs": "",
+}
 
 
 def calls_grammar(
@@ -78,30 +82,25 @@ def calls_grammar(
     Raises:
         UsageError: No arguments conform to the schema of a function.
     """
+    trigger, opening = _trigger_and_opening(
+        form, is_parallel=is_parallel, must_call=must_call, other=other
+    )
     rules = _CallRules(form)
+
+    # All calls.
     call = rules.add(" | ".join(map(rules.call, functions)))
-    more_calls = ""
+    calls = f"{rules.text(opening)} {call}"
     if is_parallel and form.between:
-        more_calls = f" ({rules.text(form.between)} {call}){{0,{_MAX_CALLS - 1}}}"
+        calls += f" ({rules.text(form.between)} {call}){{0,{_MAX_CALLS - 1}}}"
     closing = rules.text(form.closing.rstrip())
     if _CONTROL_TOKEN.fullmatch(form.closing) and not form.between:  # it may end the answer
         closing = f"({closing})?"
 
-    # A trigger is the mark that the grammar follows; without one it holds from the beginning.
-    trigger = ""
-    if other is None:
-        trigger = form.trigger
-    opening = form.opening.lstrip()
-    if not must_call:
-        opening = opening.removeprefix(trigger)
-    elif not is_parallel or form.between is None or form.continues_after_closing:
-        trigger = ""
-
-    calls = f"calls: {rules.text(opening)} {call}{more_calls} {closing}"
-    if other is None:
-        lines = ["start: calls", calls]
-    else:
-        lines = ["start: calls | other", calls, f"other: {in_lark(other)}"]
+    # What else the answer may be.
+    lines = ["start: calls", f"calls: {calls} {closing}"]
+    if other is not None:
+        lines[0] += " | other"
+        lines.append(f"other: {in_lark(other)}")
     bare_call_pattern = ""
     if trigger and form.mark and not must_call and form.keys is not None and form.keys[0]:
         lines += rules.bare_call(form.keys[0])
@@ -109,7 +108,6 @@ def calls_grammar(
     if is_parallel and _ends_within_tag(form):
         # A text forced up to the middle of a control token's name would exclude that token.
         lines.append('%llguidance {"no_forcing": true}')
-
     grammar = Grammar(
         "lark",
         "\n".join([*lines, *rules.lines]),
@@ -119,6 +117,27 @@ def calls_grammar(
         bare_start=bare_call_pattern,
     )
     return grammar, rules.warnings
+
+
+def _trigger_and_opening(
+    form: CallForm,
+    *,
+    is_parallel: bool,
+    must_call: bool,
+    other: Grammar | None,
+) -> tuple[str, str]:
+    """Return the mark after which the grammar holds, and its text before the first name.
+
+    Without a mark, the grammar holds from the beginning of the answer.
+    """
+    opening = form.opening.lstrip()
+    if other is not None:
+        return "", opening
+    if not must_call:
+        return form.trigger, opening.removeprefix(form.trigger)
+    # An answer of several calls, each with a mark, is free after the last one.
+    may_go_on = is_parallel and form.between is not None and not form.continues_after_closing
+    return form.trigger if may_go_on else "", opening
 
 
 def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
@@ -224,7 +243,12 @@ class _CallRules:
                 found.append(literal(part))
         return " ".join(found) or '""'
 
-    def _json(self, schema: Mapping[str, Any], where: str, name: str) -> str:
+    def _json(
+        self,
+        schema: Mapping[str, Any],
+        where: str,
+        name: str,
+    ) -> str:
         """Return a rule for the JSON that conforms to a schema."""
         try:
             grammar, left_out = lenient_schema_grammar(json.dumps(schema))
@@ -263,7 +287,12 @@ class _CallRules:
             return self.add(f'"(" ({arguments}) ")"')
         return self.add(f'"{{" ({arguments}) "}}"')
 
-    def _pair(self, key: str, schema: Any, function: Function) -> str:
+    def _pair(
+        self,
+        key: str,
+        schema: Any,
+        function: Function,
+    ) -> str:
         """Return a rule for one argument."""
         parameter = _Parameter(function, key, as_mapping(schema))
         if self._form.style == "gemma":

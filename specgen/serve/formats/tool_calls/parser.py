@@ -59,7 +59,7 @@ class _CallStart(NamedTuple):
 
 @dataclass(slots=True)
 class _WholeObject:
-    """A JSON value that is read as a whole, since it is no call that could be streamed."""
+    """A JSON value that is read as a whole, because it is not written as a call to be streamed."""
 
     reader: ArgumentsReader = field(default_factory=lambda: ArgumentsReader("json"))
     n_read: int = 0
@@ -169,7 +169,14 @@ class ToolCallParser:
         identity = f"call_{uuid.uuid4().hex[:24]}"
         deltas = [Delta("call", "", call.name, identity, number)]
         if call.arguments is not None:
-            deltas.append(Delta("arguments", call.arguments, number=number, is_end=True))
+            deltas.append(
+                Delta(
+                    "arguments",
+                    call.arguments,
+                    number=number,
+                    is_end=True,
+                )
+            )
         return deltas
 
     def _take(self, n: int) -> str:
@@ -187,7 +194,14 @@ class ToolCallParser:
             self._take(read.n_read)
             if part.is_arguments and (read.json or read.is_over):
                 number = self.n_calls - 1
-                deltas.append(Delta("arguments", read.json, number=number, is_end=read.is_over))
+                deltas.append(
+                    Delta(
+                        "arguments",
+                        read.json,
+                        number=number,
+                        is_end=read.is_over,
+                    )
+                )
             if not read.is_over:
                 break
             del self._open_parts[0]
@@ -385,7 +399,13 @@ class ToolCallParser:
                 name_start = match(form.inner_mark, text, len(before))
         if isinstance(name_start, NoMatch):
             return name_start
-        head = read_name(form, text, name_start, self._schemas, is_last=self._is_end)
+        head = read_name(
+            form,
+            text,
+            name_start,
+            self._schemas,
+            is_last=self._is_end,
+        )
         if isinstance(head, NoMatch):
             return head
         self._open_parts = [_OpenPart(arguments_reader(form, self._schemas[head.name]))]

@@ -39,7 +39,12 @@ class ReadCall(NamedTuple):
 
 
 def read_name(
-    form: CallForm, text: str, start: int, names: Iterable[str], *, is_last: bool = False
+    form: CallForm,
+    text: str,
+    start: int,
+    names: Iterable[str],
+    *,
+    is_last: bool = False,
 ) -> CallHead | NoMatch:
     """Read the name of a call, and what comes between it and the arguments.
 
@@ -59,21 +64,18 @@ def read_name(
         return NoMatch.UNCLEAR
     name = max(complete, key=len)
 
-    places = [match(after, text, start + len(name)) for after in form.after_names]
-    begin = next((each for each in places if each is not NoMatch.ABSENT), NoMatch.ABSENT)
+    begin: int | NoMatch = NoMatch.ABSENT
+    for after_name in form.after_names:
+        begin = match(after_name, text, start + len(name))
+        if begin is not NoMatch.ABSENT:
+            break
     if isinstance(begin, NoMatch):
         return begin
-
-    openings = ["{"]
-    if form.pair is not None:
-        openings = [form.pair.opening, *form.argument_ends]
-    else:
+    if form.pair is None:
         begin = skip_space(text, begin)
-        if form.style == "python":
-            openings = ["("]
-    found = longest_match(openings, text, begin)
-    if isinstance(found, NoMatch):
-        return found
+    arguments = longest_match(form.argument_beginnings, text, begin)
+    if isinstance(arguments, NoMatch):
+        return arguments
     return CallHead(name, begin)
 
 

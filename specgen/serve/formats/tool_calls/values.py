@@ -29,7 +29,11 @@ _QUOTES: Mapping[Style, tuple[str, ...]] = {
     "python": ('"""', "'''", '"', "'"),
     "gemma": ('<|"|>', "<escape>"),
 }
-_CLOSING = {"{": "}", "[": "]", "(": ")"}
+_CLOSING = {
+    "{": "}",
+    "[": "]",
+    "(": ")",
+}
 _SEPARATORS = re.compile(r"[\s,:=]+")
 _WORD = re.compile(r"[^\s,:=(){}\[\]<>|\"']+")
 _ESCAPE = re.compile(
@@ -42,7 +46,11 @@ _UNFINISHED_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|x[0-9a-fA-F]?"
     r"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z"
 )
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}
 _MAX_DEPTH = 100
 #: The types of JSON schemas that a Python value has.
 _SCHEMA_TYPES: Mapping[type, set[str]] = {
@@ -123,7 +131,13 @@ class ArgumentsReader:
         is_open: Whether an object has been opened before the text that will be read.
     """
 
-    def __init__(self, style: Style, closing: str = "", *, is_open: bool = False) -> None:
+    def __init__(
+        self,
+        style: Style,
+        closing: str = "",
+        *,
+        is_open: bool = False,
+    ) -> None:
         self._style = style
         self._closing = closing.strip()
         #: The brackets that close the open values, the innermost last.
@@ -344,14 +358,12 @@ class ArgumentsReader:
 
 def _unescaped(escape: str, style: Style) -> str:
     quoted = f'"{escape}"'
-    parse = ast.literal_eval
-    if style == "json":
-        parse = json.loads
     try:
-        found = str(parse(quoted))
+        found = json.loads(quoted) if style == "json" else ast.literal_eval(quoted)
     except (ValueError, SyntaxError):
         return escape
-    return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    # Two surrogates are one character, a lone one is none.
+    return str(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _json_word(word: str) -> str:
@@ -395,22 +407,22 @@ def _nested_value(text: str, schema: Any, tag: str) -> Any:
     if not is_container:
         return _value(text, schema)
     if "object" not in kinds and all(name == "item" for name, _ in children):
-        item_schema = schema.get("items")
-        return [_nested_value(inner, item_schema, tag) for _, inner in children]
+        items = schema.get("items")
+        return [_nested_value(content, items, tag) for _, content in children]
     properties = schema.get("properties", {})
-    return {name: _nested_value(inner, properties.get(name), tag) for name, inner in children}
+    return {name: _nested_value(content, properties.get(name), tag) for name, content in children}
 
 
 def _children(text: str, tag: str) -> list[tuple[str, str]]:
     """Return the names and the contents of the outermost tags in a text."""
     found: list[tuple[str, str]] = []
-    place = 0
-    while (start := text.find(tag, place)) >= 0:
-        name, _, rest = text[start + len(tag) :].partition(">")
-        inner = _up_to_closing_tag(rest, name, tag)
-        found.append((name, inner))
-        inner_start = len(text) - len(rest)
-        place = inner_start + len(inner) + len(f"{tag}/{name}>")
+    _, opening, rest = text.partition(tag)
+    while opening:
+        name, _, rest = rest.partition(">")
+        content = _up_to_closing_tag(rest, name, tag)
+        found.append((name, content))
+        closing = f"{tag}/{name}>"
+        _, opening, rest = rest[len(content) + len(closing) :].partition(tag)
     return found
 
 
@@ -445,7 +457,7 @@ def _value(text: str, schema: Any) -> Any:
             value = ast.literal_eval(stripped)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-    # A text is a text, unless the schema allows what it looks like.
+    # Where texts are allowed, it is one, unless the schema also allows the type it looks like.
     if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
         return text
     return value

@@ -23,26 +23,27 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 #: ChatML with a system message of the template's own, where there is none.
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are tiny.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}"
     "<|im_start|>assistant\n"
 )
-HEAD = "<|im_start|>system\nYou are tiny.<|im_end|>\n"
+SKIPPED = "<|im_start|>system\nYou are tiny.<|im_end|>\n"
 TARGET = TinyConfig(logit_scale=6.0, chat_template=TEMPLATE, add_bos=True)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaModel]:
-    path = write_tiny_model(tmp_path_factory.mktemp("head") / "target.gguf", TARGET)
+    path = write_tiny_model(tmp_path_factory.mktemp("skipped") / "target.gguf", TARGET)
     model = LlamaModel(path)
     yield model
     model.close()
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "head"),
+    ("text", "options", "skipped"),
     [
-        ("Hi", {}, HEAD),
-        ("  an <|im_start|> within\n", {}, HEAD),
+        ("Hi", {}, SKIPPED),
+        ("  an <|im_start|> within\n", {}, SKIPPED),
         # Where the prompt begins is not known for sure here: all is read.
         ("You are", {}, ""),
         ("<|im_end|>", {}, ""),
@@ -51,15 +52,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaModel]:
         ("Hi", {"chat": False}, ""),
     ],
 )
-def test_the_templates_own_turn_is_the_head(
-    target: LlamaModel, text: str, options: dict[str, Any], head: str
+def test_the_templates_own_turn_is_skipped(
+    target: LlamaModel, text: str, options: dict[str, Any], skipped: str
 ) -> None:
     prompt, vocabulary = Prompts(target).of_text(text, now=NOW, **options), target.vocabulary
-    tokens = [prompt.tokens[place] for place in prompt.head]
+    tokens = [prompt.tokens[place] for place in prompt.skipped_prefix]
     said = (
         vocabulary.token_bytes(each).decode() or vocabulary.control_text(each) for each in tokens
     )
-    assert "".join(said) == head
+    assert "".join(said) == skipped
 
 
 def test_a_draft_with_another_vocabulary_reads_no_such_turn_of_its_own_template(
@@ -68,9 +69,9 @@ def test_a_draft_with_another_vocabulary_reads_no_such_turn_of_its_own_template(
     """The target's template stands for the draft's here."""
     prompts = Prompts(target, own_draft=target)
     prompt = prompts.of_text("Hi", now=NOW)
-    head = set(prompt.head)
-    assert head
-    rest = tuple(token for place, token in enumerate(prompt.tokens) if place not in head)
+    skipped = set(prompt.skipped_prefix)
+    assert skipped
+    rest = tuple(token for place, token in enumerate(prompt.tokens) if place not in skipped)
     assert prompt.draft_tokens == rest
     asked = prompts.of_text("Hi", now=NOW, system="You are tiny.")
     assert asked.draft_tokens == asked.tokens
@@ -83,7 +84,7 @@ def test_a_draft_does_not_read_it_and_the_text_is_the_same(tmp_path: Path) -> No
         choices: dict[str, Any] = {"drafting": {"ngrams": False}, "ignore_eos": True}
         with opened(tmp_path / "target.gguf", draft, **choices) as session:
             prompt = session.prompts.of_text("Hi", now=NOW)
-            assert prompt.head
+            assert prompt.skipped_prefix
             found.append(finished(list(generate(session, prompt))))
     assert found[0].text == found[1].text
     assert found[1].n_accepted > 10
@@ -114,7 +115,7 @@ models = folder_with(
     ("draft", "system", "expected"),
     [
         ("chat draft", None, "<s> user: Hi\n"),
-        # The template takes no system message: it is at the head of the first turn.
+        # The template takes no system message: it is at the skipped of the first turn.
         ("chat draft", "Be brief.", "<s> user: Be brief.\n\nHi\n"),
         # Without a template that works there are paragraphs.
         ("draft", None, "<s> Hi\n\n"),

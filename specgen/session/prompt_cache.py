@@ -1,0 +1,71 @@
+"""A file that the user names (`--prompt-cache`): the text that a context held at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specgen.errors import UsageError
+from specgen.models.files import size_of
+from specgen.session.saved_text import (
+    MAGIC,
+    CachedContext,
+    RestoreResult,
+    SavedText,
+    write_text,
+)
+from specgen.system.files import new_beside, write_errors
+
+
+class PromptCache:
+    """One text in a file of the user's, as in llama.cpp.
+
+    Raises:
+        UsageError: The file is of another kind, or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        #: The text that was loaded from the file.
+        self._restored: list[int] = []
+        try:
+            begins_with = b""
+            if path.is_file():
+                with path.open("rb") as file:
+                    begins_with = file.read(len(MAGIC))
+        except OSError as error:
+            raise UsageError(f"--prompt-cache {path}: {error.strerror}") from error
+        is_device = path.exists() and not path.is_file()
+        if is_device or begins_with not in (b"", MAGIC):
+            hint = "name another file; this one is not overwritten"
+            raise UsageError(f"--prompt-cache {path}: this file is not a prompt cache", hint)
+
+    def restore(self, context: CachedContext) -> str:
+        """Let the context hold the file's text, and return why it cannot.
+
+        The reason is empty if it can, or if there is no file yet.
+        """
+        if not size_of(self._path):
+            return ""
+        backend = context.backend
+        result = RestoreResult.DAMAGED
+        saved = SavedText.read(self._path)
+        if saved is not None:
+            if saved.key != context.key or len(saved.tokens) > backend.n_ctx:
+                return (
+                    f"{self._path} was made with another model or other settings: it is made anew"
+                )
+            result = saved.restore(backend, 0)
+        if result is RestoreResult.DAMAGED:
+            return f"{self._path} is damaged: it is made anew"
+        if result is RestoreResult.REFUSED:
+            return f"{self._path}: llama.cpp refused the saved state: the prompt is read again"
+        self._restored = list(backend.text(0))
+        return ""
+
+    def save(self, context: CachedContext) -> None:
+        """Write the file, if the text changed. Raise `OutputError`."""
+        text = list(context.backend.text(0))
+        if text and text != self._restored:
+            with write_errors(self._path), new_beside(self._path) as new:
+                write_text(new, context.key, text, context.backend.saved_text(0))
+                new.replace(self._path)

@@ -1,0 +1,162 @@
+"""Jinja for chat templates of model files, which are not trusted: a sandbox that keeps marks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specgen.session.prompts.marked_text import unmarked, with_marks_kept
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(template: str) -> jinja2.Template:
+    """Compile a template, once for all conversations: that takes longer than to render it."""
+    return _Sandbox().from_string(template)
+
+
+def check_syntax(template: str) -> str:
+    """Return what is wrong with a template's syntax; empty if nothing is."""
+    try:
+        compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return ""
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON, with the marks of its texts: the filter `tojson`."""
+    text = json.dumps(
+        value,
+        ensure_ascii=False,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=list,  # filters make iterators
+    )
+    return re.sub("[^\x00-\x7f]", _escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a character as JSON escapes it; one of ASCII keeps its mark."""
+    character = unmarked(found[0])
+    if character.isascii():
+        return found[0]
+    return json.dumps(character)[1:-1]
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _case_filter(name: str) -> Callable[[Any], Any]:
+    """Return a filter that changes the case of any value, also of a list that is written as text.
+
+    Gemma 4's template writes types in upper case.
+    """
+
+    def call(value: Any) -> Any:
+        return getattr(with_marks_kept(str(value)), name)()
+
+    return call
+
+
+def _keeping_marks(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # keeps Jinja's marks, which say what else to pass to the filter
+    def call(*arguments: Any, **named: Any) -> Any:
+        return with_marks_kept(function(*arguments, **named))
+
+    return call
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Accepts ``{% generation %}``, with which templates for training mark the assistant's text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _CodeGenerator(CodeGenerator):
+    """Generates code that joins texts by a method of the environment."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802 - Jinja's
+        self.write("environment.joined((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own sandbox, with marks on texts.
+
+    It hides unsafe attributes of Python's objects, and bounds `range`.
+    """
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(["*", "+", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
+        )
+        self.filters["tojson"] = to_json
+        self.filters["from_json"] = json.loads
+        self.filters["fromjson"] = json.loads
+        for name in ("upper", "lower", "title", "capitalize"):
+            self.filters[name] = _case_filter(name)
+        for name, function in self.filters.items():
+            self.filters[name] = _keeping_marks(function)
+        self.globals["raise_exception"] = _raise_exception
+
+    def is_safe_attribute(
+        self,
+        obj: Any,
+        attr: str,
+        value: Any,
+    ) -> bool:
+        """Allow templates to change their own lists, as llama.cpp does: Kimi K2's does that."""
+        is_change = attr in ("append", "pop") and isinstance(obj, list)
+        return is_change or super().is_safe_attribute(obj, attr, value)
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Return the output of a macro or a block as one text; compiled templates call this."""
+        return str(with_marks_kept("".join(parts)))
+
+    def joined(self, parts: Sequence[Any]) -> str:
+        """Return values that a template joins by ``~`` as one text."""
+        return self.concat(map(str, parts))
+
+    def call_binop(
+        self,
+        context: Any,
+        operator: str,
+        left: Any,
+        right: Any,
+    ) -> Any:
+        """Return the result of an intercepted operator, with its marks."""
+        return with_marks_kept(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        """Return the result of a call in a template, with its marks."""
+        return with_marks_kept(super().call(context, function, *arguments, **named))
