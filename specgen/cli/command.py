@@ -203,7 +203,7 @@ def in_words(message: str) -> str:
 
 
 def config_file() -> Path:
-    from specgen.models.files import config_folder
+    from specgen.system.folders import config_folder
 
     return config_folder() / "config.toml"
 

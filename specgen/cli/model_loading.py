@@ -75,9 +75,10 @@ class Setup:
 
         To learn, answers are kept: drafts learn from them, and n-grams are looked up in them.
         """
-        from specgen.models.files import data_folder, identify, learning_folder
+        from specgen.models.files import identify, learning_folder
         from specgen.session.choose_models import find_models
         from specgen.session.open import WantedSession
+        from specgen.system.folders import data_folder
 
         check_file_option("--prompt-cache", self.prompt_cache)
         sources = find_models(self.models, quiet=quiet)

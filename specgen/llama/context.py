@@ -40,7 +40,7 @@ from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 
 #: GGML's limit of threads.
 MAX_THREADS = 512

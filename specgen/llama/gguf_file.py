@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.library import forget_log, ggml
-from specgen.system.files import KeptResults, digest_of, parts_of, version_of
+from specgen.models.files import check_model_path, parts_of
+from specgen.system.files import KeptResults, digest_of, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -308,8 +308,8 @@ def check_file(path: Path) -> None:
     """Raise `ModelFileError` if a file is no GGUF of a model, or has metadata that end the process
     in llama.cpp.
     """
+    check_model_path(path)
     try:
-        _check_kind(path)
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))
         if not magic:
@@ -321,33 +321,8 @@ def check_file(path: Path) -> None:
             )
         if _key(path) not in _passed.read():
             check_metadata(path)
-    except FileNotFoundError:
-        hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
-        raise ModelFileError(f"{path}: no such file", hint) from None
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _check_kind(path: Path) -> None:
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        inside = sorted(map(str, path.glob("*.gguf")))[:3]
-        hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
-        raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
-    if not stat.S_ISREG(mode):  # reading a pipe would block
-        raise ModelFileError(
-            f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
-        )
-    parts = parts_of(path)
-    if path.name != parts[0].name:
-        raise ModelFileError(
-            f"{path}: a later file of a model in several", f"give the first: {parts[0]}"
-        )
-    if missing := [part.name for part in parts if not part.exists()]:
-        raise ModelFileError(
-            f"{path}: the model has {len(parts)} files, and {', '.join(missing)} is missing",
-            hint="put all of them into one folder",
-        )
 
 
 def check_metadata(path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
-from specgen.system.machine import BUNDLE, REBUILD, Build, Device, uses_bundle
+from specgen.system.llama_build import BUNDLE, REBUILD, Build, Device, uses_bundle
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")

@@ -19,8 +19,9 @@ from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import ggml, has_gpu, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
+from specgen.models.files import parts_of
 from specgen.options import CacheType, Workers
-from specgen.system.files import parts_of, version_of
+from specgen.system.files import version_of
 
 #: GGML's number of each KV cache type, and its bytes per value.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {

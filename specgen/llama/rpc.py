@@ -32,9 +32,9 @@ from specgen.llama.library import (
     watch_aborts,
 )
 from specgen.options import Workers
-from specgen.system.machine import LIBRARY, REINSTALL, Device, stamp_of
+from specgen.system.llama_build import LIBRARY, REINSTALL, Device, stamp_of
 from specgen.system.processes import left_running
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from specgen.system.worker_probe import check_protocol, lost_among, probe
 
 _POINTER: Any = ctypes.c_void_p

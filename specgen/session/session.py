@@ -103,11 +103,11 @@ class Session:
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
             self.target = self._load_target(vocabulary_only)
-            #: The settings of a request that has none of its own.
+            #: The default settings of a request.
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, options.drafting
             )
-            #: The n-grams, which also draft beside another draft.
+            #: The n-grams, which may draft together with another draft.
             self.ngrams = self._open_ngrams()
             self._resources.callback(self._close_draft)
             self.change_draft(options.draft)
@@ -377,7 +377,7 @@ class Session:
 
         Args:
             n_ctx: The tokens of a prompt and its answer.
-            target: The target's context, whose hidden states the draft may read.
+            target: The target's context; the draft may read its hidden states.
             n_slots: How many answers are generated at once.
 
         Raises:

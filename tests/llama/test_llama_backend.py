@@ -193,7 +193,7 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert r"not a GGUF file (it begins with '\x00\x00\x00\x00')" in complaint(other)
     first, second = (tmp_path / f"parts-0000{number}-of-00002.gguf" for number in (1, 2))
     write_tiny_model(first, TinyConfig())
-    assert f"2 files, and {second.name} is missing" in complaint(first)
+    assert f"split into 2 files; missing: {second.name}" in complaint(first)
     first.rename(second)
     assert f"give the first: {first}" in complaint(second)
     header = tmp_path / "header.gguf"

@@ -12,8 +12,8 @@ from specgen.cli import app
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import gguf_file
 from specgen.llama.library import gave_up
-from specgen.models.files import cache_folder
 from specgen.system.files import KeptResults
+from specgen.system.folders import cache_folder
 from tests.helpers.cli import ended
 from tests.helpers.tiny import with_a_token_twice
 

@@ -95,7 +95,7 @@ THOUGHT_CONTROLS = _control_names()
 
 
 def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
-    """Return the options of an answer whose text shows the marks of thoughts."""
+    """Return the options for an answer that shows the marks of thoughts in its text."""
     return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
@@ -125,7 +125,7 @@ def thoughts_after(prompt: str, template: str) -> ThoughtMarks | None:
     return next((family for family in FAMILIES if family.begin in template), None)
 
 
-# --- reading ----------------------------------------------------------------------------------
+# --- a reader ---------------------------------------------------------------------------------
 
 
 class _ReaderPlace(enum.Enum):
@@ -247,7 +247,7 @@ def _held_length(text: str, mark: str) -> int:
     return partial_match_length(text, beginning)
 
 
-# --- writing ----------------------------------------------------------------------------------
+# --- a writer ---------------------------------------------------------------------------------
 
 
 class _LastWritten(enum.Enum):
