@@ -34,8 +34,9 @@ from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling.chain import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler
 from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.raw_probabilities import likeliest
 from specgen.text.vocabulary import Vocabulary
 
 #: How many of the text's last bytes the target's tokenizer sees before a draft, since a token
