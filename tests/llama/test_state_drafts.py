@@ -104,9 +104,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
-    """What is drafted behind a text by contexts that have seen nothing else: all rows in one batch,
-    those of the text with the target's states, the others with the states of what drafted the token
-    before.
+    """The draft after a text, by contexts that have seen nothing else.
+
+    All rows are in one batch: those of the text with the target's states, the others with the state
+    of the draft after the token before.
     """
     with opened.contexts(256) as (target, (draft,)):
         assert isinstance(draft, HiddenStateContext)
@@ -269,7 +270,7 @@ def test_answers_at_once_are_what_they_are_alone(folder: Path, case: Case, tree:
         assert request.finished is not None
         assert request.finished.token_ids == finished.token_ids
         together = [event for event in events if event.sequence == number]
-        # Where a kept text goes on, an MTP layer misses one state: a few drafts may differ.
+        # Where a kept text is continued, an MTP layer misses one state: a few drafts may differ.
         assert list(drafts(together)) == list(drafts(own)) or case.draft == "mtp"
 
 
