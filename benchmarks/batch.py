@@ -23,12 +23,12 @@ import requests
 
 from benchmarks.answers import drafts_of, opened, parser_of, prompts_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.options import DraftSource, GenerationOptions
 from specgen.serve.batch.lines import read_lines
 from specgen.serve.batch.runner import Batch, Prompting
 from specgen.serve.formats.parsed_request import Defaults
 from specgen.session.measurement_store import MeasurementStore
+from specgen.system.folders import cache_folder
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435

@@ -1,5 +1,4 @@
-"""How soon the turns of a conversation begin, with what earlier turns left in the caches and
-without.
+"""Time to first token in a conversation, with and without what earlier turns left in the caches.
 
     python benchmarks/chat.py -m 1.5b.gguf -md 135m.gguf --json out.json
 
@@ -19,12 +18,12 @@ from typing import Any
 from benchmarks.answers import answer, opened, parser_of, write_json
 from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.options import DraftSource
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts.template import Message
+from specgen.system.folders import cache_folder
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",

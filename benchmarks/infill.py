@@ -31,10 +31,10 @@ import requests
 
 from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts.infill import Gap, infill_prompt
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 N_LINES = range(5, 21)
 #: Characters around a gap, at most: some 650 tokens.
@@ -153,8 +153,10 @@ def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
 
 
 def _servers(asked: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[tuple[str, Fill]]:
-    """llama.cpp's servers. With a batch as long as the context, there is no room in their prompts
-    for headings of files, which specgen's do not have either.
+    """Start llama.cpp's servers.
+
+    With a batch as long as the context, their prompts have no room for the headings of files, which
+    specgen's do not have either.
     """
     if asked.server is None:
         return

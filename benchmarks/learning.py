@@ -39,7 +39,7 @@ from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
 from specgen.measure.draft_trial import Baseline, Replay, TargetAnswer, replay
 from specgen.measure.prompts import NOW
-from specgen.models.files import cache_folder, identify, learning_folder
+from specgen.models.files import identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_target
@@ -49,14 +49,16 @@ from specgen.session.kept_answers import last_number
 from specgen.session.open import open_measurements
 from specgen.session.session import Session
 from specgen.system.files import as_json
+from specgen.system.folders import cache_folder
 from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
 
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (
-    "Write the docstring of this function of asyncio, in Google's style, with its arguments, what it "
-    "returns and what it raises. Answer with the docstring only.\n\n```python\n{source}\n```"
+    "Write the docstring of this function of asyncio, in Google's style, with its arguments, "
+    "what it returns and what it raises. Answer with the docstring only.\n\n"
+    "```python\n{source}\n```"
 )
 LINES = (6, 24)
 ARMS = ("without", "store", "learnt", "both")
@@ -228,7 +230,7 @@ def _answer_and_learn(
     minutes: float,
     place: Path,
 ) -> list[dict[str, Any]]:
-    """Answer the next block of prompts, unless they were answered, and learn; all lessons so far."""
+    """Answer the next block of prompts, unless it was answered, and learn; return all lessons."""
     lessons = _lessons(place)
     kept = replace(
         options, learning=folder, cache=cache, drafting=replace(DraftOptions(), lookup_store=True)

@@ -39,7 +39,6 @@ from typing import Any
 from benchmarks.answers import answer, mean_ratio, parser_of, prompts_of, write_json
 from specgen.llama import LlamaBackend
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -51,6 +50,7 @@ from specgen.options import (
 from specgen.session.calibration import begin_text, time_batch
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
 ROWS = (1, 2, 4, 8, 16)
@@ -106,8 +106,10 @@ def _asked() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Network:
-    """Workers behind proxies. `delay` is one way, in seconds; `counts` are bytes to the workers,
-    bytes from them, and answers that were waited for.
+    """Workers behind proxies.
+
+    `delay` is one way, in seconds; `counts` are bytes to the workers, bytes from them, and answers
+    that were waited for.
     """
 
     endpoints: tuple[str, ...]

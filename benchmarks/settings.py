@@ -24,9 +24,9 @@ from pathlib import Path
 
 from benchmarks.answers import answer, bench_prompts, read_setting
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.models.files import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 
 def main() -> int:

@@ -23,11 +23,11 @@ from benchmarks.answers import (
     write_json,
 )
 from specgen.llama.kernels.admission import choose_kernels
-from specgen.models.files import cache_folder
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
+from specgen.system.folders import cache_folder
 
 N_AT_ONCE = (1, 2, 4, 8)
 

@@ -30,8 +30,9 @@ from pathlib import Path
 
 from scripts import cmake_args
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.download import INDEX_VARIABLE, IndexFile, files_of, index_url, normalized
-from specgen.models.download import download as download_file
+from specgen.models.network_errors import INDEX_VARIABLE
+from specgen.models.pypi import IndexFile, files_of, index_url, normalized
+from specgen.models.transfer import download_file
 from specgen.system.progress import ProgressView
 
 PACKAGE = "llama-cpp-python"
@@ -75,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None) -> None:
-    """Build the programs into `folder`, if they are not there. Raises `BuildError`, or
-    `FetchError`.
+    """Build the programs into `folder`, if they are not there.
+
+    Raises `BuildError` or `FetchError`.
     """
     version = installed_version()
     settings = cmake_settings(os.environ)
@@ -137,8 +139,9 @@ def find(folder: Path, program: str) -> Path | None:
 
 
 def fetch(version: str, work: Path) -> Path:
-    """Download the source distribution and unpack it; the folder that it holds. Raises
-    `FetchError`.
+    """Download and unpack the source distribution, and return the folder in it.
+
+    Raises `FetchError`.
     """
     root = work / archive_name(version).removesuffix(".tar.gz")
     if root.is_dir():

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from scripts import build_kernels, build_peers, ggml_source
 from specgen.errors import FetchError
-from specgen.system.machine import LIBRARY, STAMP, protocol_in, stamp_of
+from specgen.system.llama_build import LIBRARY, STAMP, protocol_in, stamp_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "llama"
 #: Below the folder of GGML.
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None, *, force: bool = False) -> Path:
-    """Build the library into `folder`, if it is not there; returns the path of the library that
-    serves. Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or
-    `FetchError`.
+    """Build the worker library into `folder`, if it is not there, and return its path.
+
+    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
     """
     version = build_peers.installed_version()
     native = native_folder()

@@ -22,14 +22,14 @@ from hypothesis.internal.constants_ast import Constants
 # runtime reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from specgen.llama import context
+from specgen.llama import native_context
 from specgen.llama.kernels import admission
-from specgen.llama.kernels.admission import (
+from specgen.llama.kernels.admission import library_path
+from specgen.llama.kernels.verdicts import (
     INSTRUCTIONS_VARIABLE,
     VERDICTS,
-    Verdict,
-    library_path,
-    self_test_of,
+    KernelTests,
+    KernelVerdict,
 )
 from specgen.measure import search
 from specgen.system import machine, progress
@@ -79,16 +79,19 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_self_tests: dict[tuple[Path, str], Verdict] = {}
+_self_tests: dict[tuple[Path, str], KernelVerdict] = {}
 
 
-def _remembered(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
-    """What comes of testing the library that was built, from the first time on."""
-    if anew or library != library_path():
-        return self_test_of(library, cache, anew=anew)
-    key = library, os.environ.get(INSTRUCTIONS_VARIABLE, "")
+_run_self_test = KernelTests.self_test
+
+
+def _self_test_once(tests: KernelTests, *, anew: bool = False) -> KernelVerdict:
+    """The verdict on the library that was built, which is tested once in this process."""
+    if anew or tests.library != library_path():
+        return _run_self_test(tests, anew=anew)
+    key = tests.library, os.environ.get(INSTRUCTIONS_VARIABLE, "")
     if key not in _self_tests:
-        _self_tests[key] = self_test_of(library, cache)
+        _self_tests[key] = _run_self_test(tests)
     return _self_tests[key]
 
 
@@ -141,9 +144,9 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Progress is reported at the end only, however slow the machine is.
     monkeypatch.setattr(progress, "INTERVAL_S", math.inf)
     # Several test processes share the cores, so a test that wants more than one thread says so.
-    monkeypatch.setattr(context, "default_threads", lambda: 1)
+    monkeypatch.setattr(native_context, "default_threads", lambda: 1)
     # The kernels' self-test takes a second: run it once per process.
-    monkeypatch.setattr(admission, "self_test_of", _remembered)
+    monkeypatch.setattr(KernelTests, "self_test", _self_test_once)
     # The kernels are not tried out on each of the many test models.
     monkeypatch.setattr(admission, "ask_before_loading", lambda _ask: None)
 

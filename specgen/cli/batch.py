@@ -21,7 +21,8 @@ from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.options import Contexts, KernelOptions, SessionOptions
 from specgen.system.files import as_json
-from specgen.system.progress import ProgressView, counted
+from specgen.system.progress import ProgressView
+from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
     from specgen.serve.batch.lines import Line
@@ -254,8 +255,8 @@ def ray_cluster(
 def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.cli.model_loading import use_kernels
-    from specgen.models.files import cache_folder
     from specgen.session.open import open_session
+    from specgen.system.folders import cache_folder
 
     use_kernels(kernels, Output(quiet=True))
     options = replace(wanted.options, cache=cache_folder())

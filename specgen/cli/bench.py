@@ -46,7 +46,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.system.files import write_errors
-from specgen.system.progress import counted
+from specgen.system.quantities import counted
 
 
 def _parse_policies(given: Sequence[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 from specgen.sampler_options import utf8
-from specgen.system.progress import counted
+from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -117,7 +117,7 @@ def _kept(path: Path | None) -> Iterator[Conversation]:
 
 
 def _session_file(name: str) -> Path:
-    from specgen.models.files import data_folder
+    from specgen.system.folders import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
         raise UsageError(f"--session {name!r} is not a valid name", "give a word without slashes")
@@ -381,7 +381,7 @@ def typed_messages() -> Iterator[str]:
 def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from specgen.models.files import data_folder
+    from specgen.system.folders import data_folder
 
     class Kept(FileHistory):
         def store_string(self, string: str) -> None:

@@ -88,8 +88,8 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
-    from specgen.models.files import cache_folder, config_folder, data_folder, packed_folder
-    from specgen.system.progress import human_bytes
+    from specgen.system.folders import cache_folder, config_folder, data_folder, packed_folder
+    from specgen.system.quantities import human_bytes
 
     machine, build, packed = report.machine, report.build, packed_folder()
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"

@@ -24,11 +24,12 @@ from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts
 from specgen.cli.model_loading import log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
-from specgen.models.files import cache_folder, data_folder, identity_of, learning_folder, size_of
+from specgen.models.files import identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import find_models, find_target, name_of
+from specgen.system.folders import cache_folder, data_folder
 from specgen.system.machine import is_busy
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     OWN_PROMPTS,

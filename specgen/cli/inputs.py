@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import PromptError, UsageError
-from specgen.sampler_options import utf8
+from specgen.option_fields import utf8
 
 #: As a file's name: standard input or output.
 STDIO = Path("-")
@@ -203,7 +203,8 @@ def _template_file(given: str) -> Path:
 
 def _template_in(path: Path) -> str:
     """Return the template of a model."""
-    from specgen.llama.gguf_file import GgufMetadata, check_file
+    from specgen.llama.file_check import check_file
+    from specgen.llama.gguf_file import GgufMetadata
 
     check_file(path)
     with GgufMetadata(path) as metadata:

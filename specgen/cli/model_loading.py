@@ -75,9 +75,10 @@ class Setup:
 
         To learn, answers are kept: drafts learn from them, and n-grams are looked up in them.
         """
-        from specgen.models.files import data_folder, identify, learning_folder
+        from specgen.models.files import identify, learning_folder
         from specgen.session.choose_models import find_models
         from specgen.session.open import WantedSession
+        from specgen.system.folders import data_folder
 
         check_file_option("--prompt-cache", self.prompt_cache)
         sources = find_models(self.models, quiet=quiet)
@@ -123,10 +124,10 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
 
     From then on, a native crash is one line.
     """
-    from specgen.llama.library import end_with_a_line
+    from specgen.llama.native_end import report_native_failures
     from specgen.session.open import start_kernels
 
-    end_with_a_line(sys.stdout.flush)
+    report_native_failures(sys.stdout.flush)
     status, note = start_kernels(wanted)
     if note and status.hint:
         note += f"\nhint: {status.hint}"

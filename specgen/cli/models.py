@@ -27,11 +27,12 @@ from specgen.cli.output import check_file_option
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
-from specgen.models.files import cache_folder, identify, packed_folder, prefixes_folder, size_of
+from specgen.models.files import identify, size_of
 from specgen.models.hub_names import locate, parse_reference
-from specgen.models.registry import CatalogueModel, Pair, Registry, load_registry
+from specgen.models.registry import CatalogueModel, ModelPair, Registry, load_registry
 from specgen.options import SourceChoice
-from specgen.system.progress import human_bytes
+from specgen.system.folders import cache_folder, packed_folder, prefixes_folder
+from specgen.system.quantities import human_bytes
 
 app = typer.Typer(
     name="models", help="List, show, download and remove models.", invoke_without_command=True
@@ -231,7 +232,7 @@ def quantize(
 
     `specgen bench` says which of the two is the better draft for your target.
     """
-    from specgen.llama.gguf_file import check_file
+    from specgen.llama.file_check import check_file
     from specgen.llama.operators import quantize_file
 
     check_file(source)
@@ -286,7 +287,7 @@ def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
     }
 
 
-def _pair_values(registry: Registry, pair: Pair) -> dict[str, Any]:
+def _pair_values(registry: Registry, pair: ModelPair) -> dict[str, Any]:
     return {
         "pair": pair.name,
         "description": pair.description,

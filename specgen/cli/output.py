@@ -20,8 +20,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from specgen.errors import UsageError
+from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
-from specgen.sampler_options import option
 from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ def _keep(session: Session, search: Search | None) -> str:
     """Save what was learnt if the search is complete and the machine was not busy; say so in a
     sentence.
     """
-    from specgen.models.files import measurements_file
+    from specgen.system.folders import measurements_file
 
     if search is None or search.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"

@@ -38,7 +38,7 @@ class _Entry:
 
 def config_file() -> Path:
     """Return the path of the file, which need not exist."""
-    from specgen.models.files import config_folder
+    from specgen.system.folders import config_folder
 
     return config_folder() / "config.toml"
 

@@ -15,7 +15,7 @@ from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelOptions
 from specgen.serve.server.options import bound_socket, is_loopback
 from specgen.system.processes import left_running
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from specgen.system.worker_probe import probe
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
@@ -59,7 +59,7 @@ def worker(
     from specgen.llama import default_threads
     from specgen.llama.kernels.attached import attached, computing
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
-    from specgen.models.files import cache_folder
+    from specgen.system.folders import cache_folder
 
     use_kernels(kernels, output)
     load_rpc()

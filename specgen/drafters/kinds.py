@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KindEntry:
-    """What is known of a kind before its module is imported."""
+    """What is known about a kind before its module is imported."""
 
     #: The module in `specgen.drafters`, which has a `KIND`.
     module: str
@@ -35,20 +35,17 @@ class KindEntry:
     word: str = ""
     #: The GGUF architecture that only such drafts have.
     architecture: str = ""
-    #: How the names of such files begin.
-    file_prefixes: tuple[str, ...] = ()
 
 
 KINDS = (
     KindEntry("ngram", word="ngram"),
     KindEntry("heads", word="heads"),
-    KindEntry("mtp", word="mtp", file_prefixes=("mtp-",)),
-    KindEntry("eagle3", architecture="eagle3", file_prefixes=("eagle3-",)),
-    KindEntry("dflash", architecture="dflash", file_prefixes=("dflash-", "dspark-")),
+    KindEntry("mtp", word="mtp"),
+    KindEntry("eagle3", architecture="eagle3"),
+    KindEntry("dflash", architecture="dflash"),
     KindEntry("gemma4", architecture="gemma4-assistant"),
 )
 WORDS = tuple(kind.word for kind in KINDS if kind.word)
-FILE_PREFIXES = tuple(prefix for kind in KINDS for prefix in kind.file_prefixes)
 #: The name of the kind that takes any file: it is tried after the kinds of other packages.
 ANY_FILE = "model"
 #: The group of the entry points of other packages, each with a `DraftKind`.

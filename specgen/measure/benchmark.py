@@ -22,7 +22,7 @@ from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.choose_models import find_models
 from specgen.system.files import as_json
-from specgen.system.progress import measured_gain
+from specgen.system.quantities import measured_gain
 
 if TYPE_CHECKING:
     from specgen.session.measurement_store import MeasurementStore

@@ -25,17 +25,10 @@ from specgen.errors import BackendError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
 from specgen.system.files import as_json
-from specgen.system.machine import (
-    REBUILD,
-    REINSTALL,
-    REQUIRED_VERSION,
-    Build,
-    Device,
-    Machine,
-    look_at_machine,
-)
+from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
+from specgen.system.machine import Machine, look_at_machine
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 
 if TYPE_CHECKING:
     from specgen.system.arrays import Logits
@@ -143,7 +136,7 @@ def _load(report: DoctorReport) -> str:
 
 def _test_kernels(report: DoctorReport) -> str:
     from specgen.llama.kernels import admission
-    from specgen.models.files import cache_folder
+    from specgen.system.folders import cache_folder
 
     if admission.wanted_in(os.environ) == "llama.cpp":
         reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
@@ -226,8 +219,9 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
     """
     import numpy as np
 
-    from specgen.llama.kernels.admission import ModelTrials, choose_kernels, wanted_in
-    from specgen.models.files import cache_folder
+    from specgen.llama.kernels.admission import choose_kernels, wanted_in
+    from specgen.llama.kernels.verdicts import KernelTests
+    from specgen.system.folders import cache_folder
 
     options = ContextOptions(n_gpu_layers=-1 if place == "GPU" else 0)
     if file is None:
@@ -240,7 +234,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
         return compared(together, one_by_one)
     kernels, path, problem = choose_kernels(wanted_in(os.environ), cache_folder()), Path(file), ""
     if kernels.computes == "specgen" and kernels.path is not None and path.is_file():
-        problem = ModelTrials(kernels.path, cache_folder()).problem_of(path, anew=True)
+        problem = KernelTests(kernels.path, cache_folder()).problem_of(path, anew=True)
     together, one_by_one, exception = _decode(path, options)
     if problem:
         hint = "llama.cpp's own code computes this model; report this as a defect of specgen"

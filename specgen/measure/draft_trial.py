@@ -33,7 +33,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.system.progress import is_gain, measured_gain
+from specgen.system.quantities import is_gain, measured_gain
 from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:

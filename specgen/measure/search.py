@@ -5,7 +5,6 @@ draft make` show the result.
 
 from __future__ import annotations
 
-import os
 import shlex
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,8 +25,8 @@ from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.session.saved_drafts import saved_draft
 from specgen.system.files import as_json
-from specgen.system.machine import LoadOfOthers, is_busy
-from specgen.system.progress import counted
+from specgen.system.machine import LoadOfOthers, is_busy, logical_cores, usable_cores
+from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
@@ -248,8 +247,9 @@ def _tuned_threads(
     if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
         return {}
     progress(f"threads for {model.name}", 0, 1)
-    default, n_logical = default_threads(), os.cpu_count() or 1
-    n_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else n_logical
+    default = default_threads()
+    n_logical = logical_cores()
+    n_usable = usable_cores() or n_logical
     counts = thread_counts(default, n_logical, n_usable)
     with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
         if is_draft and not drafts:

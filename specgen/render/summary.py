@@ -12,7 +12,7 @@ from specgen.events import FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.rows import LEGEND, clean_line, styles_on
 from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import counted, gain_text, seconds_text, three_digits, times_text
+from specgen.system.quantities import counted, gain_text, seconds_text, three_digits, times_text
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.

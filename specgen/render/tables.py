@@ -13,7 +13,7 @@ from rich.text import Text
 from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.progress import counted
+from specgen.system.quantities import counted
 
 #: A figure's name in a pipe, its heading on a terminal (none there if empty), and the figure.
 _Column: TypeAlias = tuple[str, str, Callable[[Any], float | None]]

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from specgen.measure.exactness import Difference, GreedyResult, SampledResult, VerifyReport, WayName
 from specgen.render.rows import clean_line
-from specgen.system.progress import counted
+from specgen.system.quantities import counted
 
 #: Wide enough to read where output goes to a file.
 _WIDTH = 100

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
-from specgen.models.files import FileIdentity, cache_folder, heads_file, identity_of
+from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.models.hub_names import PREFIX, locate, looks_like_reference, parse_reference
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.saved_drafts import SavedDraft, saved_draft
+from specgen.system.folders import cache_folder
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
@@ -66,8 +67,8 @@ def find_models(
 ) -> Sources:
     """Find the target and the drafts, fetching what is missing.
 
-    Without a target it is the default pair's, whose draft is fetched if none is saved. A named
-    draft, or that of a named pair, replaces those of `choose_drafts`.
+    Without a target it is the default pair's; that pair's draft is fetched if none is saved. A
+    named draft, or that of a named pair, replaces those of `choose_drafts`.
 
     Args:
         choice: What the user named.
@@ -81,7 +82,7 @@ def find_models(
         FetchError: A model cannot be fetched.
         ModelFileError: A file cannot be used.
     """
-    from specgen.llama.gguf_file import mtp_of
+    from specgen.llama.mtp_layers import mtp_of
 
     registry = registry or load_registry()
     fetch = fetch or fetching(registry, quiet=quiet)
@@ -123,7 +124,7 @@ def _named_draft(
     if name not in words and (is_model or not is_word(name)):
         return find_model(name, registry, fetch, others=words)
     if name == "mtp":
-        from specgen.llama.gguf_file import mtp_of
+        from specgen.llama.mtp_layers import mtp_of
 
         return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":

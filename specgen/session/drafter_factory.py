@@ -71,8 +71,8 @@ class DrafterFactory:
             slot = request.slot or slot
             if not request.drafts:
                 draft = None
-        # The draft has a random generator of its own, so that it cannot change the target's
-        # samples.
+        # Target and draft have separate random generators, so that a draft cannot change the
+        # target's samples.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         text_state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None

@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """How many answers are being generated, those whose prompt is prefilled included."""
+        """How many answers are being generated; prefilling their prompts counts, too."""
         return len(self._scheduler.busy)
 
     @property
@@ -499,7 +499,7 @@ class Engine:
                 raise
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error, and clear its slot, whose state is uncertain."""
+        """End a request with an error, and clear its slot: what it holds is uncertain."""
         if not isinstance(error, SpecgenError):
             error = BackendError(f"the round was broken off: {type(error).__name__}")
         request.failure = error
@@ -538,7 +538,7 @@ def generate(
     interrupted: Callable[[], bool] = _never,
     status: Status = no_status,
 ) -> Generator[Event, None, None]:
-    """Generate an answer in contexts of its own, and yield its events.
+    """Generate an answer in new contexts, and yield its events.
 
     The last one is a `FinishedEvent`. Costs that decide how much is drafted are measured first,
     if they are not known.

@@ -11,18 +11,16 @@ The command line, the Python interface, the server and the adapters all come thr
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
-from specgen.llama.gguf_file import remember_checks
+from specgen.llama.file_check import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
-from specgen.models.files import cache_folder, measurements_file, packed_folder
 from specgen.options import (
     Contexts,
     DraftOptions,
@@ -45,7 +43,8 @@ from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.opening_notes import notes_about
 from specgen.session.session import Session
-from specgen.system.machine import look_at_machine
+from specgen.system.folders import cache_folder, measurements_file, packed_folder
+from specgen.system.machine import look_at_machine, usable_cores
 
 #: Raises a `SpecgenError` if the loaded target cannot do what it is needed for.
 Check = Callable[[Session], object]
@@ -196,13 +195,11 @@ def open_measurements() -> MeasurementStore:
     """Open the user's file of measurements. Those of another machine or build are ignored."""
     built = build()
     machine = look_at_machine()
-    get_affinity = getattr(os, "sched_getaffinity", None)
-    n_usable_cores = len(get_affinity(0)) if get_affinity is not None else None
     about = {
         "llama_cpp_python": built.version,
         "features": built.system_info,
         "devices": [device.description for device in built.devices],
-        "cores": [machine.n_physical_cores, machine.n_logical_cores, n_usable_cores],
+        "cores": [machine.n_physical_cores, machine.n_logical_cores, usable_cores()],
         "cpu": machine.cpu,
         "kernels": computing(),
     }
@@ -243,7 +240,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 
 
 def _model_to_judge(session: Session, choice: DraftChoice) -> Path | None:
-    """Return the draft if it is a model whose gain has to be estimated."""
+    """Return the draft if it is a model and its gain has to be estimated."""
     never_drafts = session.n_rows_max == 1
     if never_drafts or choice.is_measured or not isinstance(choice.draft, Path):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -10,11 +9,12 @@ from dataclasses import fields
 from specgen import __version__
 from specgen.llama import LlamaModel, build
 from specgen.llama.kernels.admission import is_first_time
-from specgen.models.files import cache_folder, packed_folder
 from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
-from specgen.system.progress import human_bytes
+from specgen.system.folders import cache_folder, packed_folder
+from specgen.system.machine import logical_cores
+from specgen.system.quantities import human_bytes
 
 
 def notes_about(
@@ -32,7 +32,7 @@ def notes_about(
     yield from layers_without_gpu(options.target_context, options.draft_context)
     yield from _unused_template_variables(session, options.target_context)
     n_threads = options.target_context.n_threads or 0
-    n_cores = os.cpu_count() or 1
+    n_cores = logical_cores()
     if n_threads > n_cores:
         yield (
             f"-t {n_threads} is slower than -t {n_cores}: "

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.llama import LlamaBackend
-from specgen.models.files import prefixes_folder
 from specgen.session.prefix_store import PrefixStore, positions_of_control_tokens
 from specgen.session.prompt_cache import PromptCache
 from specgen.session.prompts import Prompt
 from specgen.session.request import Slot
 from specgen.session.saved_text import CachedContext
 from specgen.session.session import Session
+from specgen.system.folders import prefixes_folder
 
 #: Shorter prompts are prefilled again: nothing is prepared for those that go on otherwise.
 _LEAST_ANCHORED = 128

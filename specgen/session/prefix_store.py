@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from specgen.drafters.interface import CacheSlot
@@ -37,6 +36,7 @@ from specgen.session.saved_text import (
 )
 from specgen.session.seen_prompts import SeenPrompts
 from specgen.system.files import NEW, existing_parent, make_room, new_beside
+from specgen.system.machine import available_memory_bytes
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".prefix"
@@ -161,7 +161,7 @@ class PrefixStore:
             n_bytes = backend.saved_bytes(sequence)
             if prefill_s and prefill_s < _WORTH * n_bytes / self._bytes_per_s:
                 return
-            if n_bytes > min(self._most_bytes(), psutil.virtual_memory().available // 2):
+            if n_bytes > min(self._most_bytes(), available_memory_bytes() // 2):
                 _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
                 return
             state = backend.saved_text(sequence)
@@ -266,7 +266,7 @@ class PrefixStore:
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(sequence)
 
-    # --- writing, in a thread of its own
+    # --- writing, in a separate thread
 
     def _write(
         self,

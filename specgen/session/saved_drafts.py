@@ -16,10 +16,11 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from specgen.drafters.kinds import is_word
 from specgen.errors import UsageError
-from specgen.models.files import FileIdentity, config_folder
+from specgen.models.files import FileIdentity
 from specgen.options import DraftSource
 from specgen.system.files import correct, replace_json, write_errors
-from specgen.system.progress import measured_gain
+from specgen.system.folders import config_folder
+from specgen.system.quantities import measured_gain
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,12 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[Request]:
-        """The requests whose prompt is not complete in the cache."""
+        """The requests that still need prefill."""
         return [request for request in self.busy if request.state == "prefill"]
 
     @property
     def decoding(self) -> list[Request]:
-        """The requests whose answer has started."""
+        """The requests that have an answer to continue."""
         return [request for request in self.busy if request.state == "decoding"]
 
     def add(

@@ -14,10 +14,11 @@ from specgen.drafters.interface import ContextSpec, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.errors import PairError, PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context import n_native_sequences
 from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
-from specgen.llama.gguf_file import GgufMetadata, check_file
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import has_gpu
+from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
@@ -103,11 +104,11 @@ class Session:
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
             self.target = self._load_target(vocabulary_only)
-            #: The settings of a request that has none of its own.
+            #: The default settings of a request.
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, options.drafting
             )
-            #: The n-grams, which also draft beside another draft.
+            #: The n-grams, which may draft together with another draft.
             self.ngrams = self._open_ngrams()
             self._resources.callback(self._close_draft)
             self.change_draft(options.draft)
@@ -377,7 +378,7 @@ class Session:
 
         Args:
             n_ctx: The tokens of a prompt and its answer.
-            target: The target's context, whose hidden states the draft may read.
+            target: The target's context; the draft may read its hidden states.
             n_slots: How many answers are generated at once.
 
         Raises:

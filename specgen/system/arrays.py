@@ -23,50 +23,64 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 #: float32[m] or float64[m]: logits as the samplers so far have left them, or probabilities.
 Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 
-#: Size of the groups whose maxima bound the n-th largest score from below.
-_GROUP = 64
-#: A smaller array is partitioned at once, without groups.
-_SMALL = 2048
+#: The size of the groups whose maxima bound the n-th largest score from below.
+_GROUP_SIZE = 64
+#: Arrays with fewer scores are partitioned without groups.
+_MIN_GROUPED = 2048
 
 
 def best(scores: Scores, n: int) -> TokenArray:
-    """Return the positions of the n largest of float[m], largest first; maxima of groups leave few
-    to sort.
+    """Return the positions of the n largest scores, largest first, equal ones by position.
+
+    Scores of -infinity are left out.
     """
-    positions = _likely(scores, n) if 0 < n < len(scores) else None
-    values = scores if positions is None else scores[positions]
-    # Positions ascend, and a stable sort keeps equals in that order.
-    order = (-values).argsort(kind="stable")[:n]
-    if len(order) and values[order[-1]] == -np.inf:
-        order = order[: np.count_nonzero(values[order] > -np.inf)]
-    return order if positions is None else positions[order]
+    if not 0 < n < len(scores):
+        return _sorted_best(scores, n)
+    candidates = _candidates(scores, n)
+    return candidates[_sorted_best(scores[candidates], n)]
 
 
-def _likely(scores: Scores, n: int) -> TokenArray:
-    """Return ascending positions of some scores, which include the n largest (0 < n < m)."""
-    group = min(_GROUP, len(scores) // (2 * n))
-    if group < 4 or len(scores) < _SMALL:
+def _sorted_best(scores: Scores, n: int) -> TokenArray:
+    order = (-scores).argsort(kind="stable")[:n]
+    if len(order) and scores[order[-1]] == -np.inf:
+        n_possible = np.count_nonzero(scores[order] > -np.inf)
+        order = order[:n_possible]
+    return order
+
+
+def _candidates(scores: Scores, n: int) -> TokenArray:
+    """Return the ascending positions of some scores, among them the n largest (0 < n < m).
+
+    The n-th largest maximum of disjoint groups is at most the n-th largest score. So it is a bound,
+    and only the groups whose maximum reaches it are searched.
+    """
+    group_size = min(_GROUP_SIZE, len(scores) // (2 * n))
+    if group_size < 4 or len(scores) < _MIN_GROUPED:
         bound = np.partition(scores, len(scores) - n)[len(scores) - n]
         return np.flatnonzero(scores >= bound)
-    # A group is a column, not a stretch of the row, so that maxima are taken by whole SIMD
-    # registers.
-    n_groups = len(scores) // group
-    n_grouped = n_groups * group
-    table = scores[:n_grouped].reshape(group, n_groups)
+    # A group is a column of the table, and not a stretch of scores, so that whole SIMD registers
+    # are compared.
+    n_groups = len(scores) // group_size
+    n_grouped = n_groups * group_size
+    table = scores[:n_grouped].reshape(group_size, n_groups)
     maxima = table.max(axis=0)
     bound = np.partition(maxima, n_groups - n)[n_groups - n]
     columns = np.flatnonzero(maxima >= bound)
-    if len(columns) > 4 * n:  # ties
+    if len(columns) > 4 * n:  # many scores are equal
         return np.flatnonzero(scores >= bound)
     rows, hits = np.nonzero(table[:, columns] >= bound)
-    rest = np.flatnonzero(scores[n_grouped:] >= bound)
-    return np.concatenate((rows * n_groups + columns[hits], rest + n_grouped))
+    in_groups = rows * n_groups + columns[hits]
+    after_groups = np.flatnonzero(scores[n_grouped:] >= bound) + n_grouped
+    return np.concatenate((in_groups, after_groups))
 
 
 def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
     """Return what `np.interp` does for a single number, several times as fast."""
-    place = bisect.bisect_right(places, x) - 1
-    if not 0 <= place < len(places) - 1:
-        return values[max(0, place)]
-    slope = (values[place + 1] - values[place]) / (places[place + 1] - places[place])
-    return slope * (x - places[place]) + values[place]
+    left = bisect.bisect_right(places, x) - 1
+    if left < 0:
+        return values[0]
+    if left >= len(places) - 1:
+        return values[left]
+    right = left + 1
+    slope = (values[right] - values[left]) / (places[right] - places[left])
+    return values[left] + slope * (x - places[left])

@@ -1,35 +1,57 @@
-"""The machine, the Python and the build of llama.cpp that specgen runs on, and the load of other
-programs.
+"""The machine: its cores and memory, how much of them this process may use, and who else uses them.
+
+Everything that chooses threads, or checks whether something fits into memory, asks here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from specgen.system.files import read_object
+# --- cores and memory -----------------------------------------------------------------------------
 
-#: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
-REQUIRED_VERSION = "0.3.36"
-#: The command that installs it, in place of another version or of a broken build.
-REINSTALL = f"pip install --force-reinstall --no-cache-dir llama-cpp-python=={REQUIRED_VERSION}"
-#: The same, safe for GCC 12, which otherwise miscompiles it for CPUs with AMX.
-REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
+
+def physical_cores() -> int | None:
+    """Return the machine's physical cores, if the system reports them."""
+    import psutil
+
+    return psutil.cpu_count(logical=False)
+
+
+def logical_cores() -> int:
+    """Return how many threads the machine runs at once."""
+    return os.cpu_count() or 1
+
+
+def usable_cores() -> int | None:
+    """Return the logical cores that this process may run on, where the system can restrict them."""
+    get_affinity = getattr(os, "sched_getaffinity", None)
+    return len(get_affinity(0)) if get_affinity is not None else None
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that processes can still take without swapping."""
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+# --- a description --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine and the Python."""
+    """The machine and the Python, as reports and `specgen doctor` describe them."""
 
+    #: The operating system, its release and its architecture.
     system: str
+    #: The implementation and version of Python.
     python: str
+    #: The name of the CPU.
     cpu: str
     n_physical_cores: int | None
     n_logical_cores: int | None
@@ -38,6 +60,7 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
+    """Describe this machine as it is now."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -45,31 +68,32 @@ def look_at_machine() -> Machine:
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
         python=f"{platform.python_implementation()} {platform.python_version()}",
         cpu=cpu_name(),
-        n_physical_cores=psutil.cpu_count(logical=False),
-        n_logical_cores=psutil.cpu_count(),
+        n_physical_cores=physical_cores(),
+        n_logical_cores=os.cpu_count(),
         memory_bytes=memory.total,
         available_bytes=memory.available,
     )
 
 
 def cpuinfo() -> dict[str, str]:
-    """Return what Linux says about the first processor, and on some ARM boards about the board."""
-    lines: dict[str, str] = {}
+    """Return Linux's description of the first processor and, on some ARM boards, of the board."""
+    values: dict[str, str] = {}
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines():
             key, _, value = line.partition(":")
-            lines.setdefault(key.strip(), value.strip())
-    return lines
+            values.setdefault(key.strip(), value.strip())
+    return values
 
 
 def cpu_name() -> str:
-    """Return the CPU's own name if the system reports it, else a name of its kind."""
-    about = cpuinfo()
-    if name := about.get("model name") or about.get("Model"):
+    """Return the CPU's product name if the system reports it, else whatever identifies its kind."""
+    values = cpuinfo()
+    name = values.get("model name") or values.get("Model")
+    if name:
         return name
-    if "CPU part" in about:  # ARM: numbers that stand for a company and its product
-        return f"{platform.machine()}, {about.get('CPU implementer')} {about['CPU part']}"
+    if "CPU part" in values:  # ARM: numbers that stand for a company and its product
+        return f"{platform.machine()}, {values.get('CPU implementer')} {values['CPU part']}"
     if platform.system() == "Darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -77,10 +101,12 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-# --- the load of other programs
+# --- the load of other programs -------------------------------------------------------------------
 
-#: psutil's counts of time without work, and those that are a part of another one.
-_IDLE, _COUNTED_TWICE = ("idle", "iowait"), ("guest", "guest_nice", "interrupt", "dpc")
+#: psutil's counters of time in which a core did nothing.
+_IDLE = ("idle", "iowait")
+#: psutil's counters of time that is part of another counter.
+_COUNTED_TWICE = ("guest", "guest_nice", "interrupt", "dpc")
 #: If other programs take more than this share of the cores, the machine is too busy to measure
 #: speeds.
 _BUSY_SHARE = 0.25
@@ -88,113 +114,60 @@ _BUSY_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds of all cores since the machine was started, the busy ones among them, and this
-    process's own.
-    """
+    """Seconds of all cores together, since the machine was started."""
 
     total_s: float
+    #: The seconds in which cores worked.
     busy_s: float
+    #: The seconds in which they worked for this process.
     own_s: float
 
 
 def core_time() -> CoreTime | None:
+    """Return the time of the cores up to now, if the system counts it."""
     import psutil
 
-    with contextlib.suppress(OSError):
-        own, counts_s = os.times(), psutil.cpu_times()._asdict()
-        total_s = sum(seconds for name, seconds in counts_s.items() if name not in _COUNTED_TWICE)
-        idle_s = sum(counts_s.get(name, 0.0) for name in _IDLE)
-        return CoreTime(total_s, total_s - idle_s, own.user + own.system)
-    return None
+    try:
+        own = os.times()
+        counters_s = psutil.cpu_times()._asdict()
+    except OSError:
+        return None
+    total_s = sum(seconds for name, seconds in counters_s.items() if name not in _COUNTED_TWICE)
+    idle_s = sum(counters_s.get(name, 0.0) for name in _IDLE)
+    return CoreTime(total_s, busy_s=total_s - idle_s, own_s=own.user + own.system)
 
 
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:
-    """Return the share of all cores' time, in [0, 1], that other programs took between two counts,
-    if it is known.
+    """Return the share of all cores' time, in [0, 1], that other programs took between two counts.
+
+    Returns:
+        None if it is unknown.
     """
     if before is None or after is None or after.total_s <= before.total_s:
         return None
-    others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
-    return min(1.0, max(0.0, others_s / (after.total_s - before.total_s)))
+    busy_s = after.busy_s - before.busy_s
+    own_s = after.own_s - before.own_s
+    share = (busy_s - own_s) / (after.total_s - before.total_s)
+    return min(1.0, max(0.0, share))
 
 
 class LoadOfOthers:
-    """Measures which share of all cores' time other programs take, from now on."""
+    """Measures the share of all cores' time that other programs take, from now on."""
 
     def __init__(self) -> None:
         self._before = core_time()
 
     @property
     def share(self) -> float | None:
+        """The share so far, in [0, 1]; None if it is unknown."""
         return share_of_others(self._before, core_time())
 
 
 def is_busy(others_share: float | None) -> bool:
+    """Return whether other programs take too much of the machine for speeds to be measured."""
     return others_share is not None and others_share > _BUSY_SHARE
 
 
 def busy_text(others_share: float) -> str:
-    return f"other programs took {100 * others_share:.0f} % of the machine's cores meanwhile"
-
-
-# --- the build of llama.cpp
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that llama.cpp can compute on."""
-
-    name: str
-    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (beside the CPU) or ``meta`` (several
-    #: as one).
-    kind: str
-    description: str
-    #: 0 if the device does not report its memory.
-    memory_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """A build of llama-cpp-python of a version, and llama.cpp's own line about the features in it."""
-
-    version: str
-    llama_version: str
-    system_info: str
-    #: Whether layers can be kept on a GPU.
-    gpu_offload: bool
-    devices: tuple[Device, ...]
-
-
-#: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py); a checkout has
-#: none.
-BUNDLE = "specgen.llama.bundled"
-
-
-def uses_bundle() -> bool:
-    """Return whether the wheel's llama.cpp computes: not if there is the same one, perhaps built
-    for a GPU.
-    """
-    own = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        own = importlib.metadata.version("llama-cpp-python").partition("+")[0]
-    is_bundled = (Path(__file__).parents[1] / "llama" / "bundled").is_dir()
-    return is_bundled and own != REQUIRED_VERSION
-
-
-#: The library in `specgen/llama/`, and the file beside it that says what it was built for.
-LIBRARY, STAMP = "libspecgen-rpc.so", "libspecgen-rpc.json"
-
-
-def protocol_in(header: Path) -> str | None:
-    """Return the version of the RPC protocol that `ggml-rpc.h` defines, if there is such a file."""
-    text = header.read_text(encoding="utf-8", errors="replace") if header.is_file() else ""
-    numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)
-    return ".".join(numbers) if len(numbers) == 3 else None
-
-
-def stamp_of(library: Path) -> dict[str, Any]:
-    """Return the "version" of llama-cpp-python and the "protocol" for which the library was built,
-    if it says so.
-    """
-    return read_object(library.with_name(STAMP))
+    """Return a notice about the load of other programs."""
+    return f"other programs took {100 * others_share:.0f}% of the machine's cores meanwhile"

@@ -20,19 +20,28 @@ class ChildTimeoutError(ChildError):
 
 
 class ChildDiedError(ChildError):
-    """A child ended with an exit code other than 0, or by a signal, whose name and description it
-    has, if so.
-    """
+    """A child ended with an exit code other than 0, or by a signal."""
 
     def __init__(self, returncode: int, stderr: str) -> None:
-        self.signal_name, self.description = _cause_of_death(returncode)
-        self.last_words = _last_line(stderr)
-        self.returncode = returncode
         super().__init__(f"it ended with code {returncode}")
+        self.returncode = returncode
+        signal_number = _signal_number(returncode)
+        #: The name and the system's description of the signal; empty if none ended the child.
+        self.signal_name = ""
+        self.description = ""
+        if signal_number is not None:
+            self.signal_name = signal_number.name
+            self.description = signal.strsignal(signal_number) or ""
+        #: The last line that the child wrote to stderr.
+        self.last_words = _last_line(stderr)
 
 
 def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON object that it prints. Raise `ChildError`."""
+    """Run a command and return the JSON object that it prints.
+
+    Raises:
+        ChildError: if there is no such answer.
+    """
     try:
         ended = subprocess.run(
             command,
@@ -54,16 +63,20 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
+        message = "it gave no answer"
         last_words = _last_line(ended.stdout)
-        raise ChildError(f"it gave no answer: {last_words}" if last_words else "it gave no answer")
+        if last_words:
+            message += f": {last_words}"
+        raise ChildError(message)
     return answer
 
 
 def ask_child_again(
     command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Start a child that takes too long once more: the machine may have stood still. `prepare`
-    comes before each.
+    """Ask a child as `ask_child` does, a second time if it takes too long.
+
+    The machine may have been suspended meanwhile. `prepare` is called before each attempt.
     """
     prepare()
     try:
@@ -81,15 +94,17 @@ _WINDOWS_STATUS = {
 }
 
 
-def _cause_of_death(returncode: int) -> tuple[str, str]:
-    number = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF, 0)
-    if not number:
-        # A shell in between reports signals as 128 + number.
-        number = -returncode if returncode < 0 else max(0, returncode - 128)
+def _signal_number(returncode: int) -> signal.Signals | None:
+    """Return the signal that ended a process, if one did."""
+    windows_signal = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF)
+    if windows_signal is not None:
+        return windows_signal
+    # Python reports a signal as -number, a shell in between as 128 + number.
+    number = -returncode if returncode < 0 else returncode - 128
     try:
-        return signal.Signals(number).name, signal.strsignal(number) or ""
+        return signal.Signals(number)
     except ValueError:
-        return "", ""
+        return None
 
 
 def _last_line(text: str) -> str:
@@ -97,11 +112,12 @@ def _last_line(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-# --- how this process ends
+# --- how this process ends ------------------------------------------------------------------------
 
-#: Set where native code runs on in a thread: native destructors must not run meanwhile.
+#: Set if native code runs on in a thread: native destructors must not run meanwhile.
 left_running = threading.Event()
 
 
 def is_failing() -> bool:
+    """Return whether an exception, such as Ctrl-C, is ending the process."""
     return sys.exc_info()[0] is not None

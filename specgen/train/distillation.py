@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import psutil
 from numpy.typing import NDArray
 
 from specgen.errors import MemoryLimitError, ModelFileError, UsageError
 from specgen.system.files import new_beside, write_errors
-from specgen.system.progress import human_bytes
+from specgen.system.machine import available_memory_bytes
+from specgen.system.quantities import human_bytes
 from specgen.train.gguf_weights import (
     GgufWeights,
     Hyperparameters,
@@ -132,7 +132,7 @@ def _check_memory(draft: Path, weights: GgufWeights) -> None:
     states = shape.n_layer * (8 * shape.n_embd + 4 * n_ff) * N_ROWS * N_COLUMNS
     n_parameters = sum(tensor.size for tensor in weights.tensors.values())
     needed = 4 * (n_parameters + states + 4 * N_COLUMNS * n_vocab)
-    available = psutil.virtual_memory().available
+    available = available_memory_bytes()
     if needed > available:
         raise MemoryLimitError(
             f"{draft}: training it needs about {human_bytes(needed)} more, "

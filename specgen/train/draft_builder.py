@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.models.files import FileIdentity, heads_file, identity_of
-from specgen.system.progress import Progress, human_bytes
+from specgen.system.progress import Progress
+from specgen.system.quantities import human_bytes
 from specgen.train.training_loop import LEAST_TEXT, Budget, TextOptions
 
 if TYPE_CHECKING:

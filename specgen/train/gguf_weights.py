@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specgen.errors import ModelFileError
 from specgen.llama.operators import TYPE_NUMBERS, FloatArray, Weights, dequantize, quantize
-from specgen.system.files import parts_of
+from specgen.models.files import parts_of
 
 #: The architectures that `specgen.train.distillation` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, build
-from specgen.models.files import cache_folder, measurements_file
+from specgen.system.folders import cache_folder, measurements_file
 from tests.helpers.cli import Cli, Result, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
 

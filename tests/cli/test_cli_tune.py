@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specgen.measure.draft_trial import try_draft
-from specgen.models.files import measurements_file
+from specgen.system.folders import measurements_file
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 #: Quick, and enough for a test of the command line.
@@ -143,6 +143,6 @@ def test_nothing_is_kept_from_a_busy_machine(
         result = tune("--draft", "draft")
     assert result.code == 0
     *_, busy, kept = notes(result)
-    assert busy.startswith("other programs took 50 % of the machine's cores meanwhile")
+    assert busy.startswith("other programs took 50% of the machine's cores meanwhile")
     assert kept == "nothing was kept, since the machine was busy"
     assert measures(specgen, tiny_models)

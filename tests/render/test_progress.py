@@ -71,8 +71,8 @@ def test_a_line_of_a_download_comes_now_and_then() -> None:
     progress.close()
     progress.note("done")
     assert stream.getvalue().splitlines() == [
-        "tiny: 20 % (200 B of 1.00 kB)",
-        "tiny: 100 % (1.00 kB of 1.00 kB)",
+        "tiny: 20% (200 B of 1.00 kB)",
+        "tiny: 100% (1.00 kB of 1.00 kB)",
         "done",
     ]
 

@@ -83,7 +83,7 @@ def test_how_the_gain_is_known() -> None:
     assert ": 1.2 to 1.3 times as fast as without drafts" in summary_line(event)
     event = dataclasses.replace(event, estimated_whole_speedup=1.51)
     assert items(event)["gain"] == known
-    busy = "other programs took 40 % of the machine's cores meanwhile"
+    busy = "other programs took 40% of the machine's cores meanwhile"
     assert items(dataclasses.replace(event, others_share=0.4))["gain"] == busy
     assert items(finished(estimate="not known: why"))["gain"] == "not known: why"
     event = finished(estimated_speedup=0.8)

@@ -15,9 +15,9 @@ import pytest
 from llama_cpp import Llama
 
 from specgen.errors import PairError, UsageError
-from specgen.models.files import measurements_file
 from specgen.options import DraftOptions, TreeShape
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
+from specgen.system.folders import measurements_file
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig, write_tiny_model
 

@@ -19,11 +19,11 @@ from click.testing import CliRunner, Result
 from llm.cli import cli as llm_cli
 
 import specgen
-from specgen.models.files import measurements_file
 from specgen.models.registry import load_registry
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serve.adapters.llm import AnswerError
 from specgen.session.prompts.template import Message
+from specgen.system.folders import measurements_file
 from tests.helpers.cli import ended
 from tests.helpers.common import ROOT
 from tests.helpers.fetch import small_model, store, write_registry

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
-from specgen.models.files import identify, measurements_file
+from specgen.models.files import identify
 from specgen.options import DraftSource
 from specgen.session import calibration
 from specgen.session.calibration import PairCosts
@@ -19,6 +19,7 @@ from specgen.session.open import use_first
 from specgen.session.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.session.session import Session
 from specgen.system import machine
+from specgen.system.folders import measurements_file
 from tests.helpers.cli import Specgen
 from tests.helpers.sessions import opened
 

@@ -21,6 +21,8 @@ from specgen.cli.inputs import BUILT_IN, read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
+from specgen.option_fields import option as option
+from specgen.option_fields import utf8
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -33,8 +35,7 @@ from specgen.options import (
     Workers,
     staged,
 )
-from specgen.sampler_options import SamplerOptions, utf8
-from specgen.sampler_options import option as option
+from specgen.sampler_options import SamplerOptions
 
 # --- models
 

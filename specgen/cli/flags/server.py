@@ -17,8 +17,8 @@ from specgen.cli.flags.typer_groups import Group, extends, group, sign
 from specgen.cli.model_loading import Setup
 from specgen.cli.user_defaults import checked
 from specgen.errors import UsageError
+from specgen.option_fields import option
 from specgen.options import ModelChoice
-from specgen.sampler_options import option
 from specgen.serve.server.options import (
     N_PARALLEL,
     Limits,

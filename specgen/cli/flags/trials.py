@@ -11,8 +11,8 @@ from specgen.cli import flags
 from specgen.cli.flags.typer_groups import group
 from specgen.cli.output import Output
 from specgen.errors import UsageError
+from specgen.option_fields import option
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.measure.prompts import BenchPrompt

@@ -1,4 +1,5 @@
-"""specgen's own CPU kernels, a C++ library (`kernels/` in the source): `attached` attaches it to
-llama.cpp, `admission` only if it passed its self-test here, and for models on which a trial did not
-end its process.
+"""specgen's own CPU kernels: a C++ library, whose source is in `kernels/`.
+
+`admission` decides whether they are used, `verdicts` keeps what their tests in child processes
+showed, and `attached` attaches the library to llama.cpp.
 """

@@ -1,33 +1,25 @@
-"""Whether specgen's kernels compute: one self-test for a machine, one trial for a model, in child
-processes (`trial.py`), which they may end. The verdicts are remembered, by the library, llama.cpp,
-the processor and the model's file.
+"""Which kernels compute models on the CPU: specgen's, or those of llama.cpp.
+
+specgen's are used if their library was built, passes its self-test on this machine, and does not
+fail on the model that is loaded (`verdicts.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import sys
 import sysconfig
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from specgen import __version__
 from specgen.errors import BackendError, UsageError
-from specgen.llama.kernels.attached import ask_before_loading, attach, attached, ggml_version
-from specgen.llama.library import build
+from specgen.llama.kernels.attached import ask_before_loading, attach, attached
+from specgen.llama.kernels.verdicts import KernelTests
 from specgen.options import KernelChoice
-from specgen.system.files import KeptResults, digest_of, version_of
-from specgen.system.machine import cpuinfo
-from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
-#: The environment variables with the choice of kernels, if no option gives one, and of an
-#: instruction set.
-VARIABLE, INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS", "SPECGEN_KERNELS_INSTRUCTIONS"
+#: The environment variable with the choice of kernels, if no option gives one.
+VARIABLE = "SPECGEN_KERNELS"
 LIBRARY_NAME = "libspecgen-kernels.so"
 #: The platforms that the kernels support, as `sysconfig.get_platform` names them.
 PLATFORMS = ("linux-x86_64", "linux-aarch64")
@@ -35,11 +27,8 @@ PLATFORMS = ("linux-x86_64", "linux-aarch64")
 _BUILD = (
     "install specgen again with a C++ compiler; SPECGEN_KERNELS_BUILD=required shows what fails"
 )
-_LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, does without them"
-_DEFECT = "report this as a defect of specgen; --kernels llama.cpp does without its kernels"
-
-
-# --- the choice -----------------------------------------------------------------------------------
+_LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, turns them off"
+_DEFECT = "report this as a bug in specgen; --kernels llama.cpp turns its kernels off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +38,9 @@ class KernelStatus:
     computes: Literal["specgen", "llama.cpp"]
     #: The instruction set of specgen's kernels (see `Kernels`), if they compute; else empty.
     instructions: str = ""
-    #: Why they are not used, as the rest of a sentence, and what to do about it.
+    #: Why they are not used, as the rest of a sentence.
     reason: str | None = None
+    #: What to do about it.
     hint: str | None = None
     #: The library; None if it was not built.
     path: Path | None = None
@@ -61,23 +51,136 @@ class KernelStatus:
 
     @property
     def label(self) -> str:
+        """The name of the kernels in reports: ``specgen avx2``, say, or ``llama.cpp``."""
         return f"{self.computes} {self.instructions}".strip()
 
 
+# --- what is wanted, and what there is ------------------------------------------------------------
+
+
+def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
+    """Return the choice of the environment variable.
+
+    Raises:
+        UsageError: if it is not valid.
+    """
+    wanted = environment.get(VARIABLE) or "auto"
+    choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
+    for choice in choices:
+        if choice == wanted:
+            return choice
+    raise UsageError(f"{VARIABLE} is {wanted!r}; set it to one of {', '.join(choices)}")
+
+
+def library_path() -> Path | None:
+    """Return the library of kernels; None if it was not built."""
+    path = Path(__file__).parents[1] / LIBRARY_NAME
+    return path if path.is_file() else None
+
+
+def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
+    """Return whether specgen's kernels can be used here, without attaching them.
+
+    Args:
+        cache: the folder that keeps the verdict of their self-test.
+        anew: whether to test them even if the verdict is known.
+    """
+    path = library_path()
+    if path is None:
+        platform = sysconfig.get_platform()
+        if platform not in PLATFORMS:
+            return KernelStatus("llama.cpp", reason=f"there are none for {platform}")
+        return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
+    verdict = KernelTests(path, cache).self_test(anew=anew)
+    if verdict.outcome == "passed":
+        return KernelStatus("specgen", verdict.instructions, path=path, tested=verdict.message)
+    if verdict.outcome == "failed":
+        return KernelStatus(
+            "llama.cpp",
+            reason=f"their test failed: {verdict.message}",
+            hint=f"`specgen doctor` tests them again; {_LEAVE}",
+            path=path,
+            is_broken=True,
+        )
+    hint = f"{verdict.hint}; {_LEAVE}" if verdict.hint else _LEAVE
+    return KernelStatus("llama.cpp", reason=verdict.message, hint=hint, path=path)
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
+    """Choose what computes the models that this process loads from now on.
+
+    Args:
+        wanted: ``auto`` uses specgen's kernels if they pass their self-test, ``specgen`` insists on
+            them. Either way each model is tried before it is loaded.
+        cache: the folder that keeps the verdicts.
+
+    Raises:
+        UsageError: if specgen's kernels are wanted and cannot be used.
+    """
+    kernels = attached()
+    path = library_path()
+    if wanted == "llama.cpp":
+        status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=path)
+    elif kernels is not None and kernels.path == path:  # they were tested when they were attached
+        status = KernelStatus("specgen", kernels.instructions, path=path)
+    else:
+        status = examine_kernels(cache)
+    if status.computes == "specgen" and status.path is not None:
+        status = _attach_with_trials(status.path, cache, required=wanted == "specgen")
+    elif kernels is not None:
+        kernels.enable(products=False, attention=False)
+    if wanted == "specgen" and status.computes != "specgen":
+        raise UsageError(f"specgen's kernels cannot be used: {status.reason}", status.hint)
+    return status
+
+
+def _attach_with_trials(path: Path, cache: Path, *, required: bool) -> KernelStatus:
+    """Attach a library, and try models from now on before they are loaded.
+
+    Args:
+        path: the library.
+        cache: the folder that keeps the verdicts.
+        required: whether a model that fails its trial is an error.
+    """
+    tests = KernelTests(path, cache)
+
+    def problem_of(model: Path) -> str:
+        problem = tests.problem_of(model)
+        if problem and required:
+            message = f"{model}: specgen's kernels cannot compute this model: {problem}"
+            raise UsageError(message, _DEFECT)
+        return problem
+
+    ask_before_loading(problem_of)
+    try:
+        return KernelStatus("specgen", attach(path).instructions, path=path)
+    except BackendError as error:  # although it worked in the child process
+        return KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
+
+
+# --- what the user is told ------------------------------------------------------------------------
+
+
 def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
-    """Return a note if specgen's kernels should compute and do not; that they were not built is
-    said once.
+    """Return a note if specgen's kernels should compute and do not.
+
+    That they were not built is mentioned only once; the cache remembers that.
     """
     if wanted != "auto" or status.reason is None:
         return None
     note = f"not using specgen's kernels: {status.reason}"
     if status.path is not None:
         return note
-    is_new = status.hint is not None and is_first_time(cache / f"kernels-missing-{__version__}")
-    return f"{note} (this note is shown once)" if is_new else None
+    if status.hint is not None and is_first_time(cache / f"kernels-missing-{__version__}"):
+        return f"{note} (this note is shown once)"
+    return None
 
 
 def is_first_time(marker: Path) -> bool:
+    """Return whether this is the first call with a marker file, which is created."""
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch(exist_ok=False)
@@ -86,222 +189,3 @@ def is_first_time(marker: Path) -> bool:
     except OSError:
         return True
     return True
-
-
-def library_path() -> Path | None:
-    path = Path(__file__).parents[1] / LIBRARY_NAME
-    return path if path.is_file() else None
-
-
-def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
-    """Return the choice of the environment variable. Raise `UsageError` if it is not valid."""
-    wanted = environment.get(VARIABLE) or "auto"
-    choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
-    if wanted not in choices:
-        raise UsageError(f"{VARIABLE} is {wanted!r}; set it to one of {', '.join(choices)}")
-    return choices[choices.index(wanted)]
-
-
-def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
-    """Choose what computes the models that this process loads from now on. ``auto`` takes specgen's
-    kernels if they pass their self-test; each model is tried first (`ModelTrials`). `cache` keeps
-    verdicts. Raise `UsageError`.
-    """
-    now = attached()
-    if wanted == "llama.cpp":
-        status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
-    elif now is not None and now.path == library_path():  # they were tested then
-        status = KernelStatus("specgen", now.instructions, path=now.path)
-    else:
-        status = examine_kernels(cache)
-    if status.computes == "specgen" and status.path is not None:
-        path = status.path
-        try:
-            status = KernelStatus("specgen", attach(path).instructions, path=path)
-        except BackendError as error:  # in the child process it worked
-            status = KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
-        trials = ModelTrials(path, cache, required=wanted == "specgen")
-        ask_before_loading(trials.problem_of)
-    elif now is not None:
-        now.enable(products=False, attention=False)
-    if wanted == "specgen" and status.computes != "specgen":
-        raise UsageError(f"specgen's kernels cannot be used: {status.reason}", status.hint)
-    return status
-
-
-def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
-    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them
-    again.
-    """
-    path = library_path()
-    if path is None:
-        platform = sysconfig.get_platform()
-        if platform not in PLATFORMS:
-            return KernelStatus("llama.cpp", reason=f"there are none for {platform}")
-        return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
-    result = self_test_of(path, cache, anew=anew)
-    if result.outcome == "passed":
-        return KernelStatus("specgen", result.instructions, path=path, tested=result.message)
-    reason, hint, is_broken = result.message, result.hint, result.outcome == "failed"
-    if is_broken:
-        reason, hint = f"their test failed: {reason}", "`specgen doctor` tests them again"
-    hint = f"{hint}; {_LEAVE}" if hint else _LEAVE
-    return KernelStatus("llama.cpp", reason=reason, hint=hint, path=path, is_broken=is_broken)
-
-
-# --- verdicts -------------------------------------------------------------------------------------
-
-#: The command of a child process; `specgen.llama.kernels.kernel_trial` has its arguments.
-CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.kernel_trial")
-#: The file of verdicts in the cache folder.
-VERDICTS = "kernels.json"
-SELF_TEST_TIMEOUT_S = 60.0
-#: The longest that a trial may take: so many seconds, and one more for so many bytes.
-_TRIAL_TIMEOUT_S, _BYTES_PER_S = 120.0, 20e6
-#: Signals that do not come from the kernels: the system ran out of memory, or a file became
-#: shorter.
-_NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a self-test or a trial shows."""
-
-    #: ``passed``, ``failed``, or ``refused``: the library itself says that it is not for this
-    #: machine or llama.cpp.
-    outcome: str
-    #: What was tested, or what went wrong: for a model as the rest of a sentence ("they died of
-    #: SIGSEGV ...").
-    message: str = ""
-    #: The instruction set of the kernels, if they passed their self-test.
-    instructions: str = ""
-    #: What to do about a refusal, if the library is for another llama.cpp.
-    hint: str = ""
-
-
-def _parsed(value: Any) -> Verdict | None:
-    with contextlib.suppress(TypeError):
-        found = Verdict(**value)
-        if all(isinstance(each, str) for each in astuple(found)):
-            return found
-    return None
-
-
-def self_test_of(library: Path, cache: Path, *, anew: bool = False) -> Verdict:
-    """Return the verdict of a library's self-test here: the remembered one if there is one, unless
-    `anew`.
-    """
-    kept = KeptResults(cache / VERDICTS)
-    key = digest_of(_circumstances(library))
-    known = None if anew else _parsed(kept.read().get(key))
-    if known is None:
-        known = run_self_test(library)
-        kept.add({key: asdict(known)})
-    return known
-
-
-def run_self_test(library: Path) -> Verdict:
-    try:
-        answer = ask_child_again([*CHILD, os.fspath(library)], SELF_TEST_TIMEOUT_S)
-    except ChildError as error:
-        last_words = error.last_words if isinstance(error, ChildDiedError) else ""
-        return Verdict("failed", _why(error) + (f": {last_words}" if last_words else ""))
-    return _parsed(answer) or Verdict("failed", "it gave no answer")
-
-
-def _why(error: ChildError) -> str:
-    is_signal = isinstance(error, ChildDiedError) and error.signal_name
-    return f"they died of {is_signal}" if is_signal else str(error)
-
-
-def _circumstances(library: Path) -> dict[str, str]:
-    built = build()
-    return {
-        "specgen": __version__,
-        "library": hashlib.sha256(library.read_bytes()).hexdigest(),
-        "llama-cpp-python": built.version,
-        "features": built.system_info,
-        "ggml": ggml_version(),
-        "cpu": processor(),
-        "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
-    }
-
-
-def processor() -> str:
-    """Return the name (on ARM, numbers), the microcode and the features of the CPU, as Linux
-    reports them.
-    """
-    names = ("model name", "microcode", "flags")
-    arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
-    return "\n".join(cpuinfo().get(name, "") for name in (*names, *arm))
-
-
-class ModelTrials:
-    """Tries kernels on models, and remembers the verdicts. If they are `required`, a failure is an
-    error.
-    """
-
-    def __init__(self, library: Path, cache: Path, *, required: bool = False) -> None:
-        self._library = library
-        self._cache = cache
-        self._kept = KeptResults(cache / VERDICTS)
-        self._required = required
-        self._circumstances: dict[str, str] = {}
-        self._known: dict[str, Verdict] = {}
-
-    def problem_of(self, file: Path, *, anew: bool = False) -> str:
-        """Return why the kernels cannot compute a model; empty if they can. Raise `UsageError` if
-        `required`.
-        """
-        self._circumstances = self._circumstances or _circumstances(self._library)
-        version = [str(file.resolve()), *version_of(file)]
-        key = digest_of(self._circumstances | {"file": version})
-        verdict = None if anew else self._known.get(key) or _parsed(self._kept.read().get(key))
-        if verdict is None and (verdict := self._tried(file)) is not None:
-            self._kept.add({key: asdict(verdict)})
-        if verdict is None:  # what stopped the trials was not the kernels
-            return ""
-        self._known[key] = verdict
-        if verdict.message and self._required:
-            raise UsageError(
-                f"{file}: specgen's kernels cannot compute this model: {verdict.message}", _DEFECT
-            )
-        return verdict.message
-
-    def _tried(self, file: Path) -> Verdict | None:
-        """Try a skeleton of the model and, unless that is computed, the whole: llama.cpp may not
-        take a skeleton.
-        """
-        found: Verdict | None = None
-        with contextlib.ExitStack() as resources:
-            folder = self._folder(resources)
-            for size in ("skeleton", "whole"):
-                if found is None or found.outcome != "passed":
-                    found = self._verdict(file, folder, size)
-        return found
-
-    def _folder(self, resources: contextlib.ExitStack) -> Path:
-        """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be
-        written.
-        """
-        with contextlib.suppress(OSError):
-            self._cache.mkdir(parents=True, exist_ok=True)
-            inside = tempfile.TemporaryDirectory(prefix="trial-", dir=self._cache)
-            return Path(resources.enter_context(inside))
-        return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
-
-    def _verdict(self, file: Path, folder: Path, size: str) -> Verdict | None:
-        """Return what a child shows; None if llama.cpp cannot load the file, or something else
-        stopped the child.
-        """
-        steps = folder / "steps"
-        command = [*CHILD, str(self._library), size, str(file), str(steps)]
-        timeout_s = _TRIAL_TIMEOUT_S + file.stat().st_size / _BYTES_PER_S
-        try:
-            answer = ask_child_again(command, timeout_s, lambda: steps.write_text(""))
-        except ChildError as error:
-            if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
-                return None
-            begun = steps.read_text(encoding="utf-8").splitlines()
-            return Verdict("failed", f"{_why(error)} on {begun[-1]}" if begun else _why(error))
-        return None if answer.get("problem") else Verdict("passed")

@@ -1,7 +1,8 @@
 """The library of kernels, attached to GGML: matrix products and attention for some CPUs.
 
-It offers its own layout of weights to GGML's CPU backend, in which llama.cpp stores those of models
-that it loads afterwards. It cannot be detached, but switched off for models that are loaded later.
+It offers its own layout of weights to GGML's CPU backend, and llama.cpp stores the weights of
+models that it loads afterwards in it. It cannot be detached, but can be switched off for models
+that are loaded later.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml, last_error
-from specgen.system.machine import REBUILD
-from specgen.text.sampling import chain
+from specgen.llama.library import forget_log, last_error
+from specgen.llama.library import native as ggml
+from specgen.system.llama_build import REBUILD
+from specgen.text.sampling import raw_probabilities
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
-#: In place of that result for a model on workers, which do not say what kernels they use.
+#: In place of that result for a model on workers, which do not report what kernels they use.
 WORKERS = "workers"
 
-_TEXT, _POINTER, _INT, _UINT64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
-#: The library's functions, whose names begin with `specgen_kernels_`: results and arguments.
+_TEXT: Any = ctypes.c_char_p
+_POINTER: Any = ctypes.c_void_p
+_INT: Any = ctypes.c_int
+_INT64: Any = ctypes.c_int64
+_UINT64: Any = ctypes.c_uint64
+#: The library's functions, whose names begin with `specgen_kernels_`: the type of the result of
+#: each, then those of its arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "problem": (_TEXT,),
     "instructions": (_TEXT,),
@@ -35,9 +42,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "counts": (None, ctypes.POINTER(_UINT64)),
     "enable": (None, _INT, _INT),
     "serve": (None,),
-    "new_row_limit": (_POINTER, ctypes.c_int64, _POINTER, ctypes.c_int64),
+    # the rows of a matrix that are computed
+    "new_row_limit": (_POINTER, _INT64, _POINTER, _INT64),
     "set_row_limit": (None, _POINTER),
     "delete_row_limit": (None, _POINTER),
+    # files of packed weights
     "open_packed": (_POINTER, _TEXT),
     "load_packed": (None, _POINTER),
     "used_packed": (_INT, _POINTER),
@@ -45,16 +54,20 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "write_packed": (_INT, _POINTER, _TEXT),
     "close_packed": (None, _POINTER),
 }
+#: Functions that libraries of earlier builds lack.
+_OPTIONAL_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "likeliest": (ctypes.c_double, _POINTER, _INT64, _INT, _POINTER, _POINTER),
+}
 
 
 class KernelCounts(NamedTuple):
-    """What the kernels computed so far, the bytes in their layout now, and the attentions left to
-    llama.cpp.
-    """
+    """What the kernels did so far."""
 
     n_products: int
     n_attentions: int
+    #: The bytes of weights that are in the kernels' layout now.
     packed_bytes: int
+    #: The attentions that they left to llama.cpp.
     n_attentions_left: int
 
 
@@ -63,7 +76,7 @@ class Kernels:
 
     def __init__(self, path: Path, native: Any) -> None:
         self.path = path
-        #: The library's functions by their names in `_FUNCTIONS`.
+        #: The library's functions, by their names in `_FUNCTIONS`.
         self.native = native
         #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or
         #: ``neon-dotprod``.
@@ -71,41 +84,55 @@ class Kernels:
         #: Whether models that are loaded now get the kernels' layout of weights.
         self.computes_products = True
         self.computes_attention = True
-        #: Whether a model of this process cannot have the kernels' attention, which is the same for
-        #: all.
+        #: Whether a model of this process cannot have the kernels' attention. It is switched on or
+        #: off for all models together.
         self.lacks_attention = False
 
     @cached_property
     def digest(self) -> str:
+        """The SHA-256 of the library."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def enable(self, *, products: bool, attention: bool) -> None:
-        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
-        `attention` to all attention and to products of tensors that are not packed, unless a model
-        excluded it.
+        """Switch the kernels on or off.
+
+        Args:
+            products: for the products of models that are loaded from now on.
+            attention: for all attention, and for products of tensors that are not packed; it stays
+                off if a model cannot have it.
         """
         attention = attention and not self.lacks_attention
         self.native.enable(int(products), int(attention))
-        self.computes_products, self.computes_attention = products, attention
+        self.computes_products = products
+        self.computes_attention = attention
 
     def serve(self) -> None:
-        """Pack the weights that other machines send to this process's CPU through llama.cpp's RPC."""
+        """Pack the weights that other machines send to this process's CPU by llama.cpp's RPC."""
         self.native.serve()
 
     def counts(self) -> KernelCounts:
-        numbers = (_UINT64 * 4)()
+        """Return what the kernels did so far."""
+        numbers = (_UINT64 * len(KernelCounts._fields))()
         self.native.counts(numbers)
         return KernelCounts(*numbers)
 
 
+# --- attaching ------------------------------------------------------------------------------------
+
 _attached: Kernels | None = None
-_problem_of: Callable[[Path], str] | None = None
+
+
+def attached() -> Kernels | None:
+    """Return the kernels that this process attached."""
+    return _attached
 
 
 def attach(path: Path) -> Kernels:
-    """Attach the library at `path` to GGML, once for the process, and switch its kernels on. Raise
-    `BackendError` if the file is not such a library, GGML has another version (the hint installs
-    the right one), the CPU lacks the instructions, or another library is attached.
+    """Attach a library to GGML, once for the process, and switch its kernels on.
+
+    Raises:
+        BackendError: if the file is not such a library, GGML has another version (the hint installs
+            the right one), the CPU lacks the instructions, or another library is attached.
     """
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
@@ -113,38 +140,52 @@ def attach(path: Path) -> Kernels:
             raise BackendError(f"other kernels are attached: {_attached.path}")
         _attached.enable(products=True, attention=True)
         return _attached
-    native = SimpleNamespace()
-    try:
-        library = ctypes.CDLL(os.fspath(path))
-        for name, (result, *arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"specgen_kernels_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(native, name, function)
-    except (OSError, AttributeError) as error:
-        raise BackendError(f"the library cannot be loaded: {error}") from error
+    native = _load_functions(path)
     forget_log()
-    loaded = ggml("ggml_backend_load", _POINTER, _TEXT)(os.fsencode(path))
+    loaded = ggml.ggml_backend_load(os.fsencode(path))
     problem = _text(native.problem())
     if problem or not loaded:
         fits = _text(native.built_for()) == ggml_version()
         hint = None if fits else f"install the llama.cpp that they are for: {REBUILD}"
         raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
     _attached = Kernels(path, native)
-    with contextlib.suppress(AttributeError):  # libraries of earlier builds lack it
-        native.likeliest = library.specgen_kernels_likeliest
-        native.likeliest.restype = ctypes.c_double
-        native.likeliest.argtypes = _POINTER, ctypes.c_int64, _INT, _POINTER, _POINTER
-        chain.native_likeliest = native.likeliest
+    raw_probabilities.native_likeliest = getattr(native, "likeliest", None)
     return _attached
 
 
-def attached() -> Kernels | None:
-    return _attached
+def _load_functions(path: Path) -> SimpleNamespace:
+    """Load a library and return its functions."""
+    native = SimpleNamespace()
+    try:
+        library = ctypes.CDLL(os.fspath(path))
+        for name, signature in _FUNCTIONS.items():
+            setattr(native, name, _function(library, name, signature))
+    except (OSError, AttributeError) as error:
+        raise BackendError(f"the library cannot be loaded: {error}") from error
+    for name, signature in _OPTIONAL_FUNCTIONS.items():
+        with contextlib.suppress(AttributeError):
+            setattr(native, name, _function(library, name, signature))
+    return native
+
+
+def _function(library: ctypes.CDLL, name: str, signature: tuple[Any, ...]) -> Any:
+    function = getattr(library, f"specgen_kernels_{name}")
+    result, *arguments = signature
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+# --- what computes a model ------------------------------------------------------------------------
+
+_problem_of: Callable[[Path], str] | None = None
 
 
 def computing() -> str:
-    """Return what computes models that are loaded now on the CPU: ``specgen avx2``, say, or
-    ``llama.cpp``.
+    """Return what computes models on the CPU that are loaded now.
+
+    Returns:
+        ``specgen avx2``, say, or ``llama.cpp``.
     """
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
@@ -152,16 +193,19 @@ def computing() -> str:
 
 
 def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
-    """Ask `problem_of`, before a model file is loaded, why the kernels cannot compute it. None:
-    they can.
+    """Let a function decide, before each model is loaded, whether the kernels can compute it.
+
+    Args:
+        problem_of: returns why not, or an empty text; None if they can compute every model.
     """
     global _problem_of  # noqa: PLW0603 - like the attached library, it holds for the process
     _problem_of = problem_of
 
 
 def kernel_problem(file: Path) -> str:
-    """Return why the kernels in use cannot compute a model ("they died of SIGSEGV"); empty if they
-    can.
+    """Return why the kernels in use cannot compute a model; empty if they can.
+
+    It is the rest of a sentence: "they died of SIGSEGV".
     """
     if _attached is None or not _attached.computes_products or _problem_of is None:
         return ""
@@ -170,8 +214,9 @@ def kernel_problem(file: Path) -> str:
 
 @contextlib.contextmanager
 def loading_with(problem: str) -> Iterator[None]:
-    """Load a model within this context. If the kernels have a problem with it they are off; their
-    attention stays off.
+    """Load a model in the block, without the kernels if they have a problem with it.
+
+    Afterwards they are switched on again, but for their attention, which the model would use.
     """
     kernels = _attached
     if kernels is None or not problem:
@@ -186,8 +231,9 @@ def loading_with(problem: str) -> Iterator[None]:
 
 
 def ggml_version() -> str:
+    """Return the version of GGML; empty if it has no such function."""
     try:
-        return _text(ggml("ggml_version", _TEXT)())
+        return _text(ggml.ggml_version())
     except BackendError:
         return ""
 

@@ -2,8 +2,8 @@
 
 In a small draft with a large vocabulary, reading this matrix is most of a token's cost, and the
 target checks the draft anyway. (FR-Spec, Zhao et al., arXiv:2502.14856, shortens the matrix; here
-the kernels leave rows out.) The logits of the others are -infinity: the draft's distribution is
-that over the rows that are computed.
+the kernels leave rows out.) The logits of the other tokens are -infinity, so that the draft's
+distribution is over the computed ones.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from specgen.llama.vocabulary import LlamaVocabulary
 if TYPE_CHECKING:
     from specgen.llama.context import LlamaBackend
 
-#: Tokenizers give low ids to frequent tokens: 0.94 of those of answers in English and code are
-#: below.
+#: Tokenizers give low ids to frequent tokens: 94% of the tokens of answers in English and code are
+#: below this one.
 N_FREQUENT = 32_768
-#: The most other tokens that are computed because they occurred; with more, the oldest are
-#: forgotten.
+#: The most other tokens that are computed because they occurred. Of more, the oldest are forgotten.
 MOST_SEEN = 4096
 
 
 class RowLimit:
-    """Which rows of a matrix with `n_rows` rows are computed, increasing; the other outputs are
-    -infinity. Rows are computed in groups, so a few others are too. As a context manager it applies
-    to what the calling thread decodes.
+    """A choice of a matrix's rows. As a context manager, only these rows are computed.
+
+    It applies to what the calling thread decodes. The other outputs are -infinity. Rows are
+    computed in groups, so that a few neighbours are computed too.
+
+    Args:
+        kernels: the kernels.
+        n_rows: the number of rows of the matrices that it applies to.
+        rows: the chosen rows, ascending.
     """
 
     def __init__(self, kernels: Kernels, n_rows: int, rows: NDArray[np.int32]) -> None:
@@ -45,52 +50,57 @@ class RowLimit:
         self._native.set_row_limit(None)
 
     def close(self) -> None:
+        """Free it."""
         self._native.delete_row_limit(self._handle)
 
 
 class FrequentRows:
-    """The rows of the first `N_FREQUENT` tokens, of those that end a text, and of those that
-    occurred.
-    """
+    """The rows of the first `N_FREQUENT` tokens, of the end tokens, and of tokens that occurred."""
 
     def __init__(self, vocabulary: LlamaVocabulary, kernels: Kernels) -> None:
         self._n_vocab = vocabulary.n_tokens
         self._kernels = kernels
-        # The others of `end_tokens` end few texts, and finding them takes a look at the whole
-        # vocabulary.
-        named = vocabulary.special_tokens()
-        self._ends = [token for token in (named["eos"], named["eot"]) if token >= N_FREQUENT]
-        #: In the order in which they occurred.
+        # The vocabulary's other `end_tokens` end few texts, and finding them takes a search through
+        # all tokens.
+        special = vocabulary.special_tokens()
+        self._ends = [token for token in (special["eos"], special["eot"]) if token >= N_FREQUENT]
+        #: The keys are the other tokens that occurred, oldest first.
         self._seen: dict[int, None] = {}
         self._limit: RowLimit | None = None
 
     def limit(self, tokens: Collection[int]) -> RowLimit:
-        """Return the limit for a decode of `tokens`, which count as occurred. It is valid until the
-        next call.
+        """Return the limit for a decode of some tokens, which count as occurred.
+
+        It is valid until the next call.
         """
-        rare = [token for token in tokens if token >= N_FREQUENT and token not in self._seen]
-        if rare:
-            self._seen.update(dict.fromkeys(rare))
-            for token in list(self._seen)[: max(0, len(self._seen) - MOST_SEEN)]:
-                del self._seen[token]
-        if rare or self._limit is None:
-            others = sorted({*self._ends, *self._seen})
-            rows = np.concatenate([np.arange(N_FREQUENT), others]).astype(np.int32)
-            self.close()
-            self._limit = RowLimit(self._kernels, self._n_vocab, rows)
+        new = [token for token in tokens if token >= N_FREQUENT and token not in self._seen]
+        if not new and self._limit is not None:
+            return self._limit
+        self._remember(new)
+        self.close()
+        others = sorted({*self._ends, *self._seen})
+        rows = np.concatenate([np.arange(N_FREQUENT), others]).astype(np.int32)
+        self._limit = RowLimit(self._kernels, self._n_vocab, rows)
         return self._limit
 
+    def _remember(self, tokens: Collection[int]) -> None:
+        self._seen.update(dict.fromkeys(tokens))
+        n_excess = max(0, len(self._seen) - MOST_SEEN)
+        for token in list(self._seen)[:n_excess]:
+            del self._seen[token]
+
     def close(self) -> None:
+        """Free the limit."""
         if self._limit is not None:
             self._limit.close()
             self._limit = None
 
 
 def compute_frequent_tokens(backend: LlamaBackend) -> None:
-    """Compute the logits of frequent tokens only from now on, where specgen's kernels can and it
-    saves much.
-    """
-    kernels, vocabulary = attached(), backend.vocabulary
-    is_large = vocabulary.n_tokens >= 2 * N_FREQUENT
-    if kernels is not None and kernels.computes_products and is_large:
+    """Let a backend compute only the logits of frequent tokens, if the kernels can and it pays."""
+    kernels = attached()
+    vocabulary = backend.vocabulary
+    if kernels is None or not kernels.computes_products:
+        return
+    if vocabulary.n_tokens >= 2 * N_FREQUENT:
         backend.computed_rows = FrequentRows(vocabulary, kernels)

@@ -24,7 +24,6 @@ from specgen.method.answer_stats import AnswerStats
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import propose_together
 from specgen.method.policy import RoundPlan, RoundResult
-from specgen.models.files import cache_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -46,7 +45,8 @@ from specgen.session.open import (
     start_kernels,
 )
 from specgen.session.prompts import Prompt
-from specgen.system.machine import REBUILD, REQUIRED_VERSION, uses_bundle
+from specgen.system.folders import cache_folder
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -18,12 +18,12 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
-from specgen.models.files import cache_folder
 from specgen.serve.formats.fields import Fields, parse
 from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.single_request import read_request
 from specgen.system.files import locked, replace_bytes, to_line, write_errors
+from specgen.system.folders import cache_folder
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 

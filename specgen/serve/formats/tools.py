@@ -108,7 +108,7 @@ def functions_of(tools: Sequence[ToolDefinition]) -> tuple[dict[str, Function], 
         if tool.name in functions:
             raise BodyError(f"{where}.name", f"{shown(tool.name)} is given twice")
         if tool.format not in ({}, {"type": "text"}):
-            warnings.append(f"{where}.format: ignored, since the input is free text")
+            warnings.append(f"{where}.format: ignored, the input is a free text")
         schema = _parameters_schema(tool, where)
         functions[tool.name] = Function(tool.name, tool.description, schema)
     return functions, warnings

@@ -22,7 +22,7 @@ from specgen.session.engine import Engine
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.arrays import Hidden
-from specgen.system.progress import seconds_text
+from specgen.system.quantities import seconds_text
 
 #: The number of an answer in its job, and an event of that answer or the error that ended it.
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]

@@ -23,7 +23,7 @@ from specgen.serve.server.options import Limits
 from specgen.session.prompts import template_of
 from specgen.session.prompts.infill import InfillTokens
 from specgen.session.prompts.thoughts import writes_thoughts
-from specgen.system.progress import human_bytes
+from specgen.system.quantities import human_bytes
 
 #: In the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]

@@ -14,11 +14,13 @@ from typing import Any
 from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
-from specgen.llama.gguf_file import GgufMetadata, check_file
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
+from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
+from specgen.models.files import SHARD, parts_of
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
@@ -28,8 +30,8 @@ from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
 from specgen.session.session import usual_n_ctx
-from specgen.system.files import SHARD, correct, parts_of, read_toml
-from specgen.system.progress import counted, human_bytes
+from specgen.system.files import correct, read_toml
+from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
 #: Makes the options of a model from the table of its own in a file; what the table lacks is as on

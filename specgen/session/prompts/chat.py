@@ -42,7 +42,7 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurns:
-    """A conversation whose next turn is the answer."""
+    """A conversation up to the turn that the model will write."""
 
     messages: Sequence[Message]
     now: datetime.datetime

@@ -172,8 +172,8 @@ class Prompts:
             answer = inside(mark, parse_special=True) + inside(begun.content)
         else:
             reasoning = begun.reasoning or ""
-            # A prompt whose text ends with the mark is one whose answer goes on thinking, so the
-            # reasoning becomes part of the text only with an answer after it.
+            # If a prompt's text ends with the mark, its answer goes on thinking. So the reasoning
+            # becomes part of the text only with an answer after it.
             text = ""
             answer = inside(reasoning)
             if begun.content:

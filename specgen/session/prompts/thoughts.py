@@ -29,21 +29,21 @@ FAMILIES = (
     ThoughtMarks(
         "<|channel>thought",
         "<channel|>",
-        behind=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),
+        after=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),
     ),
     # Command
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         before=("<|START_RESPONSE|>", "<|START_TEXT|>"),
-        behind=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+        after=("<|END_RESPONSE|>", "<|END_TEXT|>"),
     ),
     # Kimi K3
     ThoughtMarks(
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
         before=("<|open|>response<|sep|>",),
-        behind=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        after=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
     # gpt-oss
     ThoughtMarks(
@@ -72,7 +72,7 @@ FAMILIES = (
         "to=self<|message|>",
         "<|eom|>",
         before=(f"<|start|>assistant to={ANY}<|message|>", f"to={ANY}<|message|>"),
-        behind=("<|eom|>", "<|start|>assistant"),
+        after=("<|eom|>", "<|start|>assistant"),
     ),
     # Apriel 1.6
     ThoughtMarks("<|begin_assistant|>\nHere are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
@@ -95,7 +95,7 @@ THOUGHT_CONTROLS = _control_names()
 
 
 def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
-    """Return the options of an answer whose text shows the marks of thoughts."""
+    """Return the options for an answer that shows the marks of thoughts in its text."""
     return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
@@ -125,7 +125,7 @@ def thoughts_after(prompt: str, template: str) -> ThoughtMarks | None:
     return next((family for family in FAMILIES if family.begin in template), None)
 
 
-# --- reading ----------------------------------------------------------------------------------
+# --- a reader ---------------------------------------------------------------------------------
 
 
 class _ReaderPlace(enum.Enum):
@@ -247,7 +247,7 @@ def _held_length(text: str, mark: str) -> int:
     return partial_match_length(text, beginning)
 
 
-# --- writing ----------------------------------------------------------------------------------
+# --- a writer ---------------------------------------------------------------------------------
 
 
 class _LastWritten(enum.Enum):

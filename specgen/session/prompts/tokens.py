@@ -58,7 +58,7 @@ def tokenize_marked(
     *,
     add_special: bool,
 ) -> list[int]:
-    """Return the tokens of a rendered conversation whose contents are marked (`template.marked`).
+    """Return the tokens of a rendered conversation with marked contents (`marked_text.py`).
 
     Like llama.cpp, it cuts the text at names of control tokens, the longest first, but only where
     nothing of the name is marked.

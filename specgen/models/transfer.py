@@ -1,0 +1,184 @@
+"""The transfer of one file to this disk: it resumes, is checked, and needs room and a lock."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import FetchError
+from specgen.models.files import file_sha256, size_of
+from specgen.models.network_errors import requests_to, without_secrets
+from specgen.system.files import existing_parent
+from specgen.system.progress import ProgressView
+from specgen.system.quantities import human_bytes
+
+#: Receives how many bytes of a file are done, how many there are (0 if that is unknown), and
+#: whether it is their digest that is computed.
+Report = Callable[[int, int, bool], None]
+
+_DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
+def download_file(
+    url: str,
+    path: Path,
+    sha256: str | None,
+    report: Report,
+    size_bytes: int = 0,
+    token: str | None = None,
+) -> None:
+    """Download a file, or what is missing of it.
+
+    Args:
+        url: its address.
+        path: where it is kept, also if it is incomplete.
+        sha256: its digest, if it is known.
+        report: receives the progress.
+        size_bytes: its size; 0 if it is unknown.
+        token: the token for its server, if it needs one.
+
+    Raises:
+        FetchError: if the file could not be downloaded, or has another digest.
+        OSError: if it could not be written.
+    """
+    # A compressed answer would have other offsets than the file.
+    headers = {"Accept-Encoding": "identity"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    if 0 < size_bytes < size_of(path):
+        path.unlink()
+    while True:
+        kept_bytes = size_of(path)
+        _append_rest(url, path, headers, report, size_bytes)
+        if sha256 is None:
+            return
+        if file_sha256(path, lambda done_bytes: report(done_bytes, size_bytes, True)) == sha256:
+            return
+        path.unlink()
+        if kept_bytes == 0:
+            hint = "something on the network changes files; try another network"
+            raise FetchError(
+                f"{without_secrets(url)} does not have the SHA-256 that its server gives", hint
+            )
+        # What was kept from before may have been damaged: download the whole file once more.
+
+
+def _append_rest(
+    url: str, path: Path, headers: dict[str, str], report: Report, size_bytes: int
+) -> None:
+    from huggingface_hub.file_download import http_get
+
+    kept_bytes = size_of(path)
+    with path.open("r+b" if kept_bytes else "wb") as file, requests_to(url):
+        file.seek(0, os.SEEK_END)
+        http_get(
+            url,
+            file,
+            resume_size=kept_bytes,
+            headers=headers,
+            expected_size=size_bytes or None,
+            tqdm_class=_reporting_to(report, size_bytes),
+        )
+
+
+def _reporting_to(report: Report, size_bytes: int) -> Any:
+    """Return a class that huggingface_hub uses in place of tqdm's, and which reports the position.
+
+    Args:
+        report: receives it.
+        size_bytes: the size of the file; 0 if only its server knows it.
+    """
+
+    class Reporting(nullcontext["Reporting"]):
+        def __init__(self, *_: object, initial: int = 0, total: int = 0, **__: object) -> None:
+            super().__init__(self)
+            self._done_bytes = initial
+            self._total_bytes = size_bytes or total or 0
+
+        def update(self, n_bytes: int) -> None:
+            self._done_bytes += n_bytes
+            report(self._done_bytes, self._total_bytes, False)
+
+    return Reporting
+
+
+# --- the disk -------------------------------------------------------------------------------------
+
+
+def announcement(name: str, left_bytes: int, whole_bytes: int, terms: str) -> str:
+    """Return the notice before a download, with its size and its licence."""
+    size = human_bytes(whole_bytes)
+    if left_bytes < whole_bytes:
+        size = f"{human_bytes(left_bytes)} left of {size}"
+    details = f"{size}, {terms}" if terms else size
+    return f"downloading {name} ({details})"
+
+
+def check_room(name: str, folder: Path, needed_bytes: int, variable: str) -> None:
+    """Check that the disk has room for a download.
+
+    Args:
+        name: what is downloaded.
+        folder: where it is kept.
+        needed_bytes: how much room it needs.
+        variable: the environment variable that moves the folder.
+
+    Raises:
+        FetchError: if the disk has not.
+    """
+    try:
+        free_bytes = shutil.disk_usage(existing_parent(folder)).free
+    except OSError:  # some network file systems do not report it
+        return
+    if free_bytes < needed_bytes:
+        raise FetchError(
+            f"{name} needs {human_bytes(needed_bytes)} in {folder}, "
+            f"but only {human_bytes(free_bytes)} are free",
+            f"free some space, or set {variable} to a folder on another disk",
+        )
+
+
+@contextmanager
+def writing_below(folder: Path, variable: str) -> Iterator[None]:
+    """Turn an `OSError` of the block, which writes below a folder, into a `FetchError`.
+
+    Args:
+        folder: the folder.
+        variable: the environment variable that moves it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise FetchError(
+                f"the disk that holds {folder} is full",
+                f"free some space, or set {variable} to a folder on another disk; "
+                "what was downloaded is kept",
+            ) from error
+        raise FetchError(
+            f"cannot write to {error.filename or folder}: {error.strerror or error}",
+            f"make it writable, or set {variable} to a folder that is",
+        ) from error
+
+
+def lock_download(
+    lock_file: Path, name: str, progress: ProgressView
+) -> AbstractContextManager[object]:
+    """Return a lock that is held already, once no other process downloads `name`.
+
+    The system releases it if the process dies.
+    """
+    import filelock
+
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(lock_file)
+    try:
+        return lock.acquire(timeout=0)
+    except filelock.Timeout:
+        progress.note(f"another process is downloading {name}; waiting for it")
+        return lock.acquire()

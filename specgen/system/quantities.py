@@ -1,0 +1,79 @@
+"""Numbers with units, and speed-ups in words, for people to read."""
+
+from __future__ import annotations
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun: "1 line", "2 lines"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def three_digits(value: float) -> str:
+    """Return a number of at least 0.01 with three significant digits."""
+    if value >= 100:
+        return f"{value:.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Return a size to three digits in decimal units: 1117320768 is "1.12 GB"."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    amount = n_bytes / 1000
+    unit = 0
+    # 999.5 would be rounded to the four digits of "1000".
+    while amount >= 999.5 and unit < len(_UNITS) - 1:
+        amount /= 1000
+        unit += 1
+    return f"{three_digits(amount)} {_UNITS[unit]}"
+
+
+def seconds_text(value: float) -> str:
+    """Return a duration, in milliseconds if it is below a second."""
+    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
+
+
+def times_text(low: float, high: float) -> str:
+    """Return a range of factors, as a single number if both ends look the same."""
+    first = f"{low:.1f}"
+    last = f"{high:.1f}"
+    return first if first == last else f"{first} to {last}"
+
+
+def is_gain(speedup: float) -> bool:
+    """Return whether a speed-up is one beyond noise: to the digit that is shown."""
+    return round(speedup, 1) > 1.0
+
+
+def gain_text(low: float, high: float, spread: str = "") -> str:
+    """Return how fast answers with drafts are; "as fast" only where the gain is beyond noise.
+
+    Args:
+        low: the speed-up at least.
+        high: the speed-up at most.
+        spread: what else is known of it, for the parentheses.
+    """
+    times = times_text(low, high)
+    details = []
+    if is_gain(low):
+        text = f"{times} times as fast as without drafts"
+    else:
+        comparison = "about as fast as" if round(high, 1) >= 1.0 else "slower than"
+        text = f"{comparison} without drafts"
+        if times != "1.0":
+            details.append(f"{times} times")
+    if spread:
+        details.append(spread)
+    if details:
+        text += f" ({'; '.join(details)})"
+    return text
+
+
+def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
+    """Return a measured mean speed-up, with its range over the answers."""
+    spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
+    return gain_text(speedup, speedup, spread)
