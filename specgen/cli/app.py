@@ -64,7 +64,7 @@ class _Group(typer.core.TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = []
         for name, command in self.commands.items():
-            first_paragraph, _, _ = command.help.partition("\n\n")
+            first_paragraph, _, _ = (command.help or "").partition("\n\n")
             rows.append((name, " ".join(first_paragraph.split())))
         with formatter.section("Commands"):
             formatter.write_dl(rows)

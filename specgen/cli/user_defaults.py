@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import typer
 
@@ -73,27 +73,11 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     command = context.command
     known = _known_options(context)
     own = _by_key(command)
-
-    # Read all tables, so that a mistake in any of them is found.
-    tables = document.pop("targets", {})
-    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
-        raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')
-    by_target = {
-        name: _entries(f'{path}: targets."{name}".', table, known) for name, table in tables.items()
-    }
-    entries = _entries(f"{path}: ", document, known)
-
-    # Add those for the target. The file's draft is for the file's target only.
-    names = {key: given.get(own[key].name) for key in ("target", "pair") if key in own}
-    if any(names.values()) and ("target" in entries or "pair" in entries):
-        for key in ("target", "pair", "draft"):
-            entries.pop(key, None)
-    for key in ("target", "pair"):
-        if not names.get(key):
-            names[key] = entries[key].value if key in entries else None
-    entries |= _for_target(by_target, names["target"], names["pair"])
-
-    # Check all, and choose those that concern the command.
+    entries, by_target = _read(document, path, known)
+    target = given.get(own["target"].name) if "target" in own else None
+    pair = given.get(own["pair"].name) if "pair" in own else None
+    entries = _for_models(entries, by_target, target, pair)
+    # All are checked, not only those that concern the command.
     takes_all = command.name in _ANSWERING
     defaults = {}
     for key, entry in entries.items():
@@ -133,7 +117,7 @@ def _known_options(context: Any) -> dict[str, Any]:
     """Return the options of all commands that have defaults, by their keys."""
     root = context.find_root().command
     root.load(*_ANSWERING)
-    known = {}
+    known: dict[str, Any] = {}
     for name in reversed(_ANSWERING):  # the first commands' options count
         known |= _by_key(root.commands[name])
     return known
@@ -143,8 +127,26 @@ def _by_key(command: Any) -> dict[str, Any]:
     return {key: option for option in command.params for key in option_keys(option)}
 
 
-def _entries(where: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, _Entry]:
-    """Return the values in a table, by the options' readable spellings."""
+#: The values in a table, by the options' readable spellings.
+_Entries: TypeAlias = dict[str, _Entry]
+
+
+def _read(
+    document: Mapping[str, Any], path: Path, known: Mapping[str, Any]
+) -> tuple[_Entries, dict[str, _Entries]]:
+    """Return the values at the top of the file, and those of the tables for targets, by name."""
+    top = dict(document)
+    tables = top.pop("targets", {})
+    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+        raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')
+    by_target = {
+        name: _entries(f'{path}: targets."{name}".', table, known) for name, table in tables.items()
+    }
+    return _entries(f"{path}: ", top, known), by_target
+
+
+def _entries(where: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> _Entries:
+    """Return the values in a table. `where` names it in messages."""
     entries = {}
     for key, value in table.items():
         spelling = key.replace("_", "-")
@@ -157,12 +159,20 @@ def _entries(where: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> 
     return entries
 
 
-def _for_target(
-    tables: Mapping[str, dict[str, _Entry]], target: str | None, pair: str | None
-) -> dict[str, _Entry]:
-    """Return the table for a target, or for that of a pair."""
-    if not tables:
-        return {}
+def _for_models(
+    entries: _Entries, by_target: Mapping[str, _Entries], target: str | None, pair: str | None
+) -> _Entries:
+    """Return the entries of the file for the models that the command line names, or the file."""
+    if not target and not pair:
+        target = _value(entries, "target")
+        pair = _value(entries, "pair")
+    elif "target" in entries or "pair" in entries:
+        # The file's draft is for the file's target.
+        entries = {
+            key: entry for key, entry in entries.items() if key not in ("target", "pair", "draft")
+        }
+    if not by_target:
+        return entries
     if target is None:
         from specgen.models.registry import load_registry
 
@@ -170,8 +180,12 @@ def _for_target(
         known = registry.pairs.get(pair or registry.default_pair)
         target = "" if known is None else known.target
     # A table may have the name that was given, or the file's, with or without its suffix.
-    path = Path(target)
-    for name, table in tables.items():
-        if name in (target, path.name, path.stem):
-            return table
-    return {}
+    path = Path(str(target))
+    for name, table in by_target.items():
+        if name in (str(target), path.name, path.stem):
+            return entries | table
+    return entries
+
+
+def _value(entries: _Entries, key: str) -> Any:
+    return entries[key].value if key in entries else None
