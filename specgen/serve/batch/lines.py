@@ -55,7 +55,7 @@ class LineError:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """A line of the input, counted from 1. Two lines with the same `digest` ask for the same
     answer.
     """
@@ -71,11 +71,11 @@ class Line:
         return _hash(f"{self.custom_id}\0{self.digest}".encode())
 
 
-def read_lines(data: bytes, name: str, defaults: Defaults) -> list[Line]:
+def read_lines(data: bytes, name: str, defaults: Defaults) -> list[BatchLine]:
     """Return the lines that are not empty; an error stands for a request that cannot be read. Raise
     `PromptError`.
     """
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     numbers: dict[str, int] = {}
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not raw.strip():
@@ -94,7 +94,7 @@ def read_lines(data: bytes, name: str, defaults: Defaults) -> list[Line]:
     return [line if line.custom_id else _numbered(line, numbers) for line in lines]
 
 
-def _numbered(line: Line, taken: Container[str]) -> Line:
+def _numbered(line: BatchLine, taken: Container[str]) -> BatchLine:
     """Return a line with its number as its custom_id, in words if another line has that number."""
     custom_id = str(line.number)
     while custom_id in taken:
@@ -102,7 +102,7 @@ def _numbered(line: Line, taken: Container[str]) -> Line:
     return replace(line, custom_id=custom_id)
 
 
-def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
+def _read(number: int, raw: bytes, defaults: Defaults) -> BatchLine:
     """Read a line; its custom_id is empty if it has none. Whatever goes wrong is the line's error."""
     custom_id, digest = "", _hash(raw)
     request: ParsedRequest | LineError
@@ -114,7 +114,7 @@ def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
                 body = from_json(text)
             except ValueError as error:
                 what = f"the line is not JSON: {error}"
-                return Line(number, custom_id, digest, LineError("invalid_json", what))
+                return BatchLine(number, custom_id, digest, LineError("invalid_json", what))
         custom_id = parse(_Named, {"custom_id": body.pop("custom_id", None)}).custom_id
         # The order of fields, and white space between them, ask for nothing else.
         digest = _hash(json.dumps(body, sort_keys=True).encode())
@@ -126,7 +126,7 @@ def _read(number: int, raw: bytes, defaults: Defaults) -> Line:
         request = LineError("invalid_request", error.message)
     except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
         request = unexpected(error, number)
-    return Line(number, custom_id, digest, request)
+    return BatchLine(number, custom_id, digest, request)
 
 
 def unexpected(error: Exception, number: int) -> LineError:
@@ -153,7 +153,7 @@ Write: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 def result_of(
-    line: Line, settings: Mapping[str, Any], response: Any, error: LineError | None
+    line: BatchLine, settings: Mapping[str, Any], response: Any, error: LineError | None
 ) -> dict[str, Any]:
     return {
         "id": f"batch_req_{line.identity}",
@@ -193,7 +193,9 @@ class Earlier:
         if settings not in self.settings:
             self.settings.append(settings)
 
-    def check_same(self, lines: Sequence[Line], settings: Mapping[str, Any], name: str) -> None:
+    def check_same(
+        self, lines: Sequence[BatchLine], settings: Mapping[str, Any], name: str
+    ) -> None:
         """Raise `UsageError` if the results in the file `name` have other settings, or belong to
         other lines.
         """

@@ -17,8 +17,8 @@ from typing import Any
 
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError, SpecgenError
-from specgen.serve.batch.lines import Line, Write
-from specgen.serve.batch.runner import Batch, Prompting, Tally
+from specgen.serve.batch.lines import BatchLine, Write
+from specgen.serve.batch.runner import BatchRun, BatchStats, Prompting
 from specgen.session.session import Session
 
 #: An actor gets its lines in at least this many portions: at the end of one, not all places are in
@@ -128,20 +128,20 @@ class RayBatch:
         has = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in nodes]
         asked = cluster.cpus_per_worker, cluster.gpus_per_worker
         self.n_actors, self._cpus, self._gpus = place(has, *asked)
-        self.tally = Tally()
+        self.stats = BatchStats()
 
     @property
     def where(self) -> str:
         return f"{self.n_actors} Ray actor{'' if self.n_actors == 1 else 's'}"
 
     def run(
-        self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
-    ) -> Generator[Tally, None, None]:
+        self, lines: Sequence[BatchLine], interrupted: Callable[[], bool] = lambda: False
+    ) -> Generator[BatchStats, None, None]:
         """Get the lines answered; yield the counts now and then. Raise `BackendError` if actors
         ended early.
         """
         self.n_actors = min(self.n_actors, len(lines))
-        self.tally.n_lines = len(lines)
+        self.stats.n_lines = len(lines)
         portions = deque(self._portions(lines))
         remote = self._ray.remote(Actor).options(
             num_cpus=self._cpus, num_gpus=self._gpus, scheduling_strategy="SPREAD"
@@ -149,7 +149,7 @@ class RayBatch:
         actors = [remote.remote(self._job, __version__) for _ in range(self.n_actors)]
         starting = {actor.ready.remote(): actor for actor in actors}
         streams: dict[Any, Any] = {}  # by what an actor says next
-        tallies: dict[Any, Tally] = {}
+        stats_by_stream: dict[Any, BatchStats] = {}
         why_lost, silent_since_s = "", time.monotonic()
         while (streams or (portions and starting)) and not interrupted():
             done, _ = self._ray.wait([*streams, *starting], timeout=_LOOK_S)
@@ -159,9 +159,9 @@ class RayBatch:
                     actor = starting.pop(stream)
                 else:
                     try:
-                        records, tallies[stream] = self._ray.get(next(stream))
-                        sums = map(sum, zip(*map(astuple, tallies.values()), strict=True))
-                        self.tally = replace(Tally(*sums), n_lines=len(lines))
+                        records, stats_by_stream[stream] = self._ray.get(next(stream))
+                        sums = map(sum, zip(*map(astuple, stats_by_stream.values()), strict=True))
+                        self.stats = replace(BatchStats(*sums), n_lines=len(lines))
                         for record in records:
                             self._write(record)
                         continue
@@ -174,21 +174,21 @@ class RayBatch:
                 if portions:
                     answer = actor.answer.options(num_returns="streaming")
                     streams[answer.remote(portions.popleft())] = actor
-            yield self.tally
+            yield self.stats
             if streams:
                 silent_since_s = time.monotonic()
             elif time.monotonic() - silent_since_s > self._cluster.patience_s:
                 hint = "wait until CPUs or GPUs are free, or ask for fewer (--cpus-per-worker)"
                 what = f"no actor has started within {self._cluster.patience_s:.0f} s"
                 raise BackendError(what, hint)
-        n_left = len(lines) - self.tally.n_done
+        n_left = len(lines) - self.stats.n_done
         if n_left and not interrupted():
             raise BackendError(
                 f"{n_left} of {len(lines)} lines have no answer, since their actors ended: {why_lost}",
                 hint="run it again to answer them; --verbose shows what the actors print",
             )
 
-    def _portions(self, lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
+    def _portions(self, lines: Sequence[BatchLine]) -> Iterator[Sequence[BatchLine]]:
         n_each = -(-len(lines) // max(1, self.n_actors))
         n_least = _N_PORTIONS * (self._job.parallel or _N_AT_ONCE)
         n_each = min(n_each, max(n_least, -(-n_each // _N_PORTIONS)))
@@ -232,14 +232,16 @@ class Actor:
         if self._error is not None:
             raise self._error
 
-    def answer(self, lines: Sequence[Line]) -> Iterator[tuple[list[Mapping[str, Any]], Tally]]:
+    def answer(
+        self, lines: Sequence[BatchLine]
+    ) -> Iterator[tuple[list[Mapping[str, Any]], BatchStats]]:
         """Yield the results of lines as they come, and the counts so far."""
         job, records = self._job, list[Mapping[str, Any]]()
         how: dict[str, Any] = {"parallel": job.parallel, "wall_clock": time.time}
-        batch = Batch(self._session, job.prompting, records.append, job.settings, **how)
-        for tally in batch.run(lines):
+        batch = BatchRun(self._session, job.prompting, records.append, job.settings, **how)
+        for stats in batch.run(lines):
             if records:
-                yield list(records), tally
+                yield list(records), stats
                 records.clear()
 
 

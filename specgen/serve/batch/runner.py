@@ -12,7 +12,7 @@ from typing import Any
 
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
+from specgen.serve.batch.lines import BatchLine, LineError, Write, result_of, unexpected
 from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.model_adaptation import for_model
 from specgen.serve.formats.parsed_request import ParsedRequest
@@ -46,14 +46,14 @@ class Prompting:
 class _Task:
     """A line that can be answered, its prompt, and the context size for both."""
 
-    line: Line
+    line: BatchLine
     request: ParsedRequest
     prompt: Prompt
     n_ctx: int
 
 
 @dataclass(slots=True)
-class Tally:
+class BatchStats:
     """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were
     cached.
     """
@@ -72,7 +72,7 @@ class Tally:
         return self.n_answers + self.n_errors
 
 
-class Batch:
+class BatchRun:
     """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each,
     with `settings`, when it is finished. `wall_clock` gives seconds since 1970, and `note` gets
     sentences for the user.
@@ -91,7 +91,7 @@ class Batch:
     ) -> None:
         self._session, self._prompting, self._write = session, prompting, write
         self._settings, self._wall_clock, self._note = settings, wall_clock, note
-        self.tally = Tally()
+        self.stats = BatchStats()
         self._parallel, self._n_parallel = parallel, 0
         self._in_making: dict[int, tuple[_Task, EngineRequest, list[CommittedEvent]]] = {}
 
@@ -100,11 +100,11 @@ class Batch:
         return f"{self._n_parallel} at once"
 
     def run(
-        self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
-    ) -> Generator[Tally, None, None]:
+        self, lines: Sequence[BatchLine], interrupted: Callable[[], bool] = lambda: False
+    ) -> Generator[BatchStats, None, None]:
         """Answer the lines; yield the counts after each round. Unfinished answers are not written."""
         tasks, session = self._prepare(lines, interrupted), self._session
-        yield self.tally
+        yield self.stats
         if not tasks or interrupted():
             return
         calibrate(session, interrupted)
@@ -121,13 +121,13 @@ class Batch:
                         self._count(engine.step())
                     finally:
                         self._write_finished()
-                    yield self.tally
+                    yield self.stats
             finally:
                 session.measurements.save()
 
-    def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
+    def _prepare(self, lines: Sequence[BatchLine], interrupted: Callable[[], bool]) -> deque[_Task]:
         """Return the lines that can be answered, in that order; write the errors of the others."""
-        session, self.tally.n_lines = self._session, len(lines)
+        session, self.stats.n_lines = self._session, len(lines)
         tasks: list[_Task] = []
         for line in lines:
             if interrupted():
@@ -144,7 +144,7 @@ class Batch:
         return deque(tasks[number] for number in order)
 
     @contextlib.contextmanager
-    def _line_errors(self, line: Line) -> Iterator[None]:
+    def _line_errors(self, line: BatchLine) -> Iterator[None]:
         """Write what goes wrong with a line as its result; other errors of specgen end the batch."""
         try:
             yield
@@ -169,7 +169,7 @@ class Batch:
     def _count(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, CommittedEvent):
-                self.tally.n_tokens += len(event.pieces)
+                self.stats.n_tokens += len(event.pieces)
                 self._in_making[event.sequence][2].append(event)
             elif isinstance(event, NoticeEvent):
                 self._note(event.message)
@@ -202,13 +202,13 @@ class Batch:
                     result = result_of(line, self._settings, response, None)
                 if result is not None:
                     self._write(result)
-                    self.tally.n_answers += 1
+                    self.stats.n_answers += 1
                     for name in _SUMMED:
-                        n = getattr(self.tally, name) + getattr(finished, name)
-                        setattr(self.tally, name, n)
+                        n = getattr(self.stats, name) + getattr(finished, name)
+                        setattr(self.stats, name, n)
 
-    def _fail(self, line: Line, error: LineError) -> None:
-        self.tally.n_errors += 1
+    def _fail(self, line: BatchLine, error: LineError) -> None:
+        self.stats.n_errors += 1
         self._write(result_of(line, self._settings, None, error))
 
 
