@@ -97,7 +97,7 @@ def check_texts(
 def test_texts_are_those_without_a_draft(
     models: Path, draft: str, drafting: DraftOptions, sampling: dict[str, Any]
 ) -> None:
-    """One prompt after another, some with a beginning in common, one empty, one of several batches."""
+    """Several prompts, some with a common prefix, one empty, one of several batches."""
     n_drafted, rate = check_texts(models, draft, drafting, **sampling)
     assert n_drafted > 40
     assert rate > (0.0 if sampling else 0.05 if draft == "ngram" else 0.5)
