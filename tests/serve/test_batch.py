@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from specgen.errors import BackendError, ModelFileError, OutputError, SpecgenErr
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.tables import batch_summary
 from specgen.serve.batch.lines import OWN, BatchLine, LineError, continued, read_results
-from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch, connected, place
+from specgen.serve.batch.on_ray import ActorJob, Cluster, Placement, RayBatch, connected, place
 from specgen.serve.batch.runner import BatchRun, BatchStats
 from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.system.files import to_line
@@ -117,14 +118,14 @@ class TestResults:
         self, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         append(out, record("a"))
-        before, write = out.read_bytes(), __import__("os").write
+        before, write = out.read_bytes(), os.write
 
         def half(descriptor: int, data: bytes) -> int:
             if len(data) < 20:
                 raise OSError(28, "No space left on device")
             return int(write(descriptor, data[: len(data) // 2]))
 
-        monkeypatch.setattr("specgen.system.files.os.write", half)
+        monkeypatch.setattr(os, "write", half)
         with pytest.raises(OutputError, match="No space left"):
             append(out, record("b"))
         assert out.read_bytes() == before
@@ -158,7 +159,7 @@ def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
 def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
     nodes: Any, asked: Any, found: tuple[int, float, float]
 ) -> None:
-    assert place(nodes, *asked) == found
+    assert place(nodes, *asked) == Placement(*found)
 
 
 def test_what_no_node_has_is_told() -> None:

@@ -172,9 +172,7 @@ class BatchRun:
             self._session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted
         )
 
-    def _prepare(
-        self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]
-    ) -> list[_Task]:
+    def _prepare(self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]) -> list[_Task]:
         """Return the lines that can be answered, in that order; write the errors of the others."""
         tasks: list[_Task] = []
         for line in lines:
@@ -196,7 +194,7 @@ class BatchRun:
 
     @contextlib.contextmanager
     def _line_errors(self, line: BatchLine) -> Iterator[None]:
-        """Write what goes wrong with a line as its result; other errors of specgen end the batch."""
+        """Write what is wrong with a line as its result; other errors of specgen end the batch."""
         try:
             yield
         except (PromptError, UsageError) as error:
