@@ -265,7 +265,8 @@ class BatchRun:
             model=self._session.target.name,
         )
         writer: AnswerWriter = task.request.writer(context)
-        for event in (*answer.committed, finished):
+        events: list[Event] = [*answer.committed, finished]
+        for event in events:
             writer.feed(0, event)
         return writer.whole()
 
