@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from specgen.errors import BackendError
 from specgen.llama.library import forget_log, ggml, last_error
 from specgen.system.llama_build import REBUILD
-from specgen.text.sampling import chain
+from specgen.text.sampling import raw_probabilities
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
@@ -148,7 +148,7 @@ def attach(path: Path) -> Kernels:
         hint = None if fits else f"install the llama.cpp that they are for: {REBUILD}"
         raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
     _attached = Kernels(path, native)
-    chain.native_likeliest = getattr(native, "likeliest", None)
+    raw_probabilities.native_likeliest = getattr(native, "likeliest", None)
     return _attached
 
 
