@@ -1,4 +1,7 @@
-"""The server's application: the table of its endpoints, and what all requests have in common."""
+"""The server's application: the tables of its endpoints, and what all requests have in common.
+
+A new endpoint is a line in one of the tables, and a function in `specgen.serve.server.endpoints`.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,9 @@ _EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
     "/api/embeddings": ollama_embeddings,
 }
 
-#: POST: asks a model for something else. The value makes the response from the body, in a thread.
-_QUESTIONS: Mapping[str, Callable[[ServedModel, Json], Json]] = {
+#: POST: asks a model about texts, or about itself. The value makes the response from the body, in a
+#: thread.
+_QUERIES: Mapping[str, Callable[[ServedModel, Json], Json]] = {
     "/v1/messages/count_tokens": tokens.count_message_tokens,
     "/v1/chat/completions/input_tokens": partial(tokens.count_input_tokens, read_chat),
     "/chat/completions/input_tokens": partial(tokens.count_input_tokens, read_chat),
@@ -157,7 +161,7 @@ class Server:
         for path, write in _EMBEDDINGS.items():
             handler = partial(embed, write, self._limits)
             routes.append(self._post(path, handler, embeds=True))
-        for path, work in _QUESTIONS.items():
+        for path, work in _QUERIES.items():
             routes.append(self._post(path, partial(_answer_in_thread, work)))
         return [*routes, Route("/", _page), Mount("/page", PAGE)]
 
