@@ -185,7 +185,10 @@ def _load_once(target: str, draft: str | None, n_ctx: int | None) -> specgen.Mod
 
 
 def _answer(
-    model: specgen.Model, prompt: llm.Prompt, given: dict[str, Any], response: llm.Response
+    model: specgen.Model,
+    prompt: llm.Prompt,
+    given: dict[str, Any],
+    response: llm.Response,
 ) -> Iterator[str]:
     sampling = {name: given[name] for name in _SAMPLING_NAMES if name in given}
     options: dict[str, Any] = {"sampling": SamplerOptions(**sampling)}

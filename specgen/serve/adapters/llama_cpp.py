@@ -170,7 +170,10 @@ class SpecgenDraft(LlamaDraftModel):
     def _begin_text(self, text: Sequence[int]) -> AnswerState:
         self._end_text()  # the caches keep the prefix that both texts share
         self._answer = DrafterFactory(self.session).new_answer(
-            Prompt("", tuple(text)), _UNLIMITED, self.contexts, seed=0
+            Prompt("", tuple(text)),
+            _UNLIMITED,
+            self.contexts,
+            seed=0,
         )
         return self._answer
 
@@ -181,7 +184,10 @@ class SpecgenDraft(LlamaDraftModel):
         self._pending = None
 
     def _observe(
-        self, answer: AnswerState, pending: _PendingRound, committed: Sequence[int]
+        self,
+        answer: AnswerState,
+        pending: _PendingRound,
+        committed: Sequence[int],
     ) -> None:
         """Learn from a round, which has committed these tokens: the last one is the target's."""
         for token in committed:
@@ -280,7 +286,10 @@ def _open_session(wanted: WantedSession) -> Iterator[Session]:
     measurements = open_measurements()
     clock = time.perf_counter
     with open_session(
-        wanted, clock=clock, measurements=measurements, vocabulary_only=True
+        wanted,
+        clock=clock,
+        measurements=measurements,
+        vocabulary_only=True,
     ) as session:
         name = session.target.name
         if session.target.has_recurrent_state:

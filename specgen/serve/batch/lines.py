@@ -179,7 +179,10 @@ _HINT_MIXED = "name another file, or keep those results with --allow-mixed"
 
 
 def result_of(
-    line: BatchLine, settings: Mapping[str, Any], response: Any, error: LineError | None
+    line: BatchLine,
+    settings: Mapping[str, Any],
+    response: Any,
+    error: LineError | None,
 ) -> dict[str, Any]:
     """Return the result of a line, in OpenAI's form: a response, or an error."""
     return {
@@ -224,7 +227,10 @@ class EarlierResults:
             self.settings.append(settings)
 
     def check_same(
-        self, lines: Sequence[BatchLine], settings: Mapping[str, Any], name: str
+        self,
+        lines: Sequence[BatchLine],
+        settings: Mapping[str, Any],
+        name: str,
     ) -> None:
         """Raise `UsageError` if the results have other settings, or belong to other lines.
 

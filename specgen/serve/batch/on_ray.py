@@ -75,7 +75,9 @@ class Placement:
 
 
 def place(
-    nodes: Sequence[tuple[float, float]], cpus: float | None, gpus: float | None
+    nodes: Sequence[tuple[float, float]],
+    cpus: float | None,
+    gpus: float | None,
 ) -> Placement:
     """Place as many actors on a cluster as it has room for.
 
@@ -213,7 +215,9 @@ class RayBatch:
         return counted(self.n_actors, "Ray actor")
 
     def run(
-        self, lines: Sequence[BatchLine], interrupted: Callable[[], bool] = lambda: False
+        self,
+        lines: Sequence[BatchLine],
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> Generator[BatchStats, None, None]:
         """Get lines answered; yield the counts now and then.
 

@@ -133,7 +133,9 @@ class BatchRun:
         return f"{self._n_parallel} at once"
 
     def run(
-        self, lines: Sequence[BatchLine], interrupted: Callable[[], bool] = lambda: False
+        self,
+        lines: Sequence[BatchLine],
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> Generator[BatchStats, None, None]:
         """Answer lines; yield the counts after each round.
 
@@ -165,11 +167,17 @@ class BatchRun:
         n_ctx = max(task.n_ctx for task in tasks)
         if self._parallel is not None:
             return Engine(
-                self._session, n_parallel=self._parallel, n_ctx=n_ctx, interrupted=interrupted
+                self._session,
+                n_parallel=self._parallel,
+                n_ctx=n_ctx,
+                interrupted=interrupted,
             )
         n_parallel = _fastest_parallel(self._session, len(tasks), interrupted)
         return Engine.largest(
-            self._session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted
+            self._session,
+            n_parallel=n_parallel,
+            n_ctx=n_ctx,
+            interrupted=interrupted,
         )
 
     def _prepare(self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]) -> list[_Task]:
@@ -214,7 +222,9 @@ class BatchRun:
             generation = replace(generation, max_tokens=n_most)
         with self._line_errors(task.line):
             request = engine.insert(
-                task.prompt, sampling=task.request.sampling, generation=generation
+                task.prompt,
+                sampling=task.request.sampling,
+                generation=generation,
             )
             self._open_answers[request.index] = _OpenAnswer(task, request)
 

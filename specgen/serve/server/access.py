@@ -29,7 +29,11 @@ class AccessCheck:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], host: str, origins: Sequence[str]
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        host: str,
+        origins: Sequence[str],
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]

@@ -178,14 +178,14 @@ class Server:
 
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
-            place = self._pool.find(body.get("model"))
-            if place.entry.embeds != embeds:
-                raise _wrong_kind(place.entry.name, embeds=embeds)
-            model = await while_connected(request.receive, self._pool.lease(place))
+            pooled = self._pool.find(body.get("model"))
+            if pooled.entry.embeds != embeds:
+                raise _wrong_kind(pooled.entry.name, embeds=embeds)
+            model = await while_connected(request.receive, self._pool.lease(pooled))
             try:
                 return await handler(model, request, body)
             finally:
-                self._pool.release(place)
+                self._pool.release(pooled)
 
         return Route(path, respond, methods=["POST"])
 

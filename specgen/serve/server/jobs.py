@@ -55,7 +55,10 @@ class Job:
     """One HTTP request, whose events go from the engine's thread to an event loop."""
 
     def __init__(
-        self, answers: Iterable[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
+        self,
+        answers: Iterable[Request],
+        submitted_s: float,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         #: Its requests to the engine.
         self.answers = tuple(answers)
@@ -299,7 +302,7 @@ class ServedModel:
         except BackendError as error:  # all answers of the round have failed
             _log.error("%s: %s", self._metrics.model, error.message)
             return
-        except Exception:  # noqa: BLE001 - a bug: the answers of the round have failed, others go on
+        except Exception:  # noqa: BLE001 - a bug: the round's answers have failed, others go on
             _log.exception("%s: a round failed", self._metrics.model)
             return
         seconds = time.perf_counter() - started_s
@@ -398,7 +401,12 @@ class ServedEmbedder:
     failure: BaseException | None = None
 
     def __init__(
-        self, name: str, embedder: Embedder, metrics: Metrics, n_waiting: int, turns: Turns
+        self,
+        name: str,
+        embedder: Embedder,
+        metrics: Metrics,
+        n_waiting: int,
+        turns: Turns,
     ) -> None:
         self.name = name
         self.embedder = embedder
@@ -412,7 +420,9 @@ class ServedEmbedder:
         self._is_ending = False
 
     async def embed(
-        self, texts: Sequence[Sequence[int]], encoded: Callable[[Hidden], _T]
+        self,
+        texts: Sequence[Sequence[int]],
+        encoded: Callable[[Hidden], _T],
     ) -> list[_T]:
         """Return the `encoded` vectors of texts. Requests take turns, a text each.
 

@@ -67,7 +67,10 @@ class ServerMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._responses = Counter(
-            "specgen:responses", "Responses by their status.", ["status"], registry=self._registry
+            "specgen:responses",
+            "Responses by their status.",
+            ["status"],
+            registry=self._registry,
         )
         #: By name.
         self.figures: dict[str, Any] = {}

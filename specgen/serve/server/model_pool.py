@@ -42,13 +42,13 @@ class ModelEntry:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class PooledModel:
     """An entry of the pool, and its model if it is loaded."""
 
     entry: ModelEntry
     metrics: Metrics
     #: The model, while it is loaded.
-    served: LoadedModel | None = None
+    model: LoadedModel | None = None
     #: Why it could not be loaded, the last time.
     failure: SpecgenError | None = None
     is_loading: bool = False
@@ -66,12 +66,12 @@ class Place:
         """Whether the model is loaded."""
         if self.is_loading:
             return "loading"
-        return "unloaded" if self.served is None else "loaded"
+        return "unloaded" if self.model is None else "loaded"
 
     @property
     def is_idle(self) -> bool:
         """Whether the model is loaded and nobody uses it."""
-        return self.served is not None and not self.n_leases and not self.served.n_open
+        return self.model is not None and not self.n_leases and not self.model.n_open
 
     @property
     def is_wanted(self) -> bool:
@@ -102,8 +102,8 @@ class ModelPool:
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.metrics = ServerMetrics()
-        self.places = {
-            entry.name: Place(entry, Metrics(self.metrics, entry.name)) for entry in entries
+        self.models = {
+            entry.name: PooledModel(entry, Metrics(self.metrics, entry.name)) for entry in entries
         }
         self._limits = limits
         self._memory_bytes = memory_bytes
@@ -135,15 +135,15 @@ class ModelPool:
     @property
     def loaded(self) -> list[LoadedModel]:
         """The models that are loaded."""
-        return [place.served for place in self.places.values() if place.served is not None]
+        return [pooled.model for pooled in self.models.values() if pooled.model is not None]
 
-    def find(self, name: object) -> Place:
+    def find(self, name: object) -> PooledModel:
         """Return the model that a request's `model` stands for. Raise `RequestError`."""
-        if len(self.places) == 1:
-            return next(iter(self.places.values()))
-        if isinstance(name, str) and name in self.places:
-            return self.places[name]
-        names = ", ".join(self.places)
+        if len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if isinstance(name, str) and name in self.models:
+            return self.models[name]
+        names = ", ".join(self.models)
         if name is None:
             raise RequestError(400, f"name a model: {names}", "invalid_value", "model")
         message = f"there is no model {name!r}; there are {names}"
@@ -164,13 +164,13 @@ class ModelPool:
 
     @property
     def _n_waiting(self) -> int:
-        return sum(len(place.waiting) for place in self.places.values())
+        return sum(len(pooled.waiting) for pooled in self.models.values())
 
     def cancel_all(self) -> None:
         """End all answers, and refuse the requests that wait. Called in the event loop."""
         self._is_ending.set()
-        for place in self.places.values():
-            self._refuse(place, RequestError.ending())
+        for pooled in self.models.values():
+            self._refuse(pooled, RequestError.ending())
         for model in self.loaded:
             model.cancel_all()
 
@@ -178,9 +178,9 @@ class ModelPool:
 
     def load(self, name: str) -> LoadedModel:
         """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
-        return self._load(self.places[name])
+        return self._load(self.models[name])
 
-    async def lease(self, place: Place) -> LoadedModel:
+    async def lease(self, pooled: PooledModel) -> LoadedModel:
         """Return a model when its turn has come; it stays loaded until `release`.
 
         Raises:
@@ -190,68 +190,68 @@ class ModelPool:
         if self._is_ending.is_set():
             raise RequestError.ending()
         self._n_requests += 1
-        place.used = self._n_requests
-        if place.served is not None and not self._lacks_room:
-            place.n_leases += 1
-            return place.served
+        pooled.used = self._n_requests
+        if pooled.model is not None and not self._lacks_room:
+            pooled.n_leases += 1
+            return pooled.model
         # If none could wait, no model would ever be loaded.
         if self._n_waiting >= max(1, self._limits.n_waiting):
             raise RequestError.queue_full()
-        return await self._wait_for(place)
+        return await self._wait_for(pooled)
 
-    async def _wait_for(self, place: Place) -> LoadedModel:
-        """Return a leased model when the task of its place provides it. Raise `RequestError`."""
+    async def _wait_for(self, pooled: PooledModel) -> LoadedModel:
+        """Return a leased model when its task provides it. Raise `RequestError`."""
         self._loop = asyncio.get_running_loop()
         request: asyncio.Future[LoadedModel] = self._loop.create_future()
-        place.waiting.append(request)
-        if place.task is None:
-            place.task = asyncio.ensure_future(self._provide(place))
+        pooled.waiting.append(request)
+        if pooled.task is None:
+            pooled.task = asyncio.ensure_future(self._provide(pooled))
         try:
             await asyncio.wait((request,), timeout=self._limits.request_s or None)
             if not request.done():
-                raise self._too_late(place)
+                raise self._too_late(pooled)
             return request.result()
         except asyncio.CancelledError:  # the client has gone
             if request.done() and not request.cancelled() and request.exception() is None:
-                self.release(place)
+                self.release(pooled)
             raise
         finally:
             request.cancel()
-            if request in place.waiting:
-                place.waiting.remove(request)
+            if request in pooled.waiting:
+                pooled.waiting.remove(request)
             self._changed.set()
 
-    def _too_late(self, place: Place) -> RequestError:
-        message = f"{place.entry.name} could not be loaded in {self._limits.request_s:g} s"
+    def _too_late(self, pooled: PooledModel) -> RequestError:
+        message = f"{pooled.entry.name} could not be loaded in {self._limits.request_s:g} s"
         if self._lacks_room:
             message += ": the memory is full of models that generate answers"
         return RequestError(503, message, "model_not_loaded")
 
-    def release(self, place: Place) -> None:
+    def release(self, pooled: PooledModel) -> None:
         """End a lease. The model stays loaded while its answers are generated."""
-        place.n_leases -= 1
+        pooled.n_leases -= 1
         self._changed.set()
 
-    def _refuse(self, place: Place, error: RequestError) -> None:
+    def _refuse(self, pooled: PooledModel, error: RequestError) -> None:
         """Give an error to all requests that wait for a model."""
-        place.task = None
-        for request in place.waiting:
+        pooled.task = None
+        for request in pooled.waiting:
             if not request.done():
                 request.set_exception(error)
-        place.waiting.clear()
+        pooled.waiting.clear()
         self._changed.set()
 
     # --- loading ------------------------------------------------------------------------------
 
-    async def _provide(self, place: Place) -> None:
+    async def _provide(self, pooled: PooledModel) -> None:
         """Give a model to the requests that wait for it, or the error if it cannot be loaded."""
-        name = place.entry.name
+        name = pooled.entry.name
         try:
             async with self._providing:
-                if place.served is None and await self._make_room(place):
+                if pooled.model is None and await self._make_room(pooled):
                     loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._loader, self._load, place)
-                self._give(place)
+                    await loop.run_in_executor(self._loader, self._load, pooled)
+                self._give(pooled)
         except SpecgenError as error:
             status = 503 if isinstance(error, MemoryLimitError) else 500
             message = f"{name} cannot be loaded: {error.message}"
@@ -259,33 +259,33 @@ class ModelPool:
             refusal = RequestError(status, message, code="model_not_loaded")
             if self._is_ending.is_set():
                 refusal = RequestError.ending()
-            self._refuse(place, refusal)
+            self._refuse(pooled, refusal)
         except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
             _log.exception("%s cannot be loaded", name)
             message = "the server failed; its log says how"
-            self._refuse(place, RequestError(500, message, code="bug"))
+            self._refuse(pooled, RequestError(500, message, code="bug"))
 
-    def _give(self, place: Place) -> None:
+    def _give(self, pooled: PooledModel) -> None:
         """Lease a model to the requests that wait for it; without it, nobody waits any more."""
-        place.task = None
-        waiting = place.waiting
-        place.waiting = []
+        pooled.task = None
+        waiting = pooled.waiting
+        pooled.waiting = []
         for request in waiting:
-            if not request.done() and place.served is not None:
-                place.n_leases += 1
-                request.set_result(place.served)
+            if not request.done() and pooled.model is not None:
+                pooled.n_leases += 1
+                request.set_result(pooled.model)
 
-    async def _make_room(self, place: Place) -> bool:
+    async def _make_room(self, pooled: PooledModel) -> bool:
         """Unload the models that were not used for longest, until another one has room.
 
         Returns:
             Whether a request still waits for it.
         """
         try:
-            while place.is_wanted:
-                loaded = [each for each in self.places.values() if each.served is not None]
+            while pooled.is_wanted:
+                loaded = [each for each in self.models.values() if each.model is not None]
                 idle = [each for each in loaded if each.is_idle]
-                needed_bytes = _total_bytes([*loaded, place])
+                needed_bytes = _total_bytes([*loaded, pooled])
                 if needed_bytes <= self._memory_bytes:
                     return True
                 self._changed.clear()
@@ -298,60 +298,60 @@ class ModelPool:
         finally:
             self._lacks_room = False
 
-    async def _unload(self, place: Place) -> None:
-        model = place.served
+    async def _unload(self, pooled: PooledModel) -> None:
+        model = pooled.model
         if model is None:
             return
-        place.served = None
+        pooled.model = None
         try:
             await asyncio.get_running_loop().run_in_executor(self._loader, model.close)
         except Exception:  # noqa: BLE001 - it closes all that it can, so that there is room
-            _log.exception("%s was not closed as it should be", place.entry.name)
-        place.metrics.show_slots(0)
-        self._note(f"unloaded {place.entry.name}")
+            _log.exception("%s was not closed as it should be", pooled.entry.name)
+        pooled.metrics.show_slots(0)
+        self._note(f"unloaded {pooled.entry.name}")
 
-    def _load(self, place: Place) -> LoadedModel:
+    def _load(self, pooled: PooledModel) -> LoadedModel:
         """Load a model, in the loader's thread, or before the server runs."""
-        name = place.entry.name
+        name = pooled.entry.name
         started_s = time.perf_counter()
-        opened = self._open(place)
+        opened = self._open(pooled)
         model: LoadedModel
         n_waiting = self._limits.n_waiting
         if isinstance(opened, Embedder):
-            model = ServedEmbedder(name, opened, place.metrics, n_waiting, self._turns)
+            model = ServedEmbedder(name, opened, pooled.metrics, n_waiting, self._turns)
         else:
             model = ServedModel(
                 name,
                 opened,
-                place.metrics,
+                pooled.metrics,
                 n_waiting,
                 self._turns,
                 idle=self._wake,
                 note=self._note,
             )
-        place.served = model
-        place.metrics.show_slots(model.n_parallel)
-        if len(self.places) > 1:
+        pooled.model = model
+        pooled.metrics.show_slots(model.n_parallel)
+        if len(self.models) > 1:
             seconds = time.perf_counter() - started_s
-            used = _total_bytes(each for each in self.places.values() if each.served is not None)
+            used = _total_bytes(each for each in self.models.values() if each.model is not None)
             in_use = f"{human_bytes(used)} of {human_bytes(int(self._memory_bytes))} in use"
             self._note(f"loaded {name} in {seconds:.1f} s; {in_use}")
         return model
 
-    def _open(self, place: Place) -> OpenedModel | Embedder:
-        place.is_loading = True
-        place.failure = None
+    def _open(self, pooled: PooledModel) -> OpenedModel | Embedder:
+        pooled.is_loading = True
+        pooled.failure = None
         try:
-            return place.entry.open(self._turns, self._is_ending.is_set)
+            return pooled.entry.open(self._turns, self._is_ending.is_set)
         except SpecgenError as error:
-            place.failure = error
+            pooled.failure = error
             raise
         except KeyboardInterrupt:
             if self._is_ending.is_set():
                 raise BackendError("the server ends") from None
             raise
         finally:
-            place.is_loading = False
+            pooled.is_loading = False
 
     def _wake(self) -> None:
         """Tell those who wait, from any thread, that a model has become idle."""
@@ -360,5 +360,5 @@ class ModelPool:
                 self._loop.call_soon_threadsafe(self._changed.set)
 
 
-def _total_bytes(places: Iterable[Place]) -> int:
-    return sum(place.entry.n_bytes for place in places)
+def _total_bytes(models: Iterable[PooledModel]) -> int:
+    return sum(pooled.entry.n_bytes for pooled in models)

@@ -32,10 +32,16 @@ class Limits:
     #: Connections at once; more requests get status 503. Many systems allow 1024 descriptors.
     n_connections: int = 500
     prompt_tokens: int = _limit(
-        0, "--limit-prompt", "Length of a prompt; 0 is as the context.", metavar="TOKENS"
+        0,
+        "--limit-prompt",
+        "Length of a prompt; 0 is as the context.",
+        metavar="TOKENS",
     )
     answer_tokens: int = _limit(
-        0, "--limit-tokens", "Length of an answer; 0 is as the context.", metavar="TOKENS"
+        0,
+        "--limit-tokens",
+        "Length of an answer; 0 is as the context.",
+        metavar="TOKENS",
     )
     n_answers: int = _limit(
         16,
@@ -44,10 +50,16 @@ class Limits:
         metavar="N",
     )
     n_waiting: int = _limit(
-        64, "--limit-queue", "Answers that may wait; further requests get status 429.", metavar="N"
+        64,
+        "--limit-queue",
+        "Answers that may wait; further requests get status 429.",
+        metavar="N",
     )
     request_s: float = _limit(
-        0.0, "--limit-time", "Time until answers are cut off; 0 is no limit.", metavar="SECONDS"
+        0.0,
+        "--limit-time",
+        "Time until answers are cut off; 0 is no limit.",
+        metavar="SECONDS",
     )
     client_s: float = _limit(
         60.0,
@@ -81,7 +93,11 @@ class ServerOptions:
         metavar="ADDRESS",
     )
     port: int = _server(
-        8080, "--port", "The port to listen on; 0 picks a free one.", min=0, max=65535
+        8080,
+        "--port",
+        "The port to listen on; 0 picks a free one.",
+        min=0,
+        max=65535,
     )
     alias: str | None = _server(
         None,
@@ -104,7 +120,11 @@ class ServerOptions:
     )
     limits: Limits = field(default_factory=Limits)
     drain_s: float = _server(
-        30.0, "--drain-s", "Time for unfinished answers after SIGTERM.", min=0.0, metavar="SECONDS"
+        30.0,
+        "--drain-s",
+        "Time for unfinished answers after SIGTERM.",
+        min=0.0,
+        metavar="SECONDS",
     )
 
 

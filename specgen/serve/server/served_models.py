@@ -137,7 +137,10 @@ class ModelLoader:
         with contextlib.ExitStack() as stack:
             with _weights(wanted.options), turns:
                 session = open_session(
-                    wanted, reporter, clock=time.perf_counter, measurements=self._measurements
+                    wanted,
+                    reporter,
+                    clock=time.perf_counter,
+                    measurements=self._measurements,
                 )
                 stack.enter_context(session)
                 stack.callback(save)
@@ -185,7 +188,10 @@ def _weights(options: SessionOptions) -> Iterator[None]:
         return
     context = options.target_context
     model = LlamaModel(
-        options.target, n_gpu_layers=context.n_gpu_layers, workers=context.workers, mtp=True
+        options.target,
+        n_gpu_layers=context.n_gpu_layers,
+        workers=context.workers,
+        mtp=True,
     )
     try:
         yield

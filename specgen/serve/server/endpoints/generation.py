@@ -35,7 +35,11 @@ Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 
 
 async def generate(
-    read: Reader, limits: Limits, model: ServedModel, http_request: HttpRequest, body: Json
+    read: Reader,
+    limits: Limits,
+    model: ServedModel,
+    http_request: HttpRequest,
+    body: Json,
 ) -> Response:
     """Answer a request for generated text, as a whole or as a stream."""
     loop = asyncio.get_running_loop()
@@ -93,7 +97,11 @@ def prompt_of(request: ParsedRequest, model: ServedModel, *, must_fit: bool = Tr
 
 
 def _submit(
-    read: Reader, limits: Limits, model: ServedModel, body: Json, loop: asyncio.AbstractEventLoop
+    read: Reader,
+    limits: Limits,
+    model: ServedModel,
+    body: Json,
+    loop: asyncio.AbstractEventLoop,
 ) -> tuple[ParsedRequests, Job]:
     """Read a body and submit its answers: all to the first prompt, then those to the next.
 
@@ -161,7 +169,12 @@ def _sampling(sampling: SamplerOptions, number: int) -> SamplerOptions:
 
 
 async def _chunks(
-    writer: AnswerWriter, job: Job, end: Callable[[], None], limit_s: float, *, streams: bool
+    writer: AnswerWriter,
+    job: Job,
+    end: Callable[[], None],
+    limit_s: float,
+    *,
+    streams: bool,
 ) -> AsyncIterator[Json]:
     """Yield the chunks of a job's answers; ensure that the answers end when nobody wants more.
 

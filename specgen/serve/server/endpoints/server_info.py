@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -14,7 +14,7 @@ from specgen.serve.formats.fields import Json
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.formats.tool_calls.form_probe import form_of
 from specgen.serve.server.jobs import ServedModel
-from specgen.serve.server.model_pool import LoadedModel, ModelPool, Place
+from specgen.serve.server.model_pool import LoadedModel, ModelPool, PooledModel
 from specgen.session.prompts import template_of
 from specgen.session.prompts.infill import InfillTokens
 from specgen.session.prompts.thoughts import writes_thoughts
@@ -37,10 +37,10 @@ class ServerInfo:
     async def health(self, _request: HttpRequest) -> Response:
         """Return that the server is up, and which models are loaded."""
         content: Json = {"status": "ok"}
-        places = self._pool.places
+        models = self._pool.models
         # This path needs no key, so it tells nothing if others do.
-        if len(places) > 1 and not self._has_keys:
-            content["models"] = {name: place.status for name, place in places.items()}
+        if len(models) > 1 and not self._has_keys:
+            content["models"] = {name: pooled.status for name, pooled in models.items()}
         return JSONResponse(content)
 
     async def version(self, _request: HttpRequest) -> Response:
@@ -53,40 +53,38 @@ class ServerInfo:
 
     async def models(self, _request: HttpRequest) -> Response:
         """Return all models, in OpenAI's form with more fields."""
-        found = [_model_entry(place, self._started) for place in self._pool.places.values()]
+        found = [_model_entry(pooled, self._started) for pooled in self._pool.models.values()]
         return JSONResponse({"object": "list", "data": found})
 
     async def model(self, request: HttpRequest) -> Response:
         """Return one model, by its name in the path."""
         name = request.path_params["model"]
-        place = self._pool.places.get(name)
-        if place is None:
+        pooled = self._pool.models.get(name)
+        if pooled is None:
             raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
-        return JSONResponse(_model_entry(place, self._started))
+        return JSONResponse(_model_entry(pooled, self._started))
 
     async def ollama_models(self, _request: HttpRequest) -> Response:
         """Return all models, in Ollama's form."""
-        return self._ollama_list(self._pool.places)
+        return self._ollama_list(self._pool.models.values())
 
     async def loaded_ollama_models(self, _request: HttpRequest) -> Response:
         """Return the loaded models, in Ollama's form."""
-        places = self._pool.places.items()
-        return self._ollama_list(
-            {name: place for name, place in places if place.served is not None}
-        )
+        loaded = [pooled for pooled in self._pool.models.values() if pooled.model is not None]
+        return self._ollama_list(loaded)
 
-    def _ollama_list(self, places: Mapping[str, Place]) -> Response:
+    def _ollama_list(self, models: Iterable[PooledModel]) -> Response:
         started = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
         found = [
             {
-                "name": name,
-                "model": name,
-                "size": place.entry.n_bytes,
+                "name": pooled.entry.name,
+                "model": pooled.entry.name,
+                "size": pooled.entry.n_bytes,
                 "modified_at": started.isoformat(),
                 "digest": "",
                 "details": {"format": "gguf"},
             }
-            for name, place in places.items()
+            for pooled in models
         ]
         return JSONResponse({"models": found})
 
@@ -96,13 +94,13 @@ class ServerInfo:
 
     async def props(self, request: HttpRequest) -> Response:
         """Return the settings of a model, in the form of llama.cpp's server with more fields."""
-        place = self._pool.find(request.query_params.get("model"))
+        pooled = self._pool.find(request.query_params.get("model"))
         content: Json = {
-            "model_alias": place.entry.name,
+            "model_alias": pooled.entry.name,
             "build_info": f"specgen {__version__}",
         }
-        if isinstance(place.served, ServedModel):
-            content |= _settings(place.served)
+        if isinstance(pooled.model, ServedModel):
+            content |= _settings(pooled.model)
         return JSONResponse(content)
 
     async def slots(self, request: HttpRequest) -> Response:
@@ -116,7 +114,7 @@ class ServerInfo:
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
         """Return special tokens and the chat template, in the form of vLLM's server."""
-        model = self._pool.find(request.query_params.get("model")).served
+        model = self._pool.find(request.query_params.get("model")).model
         if not isinstance(model, ServedModel):
             raise RequestError(503, "the model is not loaded", "model_not_loaded")
         vocabulary = model.target.vocabulary
@@ -145,20 +143,20 @@ def show_model(model: ServedModel, _body: Json) -> Json:
     }
 
 
-def _model_entry(place: Place, created: int) -> Json:
+def _model_entry(pooled: PooledModel, created: int) -> Json:
     """Return a model's entry in a list of models.
 
     `status` has the form of llama.cpp's server with several models.
     """
     entry: Json = {
-        "id": place.entry.name,
+        "id": pooled.entry.name,
         "object": "model",
         "created": created,
         "owned_by": "specgen",
-        "type": "embeddings" if place.entry.embeds else "llm",
-        "status": {"value": place.status, "failed": place.failure is not None},
+        "type": "embeddings" if pooled.entry.embeds else "llm",
+        "status": {"value": pooled.status, "failed": pooled.failure is not None},
     }
-    model = place.served
+    model = pooled.model
     if model is not None:
         n_ctx = model.engine.n_ctx if isinstance(model, ServedModel) else model.embedder.n_ctx
         entry["capabilities"] = _capabilities(model)

@@ -50,7 +50,9 @@ def tokenize(model: ServedModel, body: Json) -> Json:
     request = parse(_TokenizeBody, body)
     vocabulary = model.target.vocabulary
     tokens = vocabulary.tokenize(
-        request.content, add_special=request.add_special, parse_special=request.parse_special
+        request.content,
+        add_special=request.add_special,
+        parse_special=request.parse_special,
     )
     if not request.with_pieces:
         return {"tokens": list(tokens)}
