@@ -55,6 +55,7 @@ class DrainingServer(uvicorn.Server):
         self._note = note
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets, and tell that requests are accepted."""
         await super().startup(sockets)
         if self.started:
             self._ready()
@@ -81,6 +82,7 @@ class DrainingServer(uvicorn.Server):
             self._note(f"ending after {counted(n_open, 'answer')} ({limit})")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for unfinished answers, but not longer than `drain_s` seconds, and then end."""
         drain_s = self._drain_s
         if self._pool.failure is not None:
             drain_s = 0.0
@@ -123,10 +125,12 @@ class _TimedProtocol(H11Protocol):
     head_s: ClassVar[float] = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin a connection, and wait for its first head."""
         super().connection_made(transport)
         self._await_head(None)
 
     def on_response_complete(self) -> None:
+        """End a response, and wait for the next head."""
         last = self.cycle
         super().on_response_complete()
         self._await_head(last)

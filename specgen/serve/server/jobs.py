@@ -358,6 +358,7 @@ class _PrefillNotes:
         self._since_s: dict[int, float] = {}
 
     def observe(self, events: Iterable[Event]) -> None:
+        """Note what the events of a round tell about long prompts."""
         for event in events:
             number = event.sequence
             if isinstance(event, ReadingEvent) and number not in self._since_s:

@@ -27,6 +27,7 @@ class _PageFiles(StaticFiles):
     """Files with these headers."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Return the response with a file."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(_HEADERS)
         return response
