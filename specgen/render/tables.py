@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specgen.events import FinishedEvent
     from specgen.measure.benchmark import Figures
     from specgen.measure.search import Search, Tried
-    from specgen.serve.batch.runner import Tally
+    from specgen.serve.batch.runner import BatchStats
 
 #: The figures of a contender.
 _BENCH: Sequence[_Column] = (
@@ -163,7 +163,7 @@ def _table(first: str, *headings: str) -> Table:
     return table
 
 
-def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str]:
+def totals(n_answers: int, answers: Sequence[FinishedEvent | BatchStats]) -> list[str]:
     def whole(name: str) -> int:
         return sum(getattr(each, name) for each in answers)
 
@@ -175,12 +175,12 @@ def totals(n_answers: int, answers: Sequence[FinishedEvent | Tally]) -> list[str
     return found
 
 
-def batch_summary(tally: Tally, seconds: float, where: str) -> str:
+def batch_summary(stats: BatchStats, seconds: float, where: str) -> str:
     """Return a sentence about a finished batch. `where` says how many answers were generated at
     once, or by whom.
     """
-    answers, *others = totals(tally.n_answers, [tally])
-    speed = f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s"
+    answers, *others = totals(stats.n_answers, [stats])
+    speed = f"{duration(seconds)}: {stats.n_tokens / seconds:.1f} tokens/s"
     return ", ".join((answers, speed, where, *others))
 
 
