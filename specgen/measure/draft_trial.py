@@ -45,7 +45,7 @@ _N_OFTEN, _N_REPEATS = 6, 3
 
 
 @dataclass(frozen=True, slots=True)
-class TargetAnswer:
+class TrialAnswer:
     """A prompt, the target's own greedy answer with the token that ends it, and the kind of task."""
 
     prompt: str
@@ -60,7 +60,7 @@ class Baseline:
     prompts, from 1 on, do not fit.
     """
 
-    answers: tuple[TargetAnswer, ...]
+    answers: tuple[TrialAnswer, ...]
     skipped: tuple[int, ...]
     n_ctx: int
     batch_s: dict[int, float]
@@ -137,7 +137,7 @@ def measure_target(
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
     sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
-    answers: list[TargetAnswer] = []
+    answers: list[TrialAnswer] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
         for number, prompt in fitting.items():
             progress(len(answers), len(fitting))
@@ -148,7 +148,7 @@ def measure_target(
                 return None
             n_prompt = generation.n_prompt
             text, kind = asked[number].text, asked[number].category
-            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), kind))
+            answers.append(TrialAnswer(text, tuple(generation.tokens[n_prompt:]), kind))
             samples[1] += generation.stats.target_s_by_rows[1]
             # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in (*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_OFTEN]):
@@ -205,7 +205,7 @@ def try_draft(
 
 def replay(
     generation: AnswerState,
-    answer: TargetAnswer,
+    answer: TrialAnswer,
     baseline: Baseline,
     clock: Callable[[], float],
     states: Hidden | None = None,

@@ -53,7 +53,7 @@ SLACK, ALWAYS_ALLOWED = 4.0, 0.01
 #: What decides how much is drafted; "forced" drafts in every round.
 WayName: TypeAlias = Literal[PolicyName, "forced"]
 CheckName: TypeAlias = Literal["both", "greedy", "sampled"]
-Verdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
+CheckOutcome: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -609,7 +609,7 @@ class VerifyReport:
         ]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckOutcome:
         if any(each.is_defect for each in self._results):
             return "defect"
         if self.is_interrupted:

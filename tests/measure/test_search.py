@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from specgen.llama import LlamaBackend
-from specgen.measure.draft_trial import Baseline, DraftFigures, TargetAnswer
+from specgen.measure.draft_trial import Baseline, DraftFigures, TrialAnswer
 from specgen.measure.prompts import given_prompts
 from specgen.measure.search import (
     Search,
@@ -133,7 +133,7 @@ def figures(speedup: float) -> DraftFigures:
 
 
 def search(*tried: Tried) -> Search:
-    baseline = Baseline((TargetAnswer("a", (1, 2)),) * 6, (), 256, {1: 0.1, 4: 0.15})
+    baseline = Baseline((TrialAnswer("a", (1, 2)),) * 6, (), 256, {1: 0.1, 4: 0.15})
     plain = dataclasses.replace(figures(1.0), acceptance_rate=None, draft_token_s=None)
     return Search(Path("target.gguf"), baseline, (*tried, Tried("none", plain)), ())
 
