@@ -38,7 +38,7 @@ _WARM_UP, _N_WARM_UP = "Count from one to twenty.", 8
 Stages: TypeAlias = tuple[DraftSource, ...]
 
 
-# --- what is compared ------------------------------------------------------------------------------
+# --- what is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
     return {"+".join(map(name_of, stages)): stages for stages in kept}
 
 
-# --- answers in turns ------------------------------------------------------------------------------
+# --- answers in turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ def measure(
     return runs
 
 
-# --- figures ---------------------------------------------------------------------------------------
+# --- figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +433,7 @@ def gains(figures: Sequence[Figures]) -> Iterator[str]:
             yield f"{of.contender}{heat}: {said}"
 
 
-# --- the report ------------------------------------------------------------------------------------
+# --- the report
 
 
 def to_json_object(

@@ -45,7 +45,7 @@ _TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on). Wh
 _N_TOKENS = 24
 
 
-# --- the report -----------------------------------------------------------------------------
+# --- the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _ask_worker(endpoint: str) -> str:
     return f"protocol {found.protocol}; {devices or 'no device'}; {trip}"
 
 
-# --- the child, seen from the parent ----------------------------------------------------------
+# --- the child, seen from the parent
 
 
 def run_child(task: Sequence[str], timeout_s: float) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenErr
     return error
 
 
-# --- the checks, in the child ---------------------------------------------------------------
+# --- the checks, in the child
 
 
 def child_main(arguments: Sequence[str]) -> None:
@@ -289,7 +289,7 @@ def compared(together: Logits, one_by_one: Logits) -> str:
     return f"logits of {tokens} differ by {apart:.1%} from those of single tokens"
 
 
-# --- a tiny model ----------------------------------------------------------------------------
+# --- a tiny model
 
 _N_EMBD, _N_HEAD, _N_FF = 256, 4, 512
 _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]

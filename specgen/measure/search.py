@@ -187,7 +187,7 @@ def advice(search: Search) -> tuple[str, ...]:
     return measured, none, f"{others}, or not at all: --draft none"
 
 
-# --- the files that may be tried, by their names and sizes only ------------------------------------
+# --- the files that may be tried, by their names and sizes only
 
 
 def find_candidates(
