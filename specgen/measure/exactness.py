@@ -71,7 +71,7 @@ CheckProgress: TypeAlias = Callable[[int, int], None]
 
 
 def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
-    """Return how `specgen run` drafts and, if costs may decide against drafts, a way that always does."""
+    """Return how `specgen run` drafts and, if costs decide, also a way that always drafts."""
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
