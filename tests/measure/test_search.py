@@ -22,11 +22,9 @@ from specgen.measure.search import (
     Tried,
     advice,
     by_speedup,
-    choose_threads,
-    measure_threads,
     search_drafts,
-    thread_counts,
 )
+from specgen.measure.threads import choose_threads, measure_threads, thread_counts
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
@@ -141,8 +139,8 @@ def search(*tried: Tried) -> Search:
 def test_three_sentences_say_what_was_measured_what_it_means_and_what_to_do() -> None:
     measured, meaning, action = advice(search(Tried(DRAFT, figures(1.4))))
     assert measured == (
-        "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, 14.0 with small draft.gguf"
-        ": 1.4 times as fast as without drafts (1.3 to 1.6 in 6 answers)"
+        "measured on 6 answers of target.gguf: 10.0 tokens/s without a draft, "
+        "14.0 with small draft.gguf: 1.4 times as fast as without drafts (1.3 to 1.6 in 6 answers)"
     )
     assert meaning == (
         "a batch of 4 costs 1.5 tokens; drafts pay if 21% are accepted, and 60% were"
