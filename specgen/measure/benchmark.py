@@ -53,7 +53,10 @@ class Entry:
 
 
 def find_drafts(
-    target: str | None, drafts: Sequence[str], *, quiet: bool
+    target: str | None,
+    drafts: Sequence[str],
+    *,
+    quiet: bool,
 ) -> tuple[Path, list[Stages]]:
     """Find a target and its drafts.
 
@@ -343,7 +346,9 @@ def _take(turn: _Turn) -> Result | None:
 
 
 def _turns(
-    contenders: Sequence[Contender], prompts: Sequence[BenchPrompt], n_rounds: int
+    contenders: Sequence[Contender],
+    prompts: Sequence[BenchPrompt],
+    n_rounds: int,
 ) -> list[_Turn]:
     turns = [_Turn(contender, prompt=None, round=0) for contender in contenders]
     n_asked = 0
@@ -468,7 +473,9 @@ def _contender_figures(results: Sequence[Result], plain: Mapping[_TurnKey, Outco
 
 
 def _figures(
-    results: Sequence[Result], plain: Mapping[_TurnKey, Outcome], category: str
+    results: Sequence[Result],
+    plain: Mapping[_TurnKey, Outcome],
+    category: str,
 ) -> Figures:
     outcomes = [result.outcome for result in results]
 
@@ -544,7 +551,10 @@ def gains(figures: Sequence[Figures]) -> Iterator[str]:
 
 
 def to_json_object(
-    entries: Sequence[Entry], prompts: Sequence[BenchPrompt], runs: Runs, command: str
+    entries: Sequence[Entry],
+    prompts: Sequence[BenchPrompt],
+    runs: Runs,
+    command: str,
 ) -> dict[str, Any]:
     """Return everything that was measured, as `--json` writes it."""
     from specgen.llama import build

@@ -338,7 +338,10 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def fitting_prompts(
-    session: Session, texts: Iterable[tuple[int, str]], chat: bool | None, n_more: int = 1
+    session: Session,
+    texts: Iterable[tuple[int, str]],
+    chat: bool | None,
+    n_more: int = 1,
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Return the prompts that fit in the context with `n_more` tokens, and the others' numbers.
 

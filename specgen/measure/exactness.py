@@ -122,11 +122,12 @@ def run_checks(
         check_texts = partial(check_greedy, session, plain=plain, interrupted=interrupted)
         for way, drafting in ways.items():
             session.change_drafting(drafting)
-            shown = progress_of("greedy", way)
-            greedy += check_texts(prompts, way=way, progress=shown)
+            greedy += check_texts(prompts, way=way, progress=progress_of("greedy", way))
         if not session.why_one_sequence:
+            last = [*ways][-1]
+            shown = progress_of("greedy", last)
             some = {number: prompts[number] for number in evenly_chosen(prompts, _N_AGAIN)}
-            greedy += check_texts(some, way=way, n_at_once=N_AT_ONCE, progress=shown)
+            greedy += check_texts(some, way=last, n_at_once=N_AT_ONCE, progress=shown)
 
     if check != "greedy" and not interrupted():
         session.change_sampling(sampling)
@@ -191,13 +192,17 @@ class GreedyResult:
 
 
 def plain_texts(
-    session: Session, prompts: Mapping[int, Prompt], interrupted: Callable[[], bool] = never
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    interrupted: Callable[[], bool] = never,
 ) -> dict[int, list[int]]:
     """Return the tokens of plain decoding's answers, by the prompts' numbers."""
     max_tokens = session.options.generation.max_tokens
     asked = [(prompt, max_tokens) for prompt in prompts.values()]
     answers = _answers(session, asked, 1, interrupted, draft=False)
-    return {number: tokens_of(each.events) for number, each in zip(prompts, answers, strict=False)}
+    # Fewer answers than prompts if interrupted.
+    tokens = [tokens_of(answer.events) for answer in answers]
+    return dict(zip(prompts, tokens, strict=False))
 
 
 def check_greedy(
@@ -347,21 +352,25 @@ def _difference(
     return Difference(position, plain, drafted, gap, allowed, same_in)
 
 
-def _batches_of_rounds(session: Session, n_at_once: int) -> list[tuple[int, int | None]]:
-    """Return the sizes of batches in which rounds decode, and how many logits of each they want.
+def _batches_of_rounds(session: Session, n_at_once: int) -> Iterator[tuple[int, int | None]]:
+    """Yield the sizes of batches in which rounds decode, and how many logits they want of each.
 
     None means all logits.
     """
     largest = min(session.n_rows_max * n_at_once, _LARGEST_BATCH)
-    batches: list[tuple[int, int | None]] = [(n_rows, None) for n_rows in range(2, largest + 1)]
+    for n_rows in range(2, largest + 1):
+        yield n_rows, None
     if session.target.has_recurrent_state or session.settings.grammar is not None:
         # They also decode batches of which few logits are wanted, which other kernels compute.
-        batches.append((max(2, largest), 1))
-    return batches
+        yield max(2, largest), 1
 
 
 def _preference(
-    session: Session, state: TextState, logits: Logits, token: int, other: int
+    session: Session,
+    state: TextState,
+    logits: Logits,
+    token: int,
+    other: int,
 ) -> float:
     """Return by how many logits the target prefers a token to another one."""
     greedy = session.settings.sampler
@@ -416,7 +425,8 @@ def plain_rows(
                 n_wanted = 1
             else:
                 n_wanted = n_outputs or n_rows
-            yield from target.decode(Batch.of(tokens[start:end], start, n_wanted)).copy()
+            logits = target.decode(Batch.of(tokens[start:end], start, n_wanted))
+            yield from logits.copy()
             start = end
 
 
@@ -522,23 +532,27 @@ def check_sampled(
     draws = _draw(session, prompt, place, n_draws, seed, interrupted, progress)
     if draws is None:
         return None
-    counts = np.array([draws.counts[int(token)] for token in place.exact.token_ids], np.int64)
+    counts = [draws.counts[token] for token in place.exact.token_ids.tolist()]
     return SampledResult(
         prompt=place.prompt,
         way=way or session.options.drafting.policy_in_use,
         n_prompt=len(prompt.tokens),
         n_answer=len(place.answer),
         n_draws=n_draws,
-        n_impossible=n_draws - int(counts.sum()),
+        n_impossible=n_draws - sum(counts),
         n_drafted=draws.n_drafted,
         n_accepted=draws.n_accepted,
         level=level,
-        test=g_test(counts, place.exact.probs, n_draws),
+        test=g_test(np.array(counts, np.int64), place.exact.probs, n_draws),
     )
 
 
 def _places(
-    session: Session, number: int, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
+    session: Session,
+    number: int,
+    prompt: Prompt,
+    seed: int,
+    interrupted: Callable[[], bool],
 ) -> Iterator[_Place]:
     """Answer a prompt, and yield the places where a token was drafted and drawn."""
     answer, drafted = _drafted_answer(session, prompt, seed, interrupted)
@@ -561,7 +575,10 @@ def _places(
 
 
 def _drafted_answer(
-    session: Session, prompt: Prompt, seed: int, interrupted: Callable[[], bool]
+    session: Session,
+    prompt: Prompt,
+    seed: int,
+    interrupted: Callable[[], bool],
 ) -> tuple[list[int], dict[int, int]]:
     """Return an answer, and the tokens drafted in it by their positions, but the first."""
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED)

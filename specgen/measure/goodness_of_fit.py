@@ -83,7 +83,8 @@ def g_test(
 
 
 def _rare_cells(
-    expected: npt.NDArray[np.float64], min_expected: float
+    expected: npt.NDArray[np.float64],
+    min_expected: float,
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """Return the indices of the cells to pool and of the others, rare ones first.
 

@@ -227,7 +227,10 @@ def advice(search: Search) -> tuple[str, ...]:
 
 
 def find_candidates(
-    named: Sequence[Path], target: Path, *, tries_known: bool = True
+    named: Sequence[Path],
+    target: Path,
+    *,
+    tries_known: bool = True,
 ) -> tuple[list[Path], list[Refused]]:
     """Find the files that may draft for a target.
 

@@ -79,7 +79,9 @@ class Region:
             settled: rows that scroll away for good.
             moving: the new region, with fewer rows than the screen.
         """
-        parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
+        parts = ["\r"]
+        if not self._open:
+            parts.insert(0, _HIDE_CURSOR)
         if settled:
             parts += (_ERASE_BELOW, settled)
         parts.append(_WRAP_OFF)
@@ -218,6 +220,7 @@ class LiveRenderer(Renderer):
         moving = self._lines(self._flow.rows)
         same_row, next_row = self._rejected_codes(last_column, self._flow.rows[-1])
         if same_row:
+            # At least one column stays free.
             moving[-1] = ScreenLine(moving[-1].codes + same_row)
         if has_spare_row:
             moving.append(ScreenLine(next_row))
@@ -253,7 +256,9 @@ class LiveRenderer(Renderer):
             return "", ""
         room = max(0, columns - last.width)
         first, *others = wrap(cells, max(1, columns - 1), first_columns=room)
-        below = others[0].codes(self._pens) if others else ""
+        below = ""
+        if others:
+            below = others[0].codes(self._pens)
         if len(others) > 1:
             below += coded("…", self._pens["faint"])
         return first.codes(self._pens), below
@@ -299,24 +304,26 @@ class _Status:
         """Return the fullest line that fits: with the legend, or with fewer figures."""
         if self._first is None or self._last is None:
             return coded(_first_fitting(self._reading, columns), pens["faint"])
-        figures = self._figures(self._first, self._last)
-        texts = ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)]
+        texts = self._figures(self._first, self._last)
+        legend = ""
         room = columns - len("  ".join(LEGEND))
         if self._has_draft and room >= 0:
             legend = "  ".join(coded(mark, pens[mark]) for mark in LEGEND)
-            text = _first_fitting([f"{_GAP}{text}" for text in texts], room)
-            return legend + coded(text, pens["faint"])
-        shortest = str(self._last.n_tokens)
-        return coded(_first_fitting([*texts, shortest], columns), pens["faint"])
+            texts = [_GAP + text for text in texts]
+            columns = room
+        else:
+            texts.append(str(self._last.n_tokens))
+        return legend + coded(_first_fitting(texts, columns), pens["faint"])
 
     def _figures(self, first: CommittedEvent, last: CommittedEvent) -> list[str]:
+        """Return texts with all figures and with fewer of them, the longest first."""
         figures = [f"{last.n_tokens} tokens"]
         seconds = last.time_s - first.time_s
         if seconds > 0:
             figures.insert(0, f"{(last.n_tokens - first.n_tokens) / seconds:.1f}/s")
         if self._n_drafted:
             figures.append(f"{self._n_accepted / self._n_drafted:.0%} accepted")
-        return figures
+        return ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)]
 
 
 def _first_fitting(texts: Iterable[str], columns: int) -> str:

@@ -162,7 +162,10 @@ class RoundsRenderer(Renderer):
         self._lay_out(self._faint(" " * len(_HEADING)), texts, gap=" ")
 
     def _branch(
-        self, completed: Round, branch: RejectedBranch, instead: Piece | None = None
+        self,
+        completed: Round,
+        branch: RejectedBranch,
+        instead: Piece | None = None,
     ) -> list[Text]:
         """Return the tokens of a rejected branch.
 
@@ -193,11 +196,7 @@ class RoundsRenderer(Renderer):
         if node is not None and node.n_walks > 1:
             text.append(f" ({node.n_walks} drafts)", self._styles["faint"])
         if self._verbose:
-            draft_prob = None if node is None else node.probability
-            target_prob = None if target_logprob is None else math.exp(target_logprob)
-            if draft_prob is not None or target_prob is not None:
-                both = f" {_percent(draft_prob)}|{_percent(target_prob)}"
-                text.append(both, self._styles["faint"])
+            text.append(_probabilities(node, target_logprob), self._styles["faint"])
         return text
 
     def _lay_out(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
@@ -230,5 +229,14 @@ def _replaced_branch(completed: Round) -> RejectedBranch | None:
     return None
 
 
-def _percent(probability: float | None) -> str:
-    return "–" if probability is None else f"{100 * probability:.0f}"
+def _probabilities(node: DraftNode | None, target_logprob: float | None) -> str:
+    """Return the draft's and the target's probability of a token, as far as they are known."""
+    draft = "–"
+    target = "–"
+    if node is not None and node.probability is not None:
+        draft = f"{100 * node.probability:.0f}"
+    if target_logprob is not None:
+        target = f"{100 * math.exp(target_logprob):.0f}"
+    if draft == target == "–":
+        return ""
+    return f" {draft}|{target}"

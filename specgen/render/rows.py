@@ -352,10 +352,13 @@ def wrap(
         if end == start < len(cells) and room == columns:
             end += 1  # a cell wider than the screen has a row of its own
         is_last = end == len(cells)
-        gap = _gap_between_words(cells, start, end) if between_words and not is_last else None
+        gap = None
+        if between_words and not is_last:
+            gap = _gap_between_words(cells, start, end)
         if gap is not None:
             words = tuple(cells[start : gap.start])
-            rows.append(Row(words, _total_width(words), gap=tuple(cells[gap.start : gap.stop])))
+            spaces = tuple(cells[gap.start : gap.stop])
+            rows.append(Row(words, _total_width(words), gap=spaces))
             start = gap.stop
         else:
             fitting = tuple(cells[start:end])
@@ -370,12 +373,12 @@ def wrap(
 def _end_of_row(cells: Sequence[Cell], start: int, room: int) -> int:
     """Return the end of the cells from `start` that fit into so many columns."""
     width = 0
-    exact = True
+    n_spare = 0
     for end in range(start, len(cells)):
-        cell = cells[end]
-        width += cell.width
-        exact = exact and cell.exact
-        if width > (room if exact else room - 1):
+        width += cells[end].width
+        if not cells[end].exact:
+            n_spare = 1
+        if width + n_spare > room:
             return end
     return len(cells)
 

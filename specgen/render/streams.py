@@ -143,10 +143,15 @@ class TextRenderer(Renderer):
             self._progress_s = event.time_s
             self._notice(event)
         elif isinstance(event, CommittedEvent):
-            self._show(event.text if self._marker is None else self._marker.feed(event.text))
+            text = event.text
+            if self._marker is not None:
+                text = self._marker.feed(text)
+            self._show(text)
 
     def _show(self, text: str) -> None:
-        self._put(self._cleaner.feed(text) if self._is_terminal else text)
+        if self._is_terminal:
+            text = self._cleaner.feed(text)
+        self._put(text)
 
     def _put(self, text: str) -> None:
         if text:
@@ -186,7 +191,10 @@ def reading(event: ReadingEvent) -> str:
 
 
 def print_notice(
-    console: Console, event: NoticeEvent | ReadingEvent, *, verbose: bool = False
+    console: Console,
+    event: NoticeEvent | ReadingEvent,
+    *,
+    verbose: bool = False,
 ) -> None:
     """Print a notice as `note: ...`, or the progress of a prefill.
 

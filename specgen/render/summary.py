@@ -95,7 +95,9 @@ def _gain_clause(finished: FinishedEvent) -> str:
 
 
 def summary_items(
-    finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
+    finished: FinishedEvent,
+    draft: str | None = None,
+    kernels: str | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the figures that the first line lacks: a label and a text each."""
     items = {"answer": _answer_text(finished), "prompt": _prompt_text(finished)}

@@ -96,7 +96,9 @@ def draft_lines(tried: Sequence[Tried]) -> Iterator[str]:
 
 
 def _lines(
-    key_names: str, columns: Sequence[_Column], rows: Sequence[tuple[str, Any]]
+    key_names: str,
+    columns: Sequence[_Column],
+    rows: Sequence[tuple[str, Any]],
 ) -> Iterator[str]:
     yield "\t".join((key_names, *(column.name for column in columns)))
     for key, row in rows:
