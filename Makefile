@@ -25,7 +25,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 # The requirement as pyproject.toml has it, so that it stands in one place.
 LLAMA := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)",$$/\1/p' pyproject.toml)
-KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kernels/*.h)
+KERNELS := hatch_build.py scripts/build_kernels.py $(filter-out kernels/tests/%,$(wildcard kernels/*/*.cpp kernels/*/*.h))
 
 export PROMPT
 

@@ -1,6 +1,4 @@
-"""Hooks of the package's build: its kernels, or all that a wheel without a compiler needs, and its
-dependencies.
-"""
+"""Build hooks of the package: its kernels, or a whole wheel that needs no compiler; metadata."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ class MetadataHook(MetadataHookInterface):
 
 
 def _load(path: Path) -> ModuleType:
-    """Load the module in a file: where pip builds the package, its folder is not on Python's path."""
+    """Load a module from its file: in pip's build, its folder is not on Python's path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -225,8 +225,9 @@ class Place:
 
 
 def after(backend: Backend, text: Sequence[int], draft: Sequence[int]) -> list[Logits]:
-    """The rows after a text and after each token of a draft, copies of float32[n_vocab]; the
-    cache then holds the text without its last token, as before a round.
+    """Return the rows after a text and after each token of a draft, copies of float32[n_vocab].
+
+    As before a round, the cache then holds the text without its last token.
     """
     kept = min(backend.length(0), len(text) - 1)
     backend.remove(0, kept)

@@ -1,7 +1,7 @@
-"""How quick llama-cpp-python's `Llama` is with specgen's drafts, against its own prompt lookup and
-none.
+r"""How fast llama-cpp-python's `Llama` is with specgen's drafts, its own prompt lookup, and none.
 
-    python benchmarks/adapters.py -m 1.5b.gguf -md 135m.gguf -md 0.5b.gguf --prompts p.jsonl --json out.json
+    python benchmarks/adapters.py -m 1.5b.gguf -md 135m.gguf -md 0.5b.gguf \
+        --prompts p.jsonl --json out.json
 
 Greedy answers of `Llama` without a draft, with `LlamaPromptLookupDecoding`, and with `SpecgenDraft`
 of n-grams and of each draft model, by turns (every way once, then every way again). A line for each
@@ -26,8 +26,8 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
-from specgen.llama.context import default_threads
 from specgen.llama.kernels.admission import choose_kernels
+from specgen.llama.native_context import default_threads
 from specgen.options import ContextOptions, SessionOptions
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from specgen.session.session import Session

@@ -57,8 +57,9 @@ def parser_of(
     ctx_size: int | None = None,
     drafts: bool = False,
 ) -> argparse.ArgumentParser:
-    """A parser with -m and --json, and those of -N (with --prompts), -n, -c and -md that are asked
-    for.
+    """Return a parser with -m and --json, and with those of -N, -n, -c and -md that are asked for.
+
+    -N comes with --prompts.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("-m", "--target", type=Path, required=True)

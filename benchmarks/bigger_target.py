@@ -27,7 +27,7 @@ _WIDTH_AXIS = {"ffn_gate.weight": 0, "ffn_up.weight": 0, "ffn_down.weight": 1}
 
 
 def write_bigger(source: Path, times: int, wide: int, output: Path) -> None:
-    """Write the model with `times` as many layers, whose feed-forward part is `wide` times as wide."""
+    """Write the model with `times` as many layers, their feed-forward part `wide` times as wide."""
     reader = GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(output, architecture)

@@ -1,5 +1,4 @@
-"""How soon the turns of a conversation begin, with what earlier turns left in the caches and
-without.
+"""Time to first token in a conversation, with and without what earlier turns left in the caches.
 
     python benchmarks/chat.py -m 1.5b.gguf -md 135m.gguf --json out.json
 

@@ -1,5 +1,4 @@
-"""What a batch of n rows costs a model, with specgen's kernels and with llama.cpp's own code, by
-turns.
+"""What a batch of n rows costs a model, with specgen's kernels and with llama.cpp's own code.
 
     python benchmarks/costs.py MODEL.gguf ... [--contexts 200 1300] [--turns 3] [--threads 2]
         [--sizes 1 2 4 8 16] [--kernels specgen llama.cpp]

@@ -1,8 +1,8 @@
-"""How much more often a draft agrees with its target after training, by the settings of the
-training.
+r"""How much more often a draft agrees with its target after training, by training settings.
 
     specgen draft data -m 1.5b.gguf --tokens 40000
-    python benchmarks/distil.py -m 1.5b.gguf -md 135m.gguf --text FOLDER --rate 0.006 -o trained.gguf
+    python benchmarks/distil.py -m 1.5b.gguf -md 135m.gguf --text FOLDER --rate 0.006 \
+        -o trained.gguf
 
 FOLDER is what `specgen draft data` prints. One JSON line is printed: the share of the held-back
 answers' tokens that the draft takes for the likeliest, before and after, with how much was learnt

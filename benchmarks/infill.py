@@ -153,8 +153,10 @@ def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
 
 
 def _servers(asked: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[tuple[str, Fill]]:
-    """llama.cpp's servers. With a batch as long as the context, there is no room in their prompts
-    for headings of files, which specgen's do not have either.
+    """Start llama.cpp's servers.
+
+    With a batch as long as the context, their prompts have no room for the headings of files, which
+    specgen's do not have either.
     """
     if asked.server is None:
         return

@@ -56,8 +56,9 @@ from specgen.train.training_loop import Budget
 
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (
-    "Write the docstring of this function of asyncio, in Google's style, with its arguments, what it "
-    "returns and what it raises. Answer with the docstring only.\n\n```python\n{source}\n```"
+    "Write the docstring of this function of asyncio, in Google's style, with its arguments, "
+    "what it returns and what it raises. Answer with the docstring only.\n\n"
+    "```python\n{source}\n```"
 )
 LINES = (6, 24)
 ARMS = ("without", "store", "learnt", "both")
@@ -229,7 +230,7 @@ def _answer_and_learn(
     minutes: float,
     place: Path,
 ) -> list[dict[str, Any]]:
-    """Answer the next block of prompts, unless they were answered, and learn; all lessons so far."""
+    """Answer the next block of prompts, unless it was answered, and learn; return all lessons."""
     lessons = _lessons(place)
     kept = replace(
         options, learning=folder, cache=cache, drafting=replace(DraftOptions(), lookup_store=True)

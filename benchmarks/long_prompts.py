@@ -1,8 +1,10 @@
-r"""Answers behind long prompts: plain decoding and drafts by turns in one engine, tokens per second
-after the first token.
+r"""Answers after long prompts: plain decoding and drafts in interleaved runs of one engine.
+
+Speeds are tokens per second after the first token.
 
     python -m benchmarks.long_prompts -m 1.5b.gguf -md smollm2.gguf -md 0.5b.gguf --json out.json
-    SPECGEN_KERNELS=llama.cpp python -m benchmarks.long_prompts -m 1.5b.gguf --lengths 1 4 12 --json theirs.json
+    SPECGEN_KERNELS=llama.cpp python -m benchmarks.long_prompts -m 1.5b.gguf \
+        --lengths 1 4 12 --json theirs.json
 
 A prompt is so many thousand tokens of specgen's own pages and modules, and a question. The target
 reads each document once; later prompts find it in the cache. A draft's contexts are new for each
@@ -50,11 +52,20 @@ _KEPT = [
 _SPEEDS = ("tokens_per_s", "short_tokens_per_s")
 QUESTIONS = {
     "summary": "Summarise the text above in some ten sentences.",
-    "review": "Review the last module above: name its three weakest places, and say how to mend each of them.",
-    "edit": "Write the last class of the text above once more, whole, and give each of its methods a docstring.",
-    "agent": "You are a coding agent, and your tools have read the files above. Your tools are read_file(path), "
-    "edit_file(path, old, new) and run(command). Let the last function above say in its docstring what it raises. Say "
-    "in two sentences what you do, and then call one tool with a JSON object of its name and its arguments.",
+    "review": (
+        "Review the last module above: name its three weakest places, and say how to mend each of "
+        "them."
+    ),
+    "edit": (
+        "Write the last class of the text above once more, whole, and give each of its methods a "
+        "docstring."
+    ),
+    "agent": (
+        "You are a coding agent, and your tools have read the files above. Your tools are "
+        "read_file(path), edit_file(path, old, new) and run(command). Let the last function above "
+        "say in its docstring what it raises. Say in two sentences what you do, and then call one "
+        "tool with a JSON object of its name and its arguments."
+    ),
 }
 
 

@@ -20,8 +20,9 @@ def copy_metadata(
     without: str | None = None,
     changed: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy a file's metadata, but not its architecture, nor the keys that begin with `without`; the
-    values of some are `changed`.
+    """Copy a file's metadata, without its architecture.
+
+    Keys that begin with `without` are left out, and the values of some are `changed`.
     """
     for key, field in reader.fields.items():
         is_left_out = without is not None and key.startswith(without)

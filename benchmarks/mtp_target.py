@@ -1,7 +1,8 @@
-"""A target with a trained MTP layer, to measure with: a Qwen2 file in the form of GLM-4.5.
+r"""A target with a trained MTP layer, to measure with: a Qwen2 file in the form of GLM-4.5.
 
     specgen draft data -m 1.5b.gguf --prompts prompts.jsonl --tokens 100000
-    python benchmarks/mtp_target.py -m 1.5b.gguf --text FOLDER --prompts prompts.jsonl --until 0.85 -o mtp.gguf
+    python benchmarks/mtp_target.py -m 1.5b.gguf --text FOLDER --prompts prompts.jsonl \
+        --until 0.85 -o mtp.gguf
     python benchmarks/mtp_target.py -m bigger.gguf --layer mtp.gguf -o bigger-mtp.gguf
 
 FOLDER is what `specgen draft data` prints. The file's text is that of the Qwen2 file: its layers
@@ -9,10 +10,10 @@ are copied. Behind them is one MTP layer, trained on the text in FOLDER. Makers 
 together with the model, on all of its text, and it is right at some 0.85 of the places. From a
 little text no layer gets so far. So there are two uses.
 
-- By heart (`--until`): the layer learns the answers to the prompts of a benchmark itself, until it
-is right at this
-  share of their places. Its costs are real, its acceptance is set. Say so wherever such a figure stands.
-- Honest (no `--until`): every tenth answer is held back, and the share of its places is judged.
+- Memorised (`--until`): the layer learns the answers of the benchmark itself, until it is right at
+  this share of their positions. Its costs are real, its acceptance is set: say so wherever such a
+  figure appears.
+- Honest (no `--until`): every tenth answer is held back, and accuracy is measured on those.
 
 The layer predicts several tokens ahead in training as it does in use: at a deeper place it reads
 its own hidden states instead of the target's ("training-time test" of EAGLE-3, Li et al.,
@@ -196,8 +197,9 @@ def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> N
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt with its answer, and the target's hidden state after each token (after the last
-    norm).
+    """A prompt with its answer, and the target's hidden state after each token.
+
+    The states are those after the last norm.
     """
 
     tokens: NDArray[np.int32]
@@ -237,8 +239,10 @@ def read_texts(text: TargetText, form: Path) -> Iterator[Text]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Several texts one after the other. Place i has a token, the hidden state before it, and the
-    token behind it as the label, -1 where that is not of an answer.
+    """Several texts, concatenated.
+
+    Position i has a token, the hidden state before it, and the next token as the label: -1 where
+    that does not belong to an answer.
     """
 
     tokens: NDArray[np.int32]
@@ -423,8 +427,9 @@ class Task:
         self.n_learnt = sum(int((row.labels >= 0).sum()) for row in self.learnt)
 
     def ridge(self, norm: Floats) -> Floats:
-        """The linear map of (embedding, hidden state) to the next hidden state before the norm's
-        weights: float32[n_embd, 2 n_embd].
+        """Return the linear map from (embedding, hidden state) to the next hidden state.
+
+        It gives the state before the norm's weights: float32[n_embd, 2 n_embd].
         """
         n_embd = len(norm)
         gram = np.zeros((2 * n_embd, 2 * n_embd))
@@ -444,8 +449,9 @@ class Task:
         return embedded, row.hidden.astype(np.float32), row.texts, row.positions
 
     def labels(self, row: Row, *, hard: bool) -> tuple[Any, ...]:
-        """The columns of the likeliest tokens, their shares, and the rows of the output matrix for
-        a step.
+        """Return what a step needs of the output matrix.
+
+        The columns of the likeliest tokens, their shares, and the rows of the matrix.
         """
         n_others = min(_N_OTHERS, len(self._tokens) - self._n_own)
         drawn = self._n_own + self.rng.choice(
@@ -465,9 +471,7 @@ class Task:
         return columns, shares, self._output[used], bias
 
     def judge(self, layer: Parameters) -> list[float]:
-        """The share of the judged places where the layer's likeliest token is the target's, by
-        depth.
-        """
+        """Return how often the layer's top token is the target's, by depth."""
         right, n = np.zeros(_N_AHEAD), np.zeros(_N_AHEAD)
         for row in self.judged:
             found = np.asarray(

@@ -1,19 +1,18 @@
-"""specgen against llama.cpp's own speculative programs, by turns in one run. `make peers` builds
-them.
+"""specgen against llama.cpp's own speculative programs, in interleaved runs.
+
+`make peers` builds them.
 
     python -m benchmarks.peers -m 7b.gguf -md 1b.gguf -md 0.5b.gguf -N 1 --json out.json
 
 Prints the lines of `specgen bench` for plain decoding, specgen with each draft, and llama.cpp's
 programs in the settings that people use most. What their figures mean (llama-cpp-python 0.3.36):
 
-- `llama-speculative-simple` starts its clock when both models have decoded the prompt but its last
-token, and counts
-  all tokens after it; the printed figure is like specgen's.
-- `llama-lookup` starts its clock behind the whole prompt, so its first token costs nothing: the
-figure here is that
-  of the n - 1 others.
-- Both may write some tokens after the limit. On a GPU they may start the clock before the prompt's
-decode has ended.
+- `llama-speculative-simple` starts its clock when both models have decoded the prompt except for
+  its last token, and counts all tokens after it; the printed figure is comparable to specgen's.
+- `llama-lookup` starts its clock after the whole prompt, so its first token costs nothing: the
+  figure here is that of the n - 1 others.
+- Both may write some tokens after the limit. On a GPU they may start the clock before the decode of
+  the prompt has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
 from specgen.errors import SpecgenError
 from specgen.llama import default_threads
-from specgen.llama.gguf_file import why_no_mtp
+from specgen.llama.mtp_layers import why_no_mtp
 from specgen.measure.benchmark import Contender, Outcome, Runs, contender_of, figures_of, take_turns
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource
@@ -132,8 +131,10 @@ def run_program(
 
 
 class PeerContender:
-    """One of llama.cpp's programs in one setting. The models give prompts and options; they do not
-    decode. Nothing warms it up: every run loads the models and does so before its clock starts.
+    """One of llama.cpp's programs in one setting.
+
+    The models give prompts and options; they do not decode. Nothing warms it up: every run loads
+    the models and does so before its clock starts.
     """
 
     def __init__(
@@ -210,8 +211,9 @@ def read_figures(stderr: str, program: str, text: str) -> tuple[Outcome, int]:
 
 
 def answer_of(stdout: str, prompt: str, ends: Sequence[str]) -> str:
-    """The text behind the prompt, which a program writes first, token by token: its spaces may
-    differ. Nothing if the prompt is not there.
+    """Return the text after the prompt, or nothing if the prompt is not there.
+
+    A program writes the prompt first, token by token, so its spaces may differ.
     """
     body = stdout.removeprefix("\n\n").removesuffix("\n\n").removesuffix("\n\n")
     characters = " *".join(map(re.escape, prompt.replace(" ", "")))

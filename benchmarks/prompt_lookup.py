@@ -1,5 +1,4 @@
-"""specgen's n-grams against llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`), by
-turns.
+"""specgen's n-grams against llama-cpp-python's prompt lookup, in interleaved runs.
 
     python benchmarks/prompt_lookup.py -m 1.5b.gguf --prompts p.jsonl --json out.json
 
@@ -62,8 +61,9 @@ def main() -> None:
 
 
 def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outcome:
-    """Answer by llama-cpp-python's `LlamaPromptLookupDecoding`. The session gives prompts and
-    options only.
+    """Answer with llama-cpp-python's `LlamaPromptLookupDecoding`.
+
+    The session gives only prompts and options.
     """
     options = session.options
     job = LookupJob(
@@ -80,9 +80,11 @@ def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outco
 
 @dataclass(frozen=True, slots=True)
 class LookupJob:
-    """The job, which is decoded greedily. `n_drafted_max` is the length of a draft: 10 is the
-    default, and 2 what its documentation advises on a CPU. `prompt` has the tokens that specgen
-    would begin with. llama.cpp uses flash attention if it can; `Llama` leaves it off unless told.
+    """Answer a job greedily.
+
+    `n_drafted_max` is the length of a draft: 10 is the default, and 2 is what its documentation
+    recommends on a CPU. `prompt` has the tokens that specgen would begin with. llama.cpp uses flash
+    attention if it can; `Llama` leaves it off unless told otherwise.
     """
 
     target: str
@@ -123,8 +125,10 @@ class CountingDrafter:
         return draft
 
     def settle(self, n_text: int) -> None:
-        """Count accepted tokens: the text now has `n_text` tokens, and all since the last draft but
-        one, the target's own, are accepted ones.
+        """Count accepted tokens, now that the text has `n_text` tokens.
+
+        All tokens since the last draft are accepted ones, except for one, which is the target's
+        own.
         """
         if self._n_draft:
             self.n_drafted += self._n_draft

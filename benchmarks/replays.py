@@ -1,5 +1,4 @@
-r"""Answers that are known, replayed with costs that are known: what a policy decides, without
-noise.
+r"""Replay known answers at known costs: what a policy decides, without noise.
 
     specgen bench -m big.gguf -md small.gguf --prompts FILE --json answers.json
     python benchmarks/costs.py big.gguf small.gguf > costs.jsonl
@@ -81,8 +80,9 @@ class Clock:
 
 @dataclass
 class Timed:
-    """A backend whose decodes take what a table says. It is a `Backend`: whatever is not here
-    is the inner one's.
+    """A backend whose decodes take the time that a table gives.
+
+    It is a `Backend`: whatever is not here is delegated to the inner one.
     """
 
     inner: Backend
@@ -117,8 +117,9 @@ class Timed:
 
 @dataclass
 class Script:
-    """A target's language when it says one text and nothing else. What follows on another text
-    is not looked at, as what leads there is refused.
+    """A target's language when it writes one fixed text.
+
+    What would follow another text does not matter, because whatever leads there is rejected.
     """
 
     text: tuple[int, ...]
@@ -145,8 +146,9 @@ class Told:
 
 
 def read_answers(path: Path, prompts: Path, count: int | None) -> list[Told]:
-    """The answers of plain decoding in what `specgen bench --json` wrote, in their order: the
-    first one to each prompt, and to so many prompts of each category.
+    """Return the answers of plain decoding from the output of `specgen bench --json`, in order.
+
+    Only the first answer to each prompt counts, and only so many prompts of each category.
     """
     by_number = {prompt.number: prompt for prompt in read_bench_prompts(prompts)}
     found: dict[int, Told] = {}
@@ -170,8 +172,9 @@ def made_up(row: float) -> list[CostTable]:
 
 
 def read_costs(path: Path, models: Sequence[Path]) -> dict[str, list[CostTable]]:
-    """The tables of the models, found by their files' names, for each code that computed and each
-    length of the context.
+    """Return the cost tables of the models.
+
+    They are found by the files' names, for each kind of kernels and each length of the context.
     """
     found: dict[str, dict[str, CostTable]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -225,9 +228,7 @@ class Entrant:
             self.found.pop()
 
     def replay(self, told: Told, real: Backend, draft: MemoBackend | None) -> None:
-        """Make an answer once more, in contexts of which nothing is needed but what the draft
-        says.
-        """
+        """Replay an answer, in contexts that need only the draft's logits."""
         if draft is not None:
             for sequence in range(draft.n_sequences):
                 draft.remove(sequence)
@@ -298,8 +299,9 @@ def sums(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def hindsight(results: Sequence[Mapping[str, Any]], *, by: str) -> dict[str, Any]:
-    """What the best of several results comes to, picked afterwards for each `category` or, with
-    "prompt", for each answer.
+    """Return the result of choosing the best of several results in hindsight.
+
+    The choice is made for each `category` or, with "prompt", for each answer.
     """
     best: dict[object, list[Mapping[str, Any]]] = {}
     for result in results:
@@ -388,7 +390,8 @@ def report(results: Sequence[dict[str, Any]], is_fixed: Sequence[bool]) -> None:
     for line in lines:
         print(
             f"{line['costs']}, {line['setting']}: {line['all']:.3f}, all answers together "
-            f"{line['together']:.3f}, without reading {line['without_reading']:.3f}, worst {line['worst']:.2f};",
+            f"{line['together']:.3f}, without prefill {line['without_reading']:.3f}, "
+            f"worst {line['worst']:.2f};",
             ", ".join(f"{name} {mean:.2f}" for name, mean in line["categories"].items()),
             file=sys.stderr,
         )

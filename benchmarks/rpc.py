@@ -106,8 +106,10 @@ def _asked() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Network:
-    """Workers behind proxies. `delay` is one way, in seconds; `counts` are bytes to the workers,
-    bytes from them, and answers that were waited for.
+    """Workers behind proxies.
+
+    `delay` is one way, in seconds; `counts` are bytes to the workers, bytes from them, and answers
+    that were waited for.
     """
 
     endpoints: tuple[str, ...]

@@ -1,5 +1,4 @@
-"""What samplers cost: microseconds a row, each alone and in chains, for small and large
-vocabularies.
+"""What samplers cost: microseconds per row, each alone and in chains, by vocabulary size.
 
     python benchmarks/sampling.py
 

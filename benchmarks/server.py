@@ -1,5 +1,4 @@
-r"""What users of a server get, 1 to 8 at a time, with and without drafts, against llama.cpp's
-server.
+r"""Throughput of a server with 1 to 8 users, with and without drafts, against llama.cpp's.
 
     python benchmarks/server.py -m 1.5b.gguf -md 135m.gguf --peer-draft 0.5b.gguf \
         --prompts prompts.jsonl --peer llama-server --json out.json

@@ -109,8 +109,9 @@ def main() -> None:
         found[name] = [n_tokens / n_rounds, n_drafted / n_rounds, n_rounds]
         best = max(values[0] for key, values in found.items() if key.startswith("chain"))
         print(
-            f"{name:34} {n_tokens / n_rounds:5.2f} tokens a pass, {n_drafted / n_rounds:5.1f} drafted, "
-            f"{n_rounds} passes, {n_tokens / n_rounds / best:.3f} of the best chain",
+            f"{name:34} {n_tokens / n_rounds:5.2f} tokens per pass, "
+            f"{n_drafted / n_rounds:5.1f} drafted, {n_rounds} passes, "
+            f"{n_tokens / n_rounds / best:.3f} of the best chain",
             flush=True,
         )
     print(json.dumps({"temperature": asked.temp, "nodes": asked.nodes, "found": found}))

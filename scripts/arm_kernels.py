@@ -1,8 +1,8 @@
-"""Builds the kernels for ARM on an x86-64 machine and compares them with AVX2, in an emulator
-(`make arm`).
+"""Build the kernels for ARM on an x86-64 machine, and compare them with AVX2 in an emulator.
 
-It needs a compiler for AArch64 Linux ($ARM_CXX, or aarch64-linux-gnu-g++) and QEMU's emulator of
-programs (qemu-aarch64 or qemu-aarch64-static). No llama.cpp is needed: the kernels' own tests run.
+`make arm` runs it. It needs a compiler for AArch64 Linux ($ARM_CXX, or aarch64-linux-gnu-g++) and
+QEMU's emulator of programs (qemu-aarch64 or qemu-aarch64-static), but not llama.cpp: it runs the
+kernels' own tests (kernels/tests).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from scripts.build_kernels import (
     INSTRUCTION_FLAGS,
     ROOT,
     SOURCES,
+    TESTS,
     BuildError,
     compile_library,
     compiler,
@@ -32,26 +33,30 @@ from scripts.build_kernels import (
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
 PACKAGES = "on Debian: g++-aarch64-linux-gnu and qemu-user"
+#: Where the library and the test programs are built.
 FOLDER = ROOT / "build" / "arm"
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The commands that compile for this machine and for ARM, and that run a program for ARM."""
+    """The commands that the comparison needs."""
 
+    #: The compiler for this machine.
     native: tuple[str, ...]
+    #: The compiler for ARM.
     cross: tuple[str, ...]
+    #: Runs a program that was compiled for ARM.
     emulator: tuple[str, ...]
 
 
 class MissingToolError(Exception):
-    """The comparison cannot run here; the message says why, in a line."""
+    """The comparison cannot run on this machine. The message gives the reason in one line."""
 
 
 def find_tools(environment: Mapping[str, str]) -> Tools:
-    """Find the tools. Raise `MissingToolError`."""
-    features = Path("/proc/cpuinfo")
-    if not features.is_file() or "avx2" not in features.read_text(encoding="utf-8"):
+    """Return the commands to use. Raises `MissingToolError`."""
+    cpu_features = Path("/proc/cpuinfo")
+    if not cpu_features.is_file() or "avx2" not in cpu_features.read_text(encoding="utf-8"):
         raise MissingToolError("kernels for ARM are compared with AVX2, which this machine lacks")
     cross = shlex.split(environment.get("ARM_CXX", "")) or [COMPILER]
     if shutil.which(cross[0]) is None:
@@ -67,50 +72,59 @@ def find_tools(environment: Mapping[str, str]) -> Tools:
 
 
 def build_tests(tools: Tools, folder: Path) -> None:
-    """Compile the programs `bits-avx2`, `bits-arm`, `attention-avx2` and `attention-arm` into a
-    folder. Raise `BuildError`.
+    """Compile `bits-avx2`, `bits-arm`, `attention-avx2` and `attention-arm` into a folder.
+
+    Raises:
+        BuildError: A program cannot be compiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tests = ROOT / SOURCES / "tests"
+    sources = ROOT / SOURCES
     commands = []
     for name, command, file in (
         ("avx2", tools.native, "avx2.cpp"),
         ("arm", tools.cross, "neon_dotprod.cpp"),
     ):
-        flags = [*COMMON_FLAGS, *INSTRUCTION_FLAGS[file].flags, "-static", "-pthread"]
-        bits = [os.fspath(tests / "bits_test.cpp"), os.fspath(ROOT / SOURCES / file)]
-        bits.append(f"-DSET={Path(file).stem}_set")
-        attention = [os.fspath(tests / "attention_test.cpp")]
-        commands.append([*command, *flags, *bits, "-o", os.fspath(folder / f"bits-{name}")])
-        commands.append(
-            [*command, *flags, *attention, "-o", os.fspath(folder / f"attention-{name}")]
-        )
+        instructions = INSTRUCTION_FLAGS[file].flags
+        start = [*command, *COMMON_FLAGS, *instructions, f"-I{sources}", "-static", "-pthread"]
+        bits = [
+            os.fspath(sources / TESTS / "bits_test.cpp"),
+            os.fspath(sources / "instruction_sets" / file),
+            f"-DSET={Path(file).stem}_set",
+        ]
+        attention = [os.fspath(sources / TESTS / "attention_test.cpp")]
+        commands.append([*start, *bits, "-o", os.fspath(folder / f"bits-{name}")])
+        commands.append([*start, *attention, "-o", os.fspath(folder / f"attention-{name}")])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
 
 
 def bits_of(command: Sequence[str]) -> dict[str, str]:
-    """Return what a test program prints about each operator, by name. Raise `BuildError` if it
-    fails.
+    """Return what a test program prints about each operator, by the operator's name.
+
+    Raises:
+        BuildError: The program fails.
     """
     lines = run(command).splitlines()
     return dict(line.split(" ", 1) for line in lines if line)
 
 
 def compare(tools: Tools, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Run the built tests. Return what each operator gave with AVX2, and the operators that gave
-    something else on ARM.
+    """Run the compiled tests.
+
+    Returns:
+        The results of AVX2 by operator, and the operators whose results on ARM differ.
     """
-    expected: dict[str, str] = {}
-    found: dict[str, str] = {}
-    for program, option in (("bits", []), ("attention", ["--bits"])):
-        expected |= bits_of([os.fspath(folder / f"{program}-avx2"), *option])
-        found |= bits_of([*tools.emulator, os.fspath(folder / f"{program}-arm"), *option])
-    names = sorted(expected.keys() | found.keys())
-    return expected, [name for name in names if expected.get(name) != found.get(name)]
+    with_avx2: dict[str, str] = {}
+    with_arm: dict[str, str] = {}
+    for program, options in (("bits", []), ("attention", ["--bits"])):
+        with_avx2 |= bits_of([os.fspath(folder / f"{program}-avx2"), *options])
+        with_arm |= bits_of([*tools.emulator, os.fspath(folder / f"{program}-arm"), *options])
+    names = sorted(with_avx2.keys() | with_arm.keys())
+    return with_avx2, [name for name in names if with_avx2.get(name) != with_arm.get(name)]
 
 
 def main() -> None:
+    """Build the library and the tests for ARM, compare their bits, and run attention's checks."""
     try:
         tools = find_tools(os.environ)
     except MissingToolError as missing:
@@ -121,12 +135,12 @@ def main() -> None:
         compile_library(ROOT, library, {"CXX": shlex.join(tools.cross)}, force=False, platform=ARM)
         print(f"built {library.relative_to(ROOT)}", flush=True)
         build_tests(tools, FOLDER)
-        expected, different = compare(tools, FOLDER)
+        results, different = compare(tools, FOLDER)
     except BuildError as error:
         sys.exit(f"{error.output}{error}")
     if different:
         sys.exit(f"other bits than with AVX2: {', '.join(different)}")
-    print(f"{len(expected)} results have the bits of AVX2; now attention's own checks", flush=True)
+    print(f"{len(results)} results have the bits of AVX2; now attention's own checks", flush=True)
     checks = [*tools.emulator, os.fspath(FOLDER / "attention-arm")]
     sys.exit(subprocess.run(checks, check=False).returncode)
 

@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None) -> None:
-    """Write the models into `folder`, if they are not there. Raises `BuildError` of
-    scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
+    """Write the models into `folder`, if they are not there.
+
+    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
     """
     version = build_peers.installed_version()
     generator_sha = hashlib.sha256(SOURCE.read_bytes()).hexdigest()

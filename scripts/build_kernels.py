@@ -1,18 +1,18 @@
-"""Builds the library of kernels, `specgen/llama/libspecgen-kernels.so`, from `kernels/*.cpp`.
+"""Build the C++ library of kernels, `specgen/llama/libspecgen-kernels.so`, from `kernels/`.
 
-The build of the package does so (hatch_build.py), and this program::
+The build of the package calls `build` (hatch_build.py). By hand it is
 
     python -m scripts.build_kernels [--force]
 
-scripts/arm_kernels.py builds it for ARM on another machine.
+It needs a C++ compiler ($CXX, c++, g++ or clang++) and Python's standard library, but no llama.cpp.
+All source files are compiled at the same time, each with the flags of its instruction set. If the
+sources, the flags and the compiler are those of the existing library, nothing is compiled.
 
-It needs a C++ compiler ($CXX, c++, g++ or clang++) and the standard library only, no llama.cpp.
-Every source file is compiled with flags of its own, all at the same time. Nothing is compiled
-where sources, flags and compiler are those of the library that is there.
+specgen works without the library. Where it cannot be built (another system, another processor, no
+compiler, a compiler error), a line on stderr gives the reason and the rest is installed.
+SPECGEN_KERNELS_BUILD=off skips the build, SPECGEN_KERNELS_BUILD=required makes a failure fatal.
 
-specgen works without the library. So where it cannot be built (another system, another
-processor, no compiler, an error), a line on stderr says why, and everything else is installed.
-SPECGEN_KERNELS_BUILD=off skips the build, =required makes a failure fatal.
+scripts/arm_kernels.py builds the library for ARM on an x86-64 machine.
 """
 
 from __future__ import annotations
@@ -33,18 +33,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Below the root of the source: what is compiled, and what it becomes.
+#: The folder of the sources, below the root of the project. `#include` paths start here.
 SOURCES = "kernels"
+#: The folder below `SOURCES` whose files do not belong to the library.
+TESTS = "tests"
+#: The library, below the root of the project.
 LIBRARY = "specgen/llama/libspecgen-kernels.so"
-#: What the library was built from, beside it.
+#: The file next to the library that records what it was built from.
 STAMP = "libspecgen-kernels.json"
 
+#: The environment variable that decides whether to build, and its values.
 VARIABLE = "SPECGEN_KERNELS_BUILD"
 MODES = ("auto", "off", "required")
-#: As `sysconfig.get_platform` names it: a 32-bit Python on a 64-bit system is another platform.
-X86, ARM = "linux-x86_64", "linux-aarch64"
+
+#: Platforms as `sysconfig.get_platform` names them. (A 32-bit Python on a 64-bit system has another
+#: name, and no kernels.)
+X86 = "linux-x86_64"
+ARM = "linux-aarch64"
 PLATFORMS = (X86, ARM)
 
+#: `-ffp-contract=off`: a product and a sum become one instruction only where the source asks for
+#: it, because a row must be rounded in the same way in every batch.
 COMMON_FLAGS = (
     "-O3",
     "-std=c++17",
@@ -54,59 +63,62 @@ COMMON_FLAGS = (
     "-fvisibility=hidden",
 )
 LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-ldl", "-pthread")
+AVX512_FLAGS = ("-march=skylake-avx512", "-mavx512vnni", "-mprefer-vector-width=512")
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionFlags:
-    """The flags of a source file whose code is for one instruction set only."""
+    """How to compile a source file that is written for one instruction set."""
 
+    #: What to add to the common flags.
     flags: tuple[str, ...]
-    #: Defined for the other files where a compiler does not know the flags, so that this file is
-    #: left out; None: the library cannot do without the file.
+    #: A macro to define for all other files if this file is left out because the compiler does not
+    #: know the flags. None: the library cannot be built without the file.
     macro_without: str | None = None
-    #: The platform that the file is for.
+    #: The platform that has the instruction set.
     platform: str = X86
 
 
-#: By file name. A file that is not listed gets the common flags alone.
+#: By file name. All other files are for every platform, and get the common flags alone.
 INSTRUCTION_FLAGS: Mapping[str, InstructionFlags] = {
     "avx2.cpp": InstructionFlags(("-mavx2", "-mfma", "-mf16c")),
     "avx_vnni.cpp": InstructionFlags(
         ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"), "WITHOUT_AVX_VNNI"
     ),
-    "avx512_vnni.cpp": InstructionFlags(
-        ("-march=skylake-avx512", "-mavx512vnni", "-mprefer-vector-width=512"),
-        "WITHOUT_AVX512_VNNI",
-    ),
+    "avx512_vnni.cpp": InstructionFlags(AVX512_FLAGS, "WITHOUT_AVX512_VNNI"),
     "amx_int8.cpp": InstructionFlags(
-        (
-            *("-march=skylake-avx512", "-mavx512vnni", "-mprefer-vector-width=512"),
-            *("-mamx-tile", "-mamx-int8"),
-        ),
-        "WITHOUT_AMX_INT8",
+        (*AVX512_FLAGS, "-mamx-tile", "-mamx-int8"), "WITHOUT_AMX_INT8"
     ),
     "neon_dotprod.cpp": InstructionFlags(("-march=armv8.2-a+dotprod",), platform=ARM),
 }
 
 
 class BuildError(Exception):
-    """The library cannot be built; the message says why, in a line."""
+    """The library cannot be built. The message gives the reason in one line."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
-        #: What the compiler said.
+        #: What the compiler printed.
         self.output = output
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One source file and the flags that it is compiled with."""
+    """One source file to compile."""
 
+    #: Its path below the folder of the sources.
     source: Path
+    #: The flags to compile it with.
     flags: tuple[str, ...]
+
+    @property
+    def object_name(self) -> str:
+        """The name of the object file, unique among all sources."""
+        return "-".join(self.source.with_suffix(".o").parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Build the library and print its path."""
     parser = argparse.ArgumentParser(description="Build specgen's library of kernels.")
     parser.add_argument("--force", action="store_true", help="compile it even if nothing changed")
     arguments = parser.parse_args(argv)
@@ -119,10 +131,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(built)
 
 
-def build(root: Path, environment: Mapping[str, str], *, force: bool = False) -> Path | None:
-    """Build the library below `root`, if it is not there. Returns its path, or None where it was
-    skipped or failed, after a line on stderr; where it failed, no older library is left. Raises
-    `BuildError` if it fails and is required.
+def build(
+    root: Path,
+    environment: Mapping[str, str],
+    *,
+    force: bool = False,
+    platform: str | None = None,
+) -> Path | None:
+    """Build the library below `root`, unless it is up to date.
+
+    Args:
+        root: The root of the project.
+        environment: The variables that decide whether to build, and with which compiler.
+        force: Compile even if nothing changed.
+        platform: The platform to compile for; None: this one.
+
+    Returns:
+        The path of the library, or None if the build was skipped or failed. A line on stderr then
+        gives the reason; if the build failed, no older library is left.
+
+    Raises:
+        BuildError: The build failed and is required, or the variable has an unknown value.
     """
     library = root / LIBRARY
     mode = environment.get(VARIABLE, "").strip().lower() or "auto"
@@ -132,7 +161,7 @@ def build(root: Path, environment: Mapping[str, str], *, force: bool = False) ->
         say(f"the kernels are not built: {VARIABLE} is off")
         return None
     try:
-        compile_library(root, library, environment, force=force)
+        compile_library(root, library, environment, force=force, platform=platform)
     except BuildError as error:
         remove(library)
         if mode == "required":
@@ -150,12 +179,21 @@ def compile_library(
     force: bool,
     platform: str | None = None,
 ) -> None:
-    """Compile and link for a platform (None: this one), unless the library there is what would come
-    out. Raises `BuildError`.
+    """Compile and link the library, unless the existing one is what would come out.
+
+    Args:
+        root: The root of the project.
+        library: The library to write. The stamp is written next to it.
+        environment: May name the compiler as `CXX`.
+        force: Compile even if nothing changed.
+        platform: The platform to compile for; None: this one.
+
+    Raises:
+        BuildError: It cannot be built.
     """
     platform = platform or sysconfig.get_platform()
     folder = root / SOURCES
-    sources = sorted(folder.glob("*.cpp"))
+    sources = files_of_library(folder, (".cpp",))
     if not sources:
         raise BuildError(f"there is no C++ file in {folder}")
     if platform not in PLATFORMS:
@@ -167,23 +205,37 @@ def compile_library(
         return
     library.parent.mkdir(parents=True, exist_ok=True)
     say(f"building the kernels with {shlex.join(command)}")
-    # Beside the library: renaming is then one step, whoever else has the old one open.
+    # The work folder is next to the library, on the same file system. So the finished library can
+    # replace an older one in one step, even while other processes have that one open.
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as work:
-        objects = [Path(work) / f"{step.source.stem}.o" for step in steps]
-        commands = [
-            [*command, *step.flags, "-c", os.fspath(step.source), "-o", os.fspath(made)]
-            for step, made in zip(steps, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, commands))
-        linked = Path(work) / library.name
-        run([*command, *map(os.fspath, objects), *LINK_FLAGS, "-o", os.fspath(linked)])
+        linked = compile_and_link(folder, command, steps, Path(work) / library.name)
         linked.replace(library)
     library.with_name(STAMP).write_text(json.dumps({"built from": stamp}) + "\n", encoding="utf-8")
 
 
+def compile_and_link(
+    folder: Path, command: Sequence[str], steps: Sequence[Step], library: Path
+) -> Path:
+    """Compile all files at the same time, and link them. Returns the path of the library."""
+    objects = [os.fspath(library.with_name(step.object_name)) for step in steps]
+    commands = []
+    for step, made in zip(steps, objects, strict=True):
+        source = os.fspath(folder / step.source)
+        commands.append([*command, f"-I{folder}", *step.flags, "-c", source, "-o", made])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, commands))
+    run([*command, *objects, *LINK_FLAGS, "-o", os.fspath(library)])
+    return library
+
+
+def files_of_library(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the paths, below the folder of the sources, of the library's files of some types."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix in suffixes)
+    return sorted(path for path in paths if path.parts[0] != TESTS)
+
+
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """The command of the C++ compiler. Raises `BuildError` if there is none."""
+    """Return the command of the C++ compiler. Raises `BuildError` if there is none."""
     chosen = shlex.split(environment.get("CXX", ""))
     if chosen and shutil.which(chosen[0]) is None:
         raise BuildError(f"the compiler that CXX names cannot be found: {chosen[0]}")
@@ -196,26 +248,31 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
 
 
 def plan(command: Sequence[str], sources: Sequence[Path], platform: str) -> list[Step]:
-    """What to compile for a platform, and how: without the files whose flags the compiler does not
-    know.
-    """
-    plain = InstructionFlags((), platform=platform)
-    own = {source: INSTRUCTION_FLAGS.get(source.name, plain) for source in sources}
-    own = {source: extra for source, extra in own.items() if extra.platform == platform}
-    compiled, macros = [], []
-    for source, extra in own.items():
-        if extra.macro_without is not None and not knows(command, extra.flags):
-            macros.append(f"-D{extra.macro_without}")
+    """Return what to compile for a platform, without files whose flags the compiler lacks."""
+    for_every_cpu = InstructionFlags((), platform=platform)
+    compiled: list[tuple[Path, InstructionFlags]] = []
+    macros = []
+    for source in sources:
+        instructions = INSTRUCTION_FLAGS.get(source.name, for_every_cpu)
+        if instructions.platform != platform:
+            continue
+        macro = instructions.macro_without
+        if macro is not None and not knows(command, instructions.flags):
+            macros.append(f"-D{macro}")
         else:
-            compiled.append(source)
-    return [Step(source, (*COMMON_FLAGS, *own[source].flags, *macros)) for source in compiled]
+            compiled.append((source, instructions))
+    return [
+        Step(source, (*COMMON_FLAGS, *instructions.flags, *macros))
+        for source, instructions in compiled
+    ]
 
 
 def knows(command: Sequence[str], flags: Sequence[str]) -> bool:
-    """Whether a compiler takes these flags."""
+    """Return whether a compiler accepts these flags."""
     with tempfile.TemporaryDirectory() as work:
-        # Not -fsyntax-only: zig fails where nothing is written.
-        nothing, made = Path(work) / "nothing.cpp", Path(work) / "nothing.o"
+        # Not -fsyntax-only: zig's compiler fails if it writes nothing.
+        nothing = Path(work) / "nothing.cpp"
+        made = nothing.with_suffix(".o")
         nothing.touch()
         try:
             run([*command, *flags, "-c", os.fspath(nothing), "-o", os.fspath(made)])
@@ -225,19 +282,20 @@ def knows(command: Sequence[str], flags: Sequence[str]) -> bool:
 
 
 def fingerprint(folder: Path, command: Sequence[str], steps: Sequence[Step]) -> str:
-    """Everything that decides what comes out, as a hash: sources, flags, and the compiler."""
+    """Return a hash of all that determines the result: sources, flags, and the compiler."""
     everything = hashlib.sha256()
     about = [list(command), compiler_version(command), list(LINK_FLAGS)]
-    about += [[step.source.name, *step.flags] for step in steps]
+    about += [[step.source.as_posix(), *step.flags] for step in steps]
     everything.update(json.dumps(about).encode())
-    for path in sorted(path for path in folder.iterdir() if path.suffix in {".cpp", ".h"}):
-        content = path.read_bytes()
-        everything.update(f"\n{path.name} {len(content)}\n".encode())
+    for path in files_of_library(folder, (".cpp", ".h")):
+        content = (folder / path).read_bytes()
+        everything.update(f"\n{path.as_posix()} {len(content)}\n".encode())
         everything.update(content)
     return everything.hexdigest()
 
 
 def compiler_version(command: Sequence[str]) -> str:
+    """Return what a compiler prints about its version; "" if it does not."""
     try:
         return run([*command, "--version"])
     except BuildError:
@@ -245,7 +303,7 @@ def compiler_version(command: Sequence[str]) -> str:
 
 
 def read_stamp(library: Path) -> str | None:
-    """The fingerprint of the library that is there; None if nobody knows."""
+    """Return the fingerprint of an existing library; None if it is unknown."""
     try:
         stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -255,13 +313,13 @@ def read_stamp(library: Path) -> str | None:
 
 
 def remove(library: Path) -> None:
-    """Remove a library that is not what would be built now."""
+    """Remove a library that is out of date, and its stamp."""
     for path in (library, library.with_name(STAMP)):
         path.unlink(missing_ok=True)
 
 
 def run(command: Sequence[str]) -> str:
-    """What a command says on stdout. Raises `BuildError` if it fails."""
+    """Run a command and return its stdout. Raises `BuildError` if it fails."""
     try:
         ended = subprocess.run(
             command,
@@ -282,6 +340,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def say(message: str) -> None:
+    """Print a line on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 

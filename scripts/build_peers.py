@@ -76,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None) -> None:
-    """Build the programs into `folder`, if they are not there. Raises `BuildError`, or
-    `FetchError`.
+    """Build the programs into `folder`, if they are not there.
+
+    Raises `BuildError` or `FetchError`.
     """
     version = installed_version()
     settings = cmake_settings(os.environ)
@@ -138,8 +139,9 @@ def find(folder: Path, program: str) -> Path | None:
 
 
 def fetch(version: str, work: Path) -> Path:
-    """Download the source distribution and unpack it; the folder that it holds. Raises
-    `FetchError`.
+    """Download and unpack the source distribution, and return the folder in it.
+
+    Raises `FetchError`.
     """
     root = work / archive_name(version).removesuffix(".tar.gz")
     if root.is_dir():

@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None, *, force: bool = False) -> Path:
-    """Build the library into `folder`, if it is not there; returns the path of the library that
-    serves. Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or
-    `FetchError`.
+    """Build the worker library into `folder`, if it is not there, and return its path.
+
+    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
     """
     version = build_peers.installed_version()
     native = native_folder()

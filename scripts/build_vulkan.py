@@ -1,5 +1,4 @@
-"""Builds llama.cpp's Vulkan backend as a library of its own, for the installed llama.cpp (`make
-gpu-test`).
+"""Builds llama.cpp's Vulkan backend as a separate library, for `make gpu-test`.
 
 GGML loads it where the variable `GGML_BACKEND_PATH` names it, so that nothing else of llama.cpp is
 compiled. The source is that of the installed llama-cpp-python (scripts/build_peers.py)::
@@ -61,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, source: Path | None = None) -> Path:
-    """Build the library into `folder`, if it is not there for the installed version; returns its
-    path. Raises `BuildError`, or `FetchError`.
+    """Build the library into `folder`, if it is not there for the installed version.
+
+    Returns its path. Raises `BuildError` or `FetchError`.
     """
     version = build_peers.installed_version()
     library = folder / version / LIBRARY

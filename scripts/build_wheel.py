@@ -100,14 +100,19 @@ for word do
     shift
     case "$word" in
     -march=skylake-avx512) word=-march=skylake_avx512;;
-    -march=armv*) word=$(echo "$word" | sed 's/-march=armv/-mcpu=generic+v/; s/-a/a/; s/[.]/_/; s/+fp16/+fullfp16/');;
+    -march=armv*)
+        renamed='s/-march=armv/-mcpu=generic+v/; s/-a/a/; s/[.]/_/; s/+fp16/+fullfp16/'
+        word=$(echo "$word" | sed "$renamed");;
     esac
     set -- "$@" "$word"
 done
 exec "{zig}" {name} {flags} "$@"
 """
 #: Stands in for llama-cpp-python's own, which imports all of it.
-INIT = '''"""A part of llama-cpp-python (LICENSE-llama-cpp-python), with llama.cpp (LICENSE-llama.cpp) in lib/."""
+INIT = '''"""A part of llama-cpp-python (LICENSE-llama-cpp-python).
+
+llama.cpp (LICENSE-llama.cpp) is in lib/.
+"""
 
 from .llama_cpp import *  # noqa: F403
 
@@ -132,9 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(machine: str, work: Path, out: Path) -> Path:
-    """Build the wheel for a processor into the folder `out`, and keep what was compiled in `work`;
-    returns its path. Raises `BuildError` of scripts/build_peers.py or scripts/build_kernels.py, or
-    `FetchError`.
+    """Build the wheel for a processor into the folder `out`, and return its path.
+
+    What was compiled is kept in `work`. Raises `BuildError` of scripts/build_peers.py or
+    scripts/build_kernels.py, or `FetchError`.
     """
     from hatchling.builders.wheel import WheelBuilder
 
@@ -164,7 +170,7 @@ def build(machine: str, work: Path, out: Path) -> Path:
 
 
 def sleep_at_barriers(file: Path) -> None:
-    """Let threads that wait for others sleep soon. Raises `BuildError` if they wait in another way."""
+    """Let waiting threads go to sleep soon. Raises `BuildError` if they wait in another way."""
     text = file.read_text(encoding="utf-8")
     if _SLEEPS in text:
         return
@@ -174,8 +180,9 @@ def sleep_at_barriers(file: Path) -> None:
 
 
 def write_compilers(machine: str, folder: Path) -> dict[str, Path]:
-    """Write programs that CMake takes for compilers for a processor; returns them by zig's names
-    for them. Raises `BuildError` without zig.
+    """Write programs that CMake takes for compilers for a processor.
+
+    Returns them by zig's names for them. Raises `BuildError` without zig.
     """
     try:
         import ziglang
@@ -233,8 +240,9 @@ def stage(source: Path, built: Path, folder: Path) -> None:
 
 
 def check_platform(machine: str, wheel: Path) -> None:
-    """Raises `BuildError` unless auditwheel finds that the wheel runs with `GLIBC`, and needs
-    nothing else.
+    """Check that the wheel runs with `GLIBC` and needs nothing else.
+
+    Raises `BuildError` unless auditwheel finds so.
     """
     found = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", os.fspath(wheel)],

@@ -1,11 +1,11 @@
-"""Checks that kernels/ggml_internals.h agrees with GGML's own headers::
+"""Check that kernels/ggml/ggml_internals.h agrees with GGML's own headers.
 
     python -m scripts.check_ggml [VERSION] [--source FOLDER]
 
-VERSION is one of llama-cpp-python, by default the one that specgen requires. Its source is
-downloaded once (scripts/ggml_source.py); with --source an unpacked one is read. Give the next
-version to see what an upgrade would change: docs/kernels.md, "When llama.cpp moves". It needs a C++
-compiler; nothing is installed.
+VERSION is a release of llama-cpp-python, by default the one that specgen requires. Its source is
+downloaded once (scripts/ggml_source.py); with --source, an unpacked one is used instead. Give a
+newer version to see what an upgrade would change: see docs/kernels.md, "When llama.cpp moves". It
+needs a C++ compiler, and installs nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from specgen.errors import FetchError
 from specgen.system.llama_build import REQUIRED_VERSION
 
 KERNELS = build_kernels.ROOT / build_kernels.SOURCES
-#: Below the folder of the kernels.
+#: The program that compares, below the folder of the kernels.
 PROGRAM = "tests/ggml_layout_check.cpp"
-#: Functions in GGML's headers that nobody calls need GGML's libraries, unless the compiler drops
-#: them.
+#: What it checks, as messages name it.
+HEADER = "kernels/ggml/ggml_internals.h"
+#: -O1, because inline functions of GGML's headers would otherwise need GGML's libraries.
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Compare the declarations with the headers of one version, and report the result."""
     parser = argparse.ArgumentParser(description="Compare the kernels' declarations with GGML's.")
     parser.add_argument(
         "version",
@@ -48,23 +50,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"{error.output}{error}")
     except FetchError as error:
         sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
-    print(f"kernels/ggml_internals.h agrees with ggml {version}")
+    print(f"{HEADER} agrees with ggml {version}")
 
 
 def check(root: Path, kernels: Path = KERNELS) -> str:
-    """Compare the declarations in a folder of kernels with an unpacked llama-cpp-python; returns
-    the version of GGML. Raises `BuildError` where they differ; its `output` says in what.
+    """Compare the declarations with the headers of an unpacked llama-cpp-python.
+
+    Args:
+        root: The root of the unpacked source.
+        kernels: The folder of the kernels.
+
+    Returns:
+        The version of GGML.
+
+    Raises:
+        BuildError: They differ; its `output` lists the differences.
     """
     version = ggml_source.ggml_version(root)
-    headers = [root / ggml_source.GGML / name for name in ("include", "src")]
+    differs = f"{HEADER} differs from the headers of ggml {version}"
     with tempfile.TemporaryDirectory() as work:
         program = Path(work) / "check"
         command = [*build_kernels.compiler(os.environ), *FLAGS, f'-DGGML_VERSION="{version}"']
-        for folder in headers:
-            command += ["-isystem", os.fspath(folder)]
-        differs = f"kernels/ggml_internals.h differs from the headers of ggml {version}"
+        command.append(f"-I{kernels}")
+        for name in ("include", "src"):
+            command += ["-isystem", os.fspath(root / ggml_source.GGML / name)]
+        command += [os.fspath(kernels / PROGRAM), "-o", os.fspath(program)]
+        # Most differences show while the program is compiled, the others when it runs.
         try:
-            build_kernels.run([*command, os.fspath(kernels / PROGRAM), "-o", os.fspath(program)])
+            build_kernels.run(command)
         except BuildError as error:
             raise BuildError(differs, error.output) from None
         ended = subprocess.run([program], capture_output=True, text=True, check=False)

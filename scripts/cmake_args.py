@@ -1,6 +1,7 @@
-"""Prints the CMAKE_ARGS to build llama-cpp-python with: the user's own, made safe for GCC, and
-without llama.cpp's library for images and what only its programs need, half of the compile time (a
-LLAVA_BUILD of one's own builds all).
+"""Prints the CMAKE_ARGS to build llama-cpp-python with.
+
+They are the user's own, made safe for GCC, and without llama.cpp's library for images and what only
+its programs need, which is half of the compile time. (A LLAVA_BUILD of your own builds everything.)
 
 GCC 12 on a CPU with AMX: its `_tile_loadconfig` says that it reads 8 bytes, so the pass that
 removes dead stores drops those that fill the rest of the 64-byte tile configuration, and the

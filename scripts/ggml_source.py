@@ -1,8 +1,8 @@
-"""The part of GGML's source that specgen's own libraries are built for: its headers and its RPC
-backend.
+"""Fetch the parts of GGML's source that specgen's own libraries are built from.
 
-They come from the source distribution of llama-cpp-python, and are kept in build/ (`make clean`
-removes them), so that `make rpc` and `python -m scripts.check_ggml` download it once.
+These are its headers and its RPC backend. They come from the source distribution of
+llama-cpp-python and are kept in build/ (`make clean` removes them), so that `make rpc` and
+`python -m scripts.check_ggml` download it only once.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ import filelock
 from scripts import build_kernels, build_peers
 
 FOLDER = Path(__file__).resolve().parent.parent / "build"
-#: Below the root of the source distribution.
+#: The folder of GGML, below the root of the source distribution.
 GGML = "vendor/llama.cpp/ggml"
-#: What is unpacked, below that.
+#: The files to unpack, below that folder.
 _WANTED = re.compile(
     r"CMakeLists\.txt|(?:include|src|src/ggml-cpu)/[^/]+\.h|src/ggml-rpc/[^/]+\.(?:h|cpp)"
 )
+#: The lines of CMakeLists.txt that make up GGML's version.
 _VERSION = re.compile(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)")
 
 
 def fetch(version: str, folder: Path = FOLDER) -> Path:
-    """Download the source of a version of llama-cpp-python, unless it was before; returns the
-    folder that stands for its root. Raises `BuildError` of scripts/build_kernels.py, or
-    `FetchError`.
+    """Download the source of a version of llama-cpp-python, unless that was done before.
+
+    Returns:
+        The folder that contains the unpacked parts, as the root of the source distribution does.
+
+    Raises:
+        BuildError: The archive is not as expected.
+        FetchError: It cannot be downloaded.
     """
     root = folder / build_peers.archive_name(version).removesuffix(".tar.gz")
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +50,7 @@ def fetch(version: str, folder: Path = FOLDER) -> Path:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpack what is wanted of a source distribution. Raises `BuildError`."""
+    """Unpack the wanted files of a source distribution. Raises `BuildError`."""
     top = archive.name.removesuffix(".tar.gz")
     try:
         with tarfile.open(archive) as file:
@@ -65,12 +71,12 @@ def unpack(archive: Path, root: Path) -> None:
 
 
 def ggml_version(root: Path) -> str:
-    """The version of GGML in an unpacked source. Raises `BuildError` if it does not say it."""
+    """Return the version of GGML in an unpacked source. Raises `BuildError` if it has none."""
     path = root / GGML / "CMakeLists.txt"
     try:
         numbers = _VERSION.findall(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise build_kernels.BuildError(f"{path} cannot be read: {error.strerror}") from error
     if len(numbers) != 3:
-        raise build_kernels.BuildError(f"{path} does not say which version of GGML it builds")
+        raise build_kernels.BuildError(f"{path} does not contain the version of GGML")
     return ".".join(numbers)

@@ -23,7 +23,6 @@ import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -111,9 +110,9 @@ def cli_page() -> str:
     from specgen.cli.app import command_line
 
     introduction = (
-        "`--help-all` after a command shows this text, `--help` the usual options. `specgen --install-completion` lets your "
-        "shell complete commands, options and names of models. [Your own defaults](using.md#your-defaults) "
-        "can stand in a file."
+        "After a command, `--help` shows the usual options, and `--help-all` the text of this "
+        "page. `specgen --install-completion` lets your shell complete commands, options and names "
+        "of models. [Your own defaults](using.md#your-defaults) are read from a file."
     )
     return page(
         "The command line",
@@ -124,8 +123,10 @@ def cli_page() -> str:
 
 
 def command_sections(root: Any, program: str) -> Iterator[str]:
-    """For each command: what it does, how it is called, the commands below it, its own options, and
-    which of the shared ones it takes; these are at the end.
+    """A section for each command, and one for the options that commands share.
+
+    A command's section tells what it does, how it is called, the commands below it, its own
+    options, and which of the shared ones it takes.
     """
     taken = {name: panels(command) for name, command in commands(root, program)}
     shared = shared_options(taken.values())
@@ -165,8 +166,10 @@ def shared_options(taken: Iterable[Panels]) -> Panels:
 
 
 def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
-    """Which of the shared options a command takes: the headings that it has whole, or those that it
-    lacks, and the options of others.
+    """Which of the shared options a command takes, in as few words as possible.
+
+    They are named by headings: those of which it takes all options, or those of which it takes
+    none, whichever are fewer; for the others, the options themselves.
     """
     whole, none, parts = [], [], []
     for panel, items in shared.items():
@@ -190,8 +193,9 @@ def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The command and, if it is a group, those below it, in the order of the help; each with
-    what one types to run it.
+    """The command and, if it is a group, those below it, each with what one types to run it.
+
+    They are in the order of the help.
     """
     yield name, command
     for word, child in getattr(command, "commands", {}).items():
@@ -275,8 +279,9 @@ def default_in_words(parameter: Any, declared: inspect.Parameter) -> str:
 
 
 def markdown(text: str) -> str:
-    """The text with the characters escaped that mean something in Markdown; what stands between
-    backticks stays code.
+    """The text with the characters escaped that mean something in Markdown.
+
+    What is between backticks stays code.
     """
     parts = text.split("`")
     parts[::2] = (re.sub(r"[\\*_<\[]", r"\\\g<0>", part) for part in parts[::2])
@@ -291,46 +296,21 @@ def anchor(heading: str) -> str:
 # --- the events -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """A field of an event, or several that one comment describes together."""
-
-    names: tuple[str, ...]
-    description: str
+#: The descriptions of a class's fields, in order: the comments above them.
+Fields: TypeAlias = dict[str, str]
 
 
-def fields_of_classes(source: str) -> dict[str, list[Field]]:
-    """The fields of each class in the source, in order, with the comments above them.
-
-    A field without a comment has that of a field of the same name in a class before it
-    (`sequence`, `time_s`, ...). If there is none, the description of its type will do; and if
-    the source describes no such type, it shares the comment of the fields above it.
-    """
+def fields_of_classes(source: str) -> dict[str, Fields]:
+    """The fields of each class in the source, those of its base class first."""
     comments = comments_by_line(source)
-    known: dict[str, str] = {}
-    described_types = {
-        name: flowing(text).split("\n")[0]
-        for name, text in (
-            *((record.name, ast.get_docstring(record) or "") for record in classes(source)),
-            *named_comments(source).items(),
-        )
-    }
-    described: dict[str, list[Field]] = {}
+    described: dict[str, Fields] = {}
     for record in classes(source):
-        fields: list[Field] = []
-        may_join = False
-        bases = [each for each in classes(source) if each.name in map(ast.unparse, record.bases)]
-        for name, annotation in chain.from_iterable(map(annotated_names, (*bases, record))):
-            own = comment_above(comments, annotation.lineno)
-            of_type = [described_types.get(word, "") for word in names_within(annotation)]
-            description = own or known.get(name) or "".join(of_type)
-            if may_join and not description:
-                fields[-1] = Field((*fields[-1].names, name), fields[-1].description)
-                continue
-            fields.append(Field((name,), description))
-            may_join = bool(own)
-            if own:
-                known.setdefault(name, own)
+        fields: Fields = {}
+        for base in map(ast.unparse, record.bases):
+            fields |= described.get(base, {})
+        for name, line in field_lines(record):
+            fields[name] = comment_above(comments, line)
+            assert fields[name], f"{record.name}.{name} has no comment that describes it"
         described[record.name] = fields
     return described
 
@@ -351,19 +331,13 @@ def classes(source: str) -> list[ast.ClassDef]:
     return [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
 
 
-def names_within(annotation: ast.expr) -> set[str]:
-    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-
-
-def annotated_names(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """Name and annotation of each field; class variables are none."""
-    for statement in node.body:
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and "ClassVar" not in names_within(statement.annotation)
-        ):
-            yield statement.target.id, statement.annotation
+def field_lines(record: ast.ClassDef) -> Iterator[tuple[str, int]]:
+    """The name and the line of each field; class variables are not fields."""
+    for statement in record.body:
+        if not isinstance(statement, ast.AnnAssign):
+            continue
+        if not ast.unparse(statement.annotation).startswith("ClassVar"):
+            yield ast.unparse(statement.target), statement.lineno
 
 
 def comments_by_line(source: str) -> dict[int, str]:
@@ -393,43 +367,45 @@ def records_of_events() -> list[Record]:
 
 def events_page() -> str:
     source = inspect.getsource(events)
-    fields = fields_of_classes(source)
-    common = fields["_Event"]
-
-    def section(heading: str, record: Record) -> str:
-        hints = typing.get_type_hints(record)
-        rows = [
-            (
-                ", ".join(f"`{name}`" for name in field.names),
-                ", ".join(dict.fromkeys(type_in_words(hints[name]) for name in field.names)),
-                flowing(field.description).replace("\n", " "),
-            )
-            for field in fields[record.__name__]
-            if field not in common or record not in events.EVENT_TYPES
-        ]
-        return "\n\n".join([heading, prose(record), table(("field", "type", "meaning"), rows)])
-
+    described = fields_of_classes(source)
     introduction = (
-        "`specgen run --json` prints one of these a line, as a JSON object. `event` names its "
-        "kind, `sequence` which of several answers it is about (0 for `run`), and `time_s` the seconds since the start "
-        "of the generation; every field is always there. [events.schema.json](events.schema.json) is the JSON "
-        "Schema (2020-12) of a line. Later versions may add fields: ignore those you do not "
-        "know."
+        "`specgen run --json` prints one event per line, as a JSON object. `event` is the name of "
+        "the event, `sequence` tells which of several parallel answers it is about (0 for `run`), "
+        "and `time_s` is the time since the start of the generation, in seconds. Every field is "
+        "always present. [events.schema.json](events.schema.json) is the JSON Schema (2020-12) of "
+        "a line. Later versions may add fields: ignore those that you do not know."
     )
     conventions = prose(events).split("\n\n")[-1]
     aliases = [f"### `{name}`\n\n{flowing(text)}" for name, text in named_comments(source).items()]
+    reasons = [(f"`{name}`", text) for name, text in REASONS.items()]
     return page(
         "Events",
         "specgen/events.py",
         introduction,
         conventions,
-        *(section(f"## `{event.event}`", event) for event in events.EVENT_TYPES),
+        *(record_section(f"## `{event.event}`", event, described) for event in events.EVENT_TYPES),
         "## Parts of events",
-        *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
+        *(
+            record_section(f"### `{record.__name__}`", record, described)
+            for record in records_of_events()
+        ),
         *aliases,
-        "### Reasons\n\nWhy a round drafts, or drafts nothing. The list is closed; `reason_text` has the numbers.",
-        table(("reason", "meaning"), [(f"`{name}`", text) for name, text in REASONS.items()]),
+        "### Reasons\n\nWhy a round drafted as much as it did, or drafted nothing. These are all "
+        "reasons; `reason_text` adds the numbers.",
+        table(("reason", "meaning"), reasons),
     )
+
+
+def record_section(heading: str, record: Record, described: Mapping[str, Fields]) -> str:
+    """A class with a table of its fields, without those that all events have."""
+    common = described["_Event"] if record in events.EVENT_TYPES else {}
+    hints = typing.get_type_hints(record)
+    rows = [
+        (f"`{name}`", type_in_words(hints[name]), flowing(description).replace("\n", " "))
+        for name, description in described[record.__name__].items()
+        if name not in common
+    ]
+    return "\n\n".join([heading, prose(record), table(("field", "type", "meaning"), rows)])
 
 
 def prose(documented: object) -> str:
@@ -495,16 +471,13 @@ def events_schema() -> JsonSchema:
     }
 
 
-def record_schema(record: Record, fields: Iterable[Field]) -> JsonSchema:
+def record_schema(record: Record, fields: Fields) -> JsonSchema:
     hints = typing.get_type_hints(record)
     properties: JsonSchema = {}
     if record in events.EVENT_TYPES:
         properties["event"] = {"const": record.event}
-    for field in fields:
-        for name in field.names:
-            properties[name] = type_schema(hints[name])
-            if field.description:
-                properties[name]["description"] = flowing(field.description)
+    for name, description in fields.items():
+        properties[name] = type_schema(hints[name]) | {"description": flowing(description)}
     return {
         "description": prose(record),
         "type": "object",
@@ -536,7 +509,7 @@ def exit_codes_page() -> str:
         ("0", "", "Success."),
         ("1", "", "A bug: an unexpected exception, shown with its traceback. Please report it."),
         *(
-            (str(error.exit_code), f"`{error.__name__}`", prose(error).split("\n")[0])
+            (str(error.exit_code), f"`{error.__name__}`", prose(error).replace("\n\n", " "))
             for error in raised_errors()
         ),
         (str(errors.EXIT_INTERRUPTED), "", flowing(comments["EXIT_INTERRUPTED"])),
@@ -545,9 +518,9 @@ def exit_codes_page() -> str:
     return page(
         "Exit codes",
         "specgen/errors.py",
-        "An error is one line on stderr, often followed by one that begins with `hint:` and says "
-        "what to do. In Python each is a subclass of `specgen.errors.SpecgenError`, with "
-        "`message`, `hint` and `exit_code`.",
+        "An error is one line on standard error, often followed by a line that begins with `hint:` "
+        "and tells you what to do. In Python it is a subclass of `specgen.errors.SpecgenError`, "
+        "with the attributes `message`, `hint` and `exit_code`.",
         table(("code", "class", "when"), rows),
     )
 

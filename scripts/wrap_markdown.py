@@ -1,5 +1,6 @@
-"""Wraps the paragraphs of Markdown documents at 120 columns; `--check` names the lines that are too
-long.
+"""Wraps the paragraphs of Markdown documents at 120 columns.
+
+`--check` names the lines that are too long.
 
 A paragraph is filled anew if one of its lines is too long; all others stay as they are. Tables,
 code, headings, HTML and link definitions are left alone. A line is never broken within the target
@@ -52,15 +53,17 @@ def _treat(path: Path, check: bool) -> list[str]:
 
 
 def wrapped(text: str) -> str:
-    """Return the document with every paragraph that has a line of more than `WIDTH` columns filled
-    anew.
+    """Return the document with its long paragraphs filled anew.
+
+    A paragraph is long if one of its lines has more than `WIDTH` columns.
     """
     return "".join(line + "\n" for block in _blocks(text) for line in block.filled())
 
 
 def too_long(text: str) -> Iterator[tuple[int, str]]:
-    """Yield number and text of the lines of more than `WIDTH` columns, not counting the targets of
-    links.
+    """Yield number and text of the lines of more than `WIDTH` columns.
+
+    The targets of links do not count.
     """
     number = 0
     for block in _blocks(text):
@@ -72,7 +75,7 @@ def too_long(text: str) -> Iterator[tuple[int, str]]:
 
 @dataclass
 class _Block:
-    """Lines that belong together: a paragraph or an item of a list, or lines that stay as they are."""
+    """Lines that belong together: a paragraph, an item of a list, or lines that are left alone."""
 
     is_prose: bool
     #: What stands before the first line, and before each other line.

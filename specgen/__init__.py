@@ -1,5 +1,6 @@
-"""specgen: faster generation from local GGUF models by lossless speculative decoding
-(docs/python.md).
+"""specgen: faster generation from local GGUF models by lossless speculative decoding.
+
+docs/python.md describes the Python interface.
 """
 
 from __future__ import annotations
@@ -45,22 +46,51 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Where the public names are looked for, in this order: the last one imports llama.cpp's bindings.
-_MODULES = ("specgen.errors", "specgen.events", "specgen.options", "specgen.api")
+__all__ = [
+    "AnswerOptions",
+    "BackendError",
+    "CommittedEvent",
+    "ContextOptions",
+    "DraftOptions",
+    "DraftedEvent",
+    "Engine",
+    "FetchError",
+    "FinishedEvent",
+    "GenerationOptions",
+    "MemoryLimitError",
+    "Message",
+    "Model",
+    "ModelFileError",
+    "NoticeEvent",
+    "PairError",
+    "Prompt",
+    "PromptError",
+    "PromptEvent",
+    "ReadingEvent",
+    "Request",
+    "SamplerOptions",
+    "Session",
+    "SessionOptions",
+    "SpecgenError",
+    "TreeShape",
+    "UnknownModelError",
+    "UsageError",
+    "VerifiedEvent",
+    "__version__",
+    "load",
+]
 
-__all__ = ["AnswerOptions", "BackendError", "CommittedEvent", "ContextOptions", "DraftOptions"]
-__all__ += ["DraftedEvent", "Engine", "FetchError", "FinishedEvent", "GenerationOptions"]
-__all__ += ["MemoryLimitError", "Message", "Model", "ModelFileError", "NoticeEvent", "PairError"]
-__all__ += ["Prompt", "PromptError", "PromptEvent", "ReadingEvent", "Request", "SamplerOptions"]
-__all__ += ["Session", "SessionOptions", "SpecgenError", "TreeShape", "UnknownModelError"]
-__all__ += ["UsageError", "VerifiedEvent", "__version__", "load"]
+#: Where the public names are looked up, in this order: the last one imports llama.cpp's bindings.
+_MODULES = ("specgen.errors", "specgen.events", "specgen.options", "specgen.api")
 
 
 def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        found = importlib.import_module(module)
-        if hasattr(found, name):
-            return getattr(found, name)
+    """Import a public name when it is first used, so that `import specgen` is quick."""
+    if name in __all__:
+        for module_name in _MODULES:
+            module = importlib.import_module(module_name)
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module 'specgen' has no attribute {name!r}")
 
 

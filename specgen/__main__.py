@@ -11,25 +11,27 @@ from specgen.errors import EXIT_INTERRUPTED
 
 
 def main() -> NoReturn:
-    """Run the command line. While modules are imported, and at the end, Ctrl-C ends the process at
-    once: a KeyboardInterrupt would print a traceback there, or be lost.
+    """Run the command line.
+
+    While modules are imported, and at the end, Ctrl-C ends the process at once: a KeyboardInterrupt
+    would print a traceback there, or be lost.
     """
     # A background process may have been started with Ctrl-C ignored.
-    is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_heeded:
+    heeds_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heeds_interrupts:
         signal.signal(signal.SIGINT, _end_at_once)
     from specgen.cli.app import main as run_command_line
     from specgen.cli.app import open_missing_streams
 
     open_missing_streams()
-    if is_heeded:
+    if heeds_interrupts:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_command_line()
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
-        if is_heeded:
+        if heeds_interrupts:
             signal.signal(signal.SIGINT, _end_at_once)
 
 

@@ -1,36 +1,42 @@
-"""Every error that specgen raises on purpose, and its exit code. Another is a bug and keeps its
-traceback.
+"""Every error that specgen raises on purpose, and its exit code.
+
+Any other exception is a bug and keeps its traceback. `make docs` writes docs/exit-codes.md from
+this module: the docstrings say when the errors are raised.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C; the text so far was shown, and the next run resumes a download (128 + SIGINT). 143 for
-#: SIGTERM.
+#: Ctrl-C (128 + SIGINT): the text so far was shown, and the next run resumes a download. SIGTERM
+#: gives 143.
 EXIT_INTERRUPTED = 130
-#: The reader of stdout has closed the pipe (128 + SIGPIPE, as a shell reports it).
+#: The reader of standard output closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
 
 
 class SpecgenError(Exception):
-    """Base of everything raised on purpose: `message` is one line for the user, `hint` what to do
-    next, if given.
+    """The base of every error that is raised on purpose.
+
+    A subclass without an exit code of its own has that of its parent.
     """
 
     exit_code: ClassVar[int] = 1
 
     def __init_subclass__(cls, exit_code: int | None = None) -> None:
-        cls.exit_code = cls.exit_code if exit_code is None else exit_code
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
+        #: One line for the user: what happened.
         self.message = message
+        #: What to do next, if that is known.
         self.hint = hint
 
 
 class UsageError(SpecgenError, exit_code=2):
-    """An option has a value it cannot have, or two options exclude each other."""
+    """An option has a value that it cannot have, or two options exclude each other."""
 
 
 class PromptError(SpecgenError, exit_code=3):
@@ -42,25 +48,27 @@ class PromptLengthError(PromptError):
 
     def __init__(self, message: str, n_tokens: int, n_most: int) -> None:
         super().__init__(message)
-        self.n_tokens, self.n_most = n_tokens, n_most
+        self.n_tokens = n_tokens
+        self.n_most = n_most
 
 
 class ModelFileError(SpecgenError, exit_code=4):
-    """A model file is missing, truncated, not GGUF, or cannot generate text."""
+    """A model file is missing, truncated, not GGUF, or of a model that cannot generate text."""
 
 
 class PairError(SpecgenError, exit_code=5):
-    """The draft does not fit the target: another vocabulary that is not translated, or heads for
-    another target.
+    """The draft does not fit the target: another vocabulary, or heads for another target.
+
+    A draft with another vocabulary is only refused if it cannot be translated.
     """
 
 
 class UnknownModelError(SpecgenError, exit_code=6):
-    """No model, pair or repository of the hub has that name."""
+    """No model, pair or Hugging Face repository has this name."""
 
 
 class FetchError(SpecgenError, exit_code=7):
-    """A download failed, or gave another file than was asked for."""
+    """A download failed, or delivered another file than the one that was asked for."""
 
 
 class MemoryLimitError(SpecgenError, exit_code=8):
@@ -68,25 +76,26 @@ class MemoryLimitError(SpecgenError, exit_code=8):
 
 
 class BackendError(SpecgenError, exit_code=9):
-    """llama.cpp is missing, broken, or refused to decode."""
+    """llama.cpp is missing or broken, or refused to decode."""
 
 
 class NoTokenAllowedError(BackendError):
-    """A grammar that allows no token at all."""
+    """The grammar allows no token at all."""
 
     def __init__(self) -> None:
         super().__init__(
             "the grammar allows no token here",
-            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
+            hint="a rule of the grammar cannot be completed with this model's tokens; change the "
+            "grammar",
         )
 
 
 class RollbackError(BackendError):
-    """The cache could not drop tokens of a sequence."""
+    """The cache could not remove tokens of a sequence."""
 
 
 class DecodeEndedError(BackendError):
-    """A decode was ended before its time, since nobody wants its result."""
+    """A decode was ended early, because nobody wants its result."""
 
 
 class OutputError(SpecgenError, exit_code=10):
@@ -94,9 +103,7 @@ class OutputError(SpecgenError, exit_code=10):
 
 
 class DefectError(SpecgenError, exit_code=11):
-    """`specgen verify` found text that the target alone would not have said, or nothing was drafted
-    to check.
-    """
+    """`specgen verify` found text that is not the target's own, or nothing was drafted to check."""
 
 
 class BatchError(SpecgenError, exit_code=12):
@@ -104,6 +111,7 @@ class BatchError(SpecgenError, exit_code=12):
 
 
 class WorkerLostError(SpecgenError, exit_code=13):
-    """A worker of `--rpc` died, was silent for too long, or cannot be reached; the text so far
-    stays valid.
+    """A worker of `--rpc` died, was silent for too long, or cannot be reached.
+
+    The text so far stays valid.
     """

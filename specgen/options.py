@@ -1,5 +1,7 @@
-"""Every option of a run: its default, and its spellings and help on the command line
-(`specgen.cli.flags`).
+"""Every option of a run: its default, and its spellings and help on the command line.
+
+An option is a field that `option_fields.option` declares; the options of samplers are in
+`sampler_options`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from specgen.errors import UsageError
+from specgen.option_fields import option, utf8
 from specgen.sampler_options import DEFAULT_SAMPLERS as DEFAULT_SAMPLERS
 from specgen.sampler_options import SamplerName as SamplerName
 from specgen.sampler_options import SamplerOptions as SamplerOptions
-from specgen.sampler_options import option, utf8
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
 DraftSource: TypeAlias = Path | str
@@ -32,24 +34,31 @@ KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 Show: TypeAlias = Literal["accepted", "all", "rounds", "none"]
 
-#: Temperature of a draft model's draws, relative to the target's: a small model is less sure where
-#: it is right.
+#: The draft model's temperature, relative to the target's: a small model is less sure where it is
+#: right.
 DRAFT_TEMPERATURE = 0.85
-#: Fixed drafts by default, and the longest of others: longer ones are rarely accepted whole.
+#: With the policy `fixed`: the length of drafts, and the least probability of a token.
 FIXED_LENGTH = 3
 FIXED_P_MIN = 0.5
+#: With other policies, the longest draft: longer ones are rarely accepted as a whole.
 LONGEST_DRAFT = 16
+#: The shortest and the longest run of tokens that n-grams compare, with the policy `fixed` and with
+#: others.
 FIXED_NGRAMS = (4, 8)
 NGRAMS = (2, 32)
 
 
+# --- drafting
+
+
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a draft. ``levels``: the children at each depth; ``walks``: n drafts of m
-    tokens.
-    """
+    """The shape of a draft."""
 
+    #: ``levels``: a tree with a fixed number of children at each depth; ``walks``: independent
+    #: drafts.
     kind: Literal["auto", "off", "levels", "walks"]
+    #: The number of children at each depth; or how many walks, and their length.
     numbers: tuple[int, ...] = ()
 
     @property
@@ -59,36 +68,45 @@ class TreeShape:
 
     @property
     def n_nodes(self) -> int:
-        n_by_level = [*accumulate(self.numbers, mul)]
-        return n_by_level[-1] if self.kind == "walks" else sum(n_by_level)
+        """The number of tokens."""
+        products = list(accumulate(self.numbers, mul))
+        return products[-1] if self.kind == "walks" else sum(products)
 
     @property
     def n_levels(self) -> int:
+        """The depth."""
         return self.numbers[1] if self.kind == "walks" else len(self.numbers)
 
     def __str__(self) -> str:
         if not self.is_fixed:
             return self.kind
-        return ("x" if self.kind == "walks" else ",").join(map(str, self.numbers))
+        separator = "x" if self.kind == "walks" else ","
+        return separator.join(map(str, self.numbers))
 
 
 AUTO_TREE = TreeShape("auto")
-#: The most nodes of a fixed shape: more rows of logits than that are rarely worth their memory.
+#: The most tokens of a fixed shape: more rows of logits are rarely worth their memory.
 LARGEST_TREE = 64
 
 
 def parse_tree(text: str) -> TreeShape:
-    """Parse a shape in the spelling of `--tree`. Raise `ValueError`, with the message to show."""
+    """Parse a shape in the spelling of `--tree`.
+
+    Raises:
+        ValueError: It is not a shape, or too large; with the message to show.
+    """
     text = text.strip().lower()
-    if text in ("auto", "off"):
-        return AUTO_TREE if text == "auto" else TreeShape("off")
+    if text == "auto":
+        return AUTO_TREE
+    if text == "off":
+        return TreeShape("off")
     kind: Literal["levels", "walks"] = "walks" if "x" in text else "levels"
     numbers = text.split("x" if kind == "walks" else ",")
-    is_well_formed = all(re.fullmatch("[1-9][0-9]{0,2}", number) for number in numbers)
-    if not is_well_formed or (kind == "walks" and len(numbers) != 2):
+    are_numbers = all(re.fullmatch("[1-9][0-9]{0,2}", number) for number in numbers)
+    if not are_numbers or (kind == "walks" and len(numbers) != 2):
         raise ValueError(
-            f"{text!r} is not a shape: give auto, off, the number of children at each depth (3,2,1), "
-            "or independent drafts and their length (4x5)"
+            f"{text!r} is not a shape: give auto, off, the number of children at each depth "
+            "(3,2,1), or independent drafts and their length (4x5)"
         )
     shape = TreeShape(kind, tuple(map(int, numbers)))
     if len(numbers) > LARGEST_TREE or shape.n_nodes > LARGEST_TREE:
@@ -103,13 +121,13 @@ _lookup = partial(option, panel="Other texts")
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """How much is drafted in a round, and how drafts are judged."""
+    """How much is drafted in a round, and how drafts are verified."""
 
     policy: PolicyName = _drafting(
         "cost",
         "--policy",
-        "How much to draft: cost (while it should save time), threshold (until the whole draft is too unlikely), "
-        "or fixed (by --draft-max and --draft-p-min).",
+        "How much to draft: cost (as long as it should save time), threshold (until the whole "
+        "draft becomes too unlikely), or fixed (set by --draft-max and --draft-p-min).",
         envvar="SPECGEN_POLICY",
     )
     max_tokens: int | None = _drafting(
@@ -123,24 +141,28 @@ class DraftOptions:
     tree: TreeShape = _drafting(
         AUTO_TREE,
         "--tree",
-        "Whether drafts branch: auto (where it should save time, with --policy cost), off, children at each depth "
-        "(3,2,1), or independent drafts and their length (4x5).",
+        "Whether drafts branch: auto (where that should save time, with --policy cost), off, the "
+        "number of children at each depth (3,2,1), or independent drafts and their length (4x5).",
         metavar="auto|off|3,2,1|4x5",
         parse=parse_tree,
     )
     tree_depth: int | None = _drafting(
-        None, "--tree-depth", "The greatest depth of a tree.", min=1, show_default=False
+        None,
+        "--tree-depth",
+        "The greatest depth of a tree.",
+        min=1,
+        show_default=False,
     )
     min_tokens: int = _drafting(
         0,
         "--draft-min --draft-n-min",
-        "Drop drafts with fewer tokens, but not sampled ones.",
+        "Discard drafts with fewer tokens, unless they were sampled.",
         min=0,
     )
     p_min: float | None = _drafting(
         None,
         "--draft-p-min",
-        "Stop drafting where the likeliest token has a lower probability.",
+        "Stop drafting where the most likely token has a lower probability.",
         min=0.0,
         max=1.0,
         show_default=f"0, or {FIXED_P_MIN} with --policy fixed",
@@ -162,26 +184,27 @@ class DraftOptions:
     verifier: VerifierName = _drafting(
         "auto",
         "--verifier",
-        "How drafts are verified: match (a seed gives its text without a draft), residual, block, spectr "
-        "(independent drafts), or auto (match with a seed, else the best).",
+        "How drafts are verified: match (a seed gives the same text as without drafts), residual, "
+        "block, spectr (for independent drafts), or auto (match with a seed, otherwise the best).",
     )
     translate: TranslateMode = _drafting(
         "auto",
         "--translate",
-        "Translate the text of a draft with another vocabulary, or refuse it.",
+        "Translate the text of a draft model with another vocabulary (auto), or refuse such a "
+        "model (off).",
     )
     mask: str = _drafting(
         "auto",
         "--draft-mask",
-        "The mask token of a parallel draft model (PARD), by number or text; auto: the file's, off: one token after "
-        "the other.",
+        "The mask token of a parallel draft model (PARD), by number or text; auto uses the file's, "
+        "off drafts one token after the other.",
         metavar="auto|off|TOKEN",
         parse=utf8,
     )
     ngrams: bool | None = _ngrams(
         None,
         "--ngrams/--no-ngrams",
-        "Beside a draft model, also draft repetitions of the text so far.",
+        "With a draft model, also draft repetitions of the text so far.",
         show_default="with --policy cost",
     )
     ngram_min: int | None = _ngrams(
@@ -202,7 +225,7 @@ class DraftOptions:
     lookup_files: tuple[Path, ...] = _lookup(
         (),
         "--lookup-file --lookup-cache-static -lcs",
-        "Also draft repetitions of these texts (text or JSON Lines); may be repeated.",
+        "Also draft repetitions of these texts (plain text or JSON Lines); may be repeated.",
         metavar="FILE|FOLDER",
         show_default=False,
     )
@@ -214,9 +237,12 @@ class DraftOptions:
 
     @property
     def n_max(self) -> int:
-        usual = FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
-        length = usual if self.max_tokens is None else max(0, self.max_tokens)
-        return self.tree.n_nodes if self.tree.is_fixed else length
+        """The most tokens of a draft."""
+        if self.tree.is_fixed:
+            return self.tree.n_nodes
+        if self.max_tokens is not None:
+            return max(0, self.max_tokens)
+        return FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
 
     @property
     def grows_trees(self) -> bool:
@@ -226,20 +252,25 @@ class DraftOptions:
     @property
     def stops_below(self) -> float:
         """The probability of the draft's most likely token below which drafting stops."""
-        usual = FIXED_P_MIN if self.policy == "fixed" else 0.0
-        return usual if self.p_min is None else self.p_min
+        if self.p_min is not None:
+            return self.p_min
+        return FIXED_P_MIN if self.policy == "fixed" else 0.0
 
     @property
     def ngrams_of(self) -> tuple[int, int]:
+        """The shortest and the longest run of tokens that n-grams compare."""
         shortest, longest = FIXED_NGRAMS if self.policy == "fixed" else NGRAMS
         if self.ngram_min is not None:
-            shortest, longest = self.ngram_min, max(self.ngram_min, longest)
+            shortest = self.ngram_min
+            longest = max(shortest, longest)
         if self.ngram_max is not None:
-            shortest, longest = min(shortest, self.ngram_max), self.ngram_max
+            longest = self.ngram_max
+            shortest = min(shortest, longest)
         return shortest, longest
 
     @property
     def adds_ngrams(self) -> bool:
+        """Whether repetitions are drafted too, beside a draft model's tokens."""
         return self.is_by_cost if self.ngrams is None else self.ngrams
 
     @property
@@ -249,20 +280,24 @@ class DraftOptions:
 
     @property
     def is_by_cost(self) -> bool:
-        """Whether costs decide how much is drafted: no shape was asked for, and no other policy."""
-        return self.policy == "cost" and not self.tree.is_fixed
+        """Whether costs decide how much is drafted."""
+        return self.policy_in_use == "cost"
+
+
+# --- the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Machines that compute a model's layers, by llama.cpp's RPC, each as ``host:port``."""
+    """Machines that compute a model's layers, by llama.cpp's RPC."""
 
+    #: Each as ``host:port``.
     endpoints: tuple[str, ...]
-    #: The shares of their devices, in their order; none: by their free memory.
+    #: The shares of their devices, in order; without any, their free memory decides.
     tensor_split: tuple[float, ...] = ()
     #: Whether this machine computes the logits: they are larger than the hidden states.
     output_here: bool = False
-    #: The longest that a call may wait for them, in seconds. Not a part of what a decode costs.
+    #: How long a call may wait for them, in seconds. It has no influence on what a decode costs.
     timeout_s: float = field(default=60.0, compare=False)
 
 
@@ -271,17 +306,21 @@ _machine = partial(option, panel="Machine")
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """How a model is loaded and its context made."""
+    """How a model is loaded, and its context created."""
 
     n_ctx: int | None = _machine(
         None,
         "--ctx-size -c",
         "Context size in tokens; 0 is the size that the model was trained with.",
         min=0,
-        show_default="what is needed; 4096 at most in chat, in fim what is read in 5 s",
+        show_default="what is needed; at most 4096 in chat, in fim what is prefilled in 5 s",
     )
     n_batch: int = _machine(
-        512, "--batch-size -b", "Prompt tokens to decode at once.", min=1, max=8192
+        512,
+        "--batch-size -b",
+        "Prompt tokens to decode at once.",
+        min=1,
+        max=8192,
     )
     n_threads: int | None = _machine(
         None,
@@ -300,98 +339,109 @@ class ContextOptions:
         show_default="same as --threads",
     )
     n_gpu_layers: int = _machine(
-        -1, "--gpu-layers -ngl", "Layers of the target on the GPU; -1 is all.", min=-1
+        -1,
+        "--gpu-layers -ngl",
+        "Layers of the target on the GPU; -1 means all.",
+        min=-1,
     )
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
     cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
     workers: Workers | None = None
-    #: A chat template (Jinja) in place of the model's own; more variables for it, whichever it is.
+    #: A chat template (Jinja) in place of the model's own.
     chat_template: str | None = field(default=None, compare=False)
+    #: More variables for the chat template.
     template_variables: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Who computes on the CPU, and whether weights packed for specgen's kernels are kept on the
-    disk.
-    """
+    """Whose kernels compute on the CPU, and whether weights packed for specgen's are kept."""
 
     choice: KernelChoice = _machine(
         "auto",
         "--kernels",
-        "Whose code computes on the CPU; auto: specgen's kernels, if they were built and pass their test.",
+        "Whose kernels compute on the CPU; auto uses specgen's if they were built and pass their "
+        "test.",
         envvar="SPECGEN_KERNELS",
     )
     packed_cache: Literal["auto", "off"] = _machine(
         "auto",
         "--packed-cache",
-        "Keep the weights on the disk as specgen's kernels read them: auto (if there is room), or off.",
+        "Keep the weights on disk in the form that specgen's kernels read: auto (if there is "
+        "space), or off.",
         envvar="SPECGEN_PACKED_CACHE",
-    )
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes with a unit, such as 500M or 20G. Raise `ValueError`, with the
-    message to show.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if found is None:
-        raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixOptions:
-    """Which prefixes of prompts are stored on the disk, so that the next process need not read
-    them.
-    """
-
-    kept: Literal["shared", "all", "off"] = option(
-        "shared",
-        "--prefix-store",
-        "What to store on the disk of what was computed of long prompts: what two prompts begin with (shared), all, "
-        "or nothing (off).",
-        panel="Prompt",
-        envvar="SPECGEN_PREFIX_STORE",
-    )
-    max_bytes: int | None = option(
-        None,
-        "--prefix-store-size",
-        "The most bytes of the store; the least recently used go first.",
-        panel="Prompt",
-        metavar="SIZE",
-        parse=parse_size,
-        show_default="a tenth of the free disk, 20G at most",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The contexts of the two models, and who computes on the CPU for both."""
+    """The contexts of the two models, and whose kernels compute on the CPU for both."""
 
     target: ContextOptions
     draft: ContextOptions
     kernels: KernelOptions = KernelOptions()
 
 
+# --- prompts
+
+
+def parse_size(text: str) -> int:
+    """Parse a number of bytes with a unit, such as 500M or 20G.
+
+    Raises:
+        ValueError: It is not a size; with the message to show.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
+    base = 1024 if found[3] else 1000
+    exponent = " kmgt".index(found[2] or " ")
+    return int(float(found[1]) * base**exponent)
+
+
+_prompt = partial(option, panel="Prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOptions:
+    """Which prefixes of prompts are stored on disk, so that the next process can skip them."""
+
+    kept: Literal["shared", "all", "off"] = _prompt(
+        "shared",
+        "--prefix-store",
+        "Which computed prefixes of long prompts to store on disk: those that two prompts have in "
+        "common (shared), all, or none (off).",
+        envvar="SPECGEN_PREFIX_STORE",
+    )
+    max_bytes: int | None = _prompt(
+        None,
+        "--prefix-store-size",
+        "The largest size of the store; the least recently used prefixes are deleted first.",
+        metavar="SIZE",
+        parse=parse_size,
+        show_default="a tenth of the free disk space, at most 20G",
+    )
+
+
+# --- answers
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like, as llama.cpp's GBNF, a JSON schema, or llguidance's form of
-    Lark.
-    """
+    """What an answer has to look like."""
 
+    #: llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark.
     form: Literal["gbnf", "json_schema", "lark"]
     text: str
-    #: The answer has to be a call.
+    #: Whether the answer has to be a call.
     is_call: bool = False
-    #: The grammar holds behind this mark each time (`is_first`: only at the beginning); other text
-    #: is free.
+    #: If there is a mark, the grammar holds after each one, and other text is free.
     mark: str = ""
+    #: Whether it holds only after a mark at the beginning of the text.
     is_first: bool = False
-    #: A pattern for the beginning of a text that is a call without a mark, which follows the rule
-    #: `bare`.
-    head: str = ""
+    #: A pattern for how a call without a mark begins a text; it follows the rule `bare`.
+    bare_start: str = ""
 
 
 _answer = partial(option, panel="Answer")
@@ -399,7 +449,7 @@ _answer = partial(option, panel="Answer")
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """When an answer ends."""
+    """When an answer ends, and what is reported of it."""
 
     max_tokens: int = _answer(
         -1,
@@ -418,24 +468,28 @@ class GenerationOptions:
     logprobs: int | None = _answer(
         None,
         "--logprobs",
-        "With --json: the log-probabilities of each token and of the N likeliest.",
+        "With --json: report the log-probabilities of each token and of the N most likely ones.",
         min=0,
         max=100,
         metavar="N",
         show_default="none",
     )
     grammar: Grammar | None = None
-    #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask
-    #: for.
+    #: Control tokens, by their entries in the token table, that are shown in the text and that the
+    #: grammar may ask for.
     shown_controls: tuple[str, ...] = ()
     #: The answer ends before a line, after the first, that begins with fewer spaces and tabs.
     n_indent: int = 0
-    #: Whether a prefix of the prompt may come from the cache; whether the reading of every piece is
-    #: an event, and whether these have the log-probabilities of its tokens, which no prefix in the
-    #: cache has.
+    #: Whether a prefix of the prompt may come from the cache.
     uses_cache: bool = True
+    #: Whether each piece of the prompt that is prefilled is an event.
     reports_reading: bool = False
+    #: Whether these events have the log-probabilities of the prompt's tokens. Tokens from the cache
+    #: have none.
     prompt_logprobs: bool = False
+
+
+# --- models and sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,20 +499,27 @@ class ModelChoice:
     target: str | None
     draft: str | None
     pair: str | None
-    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so
-    #: on.
+    #: What drafts for the draft model, what drafts for that one, and so on.
     helpers: tuple[str, ...] = ()
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """Return the models: the first of `drafts` drafts for the target, the next for the first. Raise
-    `UsageError`.
+    """Return the choice of models in which each draft drafts for the one before it.
+
+    Args:
+        target: The target, for which the first draft drafts.
+        drafts: The drafts.
+        pair: A pair of a target and a draft.
+
+    Raises:
+        UsageError: One of the drafts has no use.
     """
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:
         raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
-    return ModelChoice(target, drafts[0] if drafts else None, pair, tuple(drafts[1:]))
+    draft = drafts[0] if drafts else None
+    return ModelChoice(target, draft, pair, helpers=tuple(drafts[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,8 +539,8 @@ class SessionOptions:
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None
-    #: Where the text that was read is kept, so that the next session need not read it again; None
-    #: keeps none.
+    #: Where a prompt is kept as it was computed, so that the next session can skip it; None keeps
+    #: none.
     prompt_cache: Path | None = None
     #: Which prefixes of prompts are stored in the folder `cache`; None stores none.
     prefixes: PrefixOptions | None = None

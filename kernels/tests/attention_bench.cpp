@@ -1,13 +1,15 @@
-// Compares the speed of attention in two versions of the kernels, by turns in one process, and tells
-// whether they compute the same bits. Not a test; build and run by hand:
+// Compares the speed of attention in two versions of the kernels, in interleaved runs in one
+// process, and checks whether they compute the same bits. Not a test; build and run it by hand:
 //
-//     g++ FLAGS -Davx512_vnni_set=before -c OLD/kernels/avx512_vnni.cpp -o before.o
-//     g++ FLAGS -Davx512_vnni_set=after -c kernels/avx512_vnni.cpp -o after.o
-//     g++ -O3 -std=c++17 -Ikernels kernels/tests/attention_bench.cpp before.o after.o -o bench -pthread
+//     SOURCE=instruction_sets/avx512_vnni.cpp
+//     g++ FLAGS -IOLD/kernels -Davx512_vnni_set=before -c OLD/kernels/$SOURCE -o before.o
+//     g++ FLAGS -Ikernels -Davx512_vnni_set=after -c kernels/$SOURCE -o after.o
+//     g++ -O3 -std=c++17 -Ikernels kernels/tests/attention_bench.cpp *.o -o bench -pthread
 //     ./bench 14105 f16 2      cells, type of the cache, threads (and rows)
 //
-// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B; the caches of
-// 28 layers are read in turn, so that they come from memory. "read" is that without arithmetic.
+// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B; the caches
+// of 28 layers are read in turn, so that they come from memory. "read" is the time for reading
+// them without arithmetic.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,19 +17,24 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
-#include "barrier.h"
-#include "instruction_set.h"
+#include "instruction_sets/instruction_set.h"
+#include "tests/barrier.h"
 
 extern const InstructionSet before, after;
 
-constexpr int n_layers = 28, n_heads = 12, n_kv_heads = 2, size = 128;
+constexpr int n_layers = 28;
+constexpr int n_heads = 12;
+constexpr int n_kv_heads = 2;
+constexpr int size = 128;
 
-// The least seconds that a layer took.
+// Takes results that would otherwise be optimised away.
 std::atomic<uint64_t> sink;
 
+// The least seconds that a layer takes.
 template <class Work> double least_seconds(int n_threads, Barrier &barrier, Work work) {
     double least = 1e9;
     const auto all_layers = [&](int thread) {
@@ -47,68 +54,119 @@ template <class Work> double least_seconds(int n_threads, Barrier &barrier, Work
     return least;
 }
 
-int main(int argc, char **argv) {
-    const int64_t n_cells = argc > 1 ? atoi(argv[1]) : 14105;
-    const char *const type = argc > 2 ? argv[2] : "f16";
-    const int n_threads = argc > 3 ? atoi(argv[3]) : 2;
-    const bool bytes = std::strcmp(type, "q8_0") == 0, bfloats = std::strcmp(type, "bf16") == 0;
-    const int64_t head_bytes = bytes ? size / 32 * 34 : 2 * size, cell_bytes = n_kv_heads * head_bytes;
-    // Halves of 1 to 2 or so, of either sign; random bytes with scales of that size.
-    std::minstd_rand random(1);
-    std::vector<std::vector<char>> caches(2 * n_layers, std::vector<char>(n_cells * cell_bytes));
-    for (auto &cache : caches) {
-        for (size_t i = 0; i + 1 < cache.size(); i += 2) {
-            const bool is_scale = bytes && i % 34 == 0;
-            uint16_t half = (bfloats ? 0x3f80 : 0x3c00) | (random() >> 8 & 0x807f);
-            if (bytes) half = is_scale ? 0x2000 : random() >> 8;
-            std::memcpy(&cache[i], &half, 2);
+// The keys and values of all layers.
+struct Caches {
+    NumberType type;
+    int64_t n_cells;
+    int64_t head_bytes;
+    int64_t cell_bytes;
+    // [layer][keys or values]
+    std::vector<std::vector<char>> memory;
+
+    // Numbers of either sign and a magnitude of 1 to 2; or random bytes with scales of that size.
+    Caches(NumberType type, int64_t n_cells, std::minstd_rand &random)
+        : type(type), n_cells(n_cells), head_bytes(bytes_of_numbers(type, size)),
+          cell_bytes(n_kv_heads * head_bytes),
+          memory(2 * n_layers, std::vector<char>(n_cells * cell_bytes)) {
+        for (auto &cache : memory) {
+            for (size_t i = 0; i + 1 < cache.size(); i += 2) {
+                const bool is_scale = i % 34 == 0;
+                const uint16_t one = type == NumberType::bf16 ? 0x3f80 : 0x3c00;
+                uint16_t half = one | (random() >> 8 & 0x807f);
+                if (type == NumberType::q8_0) half = is_scale ? 0x2000 : random() >> 8;
+                std::memcpy(&cache[i], &half, 2);
+            }
         }
     }
-    std::printf("%ld cells of %s, %d threads: microseconds for a layer\n", long(n_cells), type, n_threads);
-    for (const int64_t n_rows : {1, 2, 5, 8, 16}) {
-        if (argc > 4 && n_rows != atoi(argv[4])) continue;
-        std::vector<float> queries(n_rows * n_heads * size), outputs[2];
-        for (float &q : queries) q = (static_cast<int>(random() % 2001) - 1000) * 1e-3f;
+    const char *keys(int layer) const { return memory[2 * layer].data(); }
+    const char *values(int layer) const { return memory[2 * layer + 1].data(); }
+
+    AttentionJob job(const std::vector<float> &queries, int64_t n_rows) const {
         AttentionJob job = {};
         job.queries = reinterpret_cast<const char *>(queries.data());
-        job.query_head_stride = 4 * size, job.query_row_stride = 4 * size * n_heads;
-        job.key_type = job.value_type =
-            bytes ? CacheType::q8_0 : bfloats ? CacheType::bf16 : CacheType::f16;
-        job.key_cell_stride = job.value_cell_stride = cell_bytes;
-        job.key_head_stride = job.value_head_stride = head_bytes;
-        job.n_rows = n_rows, job.n_cells = n_cells, job.n_heads = n_heads, job.n_kv_heads = n_kv_heads;
-        job.n_streams = 1, job.key_size = job.value_size = size;
+        job.query_head_stride = 4 * size;
+        job.query_row_stride = 4 * size * n_heads;
+        job.key_type = type;
+        job.value_type = type;
+        job.key_cell_stride = cell_bytes;
+        job.value_cell_stride = cell_bytes;
+        job.key_head_stride = head_bytes;
+        job.value_head_stride = head_bytes;
+        job.n_rows = n_rows;
+        job.n_cells = n_cells;
+        job.n_heads = n_heads;
+        job.n_kv_heads = n_kv_heads;
+        job.n_streams = 1;
+        job.key_size = size;
+        job.value_size = size;
         job.scale = 0.088f;
-        double best[3] = {1e9, 1e9, 1e9};
-        for (int turn = 0; turn < 6; turn++) {
-            for (int i = 0; i < 2; i++) {
-                const InstructionSet &set = i == 0 ? before : after;
-                std::vector<char> scratch(set.attention_bytes(job, n_threads) + 64);
-                char *const at = scratch.data() + 64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64;
-                outputs[i].resize(queries.size());
-                Barrier barrier{n_threads};
-                best[i] = std::min(best[i], least_seconds(n_threads, barrier, [&](int layer, int thread) {
-                    AttentionJob own = job;
-                    own.outputs = outputs[i].data();
-                    own.keys = caches[2 * layer].data();
-                    own.values = caches[2 * layer + 1].data();
-                    set.attention(own, thread, n_threads, at, Barrier::wait, &barrier);
-                }));
-            }
-            Barrier barrier{n_threads};
-            best[2] = std::min(best[2], least_seconds(n_threads, barrier, [&](int layer, int thread) {
-                uint64_t sum = 0;
-                for (int i = 0; i < 2; i++) {
-                    const auto *words = reinterpret_cast<const uint64_t *>(caches[2 * layer + i].data());
-                    const int64_t n = n_cells * cell_bytes / 8;
-                    for (int64_t w = n * thread / n_threads; w < n * (thread + 1) / n_threads; w++) sum += words[w];
-                }
-                sink += sum;
-            }));
+        return job;
+    }
+};
+
+double time_attention(const InstructionSet &set, const Caches &caches, const AttentionJob &job,
+                      int n_threads, std::vector<float> &outputs) {
+    std::vector<char> scratch(set.attention_bytes(job, n_threads) + 64);
+    char *const aligned = scratch.data() + 64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64;
+    Barrier barrier{n_threads};
+    return least_seconds(n_threads, barrier, [&](int layer, int thread) {
+        AttentionJob own = job;
+        own.outputs = outputs.data();
+        own.keys = caches.keys(layer);
+        own.values = caches.values(layer);
+        set.attention(own, thread, n_threads, aligned, Barrier::wait, &barrier);
+    });
+}
+
+double time_reading(const Caches &caches, int n_threads) {
+    const int64_t n_words = caches.n_cells * caches.cell_bytes / 8;
+    Barrier barrier{n_threads};
+    return least_seconds(n_threads, barrier, [&](int layer, int thread) {
+        uint64_t sum = 0;
+        for (const char *cache : {caches.keys(layer), caches.values(layer)}) {
+            const auto *words = reinterpret_cast<const uint64_t *>(cache);
+            const int64_t end = n_words * (thread + 1) / n_threads;
+            for (int64_t w = n_words * thread / n_threads; w < end; w++) sum += words[w];
         }
-        std::printf("%3ld rows: before %6.0f, after %6.0f (%.2f); read %.0f; %s bits\n", long(n_rows),
-                    best[0] * 1e6, best[1] * 1e6, best[1] / best[0], best[2] * 1e6,
-                    outputs[0] == outputs[1] ? "the same" : "other");
-        std::fflush(stdout);
+        sink += sum;
+    });
+}
+
+void compare(const Caches &caches, int64_t n_rows, int n_threads, std::minstd_rand &random) {
+    std::vector<float> queries(n_rows * n_heads * size);
+    for (float &q : queries) q = (static_cast<int>(random() % 2001) - 1000) * 1e-3f;
+    const AttentionJob job = caches.job(queries, n_rows);
+    std::vector<float> outputs_before(queries.size());
+    std::vector<float> outputs_after(queries.size());
+    double best_before = 1e9;
+    double best_after = 1e9;
+    double best_reading = 1e9;
+    for (int run = 0; run < 6; run++) {
+        best_before = std::min(
+            best_before, time_attention(before, caches, job, n_threads, outputs_before));
+        best_after =
+            std::min(best_after, time_attention(after, caches, job, n_threads, outputs_after));
+        best_reading = std::min(best_reading, time_reading(caches, n_threads));
+    }
+    std::printf("%3ld rows: before %6.0f, after %6.0f (%.2f); read %.0f; %s bits\n", long(n_rows),
+                best_before * 1e6, best_after * 1e6, best_after / best_before,
+                best_reading * 1e6, outputs_before == outputs_after ? "the same" : "other");
+    std::fflush(stdout);
+}
+
+int main(int argc, char **argv) {
+    const int64_t n_cells = argc > 1 ? atoi(argv[1]) : 14105;
+    const std::string type_name = argc > 2 ? argv[2] : "f16";
+    const int n_threads = argc > 3 ? atoi(argv[3]) : 2;
+    NumberType type = NumberType::f16;
+    if (type_name == "bf16") type = NumberType::bf16;
+    if (type_name == "q8_0") type = NumberType::q8_0;
+    std::minstd_rand random(1);
+    const Caches caches(type, n_cells, random);
+    std::printf("%ld cells of %s, %d threads: microseconds for a layer\n", long(n_cells),
+                type_name.c_str(), n_threads);
+    for (const int64_t n_rows : {1, 2, 5, 8, 16}) {
+        if (argc > 4 && n_rows != atoi(argv[4])) continue;
+        compare(caches, n_rows, n_threads, random);
     }
 }

@@ -1,27 +1,28 @@
-// Checks attention.h by itself, without ggml, for each instruction set of this CPU: its accuracy
-// against the same formula in double precision, that a row's bits depend on nothing but the set of
-// cells it sees, what infinities and NaN reach, and that no memory but its own is written.
+// Checks attention/attention.h without ggml, for each instruction set of this CPU:
+// that it is as accurate as the same formula in double precision, that a row's bits depend only
+// on the set of cells that it sees, what infinities and NaN reach, and that it writes no memory
+// but its own.
 //
 //   cd kernels
-//   flags="-O3 -std=c++17 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -pthread"
+//   flags="-O3 -std=c++17 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -pthread -I."
 //   machine="-march=skylake-avx512 -mavx512vnni -mprefer-vector-width=512"
 //   g++ $flags $machine tests/attention_test.cpp -o /tmp/attention_test && /tmp/attention_test
 //
-// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--accuracy` prints errors, `--bits` a digest of
-// inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
+// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--accuracy` prints errors, `--bits` a digest
+// of the inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
 // attention_bench.cpp compares the speed of two versions.
 #ifdef __AVX512VNNI__
-#include "../vector_avx512.h"
-#include "../vector_avx_vnni.h"
+#include "vectors/avx512.h"
+#include "vectors/avx_vnni.h"
 #endif
 #ifdef __aarch64__
-#include "../vector_neon.h"
+#include "vectors/neon.h"
 #else
-#include "../vector_avx2.h"
+#include "vectors/avx2.h"
 #endif
 
-#include "../attention.h"
-#include "barrier.h"
+#include "attention/attention.h"
+#include "tests/barrier.h"
 
 #include <algorithm>
 #include <atomic>
@@ -40,20 +41,32 @@ using Random = std::mt19937;
 
 // --- problems ---
 
-enum class Mask { none, causal, random, blind };  // blind: some rows see nothing
+// Which cells rows see. (blind: some rows see none.)
+enum class Mask { none, causal, random, blind };
 
 struct Shape {
-    int rows, cells, heads, kv_heads, key_size, value_size;
-    CacheType key_type = CacheType::f16, value_type = CacheType::f16;
+    int rows;
+    int cells;
+    int heads;
+    int kv_heads;
+    int key_size;
+    int value_size;
+    NumberType key_type = NumberType::f16;
+    NumberType value_type = NumberType::f16;
     Mask mask = Mask::random;
-    int streams = 1, mask_heads = 1;
-    float softcap = 0, max_bias = 0, sharpness = 1;
+    int streams = 1;
+    int mask_heads = 1;
+    float softcap = 0;
+    float max_bias = 0;
+    // The factor of queries: the larger it is, the more the scores differ.
+    float sharpness = 1;
     bool sinks = false;
 };
 
-size_t cell_bytes(CacheType type, int size) {
-    if (type == CacheType::f32) return 4 * size;
-    return type == CacheType::q8_0 ? size / 32 * 34 : 2 * size;
+constexpr uint16_t hidden_half = 0xfc00;  // -inf as float16
+
+size_t cell_bytes(NumberType type, int size) {
+    return static_cast<size_t>(bytes_of_numbers(type, size));
 }
 
 #ifdef __aarch64__
@@ -63,14 +76,14 @@ uint16_t to_half(float value) {
     std::memcpy(&bits, &half, 2);
     return bits;
 }
-float from_half(uint16_t half) { return Neon::half(&half); }
+float from_half(uint16_t half) { return Neon::load_half(&half); }
 #else
 uint16_t to_half(float value) { return _cvtss_sh(value, 0); }
 float from_half(uint16_t half) { return _cvtsh_ss(half); }
 #endif
 
-void encode(CacheType type, const float *values, int size, uint8_t *cell) {
-    for (int i = 0; type == CacheType::q8_0 && i < size; i += 32, cell += 34) {
+void encode_q8_0(const float *values, int size, uint8_t *cell) {
+    for (int i = 0; i < size; i += 32, cell += 34) {
         float largest = 0;
         for (int j = 0; j < 32; j++) largest = std::max(largest, std::fabs(values[i + j]));
         const uint16_t scale = to_half(largest / 127);
@@ -79,28 +92,37 @@ void encode(CacheType type, const float *values, int size, uint8_t *cell) {
             cell[2 + j] = static_cast<uint8_t>(std::lrint(127 * values[i + j] / largest));
         }
     }
-    for (int i = 0; type != CacheType::q8_0 && i < size; i++) {
+}
+
+// Store the numbers of a key or value.
+void encode(NumberType type, const float *values, int size, uint8_t *cell) {
+    if (type == NumberType::q8_0) {
+        encode_q8_0(values, size, cell);
+        return;
+    }
+    for (int i = 0; i < size; i++) {
         const uint16_t half = to_half(values[i]);
         uint32_t bits;
         std::memcpy(&bits, values + i, 4);
         const uint16_t bfloat = (bits + 0x8000) >> 16;
-        if (type == CacheType::f32) std::memcpy(cell + 4 * i, &bits, 4);
-        if (type == CacheType::f16) std::memcpy(cell + 2 * i, &half, 2);
-        if (type == CacheType::bf16) std::memcpy(cell + 2 * i, &bfloat, 2);
+        if (type == NumberType::f32) std::memcpy(cell + 4 * i, &bits, 4);
+        if (type == NumberType::f16) std::memcpy(cell + 2 * i, &half, 2);
+        if (type == NumberType::bf16) std::memcpy(cell + 2 * i, &bfloat, 2);
     }
 }
 
-double decode(CacheType type, const uint8_t *cell, int i) {
+// Number i of a key or value.
+double decode(NumberType type, const uint8_t *cell, int i) {
     uint16_t half = 0;
     uint32_t bits = 0;
-    if (type == CacheType::f32) {
+    if (type == NumberType::f32) {
         std::memcpy(&bits, cell + 4 * i, 4);
-    } else if (type == CacheType::q8_0) {
+    } else if (type == NumberType::q8_0) {
         std::memcpy(&half, cell + i / 32 * 34, 2);
         return double(from_half(half)) * int8_t(cell[i / 32 * 34 + 2 + i % 32]);
     } else {
         std::memcpy(&half, cell + 2 * i, 2);
-        if (type == CacheType::f16) return from_half(half);
+        if (type == NumberType::f16) return from_half(half);
         bits = uint32_t{half} << 16;
     }
     float value;
@@ -110,16 +132,18 @@ double decode(CacheType type, const uint8_t *cell, int i) {
 
 struct Problem {
     Shape shape;
-    std::vector<float> queries, sinks;  // [stream][row][head][size], as llama.cpp has them
-    Bytes keys, values;                 // [stream][cell][kv_head]
-    std::vector<uint16_t> mask;         // [stream][head of the mask][row][cell]
+    std::vector<float> queries;  // [stream][row][head][size], as llama.cpp has them
+    std::vector<float> sinks;    // [head]
+    Bytes keys;                  // [stream][cell][kv_head]
+    Bytes values;                // [stream][cell][kv_head]
+    std::vector<uint16_t> mask;  // [stream][head of the mask][row][cell]
 
     size_t mask_at(int stream, int head, int row, int cell) const {
         return ((size_t(stream) * shape.mask_heads + head % shape.mask_heads) * shape.rows + row) *
                    shape.cells + cell;
     }
     bool sees(int stream, int head, int row, int cell) const {
-        return mask.empty() || mask[mask_at(stream, head, row, cell)] != 0xfc00;
+        return mask.empty() || mask[mask_at(stream, head, row, cell)] != hidden_half;
     }
     uint8_t *key(int stream, int cell, int head) {
         return keys.data() + ((size_t(stream) * shape.cells + cell) * shape.kv_heads + head) *
@@ -176,15 +200,52 @@ struct Problem {
 };
 
 uint16_t random_mask(const Shape &shape, int row, int cell, Random &random) {
-    const uint16_t hidden_half = 0xfc00;
-    if (shape.mask == Mask::causal) return cell <= shape.cells - shape.rows + row ? 0 : hidden_half;
-    if (shape.mask == Mask::blind && row % 3 == 1) return hidden_half;
-    // A common prefix, holes, and a tree whose nodes see some of each other.
     const int first_own = shape.cells - shape.rows;
-    const bool prefix = cell < first_own, own = cell == first_own + row;
-    const bool seen = own || random() % 100 < (prefix ? 95 : 40);
+    if (shape.mask == Mask::causal) return cell <= first_own + row ? 0 : hidden_half;
+    if (shape.mask == Mask::blind && row % 3 == 1) return hidden_half;
+    // A common prefix with holes, and a tree whose nodes see some of each other.
+    const bool is_prefix = cell < first_own;
+    const bool is_own = cell == first_own + row;
+    const bool seen = is_own || random() % 100 < (is_prefix ? 95 : 40);
     if (!seen) return hidden_half;
     return shape.max_bias > 0 ? to_half(-float(std::abs(shape.cells - cell))) : 0;
+}
+
+void fill_cells(Problem &p, Random &random) {
+    const Shape &shape = p.shape;
+    std::normal_distribution<float> normal;
+    const size_t n_cells = size_t(shape.streams) * shape.cells * shape.kv_heads;
+    p.keys.resize(n_cells * cell_bytes(shape.key_type, shape.key_size));
+    p.values.resize(n_cells * cell_bytes(shape.value_type, shape.value_size));
+    std::vector<float> numbers(std::max(shape.key_size, shape.value_size));
+    for (int stream = 0; stream < shape.streams; stream++) {
+        for (int cell = 0; cell < shape.cells; cell++) {
+            for (int head = 0; head < shape.kv_heads; head++) {
+                for (float &x : numbers) x = normal(random);
+                numbers[0] *= 5;  // real keys have a few large dimensions
+                encode(shape.key_type, numbers.data(), shape.key_size, p.key(stream, cell, head));
+                const float size = std::exp(0.5f * normal(random));
+                for (float &x : numbers) x = normal(random) * size;
+                encode(shape.value_type, numbers.data(), shape.value_size,
+                       p.value(stream, cell, head));
+            }
+        }
+    }
+}
+
+void fill_mask(Problem &p, Random &random) {
+    const Shape &shape = p.shape;
+    p.mask.resize(size_t(shape.streams) * shape.mask_heads * shape.rows * shape.cells);
+    for (int stream = 0; stream < shape.streams; stream++) {
+        for (int head = 0; head < shape.mask_heads; head++) {
+            for (int row = 0; row < shape.rows; row++) {
+                for (int cell = 0; cell < shape.cells; cell++) {
+                    p.mask[p.mask_at(stream, head, row, cell)] =
+                        random_mask(shape, row, cell, random);
+                }
+            }
+        }
+    }
 }
 
 Problem make(const Shape &shape, unsigned seed) {
@@ -194,36 +255,8 @@ Problem make(const Shape &shape, unsigned seed) {
     p.shape = shape;
     p.queries.resize(size_t(shape.streams) * shape.rows * shape.heads * shape.key_size);
     for (float &q : p.queries) q = normal(random) * shape.sharpness;
-    const size_t n_cells = size_t(shape.streams) * shape.cells * shape.kv_heads;
-    p.keys.resize(n_cells * cell_bytes(shape.key_type, shape.key_size));
-    p.values.resize(n_cells * cell_bytes(shape.value_type, shape.value_size));
-    std::vector<float> numbers(std::max(shape.key_size, shape.value_size));
-    for (int stream = 0; stream < shape.streams; stream++) {
-        for (int cell = 0; cell < shape.cells; cell++) {
-            for (int head = 0; head < shape.kv_heads; head++) {
-                for (float &x : numbers) x = normal(random);
-                numbers[0] *= 5;  // keys have large dimensions
-                encode(shape.key_type, numbers.data(), shape.key_size, p.key(stream, cell, head));
-                const float size = std::exp(0.5f * normal(random));
-                for (float &x : numbers) x = normal(random) * size;
-                encode(shape.value_type, numbers.data(), shape.value_size,
-                       p.value(stream, cell, head));
-            }
-        }
-    }
-    if (shape.mask != Mask::none) {
-        p.mask.resize(size_t(shape.streams) * shape.mask_heads * shape.rows * shape.cells);
-        for (int stream = 0; stream < shape.streams; stream++) {
-            for (int head = 0; head < shape.mask_heads; head++) {
-                for (int row = 0; row < shape.rows; row++) {
-                    for (int cell = 0; cell < shape.cells; cell++) {
-                        p.mask[p.mask_at(stream, head, row, cell)] =
-                            random_mask(shape, row, cell, random);
-                    }
-                }
-            }
-        }
-    }
+    fill_cells(p, random);
+    if (shape.mask != Mask::none) fill_mask(p, random);
     for (int head = 0; shape.sinks && head < shape.heads; head++) {
         p.sinks.push_back(normal(random) * 2);
     }
@@ -239,13 +272,11 @@ double slope(const Shape &shape, int head) {
                     : std::pow(2.0, -shape.max_bias / 2 / n * (2 * (head - n) + 1));
 }
 
-// One row of one head. As llama.cpp computes it if `halves`: the query as float16, and the sum
-// over cells in float16.
-std::vector<double> formula(Problem &p, int stream, int row, int head, bool halves) {
+// The scores of one row of one head; -inf: not seen.
+std::vector<double> exact_scores(Problem &p, int stream, int row, int head, bool halves) {
     const Shape &s = p.shape;
     const int kv_head = head / (s.heads / s.kv_heads);
-    std::vector<double> scores(s.cells), output(s.value_size);
-    double largest = -INFINITY;
+    std::vector<double> scores(s.cells);
     const double scale = 1 / std::sqrt(float(s.key_size));
     const float *query = p.query(stream, row, head);
     for (int cell = 0; cell < s.cells; cell++) {
@@ -262,8 +293,18 @@ std::vector<double> formula(Problem &p, int stream, int row, int head, bool halv
             score += slope(s, head) * from_half(p.mask[p.mask_at(stream, head, row, cell)]);
         }
         scores[cell] = score;
-        largest = std::max(largest, score);
     }
+    return scores;
+}
+
+// The output of one row of one head. With `halves`, as llama.cpp computes it: the query as
+// float16, and the sum over cells in float16.
+std::vector<double> formula(Problem &p, int stream, int row, int head, bool halves) {
+    const Shape &s = p.shape;
+    const int kv_head = head / (s.heads / s.kv_heads);
+    const std::vector<double> scores = exact_scores(p, stream, row, head, halves);
+    std::vector<double> output(s.value_size);
+    double largest = *std::max_element(scores.begin(), scores.end());
     if (largest == -INFINITY) return output;
     double sum = 0;
     if (s.sinks) largest = std::max(largest, double(p.sinks[head]));
@@ -283,8 +324,10 @@ std::vector<double> formula(Problem &p, int stream, int row, int head, bool halv
 
 // --- runs ---
 
+// Memory with a guard on both sides.
 struct Scratch {
     static constexpr size_t guard = 4096;
+    static constexpr uint8_t guard_byte = 0x5a;
     Bytes memory;
     size_t size;
     uint8_t *begin;
@@ -292,16 +335,18 @@ struct Scratch {
     Scratch(size_t size, uint8_t fill) : memory(size + 2 * guard + 64, fill), size(size) {
         const uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + guard;
         begin = memory.data() + guard + (64 - at % 64) % 64;
-        std::memset(begin - guard, 0x5a, guard);
-        std::memset(begin + size, 0x5a, guard);
+        std::memset(begin - guard, guard_byte, guard);
+        std::memset(begin + size, guard_byte, guard);
     }
-    bool untouched_around() const {
-        return std::all_of(begin - guard, begin, [](uint8_t b) { return b == 0x5a; }) &&
-               std::all_of(begin + size, begin + size + guard, [](uint8_t b) { return b == 0x5a; });
+    bool guards_are_intact() const {
+        const auto intact = [](uint8_t byte) { return byte == guard_byte; };
+        return std::all_of(begin - guard, begin, intact) &&
+               std::all_of(begin + size, begin + size + guard, intact);
     }
 };
 
-bool guards_hold = true;
+// Whether no run so far has written beyond its memory.
+bool all_guards_intact = true;
 
 template <class V>
 std::vector<float> run(const Problem &p, int n_threads = 1, uint8_t fill = 0xff) {
@@ -317,7 +362,8 @@ std::vector<float> run(const Problem &p, int n_threads = 1, uint8_t fill = 0xff)
         });
     }
     for (auto &thread : threads) thread.join();
-    guards_hold = guards_hold && scratch.untouched_around() && outputs.untouched_around();
+    all_guards_intact =
+        all_guards_intact && scratch.guards_are_intact() && outputs.guards_are_intact();
     return std::vector<float>(job.outputs, job.outputs + p.n_outputs());
 }
 
@@ -344,7 +390,7 @@ Problem with_rows(Problem p, const std::vector<int> &rows) {
     return part;
 }
 
-// The cells of a problem in another place: cell i is the old cell from[i]; -1 is a hidden one
+// The cells of a problem in other places: cell i is the old cell from[i]; -1 is a hidden cell
 // whose key and value are NaN.
 Problem with_cells(Problem p, const std::vector<int> &from) {
     const Shape &s = p.shape;
@@ -353,7 +399,7 @@ Problem with_cells(Problem p, const std::vector<int> &from) {
     const size_t n = size_t(s.streams) * from.size() * s.kv_heads;
     moved.keys.assign(n * cell_bytes(s.key_type, s.key_size), 0xff);
     moved.values.assign(n * cell_bytes(s.value_type, s.value_size), 0xff);
-    moved.mask.assign(size_t(s.streams) * s.mask_heads * s.rows * from.size(), 0xfc00);
+    moved.mask.assign(size_t(s.streams) * s.mask_heads * s.rows * from.size(), hidden_half);
     for (int stream = 0; stream < s.streams; stream++) {
         for (size_t i = 0; i < from.size(); i++) {
             if (from[i] < 0) continue;
@@ -382,33 +428,37 @@ bool same(const std::vector<float> &a, const std::vector<float> &b) {
 
 std::vector<Shape> shapes() {
     std::vector<Shape> all;
-    const CacheType types[] = {CacheType::f32, CacheType::f16, CacheType::bf16, CacheType::q8_0};
-    for (const CacheType key : types) {
-        for (const CacheType value : types) all.push_back({3, 150, 4, 2, 64, 96, key, value});
+    const NumberType types[] = {NumberType::f32, NumberType::f16, NumberType::bf16,
+                                NumberType::q8_0};
+    for (const NumberType key : types) {
+        for (const NumberType value : types) all.push_back({3, 150, 4, 2, 64, 96, key, value});
     }
     const int sizes[][2] = {{1, 1},     {8, 8},     {40, 40},   {64, 64},   {80, 80}, {96, 96},
                             {128, 128}, {192, 128}, {256, 256}, {576, 512}, {7, 33}};
     for (const auto &size : sizes) {
         all.push_back({5, 131, 6, 2, size[0], size[1]});
-        all.push_back({2, 70, 3, 3, size[0], size[1], CacheType::f32, CacheType::bf16});
+        all.push_back({2, 70, 3, 3, size[0], size[1], NumberType::f32, NumberType::bf16});
     }
     for (const int cells : {1, 2, 31, 63, 64, 65, 128, 200, 1300, 5000}) {
         for (const float sharpness : {0.0f, 1.0f, 4.0f}) {
             const int rows = cells < 7 ? 1 : 3;
-            all.push_back({rows, cells, 6, 1, 128, 128, CacheType::f16, CacheType::f16,
+            all.push_back({rows, cells, 6, 1, 128, 128, NumberType::f16, NumberType::f16,
                            cells < 7 ? Mask::none : Mask::random, 1, 1, 0, 0, sharpness});
         }
     }
     for (const int rows : {1, 2, 6, 7, 13, 32, 40}) {
         all.push_back({rows, 300, 8, 1, 64, 64});
-        all.push_back({rows, 300, 5, 5, 64, 64, CacheType::f16, CacheType::f16, Mask::causal});
+        all.push_back({rows, 300, 5, 5, 64, 64, NumberType::f16, NumberType::f16, Mask::causal});
     }
     Shape s = {9, 333, 12, 2, 64, 64};
     for (const Mask mask : {Mask::none, Mask::causal, Mask::random, Mask::blind}) {
         for (const bool sinks : {false, true}) {
             for (const float softcap : {0.0f, 2.0f, 50.0f}) {
                 for (const int streams : {1, 3}) {
-                    s.mask = mask, s.sinks = sinks, s.softcap = softcap, s.streams = streams;
+                    s.mask = mask;
+                    s.sinks = sinks;
+                    s.softcap = softcap;
+                    s.streams = streams;
                     s.mask_heads = 1;
                     all.push_back(s);
                 }
@@ -427,7 +477,20 @@ std::vector<Shape> shapes() {
     return all;
 }
 
-// The root mean square of the error of a row's outputs, relative to theirs; the worst row.
+// The root mean square of an error, relative to that of the exact numbers.
+double relative_error(const std::vector<double> &computed, const std::vector<double> &exact) {
+    double error = 0;
+    double size = 0;
+    for (size_t d = 0; d < exact.size(); d++) {
+        error += (computed[d] - exact[d]) * (computed[d] - exact[d]);
+        size += exact[d] * exact[d];
+    }
+    if (error != error) return INFINITY;
+    if (error == 0 && size == 0) return 0;
+    return std::sqrt(error / size);
+}
+
+// The relative error of the worst row: of our outputs, or of the formula in float16.
 template <class V>
 double worst_error(Problem &p, bool of_halves = false) {
     const Shape &s = p.shape;
@@ -436,19 +499,11 @@ double worst_error(Problem &p, bool of_halves = false) {
     for (int stream = 0; stream < s.streams; stream++) {
         for (int row = 0; row < s.rows; row++) {
             for (int head = 0; head < s.heads; head++) {
+                const size_t at = ((size_t(stream) * s.rows + row) * s.heads + head) * s.value_size;
+                std::vector<double> computed(&outputs[at], &outputs[at] + s.value_size);
+                if (of_halves) computed = formula(p, stream, row, head, true);
                 const std::vector<double> exact = formula(p, stream, row, head, false);
-                std::vector<double> other(
-                    &outputs[((size_t(stream) * s.rows + row) * s.heads + head) * s.value_size],
-                    &outputs[((size_t(stream) * s.rows + row) * s.heads + head) * s.value_size] +
-                        s.value_size);
-                if (of_halves) other = formula(p, stream, row, head, true);
-                double error = 0, size = 0;
-                for (int d = 0; d < s.value_size; d++) {
-                    error += (other[d] - exact[d]) * (other[d] - exact[d]);
-                    size += exact[d] * exact[d];
-                }
-                if (!(error == 0 && size == 0)) worst = std::max(worst, std::sqrt(error / size));
-                if (error != error) return INFINITY;
+                worst = std::max(worst, relative_error(computed, exact));
             }
         }
     }
@@ -463,7 +518,7 @@ bool check_accuracy() {
         Problem p = make(shape, 1);
         const double error = worst_error<V>(p);
         worst = std::max(worst, error);
-        // The output of 1 or few dimensions may be a small difference of large values.
+        // With few dimensions, an output may be a small difference of large values.
         const double limit = shape.value_size < 32 ? 2e-3 : 5e-4;
         if (error > limit) {
             std::printf("    %d rows, %d cells, %d heads on %d, %d/%d: error %.1e\n", shape.rows,
@@ -492,7 +547,7 @@ bool check_threads() {
 template <class V>
 bool check_batches() {
     bool good = true;
-    for (const CacheType type : {CacheType::f16, CacheType::q8_0}) {
+    for (const NumberType type : {NumberType::f16, NumberType::q8_0}) {
         for (const int kv_heads : {1, 2, 6}) {
             Shape shape = {40, 700, 6, kv_heads, 128, 128, type, type};
             const Problem p = make(shape, 3);
@@ -523,7 +578,7 @@ bool check_order() {
         const std::vector<float> outputs = run<V>(p);
         std::shuffle(from.begin(), from.end(), random);
         good = good && same(outputs, run<V>(with_cells(p, from), 2));
-        // Hidden cells behind, and in between.
+        // Hidden cells at the end, and in between.
         from.resize(shape.cells + 77, -1);
         good = good && same(outputs, run<V>(with_cells(p, from)));
         from.resize(shape.cells + 300, -1);
@@ -533,9 +588,11 @@ bool check_order() {
     return good;
 }
 
-// Rows whose outputs differ between two runs, and whether all of theirs are NaN in the second.
+// How the outputs of two runs differ, for each row and head.
 struct Difference {
-    std::vector<bool> differs, is_nan;
+    std::vector<bool> differs;
+    // Whether all outputs are NaN in the second run.
+    std::vector<bool> is_nan;
 };
 
 Difference difference(const Problem &p, const std::vector<float> &a, const std::vector<float> &b) {
@@ -562,35 +619,51 @@ bool check_other_rows() {
     return true;
 }
 
-// Something that is not finite reaches just the rows and heads that see it, and makes them NaN.
+// Where a number that is not finite is put.
+enum class Place { query, key, value };
+
+// A problem with `number` in a query (row 3, head 4), or in a key or value (of one cell, for
+// heads 3, 4 and 5).
+constexpr int bad_cell = 397;
+Problem with_bad_number(Problem p, Place place, float number) {
+    const NumberType type = p.shape.key_type;
+    float numbers[64];
+    for (float &x : numbers) x = 0.5f;
+    numbers[13] = number;
+    if (place == Place::query) p.query(0, 3, 4)[17] = number;
+    if (place == Place::key) encode(type, numbers, 64, p.key(0, bad_cell, 1));
+    if (place == Place::value) encode(type, numbers, 64, p.value(0, bad_cell, 1));
+    return p;
+}
+
+// Whether the number made NaN of exactly those outputs that it should.
+bool reaches_the_right_rows(const Problem &p, const Difference &d, Place place, float number) {
+    bool good = true;
+    for (int row = 0; row < 8; row++) {
+        for (int head = 0; head < 6; head++) {
+            const bool sees = head >= 3 && p.sees(0, head, row, bad_cell);
+            const bool reached = place == Place::query ? row == 3 && head == 4 : sees;
+            // A score of -inf is a weight of 0, so that only NaN always reaches the output.
+            const bool must_be_nan = number != number || place == Place::value;
+            if (!reached && d.differs[row * 6 + head]) good = false;
+            if (reached && must_be_nan && !d.is_nan[row * 6 + head]) good = false;
+        }
+    }
+    return good;
+}
+
+// Something that is not finite reaches exactly the rows and heads that see it, and makes them NaN.
 template <class V>
 bool check_not_finite() {
     bool good = true;
-    const float numbers[] = {NAN, INFINITY, -INFINITY};
-    for (const CacheType type : {CacheType::f16, CacheType::f32, CacheType::bf16}) {
+    for (const NumberType type : {NumberType::f16, NumberType::f32, NumberType::bf16}) {
         const Problem p = make({8, 400, 6, 2, 64, 64, type, type}, 7);
         const std::vector<float> before = run<V>(p);
-        for (const float number : numbers) {
-            for (int where = 0; where < 3; where++) {
-                Problem bad = p;
-                const int cell = 397;
-                float list[64];
-                for (int i = 0; i < 64; i++) list[i] = 0.5f;
-                list[13] = number;
-                if (where == 0) bad.query(0, 3, 4)[17] = number;
-                if (where == 1) encode(type, list, 64, bad.key(0, cell, 1));
-                if (where == 2) encode(type, list, 64, bad.value(0, cell, 1));
+        for (const float number : {NAN, INFINITY, -INFINITY}) {
+            for (const Place place : {Place::query, Place::key, Place::value}) {
+                const Problem bad = with_bad_number(p, place, number);
                 const Difference d = difference(p, before, run<V>(bad, 2));
-                for (int row = 0; row < 8; row++) {
-                    for (int head = 0; head < 6; head++) {
-                        const bool sees = head >= 3 && p.sees(0, head, row, cell);
-                        const bool reached = where == 0 ? row == 3 && head == 4 : sees;
-                        // A score of -inf is a weight of 0.
-                        const bool must = number != number || where == 2;
-                        if (!reached && d.differs[row * 6 + head]) good = false;
-                        if (reached && must && !d.is_nan[row * 6 + head]) good = false;
-                    }
-                }
+                good = good && reaches_the_right_rows(p, d, place, number);
             }
         }
     }
@@ -602,7 +675,7 @@ template <class V>
 bool check_extremes() {
     bool good = true;
     for (const float size : {1e-38f, 1e-30f, 1e-8f, 1e8f, 1e30f, 1e36f}) {
-        Problem p = make({3, 200, 2, 1, 64, 64, CacheType::f16, CacheType::f32}, 8);
+        Problem p = make({3, 200, 2, 1, 64, 64, NumberType::f16, NumberType::f32}, 8);
         float *values = reinterpret_cast<float *>(p.values.data());
         for (int i = 0; i < 200 * 64; i++) values[i] *= size;
         // Below 2^-100 values lose digits, as they do in llama.cpp's sums.
@@ -611,8 +684,8 @@ bool check_extremes() {
     Problem p = make({3, 200, 2, 1, 64, 64}, 9);
     p.values.assign(p.values.size(), 0);
     for (const float output : run<V>(p)) good = good && output == 0;
-    // One value is 0, of a cell that has all but 1e-9 of the weight.
-    p = make({2, 100, 1, 1, 64, 64, CacheType::f32, CacheType::f32, Mask::none}, 10);
+    // A value of 0, in a cell that has all but 1e-9 of the weight.
+    p = make({2, 100, 1, 1, 64, 64, NumberType::f32, NumberType::f32, Mask::none}, 10);
     for (int i = 0; i < 64; i++) {
         reinterpret_cast<float *>(p.key(0, 50, 0))[i] = p.query(0, 0, 0)[i] * 3;
         reinterpret_cast<float *>(p.value(0, 50, 0))[i] = 0;
@@ -621,24 +694,25 @@ bool check_extremes() {
     return good;
 }
 
-// Sums as large as they can be: all values are the largest integer, and all of up to 2^20 cells
-// have the same weight, or nearly all of it is that of one, of 64 side by side, or of every 16th.
+// Sums as large as they can be: all values are the largest integer. All of up to 2^20 cells have
+// the same weight, or nearly all of the weight is in one cell, in 64 neighbouring ones, or in
+// every 16th.
 template <class V>
 bool check_overflow() {
     bool good = true;
     for (const int cells : {64, 100, 200, 400, 500, 800, 1500, 3000, 50000, 1 << 20}) {
         for (int crowd = 0; crowd < 4; crowd++) {
-            const Shape shape = {1, cells, 1, 1, 1, 8, CacheType::f32, CacheType::f16, Mask::none};
-            Problem p = make(shape, 13);
+            Problem p = make(
+                {1, cells, 1, 1, 1, 8, NumberType::f32, NumberType::f16, Mask::none}, 13);
             p.query(0, 0, 0)[0] = 1;
             float values[8];
             for (int i = 0; i < 8; i++) values[i] = i % 2 ? 1.999f : -1.999f;
             for (int cell = 0; cell < cells; cell++) {
                 const int block = cells / 128;
-                const bool crowds[] = {true, cell == 0, cell / 64 == block, cell % 16 == 0};
-                const float score = crowds[crowd] ? 25 : 0;
-                encode(CacheType::f32, &score, 1, p.key(0, cell, 0));
-                encode(CacheType::f16, values, 8, p.value(0, cell, 0));
+                const bool is_heavy[] = {true, cell == 0, cell / 64 == block, cell % 16 == 0};
+                const float score = is_heavy[crowd] ? 25 : 0;
+                encode(NumberType::f32, &score, 1, p.key(0, cell, 0));
+                encode(NumberType::f16, values, 8, p.value(0, cell, 0));
             }
             const std::vector<float> outputs = run<V>(p);
             for (int i = 0; i < 8; i++) good = good && std::fabs(outputs[i] - values[i]) < 2e-3;
@@ -668,7 +742,7 @@ void print_accuracy(const char *name) {
     std::printf("%s: worst relative error of a row: ours, and in float16 as in llama.cpp\n", name);
     for (const int cells : {64, 300, 1300, 5000}) {
         for (const float sharpness : {0.0f, 1.0f, 3.0f}) {
-            Problem p = make({4, cells, 6, 1, 128, 128, CacheType::f16, CacheType::f16,
+            Problem p = make({4, cells, 6, 1, 128, 128, NumberType::f16, NumberType::f16,
                               Mask::causal, 1, 1, 0, 0, sharpness}, 12);
             std::printf("  %5d cells, scores of %g: %.1e  %.1e\n", cells, sharpness * 1.1,
                         worst_error<V>(p), worst_error<V>(p, true));
@@ -710,10 +784,10 @@ bool check_all(const char *name) {
         {"a row has the same bits alone and in batches", check_batches<V>},
         {"the order of cells, and hidden ones, change no bits", check_order<V>},
         {"changing a row changes no other", check_other_rows<V>},
-        {"NaN and infinities reach just the rows that see them", check_not_finite<V>},
+        {"NaN and infinities reach only the rows that see them", check_not_finite<V>},
         {"very large, small and zero values", check_extremes<V>},
         {"the largest sums do not overflow", check_overflow<V>},
-        {"nothing is written beyond scratch memory and outputs", [] { return guards_hold; }},
+        {"nothing is written beyond scratch memory and outputs", [] { return all_guards_intact; }},
     };
     bool good = true;
     for (const auto &check : checks) {
@@ -727,8 +801,14 @@ bool check_all(const char *name) {
 
 template <class V>
 bool act(const char *name, const std::string &option) {
-    if (option == "--bits") return print_bits<V>(), true;
-    if (option == "--accuracy") return print_accuracy<V>(name), true;
+    if (option == "--bits") {
+        print_bits<V>();
+        return true;
+    }
+    if (option == "--accuracy") {
+        print_accuracy<V>(name);
+        return true;
+    }
     return check_all<V>(name);
 }
 

@@ -1,4 +1,4 @@
-// What the threads of a test wait at, in place of ggml's own barrier.
+// Where the threads of a test wait for each other, in place of ggml's own barrier.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,9 @@
 
 struct Barrier {
     int n_threads;
-    std::atomic<int> waiting{0}, round{0};
+    // How many threads wait, and how often all of them have met.
+    std::atomic<int> waiting{0};
+    std::atomic<int> round{0};
 
     static void wait(void *argument) {
         Barrier &barrier = *static_cast<Barrier *>(argument);

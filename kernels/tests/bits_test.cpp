@@ -1,8 +1,8 @@
-// Prints the bits of all products of one instruction set, as a digest for each weight type, and
-// checks that a row has the same bits alone and in batches. Programs for different instruction sets
-// whose bits should be equal print the same. scripts/arm_kernels.py builds one with
-//
-//     -DSET=avx2_set, linked with avx2.o, and one with -DSET=neon_dotprod_set, linked with neon_dotprod.o
+// Prints the bits of all products of one instruction set, as a digest for each type of weights,
+// and checks that a row has the same bits alone and in batches. Programs for different
+// instruction sets whose bits should be equal print the same. scripts/arm_kernels.py builds one
+// with -DSET=avx2_set and instruction_sets/avx2.cpp, and one with -DSET=neon_dotprod_set and
+// instruction_sets/neon_dotprod.cpp.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "../instruction_set.h"
+#include "instruction_sets/instruction_set.h"
 #ifdef __aarch64__
-#include "../arm_cpu.h"
+#include "instruction_sets/arm_cpu.h"
 #endif
 
 namespace {
@@ -21,11 +21,15 @@ namespace {
 using Bytes = std::vector<uint8_t>;
 using Random = std::mt19937;
 
-// A type's blocks, as GGUF has them: bytes, weights, and where float16 scales are (-1: none).
+// The blocks of a type of weights, as GGUF stores them.
 struct Block {
     const char *name;
     WeightType type;
-    int bytes, weights, scale, min;
+    int bytes;
+    int weights;
+    // Where a float16 scale and a float16 min are; -1: there is none.
+    int scale;
+    int min;
 };
 constexpr Block blocks[] = {
     {"q4_0", WeightType::q4_0, 18, 32, 0, -1},     {"q4_1", WeightType::q4_1, 20, 32, 0, 2},
@@ -37,8 +41,12 @@ constexpr Block blocks[] = {
     {"mxfp4", WeightType::mxfp4, 17, 32, -1, -1},  {"f16", WeightType::f16, 2, 1, 0, -1},
     {"bf16", WeightType::bf16, 2, 1, -1, -1},      {"f32", WeightType::f32, 4, 1, -1, -1},
 };
+constexpr const Block &f16_block = blocks[13];
+constexpr const Block &bf16_block = blocks[14];
+constexpr const Block &f32_block = blocks[15];
 
-// Numbers that are the same with every compiler and C library.
+// --- random inputs, the same ones with every compiler and C library ---
+
 float number(Random &random) {
     return static_cast<float>(static_cast<int>(random() % 20001) - 10000) / 8192.0f;
 }
@@ -46,6 +54,29 @@ uint16_t random_half(Random &random) {  // of 2^-8 to 2^-4, of either sign
     const unsigned exponent = 7 + random() % 4;
     return static_cast<uint16_t>((random() & 0x83ff) | exponent << 10);
 }
+
+Bytes random_weights(const Block &block, int n_rows, int n_inputs) {
+    Random random(static_cast<unsigned>(block.type));
+    Bytes weights(static_cast<size_t>(n_rows) * n_inputs / block.weights * block.bytes);
+    for (uint8_t &byte : weights) byte = static_cast<uint8_t>(random());
+    // Random bytes are numbers of any size, so the numbers of each block are set.
+    for (size_t at = 0; at < weights.size(); at += block.bytes) {
+        for (const int where : {block.scale, block.min}) {
+            const uint16_t half = random_half(random);
+            if (where >= 0) std::memcpy(&weights[at + where], &half, 2);
+        }
+        if (block.type == WeightType::mxfp4) weights[at] = 110 + random() % 20;
+        const float value = number(random);
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        if (block.type == WeightType::f32) std::memcpy(&weights[at], &bits, 4);
+        bits >>= 16;
+        if (block.type == WeightType::bf16) std::memcpy(&weights[at], &bits, 2);
+    }
+    return weights;
+}
+
+// --- results ---
 
 struct Digest {
     uint64_t hash = 1469598103934665603U;
@@ -67,31 +98,33 @@ bool report(const char *name, const Digest &digest, bool equal) {
     return equal;
 }
 
-Bytes random_weights(const Block &block, int n_rows, int n_inputs) {
-    Random random(static_cast<unsigned>(block.type));
-    Bytes weights(static_cast<size_t>(n_rows) * n_inputs / block.weights * block.bytes);
-    for (uint8_t &byte : weights) byte = static_cast<uint8_t>(random());
-    for (size_t at = 0; at < weights.size(); at += block.bytes) {
-        for (const int where : {block.scale, block.min}) {
-            const uint16_t half = random_half(random);
-            if (where >= 0) std::memcpy(&weights[at + where], &half, 2);
-        }
-        if (block.type == WeightType::mxfp4) weights[at] = 110 + random() % 20;
-        const float value = number(random);
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
-        if (block.type == WeightType::f32) std::memcpy(&weights[at], &bits, 4);
-        bits >>= 16;
-        if (block.type == WeightType::bf16) std::memcpy(&weights[at], &bits, 2);
+// --- products of packed weights ---
+
+// The outputs of a product with the first n columns, as one tile.
+std::vector<float> multiply(const InstructionSet &set, WeightType type, const Bytes &weights,
+                            int n_rows, const std::vector<std::vector<float>> &columns, int n) {
+    const int n_inputs = static_cast<int>(columns[0].size());
+    const size_t row_bytes = weights.size() / n_rows;
+    Bytes tile(set.column_bytes(type, n_inputs) * n);
+    for (int c = 0; c < n; c++) {
+        set.prepare(type, columns[c].data(), n_inputs, tile.data(), n, c);
     }
-    return weights;
+    std::vector<float> outputs(n * n_rows);
+    for (int row = 0; row < n_rows; row += set.rows_per_group) {
+        const int rows = std::min(set.rows_per_group, n_rows - row);
+        Bytes group(set.group_bytes(type, n_inputs));
+        set.pack(type, &weights[row * row_bytes], row_bytes, rows, n_inputs, group.data());
+        set.multiply(type, group.data(), tile.data(), n_inputs, n, rows, &outputs[row], n_rows);
+    }
+    return outputs;
 }
 
 bool print_products(const InstructionSet &set, const Block &block) {
-    constexpr int n_inputs = 1536, n_rows = 37, most = 8;
+    constexpr int n_inputs = 1536;
+    constexpr int n_rows = 37;
+    constexpr int most_columns = 8;
     const Bytes weights = random_weights(block, n_rows, n_inputs);
-    const size_t row_bytes = weights.size() / n_rows;
-    std::vector<std::vector<float>> columns(most, std::vector<float>(n_inputs));
+    std::vector<std::vector<float>> columns(most_columns, std::vector<float>(n_inputs));
     Random random(100);
     for (auto &column : columns) {
         for (float &x : column) {
@@ -101,70 +134,90 @@ bool print_products(const InstructionSet &set, const Block &block) {
     }
     Digest digest;
     bool equal = true;
-    std::vector<float> batch(most * n_rows);
-    for (int n = most; n > 0; n--) {
-        Bytes tile(set.column_bytes(block.type, n_inputs) * n);
-        for (int c = 0; c < n; c++) {
-            set.prepare(block.type, columns[c].data(), n_inputs, tile.data(), n, c);
-        }
-        std::vector<float> outputs(n * n_rows);
-        for (int row = 0; row < n_rows; row += set.rows_per_group) {
-            const int rows = std::min(set.rows_per_group, n_rows - row);
-            Bytes group(set.group_bytes(block.type, n_inputs));
-            set.pack(block.type, &weights[row * row_bytes], row_bytes, rows, n_inputs, group.data());
-            set.multiply(block.type, group.data(), tile.data(), n_inputs, n, rows, &outputs[row],
-                         n_rows);
-        }
-        if (n == most) batch = outputs;
+    std::vector<float> batch;
+    for (int n = most_columns; n > 0; n--) {
+        const std::vector<float> outputs = multiply(set, block.type, weights, n_rows, columns, n);
+        if (n == most_columns) batch = outputs;
         equal = equal && same(outputs.data(), batch.data(), outputs.size());
         digest.add(outputs);
     }
     return report(block.name, digest, equal);
 }
 
-// Tensors that are not packed. Sums over inputs have an order that depends on the lanes, so these bits
-// differ from one instruction set to another: they are compared with exact sums. Sums over cells do not.
-bool print_plain(const InstructionSet &set, const Block &block, CacheType type, bool over_cells) {
-    constexpr int n_inputs = 203, n_rows = 9, n_columns = 7;
-    const Bytes rows = random_weights(block, n_rows, n_inputs);
-    std::vector<std::vector<float>> columns(n_columns, std::vector<float>(n_inputs));
-    Random random(200);
-    for (auto &column : columns) {
-        for (float &x : column) x = std::fabs(number(random)) / 128;
+// --- products of tensors that are not packed ---
+
+struct PlainInputs {
+    static constexpr int n_inputs = 203;
+    static constexpr int n_rows = 9;
+    static constexpr int n_columns = 7;
+    Bytes rows;
+    std::vector<std::vector<float>> columns;
+
+    explicit PlainInputs(const Block &block)
+        : rows(random_weights(block, n_rows, n_inputs)),
+          columns(n_columns, std::vector<float>(n_inputs)) {
+        Random random(200);
+        for (auto &column : columns) {
+            for (float &x : column) x = std::fabs(number(random)) / 128;
+        }
     }
-    std::vector<float> outputs(n_columns * n_rows), alone(n_rows);
-    bool equal = true;
-    for (int first = -1; first < n_columns; first++) {  // all columns, and each by itself
+
+    // Multiply the rows with `n` columns from column `first` on. `outputs` has n_rows for each.
+    void multiply(const InstructionSet &set, NumberType type, bool over_cells, int first, int n,
+                  float *outputs) const {
         const float *inputs[n_columns];
         float *to[n_columns];
-        for (int c = 0; c < n_columns; c++) {
-            inputs[c] = columns[first < 0 ? c : first].data();
-            to[c] = first < 0 ? &outputs[c * n_rows] : alone.data();
+        for (int c = 0; c < n; c++) {
+            inputs[c] = columns[first + c].data();
+            to[c] = outputs + c * n_rows;
         }
-        set.multiply_plain({type, reinterpret_cast<const char *>(rows.data()), rows.size() / n_rows,
-                            n_rows, inputs, to, first < 0 ? n_columns : 1, n_inputs, over_cells});
-        if (first >= 0) equal = equal && same(alone.data(), &outputs[first * n_rows], n_rows);
+        set.multiply_plain({type, reinterpret_cast<const char *>(rows.data()),
+                            rows.size() / n_rows, n_rows, inputs, to, n, n_inputs, over_cells});
+    }
+
+    // Whether outputs are the sums of float32 rows times columns, within rounding errors.
+    bool are_accurate(const std::vector<float> &outputs) const {
+        bool good = true;
+        for (int c = 0; c < n_columns; c++) {
+            for (int r = 0; r < n_rows; r++) {
+                double exact = 0;
+                double size = 0;
+                for (int i = 0; i < n_inputs; i++) {
+                    float weight;
+                    std::memcpy(&weight, &rows[4 * (r * n_inputs + i)], 4);
+                    exact += double(weight) * columns[c][i];
+                    size += std::fabs(double(weight) * columns[c][i]);
+                }
+                good = good && std::fabs(outputs[c * n_rows + r] - exact) <= 1e-6 * size;
+            }
+        }
+        return good;
+    }
+};
+
+// The order of sums over inputs depends on the lanes, so these bits differ from one instruction
+// set to another: they are compared with exact sums. Sums over cells do not depend on it.
+bool print_plain(const InstructionSet &set, const Block &block, NumberType type, bool over_cells) {
+    const PlainInputs inputs(block);
+    std::vector<float> outputs(inputs.n_columns * inputs.n_rows);
+    std::vector<float> alone(inputs.n_rows);
+    inputs.multiply(set, type, over_cells, 0, inputs.n_columns, outputs.data());
+    bool equal = true;
+    for (int c = 0; c < inputs.n_columns; c++) {
+        inputs.multiply(set, type, over_cells, c, 1, alone.data());
+        equal = equal && same(alone.data(), &outputs[c * inputs.n_rows], inputs.n_rows);
     }
     if (over_cells) {
         Digest digest;
         digest.add(outputs);
         return report((std::string("cells-") + block.name).c_str(), digest, equal);
     }
-    for (int c = 0; type == CacheType::f32 && c < n_columns; c++) {
-        for (int r = 0; r < n_rows; r++) {
-            double exact = 0, size = 0;
-            for (int i = 0; i < n_inputs; i++) {
-                float weight;
-                std::memcpy(&weight, &rows[4 * (r * n_inputs + i)], 4);
-                exact += double(weight) * columns[c][i];
-                size += std::fabs(double(weight) * columns[c][i]);
-            }
-            equal = equal && std::fabs(outputs[c * n_rows + r] - exact) <= 1e-6 * size;
-        }
-    }
+    if (type == NumberType::f32) equal = equal && inputs.are_accurate(outputs);
     std::printf("plain-%s %s\n", block.name, equal ? "same" : "DIFFERENT");
     return equal;
 }
+
+// --- softmax ---
 
 bool print_softmax(const InstructionSet &set) {
     Digest digest;
@@ -176,8 +229,8 @@ bool print_softmax(const InstructionSet &set) {
         mask[0] = 0;
         const float sink = 0.5f;
         for (const float *sinks : {static_cast<const float *>(nullptr), &sink}) {
-            set.softmax({scores.data(), outputs.data(), n, reinterpret_cast<const char *>(mask.data()),
-                         false, 0.5f, 1.0f, sinks});
+            set.softmax({scores.data(), outputs.data(), n,
+                         reinterpret_cast<const char *>(mask.data()), false, 0.5f, 1.0f, sinks});
             digest.add(outputs);
         }
     }
@@ -196,9 +249,9 @@ int main() {
     bool good = true;
     for (const Block &block : blocks) good = print_products(SET, block) && good;
     for (const bool over_cells : {false, true}) {
-        good = print_plain(SET, blocks[13], CacheType::f16, over_cells) && good;
-        good = print_plain(SET, blocks[14], CacheType::bf16, over_cells) && good;
-        good = print_plain(SET, blocks[15], CacheType::f32, over_cells) && good;
+        good = print_plain(SET, f16_block, NumberType::f16, over_cells) && good;
+        good = print_plain(SET, bf16_block, NumberType::bf16, over_cells) && good;
+        good = print_plain(SET, f32_block, NumberType::f32, over_cells) && good;
     }
     return print_softmax(SET) && good ? 0 : 1;
 }

@@ -1,11 +1,11 @@
-// Compares what ../ggml_internals.h says of ggml with ggml's own headers: the number, the offset
-// and the type of every member that is declared, the types of the functions that are called, the
-// order of virtual functions, numbers of types and operators, sizes of the blocks of weights.
+// Compares ggml/ggml_internals.h with ggml's own headers: the number, offset and type of every
+// declared member, the types of the functions that are called, the order of virtual functions,
+// the numbers of types and operators, and the sizes of blocks of weights.
 //
 //   python -m scripts.check_ggml
 //
-// fetches the headers, compiles this file against them, and runs it. Nearly everything is compared
-// while it is compiled; the virtual tables are when it runs.
+// fetches the headers, compiles this file against them, and runs it. Nearly everything is
+// compared while it is compiled; only the virtual tables are compared when it runs.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -24,10 +24,10 @@
 #include "ggml-cpu/traits.h"
 #include "ggml.h"
 
-// What the kernels declare, and the headers of theirs that need nothing of a CPU.
+// What the kernels declare.
 namespace ours {
-#include "../ggml_internals.h"
-#include "../packed_formats.h"
+#include "ggml/ggml_internals.h"
+#include "products/packed_formats.h"
 }  // namespace ours
 
 namespace {
@@ -52,7 +52,8 @@ SAME_NAME(ggml_backend_reg_i);
 SAME_NAME(ggml_type_traits_cpu);
 SAME_NAME(ggml::cpu::tensor_traits);
 
-// Structures by name (their members are compared below), enumerations as integers of their size.
+// Structures are compared by name (and their members below), enumerations as integers of their
+// size.
 template <class Ours, class Ggml>
 constexpr bool same_value() {
     constexpr bool are_numbers = (std::is_integral_v<Ours> || std::is_enum_v<Ours>) &&
@@ -93,7 +94,7 @@ struct Same<Ours(OurArguments...), Ggml(GgmlArguments...)> {
                   #type "::" #member " lies elsewhere in ggml");                               \
     static_assert(Same<decltype(ours::type::member), decltype(::type::member)>::value,         \
                   #type "::" #member " has another type in ggml")
-// A structure whose members are all declared.
+// For a structure whose members are all declared.
 #define SAME_SIZE(type)                                   \
     static_assert(sizeof(ours::type) == sizeof(::type) && \
                       alignof(ours::type) == alignof(::type), #type " has another size in ggml")
@@ -146,14 +147,14 @@ SAME_MEMBER(ggml_backend_buffer_i, get_tensor_2d);
 SAME_MEMBER(ggml_backend_buffer_i, cpy_tensor);
 SAME_MEMBER(ggml_backend_buffer_i, clear);
 SAME_MEMBER(ggml_backend_buffer_i, reset);
-// Declared in part: ggml allocates these.
+// These are declared in part: ggml allocates them.
 SAME_MEMBER(ggml_backend_buffer, iface);
 SAME_MEMBER(ggml_backend_buffer, buft);
 SAME_MEMBER(ggml_backend_buffer, context);
 static_assert(offsetof(ours::ggml_backend_device, iface) == offsetof(::ggml_backend_device, iface));
 SAME_MEMBER(ggml_backend_device_i, get_buffer_type);
 static_assert(offsetof(::ggml_backend_device_i, get_memory) == 2 * sizeof(void *),
-              "specgen/llama/rpc.py::_DeviceStruct says otherwise");
+              "specgen/llama/rpc.py::_DeviceStruct differs");
 
 SAME_SIZE(ggml_backend_reg_i);
 SAME_MEMBER(ggml_backend_reg_i, get_name);
@@ -198,7 +199,8 @@ static_assert(Same<ours::GetExtraTypes, ggml_backend_dev_get_extra_bufts_t>::val
 
 // --- virtual functions ---
 
-// Ours can stand for ggml's: every virtual function that ggml declares is overridden by one of ours.
+// Ours can take the place of ggml's: each virtual function that ggml declares is overridden by
+// one of ours.
 struct Traits : ::ggml::cpu::tensor_traits {
     bool work_size(int, const ::ggml_tensor *, size_t &) override { return false; }
     bool compute_forward(::ggml_compute_params *, ::ggml_tensor *) override { return false; }
@@ -210,9 +212,10 @@ struct Type : ::ggml::cpu::extra_buffer_type {
     }
 };
 static_assert(!std::is_abstract_v<Traits> && !std::is_abstract_v<Type>,
-              "ggml has a virtual function more");
+              "ggml has another virtual function");
 
-// Where a virtual function lies in its class's table, as the C++ ABI of Linux has it in a pointer.
+// Where a virtual function is in its class's table: the C++ ABI of Linux stores it in a pointer
+// to it.
 template <class Function>
 ptrdiff_t place(Function function) {
     ptrdiff_t parts[2];

@@ -1,11 +1,13 @@
-// Times products: how much a further column costs. Not a test; build and run by hand:
+// Times products: how much another column costs. Not a test; build and run it by hand:
 //
-//     for set in avx2 avx_vnni avx512_vnni amx_int8; do g++ FLAGS -c kernels/$set.cpp; done
+//     for set in avx2 avx_vnni avx512_vnni amx_int8; do
+//         g++ FLAGS -Ikernels -c kernels/instruction_sets/$set.cpp
+//     done
 //     g++ -O3 -std=c++17 -Ikernels kernels/tests/products_bench.cpp *.o -o products_bench -pthread
 //     ./products_bench amx-int8 q4_k 1536 [MB]     instruction set, type, number of inputs
 //
 // where FLAGS are those of scripts/build_kernels.py. It multiplies 600 MB of packed weights, which
-// fit in no cache, on two threads; with MB = 0, one group of rows again and again on one thread.
+// fit into no cache, on two threads; with MB = 0, one group of rows again and again on one thread.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,11 +20,12 @@
 #include <thread>
 #include <vector>
 
-#include "instruction_set.h"
+#include "instruction_sets/instruction_set.h"
 
 constexpr const char *names[] = {"none", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0",
                                  "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl",
                                  "iq4_xs", "mxfp4", "f16", "bf16", "f32"};
+constexpr int most_columns = 96;
 
 // Memory for n bytes, in large pages.
 char *allocate(size_t n) {
@@ -40,71 +43,108 @@ template <class Work> double seconds(int n_threads, Work work) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-void bench(const InstructionSet &set, WeightType type, int64_t n_inputs, double megabytes) {
-    const size_t group_bytes = set.group_bytes(type, n_inputs);
-    const int64_t n_groups = std::max<int64_t>(1, static_cast<int64_t>(megabytes * 1e6) / group_bytes);
-    const int n_threads = n_groups > 1 ? 2 : 1;
-    const int n_repeats = n_groups > 1 ? 7 : 300;
-    const int lanes = set.rows_per_group;
-    const size_t bytes = n_groups * group_bytes;
-    char *weights = allocate(bytes + 8192);
-    for (size_t i = 0; i < bytes; i++) weights[i] = static_cast<char>((i * 2654435761U) >> 13 & 0x3b);
-    constexpr int most = 96;
-    std::vector<float> values(n_inputs), outputs(n_groups * lanes * most);
-    for (auto &v : values) v = static_cast<float>(rand()) / static_cast<float>(RAND_MAX) - 0.5f;
-    const size_t column_bytes = set.column_bytes(type, n_inputs);
-    char *prepared = allocate(column_bytes * most);
-    double one = 0;
-    std::printf("%-7s %5ld inputs, ns for 256 weights of %d rows:", names[static_cast<int>(type)],
-                static_cast<long>(n_inputs), lanes);
-    for (int n : {1, 2, 4, 6, 8, 10, 12, 13, 16, 24, 32, 96}) {
-        const int tile = set.max_columns(type, n), n_tiles = (n + tile - 1) / tile;
-        const auto first = [&](int t) { return n * t / n_tiles; };
-        for (int t = 0; t < n_tiles; t++) {
-            const int size = first(t + 1) - first(t);
-            for (int c = 0; c < size; c++) {
-                set.prepare(type, values.data(), n_inputs, prepared + first(t) * column_bytes, size, c);
+// A product of random weights with up to 96 columns.
+struct Bench {
+    const InstructionSet &set;
+    WeightType type;
+    int64_t n_inputs;
+    size_t group_bytes;
+    size_t column_bytes;
+    int64_t n_groups;
+    int n_threads;
+    char *weights;
+    char *prepared;
+    std::vector<float> values;
+    std::vector<float> outputs;
+
+    Bench(const InstructionSet &set, WeightType type, int64_t n_inputs, double megabytes)
+        : set(set), type(type), n_inputs(n_inputs), group_bytes(set.group_bytes(type, n_inputs)),
+          column_bytes(set.column_bytes(type, n_inputs)),
+          n_groups(static_cast<int64_t>(megabytes * 1e6) / static_cast<int64_t>(group_bytes)) {
+        n_groups = std::max<int64_t>(1, n_groups);
+        n_threads = n_groups > 1 ? 2 : 1;
+        weights = allocate(bytes());
+        for (size_t i = 0; i < n_groups * group_bytes; i++) {
+            weights[i] = static_cast<char>((i * 2654435761U) >> 13 & 0x3b);
+        }
+        prepared = allocate(column_bytes * most_columns);
+        values.resize(n_inputs);
+        for (auto &v : values) v = static_cast<float>(rand()) / static_cast<float>(RAND_MAX) - 0.5f;
+        outputs.resize(n_groups * set.rows_per_group * most_columns);
+    }
+    ~Bench() {
+        munmap(weights, bytes());
+        munmap(prepared, column_bytes * most_columns);
+    }
+    Bench(const Bench &) = delete;
+
+    // Kernels prefetch weights beyond the last ones.
+    size_t bytes() const { return n_groups * group_bytes + 8192; }
+
+    // The least seconds that a product with n columns takes.
+    double least_seconds(int n) {
+        const int most = set.max_columns(type, n);
+        const int n_tiles = (n + most - 1) / most;
+        const auto first = [&](int tile) { return n * tile / n_tiles; };
+        const auto size = [&](int tile) { return first(tile + 1) - first(tile); };
+        for (int tile = 0; tile < n_tiles; tile++) {
+            for (int c = 0; c < size(tile); c++) {
+                set.prepare(type, values.data(), n_inputs, prepared + first(tile) * column_bytes,
+                            size(tile), c);
             }
         }
-        double best = 1e9;
-        for (int repeat = 0; repeat < n_repeats; repeat++) {
-            best = std::min(best, seconds(n_threads, [&](int thread) {
-                for (int64_t g = n_groups * thread / n_threads;
-                     g < n_groups * (thread + 1) / n_threads; g++) {
-                    for (int t = 0; t < n_tiles; t++) {
-                        set.multiply(type, weights + g * group_bytes,
-                                     prepared + first(t) * column_bytes, n_inputs,
-                                     first(t + 1) - first(t), lanes,
-                                     outputs.data() + (g + first(t) * n_groups) * lanes,
-                                     n_groups * lanes);
-                    }
+        const int lanes = set.rows_per_group;
+        const auto multiply = [&](int thread) {
+            const int64_t end = n_groups * (thread + 1) / n_threads;
+            for (int64_t g = n_groups * thread / n_threads; g < end; g++) {
+                for (int tile = 0; tile < n_tiles; tile++) {
+                    float *to = outputs.data() + (g + first(tile) * n_groups) * lanes;
+                    set.multiply(type, weights + g * group_bytes,
+                                 prepared + first(tile) * column_bytes, n_inputs, size(tile),
+                                 lanes, to, n_groups * lanes);
                 }
-                set.finish();
-            }));
+            }
+            set.finish();
+        };
+        double best = 1e9;
+        const int n_repeats = n_groups > 1 ? 7 : 300;
+        for (int repeat = 0; repeat < n_repeats; repeat++) {
+            best = std::min(best, seconds(n_threads, multiply));
         }
-        if (n == 1) one = best;
-        std::printf(" %d: %.0f (%.2f)", n, best * 1e9 * 256 / n_inputs / n_groups * n_threads,
-                    best / one);
-        std::fflush(stdout);
+        return best;
     }
-    std::printf("\n");
-    munmap(weights, bytes + 8192);
-    munmap(prepared, column_bytes * most);
-}
+
+    void print() {
+        std::printf("%-7s %5ld inputs, ns for 256 weights of %d rows:",
+                    names[static_cast<int>(type)], static_cast<long>(n_inputs),
+                    set.rows_per_group);
+        double one = 0;
+        for (int n : {1, 2, 4, 6, 8, 10, 12, 13, 16, 24, 32, 96}) {
+            const double best = least_seconds(n);
+            if (n == 1) one = best;
+            std::printf(" %d: %.0f (%.2f)", n,
+                        best * 1e9 * 256 / n_inputs / n_groups * n_threads, best / one);
+            std::fflush(stdout);
+        }
+        std::printf("\n");
+    }
+};
 
 int main(int argc, char **argv) {
 #ifdef __aarch64__
     const InstructionSet *const sets[] = {&neon_dotprod_set};
 #else
-    syscall(SYS_arch_prctl, 0x1023, 18);  // see attach.cpp
-    const InstructionSet *const sets[] = {&avx2_set, &avx_vnni_set, &avx512_vnni_set, &amx_int8_set};
+    syscall(SYS_arch_prctl, 0x1023, 18);  // see instruction_sets/choose_kernels.cpp
+    const InstructionSet *const sets[] = {&avx2_set, &avx_vnni_set, &avx512_vnni_set,
+                                          &amx_int8_set};
 #endif
+    const int n_inputs = argc > 3 ? atoi(argv[3]) : 1536;
+    const double megabytes = argc > 4 ? atof(argv[4]) : 600;
     for (const InstructionSet *set : sets) {
         if (argc < 2 || std::strcmp(argv[1], set->name) != 0) continue;
         for (int t = 1; t < static_cast<int>(WeightType::count); t++) {
             if (argc > 2 && std::strcmp(argv[2], names[t]) != 0) continue;
-            bench(*set, static_cast<WeightType>(t), argc > 3 ? atoi(argv[3]) : 1536,
-                  argc > 4 ? atof(argv[4]) : 600);
+            Bench(*set, static_cast<WeightType>(t), n_inputs, megabytes).print();
         }
     }
 }

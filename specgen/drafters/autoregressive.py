@@ -14,26 +14,28 @@ from specgen.drafters.expansion import (
     Expansion,
     start_expansion,
 )
-from specgen.drafters.interface import DraftRequest
-from specgen.drafters.tree_cache import TreeCache
-from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import (
+from specgen.drafters.interface import (
+    NO_DRAFT,
+    ROOT,
     Ask,
+    Backend,
+    Batch,
     Drafter,
     Drafting,
+    DraftRequest,
+    Price,
+    RoundPlan,
 )
-from specgen.method.policy import RoundPlan
+from specgen.drafters.tree_cache import TreeCache
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on them
 #: (arXiv:2309.17453).
 _N_SINK = 4
-#: The size of the window of a text of which the cache lacks more than twice as many tokens. With
-#: its first few tokens and so many of its last, a draft model agrees with the target nearly as
-#: often as with all of them, unless the answer copies the text (there n-grams draft).
+#: If the cache lacks more than twice this many tokens of a text, only its first few tokens and this
+#: many of its last are read. With those, a draft model agrees with the target nearly as often as
+#: with all of them, unless the answer copies from the text (and then n-grams draft well).
 _N_WINDOW = 64
 #: The most tokens that are usually new in a round: the target's own, and the last drafted token if
 #: all were accepted.
@@ -52,7 +54,8 @@ class ModelDrafter(Drafter):
     round the branch that became text stays in the cache.
 
     What a chat template puts before every prompt (`DraftRequest.head`) is not read: the model
-    drafts nearly the same, and its prefill is shorter (1 to 4% of an answer to a short prompt).
+    drafts nearly the same without it, and its prefill is shorter, which saves 1 to 4% of the time
+    of an answer to a short prompt.
 
     Args:
         backend: The model's context.
@@ -95,7 +98,7 @@ class ModelDrafter(Drafter):
         return len(self._skipped)
 
     def price(self, n_context: int) -> Price:
-        """Return the costs of decodes; what the cache lacks is decoded first."""
+        """Return the cost of decoding what the cache lacks, and then token by token."""
         return self._costs.price_of_draft(self.n_to_decode(n_context), N_USUAL)
 
     def n_to_decode(self, n_context: int) -> int:
@@ -144,14 +147,13 @@ class ModelDrafter(Drafter):
     ) -> Expansion:
         self._backend.checkpoint(self._sequence)
         self._n_text = len(context)
-        vocabulary = self._backend.vocabulary
         return start_expansion(
             self.name,
             self._request,
             plan,
             context,
             n_drafted,
-            vocabulary,
+            self._backend.vocabulary,
             n_max,
         )
 

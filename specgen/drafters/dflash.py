@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import Expansion
-from specgen.drafters.interface import DraftRequest
+from specgen.drafters.interface import (
+    Ask,
+    Batch,
+    CostTable,
+    Drafting,
+    DraftRequest,
+    Price,
+)
 from specgen.drafters.states import (
     StatesCache,
     StatesDrafter,
     TrainedDraft,
 )
-from specgen.llama.draft_contexts import DflashContext
-from specgen.llama.draft_models import DflashModel
-from specgen.method.backend import Batch
-from specgen.method.cost_table import CostTable, Price
-from specgen.method.drafter import Ask, Drafting
+from specgen.llama.hidden_state_contexts import DflashContext
+from specgen.llama.paired_drafts import DflashModel
 from specgen.system.arrays import Logits
 
 
@@ -29,7 +33,7 @@ class DflashDrafter(StatesDrafter):
     Before it, the cache is filled with the states of the target's layers for the tokens that were
     accepted since the last draft; this decodes no token. The row of a mask predicts that mask's own
     token; with `predicts_from_last` each row predicts the token after it. A row does not depend on
-    the tokens drafted before it, which suits every verifier.
+    the tokens drafted before it, so every verifier can judge it.
     """
 
     name = "dflash"
@@ -47,7 +51,7 @@ class DflashDrafter(StatesDrafter):
         self._n_rows = draft.n_most if draft.predicts_from_last else draft.n_most + 1
         self._cache = StatesCache(backend, request, self.hidden_states)
         self._caches = [self._cache]
-        #: What filling the cache costs: it is cheaper than a block, whose costs must not learn it.
+        #: What filling the cache costs. It is cheaper than a block, and counted separately.
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:

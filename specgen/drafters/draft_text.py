@@ -5,16 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from specgen.drafters.lexicon import (
-    Lexicon,
-    Spelling,
-    counterpart,
-)
+from specgen.drafters.lexicon import Lexicon, counterpart
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.text.overlap import common_prefix_length
 from specgen.text.vocabulary import Vocabulary
 
-#: New bytes are spelled together with so many bytes before them: tokenizers look back.
+#: New bytes are spelled together with this many bytes before them, since a token depends on what
+#: precedes it.
 _BYTES_BEFORE = 48
 #: The most tokens that a new spelling may replace. It differs further back only where the text was
 #: cut in a word.
@@ -26,7 +23,7 @@ class DraftText:
 
     Where the text went on as drafted, the tokens that the draft proposed stay, since the draft's
     cache holds them. The rest is spelled as the draft's tokenizer would spell it, together with the
-    last few tokens before, which may change. No token reaches over a control token.
+    last few tokens before, which may change. No token spans a control token.
 
     Example:
         The draft's tokens are "hello", " w", "or" and "orld". The end of the text is spelled again
@@ -123,12 +120,16 @@ class DraftText:
         self.n_unchanged = min(self.n_unchanged, n_left)
 
     def _start_of(self, index: int) -> int:
-        """Return where token `index` starts: after the bytes before it that no token has."""
+        """Return where token `index` starts. There may be bytes before it that no token has."""
         return self.ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _end_of(self, n_tokens: int) -> int:
-        """Return where the first `n_tokens` tokens end, at least at the last control token."""
+        """Return where the first `n_tokens` tokens end, but not before the last control token."""
         return self.ends[n_tokens - 1] if n_tokens > self._n_fixed_tokens else self._n_fixed_bytes
+
+    def _add(self, token: int, end: int) -> None:
+        self.tokens.append(token)
+        self.ends.append(end)
 
     def _drop_tokens(self, n_left: int) -> None:
         del self.tokens[n_left:]
@@ -137,8 +138,7 @@ class DraftText:
     def _add_control_token(self, token: int) -> None:
         own = counterpart(token, self._target, self._draft)
         if own is not None:
-            self.tokens.append(own)
-            self.ends.append(len(self.data))
+            self._add(own, len(self.data))
         self._n_fixed_bytes = len(self.data)
         self._n_fixed_tokens = len(self.tokens)
 
@@ -149,17 +149,16 @@ class DraftText:
             if not data or not self.data.startswith(data, self._n_spelled):
                 break
             self._n_spelled += len(data)
-            self.tokens.append(token)
-            self.ends.append(self._n_spelled)
+            self._add(token, self._n_spelled)
         if self._n_spelled < len(self.data):
             self._spell_with_last_tokens()
             self._n_spelled = len(self.data)
 
     def _spell_with_last_tokens(self) -> None:
-        """Spell the new bytes together with the tokens before, of which the last may change.
+        """Spell the new bytes together with the tokens before them, the last of which may change.
 
-        As many tokens as possible are kept: up to a place where the new spelling has the end of a
-        token, too. If there is none nearby, the new bytes are spelled by themselves.
+        As many tokens as possible are kept: up to a place where a token of the new spelling ends,
+        too. If there is no such place nearby, the new bytes are spelled on their own.
         """
         first, start = self._where_to_spell_from()
         joint = self._lexicon.spell(bytes(self.data[start:]))
@@ -170,11 +169,14 @@ class DraftText:
             place = max(0, self._end_of(n_kept) - start)
             if place in joint_ends:
                 self._drop_tokens(n_kept)
-                self._add_spelling([(token, end) for token, end in joint if end > place], start)
+                for token, end in joint:
+                    if end > place:
+                        self._add(token, start + end)
                 return
         before = bytes(self.data[start : self._n_spelled])
         new = bytes(self.data[self._n_spelled :])
-        self._add_spelling(self._lexicon.spell_after(before, new), self._n_spelled)
+        for token, end in self._lexicon.spell_after(before, new):
+            self._add(token, self._n_spelled + end)
 
     def _where_to_spell_from(self) -> tuple[int, int]:
         """Return the first token that is spelled again, and the byte at which it starts."""
@@ -184,8 +186,3 @@ class DraftText:
             return first, self._start_of(first)
         # There may be many bytes after the last token that no token has.
         return first, max(self._end_of(first), border)
-
-    def _add_spelling(self, spelling: Spelling, offset: int) -> None:
-        for token, end in spelling:
-            self.tokens.append(token)
-            self.ends.append(offset + end)

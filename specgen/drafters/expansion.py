@@ -2,10 +2,10 @@
 
 To *expand* a node is to ask the drafter for the logits of the token after it. From these the node
 gets its children: the likeliest tokens, or tokens sampled at random. One object grows one draft and
-decides which nodes to expand and which tokens to add; the drafter only computes logits:
+decides which nodes to expand and which tokens to add; the drafter only computes logits. There are:
 
-- `Chain`: one branch, as far as the plan wants.
-- `CostAwareTree`: the likeliest paths, as far as they are worth their time.
+- `Chain`: one branch, as long as the plan wants.
+- `CostAwareTree`: the most likely paths, as long as they are worth their time.
 - `FixedTree`: a given number of children at each depth (SpecInfer, arXiv:2305.09781).
 - `IndependentWalks`: chains that are sampled independently of each other (SpecTr,
   arXiv:2310.15141).
@@ -23,13 +23,17 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from specgen.drafters.interface import DraftRequest
+from specgen.drafters.interface import (
+    ROOT,
+    Ask,
+    Draft,
+    Drafting,
+    DraftRequest,
+    RoundPlan,
+    TreeShape,
+)
 from specgen.errors import NoTokenAllowedError
-from specgen.method.draft import ROOT, Draft
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
 from specgen.method.stopping import CostAwareStopping, DraftStep
-from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 from specgen.text.sampling.distribution import Distribution
 from specgen.text.vocabulary import Vocabulary
@@ -148,7 +152,7 @@ class Expansion(ABC):
 
 @dataclass(eq=False)
 class Chain(Expansion):
-    """One branch, token by token as far as the plan wants."""
+    """One branch, which grows token by token, as long as the plan wants."""
 
     #: The probability that all tokens so far are accepted, as the plan estimates it.
     _cumulative_acceptance: float = field(default=1.0, init=False)
@@ -184,7 +188,7 @@ class Chain(Expansion):
             confidence = request.shaper.top_probability(row, path)
         step = self._decide(confidence)
         if step.keep_token:
-            # Sampled only now: what the token is must not decide whether it is drafted.
+            # Sampled only now: whether the token is drafted must not depend on what it is.
             source = request.shaper.distribution(row, path)
             token = source.sample(request.rng)
             self._add(len(self.tokens) - 1, token, source.probability(token), source)
@@ -377,8 +381,8 @@ class FixedTree(Tree):
 class IndependentWalks(Tree):
     """Chains that are sampled independently, or one chain of the likeliest tokens.
 
-    Chains share the nodes of a common prefix. If there is no room for all, there are fewer or
-    shorter ones; this is decided before anything is sampled.
+    Chains share the nodes of a common prefix. If there is no room for all of them, there are fewer
+    or shorter ones, which is decided before anything is sampled.
     """
 
     def __post_init__(self) -> None:
@@ -436,7 +440,7 @@ def start_expansion(
         n_deepest = min(n_deepest, shape.n_levels)
     elif isinstance(plan.stop, CostAwareStopping):
         kind = CostAwareTree
-    else:  # only costs tell where a tree is worth a branch
+    else:  # without costs it is unknown where a branch is worth its row
         kind = IndependentWalks
         shape = TreeShape("walks", (1, n_max))
     before = tuple(context[len(context) - n_drafted :])

@@ -6,16 +6,17 @@ prefilled.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
-from specgen.drafters.expansion import Expansion
-from specgen.drafters.interface import Reads
+from specgen.drafters.expansion import Decoding, Expansion
+from specgen.drafters.interface import (
+    NO_DRAFT,
+    Drafting,
+    Reads,
+)
 from specgen.drafters.states import StatesDrafter, TrainedDraft
-from specgen.llama.draft_contexts import AssistantContext
-from specgen.llama.draft_models import AssistantModel
-from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Ask, Drafting
-from specgen.system.arrays import Logits
+from specgen.llama.hidden_state_contexts import AssistantContext
+from specgen.llama.paired_drafts import AssistantModel
 
 
 class AssistantDrafter(StatesDrafter):
@@ -39,15 +40,14 @@ class AssistantDrafter(StatesDrafter):
         for token in context[n_decoded:-1]:
             yield from self._decode_token(token, n_decoded, state)
             state = self._backend.state(self._slot.first)
-        row = yield from self._decode_token(context[-1], n_decoded, state)
+        rows = yield from self._decode_token(context[-1], n_decoded, state)
 
-        def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
+        def logits_after(_nodes: Sequence[int]) -> Decoding:
             """Decode the last token of the chain."""
             state = self._backend.state(self._slot.first)
-            row = yield from self._decode_token(draft.tokens[nodes[0]], n_decoded, state)
-            return [row]
+            return self._decode_token(draft.tokens[-1], n_decoded, state)
 
-        return (yield from draft.grow(row, logits_after))
+        return (yield from draft.grow(rows[0], logits_after))
 
 
 class AssistantDraft(TrainedDraft):

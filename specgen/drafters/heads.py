@@ -21,25 +21,25 @@ import numpy as np
 
 from specgen.drafters.expansion import Expansion, start_expansion
 from specgen.drafters.interface import (
+    NO_DRAFT,
+    ROOT,
+    Ask,
+    CostTable,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     LoadedDraft,
+    Price,
     Reads,
+    RoundPlan,
+    ready,
 )
 from specgen.errors import PairError
 from specgen.llama import default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.method.cost_table import CostTable, Price
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import (
-    Ask,
-    Drafter,
-    Drafting,
-    ready,
-)
 from specgen.method.hidden_states import LastHiddenState
-from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.vocabulary import Vocabulary
 
@@ -72,7 +72,7 @@ class HeadsDrafter(Drafter):
         self._request = request
         self._costs = request.costs
         self.hidden_states: LastHiddenState = LastHiddenState()
-        #: A row of logits, in which tokens that are not frequent stay at minus infinity.
+        #: A row of logits. Those of infrequent tokens stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:

@@ -256,7 +256,7 @@ class DraftSetup:
 
 @dataclass(frozen=True, slots=True)
 class ContextSpec:
-    """How large a draft's contexts have to be."""
+    """The size of a draft's contexts."""
 
     #: The number of tokens of each text.
     n_ctx: int
@@ -283,9 +283,9 @@ class LoadedDraft:
     reads: Reads = "text"
     #: Whether it decodes nothing, so that its draft is known before a round is planned.
     is_free = False
-    #: Whether it can sample tokens at random and tell their distributions.
+    #: Whether it can sample tokens at random and return their distributions.
     can_draw = True
-    #: How many tokens one decode predicts, if its decodes are measured.
+    #: How many tokens one decode predicts, for measuring the cost of a token.
     n_at_once = 1
     #: The name of its tokens in events and statistics.
     origin = "model"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KindEntry:
-    """What is known of a kind before its module is imported."""
+    """What is known about a kind before its module is imported."""
 
     #: The module in `specgen.drafters`, which has a `KIND`.
     module: str

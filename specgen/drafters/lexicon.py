@@ -1,6 +1,6 @@
 """The tokens of a vocabulary by their bytes, and texts that are spelled with them.
 
-Vocabularies have bytes in common, and little else: so whatever passes from one to another is bytes.
+Different vocabularies have only their bytes in common, so text passes from one to another as bytes.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class Lexicon:
     def spell_after(self, before: bytes, data: bytes) -> Spelling:
         """Return the spelling of `data` after `before`; ends count from the start of `data`.
 
-        Both are spelled together, as tokenizers look back. But a token that reaches over the border
-        between them is replaced by the spelling of its part after the border.
+        Both are spelled together, since a token depends on what precedes it. But a token that spans
+        the border between them is replaced by the spelling of its part after the border.
 
         Example:
             With the tokens "a", "b", "ab" and "c", "bc" after "a" is spelled "b", "c": together
-            they are "ab", "c", and the first token reaches over the border.
+            they are "ab", "c", and "ab" spans the border.
         """
         if not data:
             return []
@@ -152,7 +152,7 @@ class Lexicon:
         return spelling
 
     def _spell_text(self, text: str, offset: int) -> Spelling:
-        """Spell characters; a part that has no token is separated from the rest by halving."""
+        """Spell characters. A part that has no token is found by halving the text."""
         spelling = self._tokenize(text, offset)
         if spelling is not None:
             return spelling

@@ -36,9 +36,9 @@ _RECORD_SUFFIXES = (".jsonl", ".ndjson")
 _VERSION = 2
 #: The size of a store of earlier texts. If it grows beyond that, its older half is removed.
 MAX_STORE_BYTES = 8 << 20
-#: Texts that are not in the saved array get an array of their own, up to so many tokens ...
+#: The most tokens of earlier texts that are not in the saved array, ...
 MAX_UNSAVED = 16384
-#: ... or this share of the saved ones.
+#: ... unless this share of the saved ones is more. They are sorted again for each answer.
 _UNSAVED_SHARE = 0.25
 #: The longest wait for another process that adds a text.
 _WAIT_S = 2.0
@@ -53,7 +53,7 @@ class _CorpusFile:
 
     path: Path
     about: os.stat_result
-    #: Whether the user named this very file, which has to be text then.
+    #: Whether the user named this very file, so that it must be text.
     is_named: bool
 
 
@@ -128,11 +128,14 @@ def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
         raise UsageError(f"{path}: neither a file nor a folder")
 
 
+def _visible(names: Sequence[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
+
+
 def _files_in(folder: Path) -> Iterator[_CorpusFile]:
     for parent, folders, names in os.walk(folder):
-        # In place: `os.walk` goes on with these. It follows no links.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
+        folders[:] = _visible(folders)  # in place, as `os.walk` then walks these
+        for name in _visible(names):
             path = Path(parent, name)
             with contextlib.suppress(OSError):  # the file has vanished
                 about = path.lstat()
@@ -213,8 +216,8 @@ class EarlierTexts:
         folder: Contains the stores of all vocabularies.
         fingerprint: Identifies the vocabulary.
         max_bytes: The size beyond which the older half of the texts is removed.
-        max_unsaved: How many tokens are sorted again for each answer before all are sorted and
-            saved, if that is more than a share of the saved ones.
+        max_unsaved: How many tokens may be sorted again for each answer before all texts are
+            sorted and saved.
     """
 
     def __init__(

@@ -1,25 +1,27 @@
 """MTP layers: extra layers that a target was trained with to predict further tokens.
 
-They are in the target's own file, or in one of their own. One layer drafts a chain or a tree by
-reading its own output again; several layers each draft one token (multi-token prediction,
+They are in the target's file, or in a separate one. A single layer drafts a chain or a tree by
+reading its own output again. Of several layers, each drafts one token (multi-token prediction,
 DeepSeek-V3, arXiv:2412.19437, section 2.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.drafters.expansion import Decoding, Expansion
 from specgen.drafters.interface import (
     ContextSpec,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     DraftSource,
+    Price,
 )
 from specgen.drafters.states import (
-    N_DRAFT_CELLS,
     N_USUAL,
     LayerDrafter,
     StatesCache,
@@ -28,25 +30,20 @@ from specgen.drafters.states import (
 )
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.draft_contexts import MtpContext
-from specgen.llama.draft_models import MtpModel
-from specgen.llama.gguf_file import holds_mtp_only
-from specgen.method.cost_table import Price
-from specgen.method.drafter import (
-    Ask,
-    Drafter,
-    Drafting,
-)
-from specgen.system.arrays import Hidden, Logits
+from specgen.llama.hidden_state_contexts import MtpContext
+from specgen.llama.mtp_layers import holds_mtp_only
+from specgen.llama.paired_drafts import MtpModel
+from specgen.system.arrays import Hidden
 
 
 class MtpChainDrafter(StatesDrafter):
     """Drafts chains with several MTP layers.
 
-    Layer k predicts the k-th token after those that the target has decoded. Each layer has a cache
-    of its own, whose rows of accepted tokens read the target's states. After these, layer k decodes
-    k rows of drafted tokens: the first reads the first layer's state, and so on. So a draft has no
-    more tokens than there are layers, and tokens that the target has not decoded count among them.
+    Layer k predicts the k-th token after those that the target has decoded. Each layer has its own
+    cache, in which the rows of accepted tokens read the target's states. After these, layer k
+    decodes k rows of drafted tokens: the first reads the first layer's state, and so on. So a draft
+    has no more tokens than there are layers, and tokens that the target has not decoded count among
+    them.
     """
 
     name = "mtp"
@@ -78,26 +75,22 @@ class MtpChainDrafter(StatesDrafter):
         #: The state of each layer that was used, after its last row.
         states: list[Hidden] = []
 
-        def decode_next_layer() -> Decoding:
+        def decode_next_layer(_nodes: Sequence[int] = ()) -> Decoding:
             """Decode the text and what was drafted with the first layer that was not used yet."""
             layer = self._caches[len(states)]
-            row = yield from layer.catch_up(context, n_decoded, draft.tokens, states)
+            rows = yield from layer.catch_up(context, n_decoded, draft.tokens, states)
             states.append(layer.state())
-            return row
-
-        def logits_after(_nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
-            """Let the next layer predict the next token."""
-            return [(yield from decode_next_layer())]
+            return rows
 
         # The first layers predict tokens that are known already.
         for _ in range(n_decoded + 1, len(context)):
             yield from decode_next_layer()
-        row = yield from decode_next_layer()
-        return (yield from draft.grow(row, logits_after))
+        rows = yield from decode_next_layer()
+        return (yield from draft.grow(rows[0], decode_next_layer))
 
 
 class MtpDraft(StatesDraft):
-    """The MTP layers of a loaded target, or those in a file of their own (`path`)."""
+    """The MTP layers of a loaded target, or those in a separate file (`path`)."""
 
     def __init__(self, setup: DraftSetup, path: Path | None) -> None:
         target = setup.target
@@ -122,11 +115,8 @@ class MtpDraft(StatesDraft):
         context = MtpContext(
             self._model,
             spec.options_of(self.key),
-            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
-            n_branches=self._n_branches(spec.n_rows),
-            n_slots=spec.n_slots,
-            clock=spec.clock,
-            n_shared_tokens=self._n_shared_tokens,
+            self._context_size(spec),
+            spec.clock,
         )
         return (context,)
 

@@ -13,10 +13,18 @@ from itertools import count
 from typing import NamedTuple
 
 from specgen.drafters.interface import (
+    FREE,
+    NO_DRAFT,
+    ROOT,
+    Draft,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     LoadedDraft,
+    Price,
+    RoundPlan,
 )
 from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
 from specgen.drafters.suffix_index import (
@@ -26,20 +34,12 @@ from specgen.drafters.suffix_index import (
     SuffixIndex,
     TextIndex,
 )
-from specgen.method.cost_table import FREE, Price
-from specgen.method.draft import (
-    NO_DRAFT,
-    ROOT,
-    Draft,
-)
-from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import RoundPlan
 
 #: The origin of nodes that are drafted from the text itself.
 TEXT_ORIGIN = "ngram"
 #: The origin of nodes that are drafted from other texts.
 LOOKUP_ORIGIN = "lookup"
-#: A corpus is followed if its match is longer than the text's own by at least so many tokens.
+#: A corpus is followed if its match is longer than the text's own by at least this many tokens.
 _CLEARLY_LONGER = 2
 #: How much each token of the match, times each occurrence that agrees, adds to the odds.
 _ODDS_PER_TOKEN = 0.35
@@ -66,16 +66,8 @@ def confidence(
     return odds / (1.0 + odds)
 
 
-class _Guess(NamedTuple):
-    """A token that may come next."""
-
-    token: int
-    origin: str
-    confidence: float
-
-
 class _Path(NamedTuple):
-    """A path from the root of the draft to one of its nodes, and what may follow it."""
+    """A path from the root of the draft to one of its nodes."""
 
     #: The last node, or `ROOT`.
     node: int
@@ -87,15 +79,24 @@ class _Path(NamedTuple):
     matches: list[Match | None]
 
 
+class _Candidate(NamedTuple):
+    """A token that may follow a path."""
+
+    path: _Path
+    token: int
+    origin: str
+    confidence: float
+
+
 class SuffixDrafter(Drafter):
     """Drafts what followed the longest earlier occurrence of the text's last tokens.
 
     With `n_children` above 1 it drafts a tree of the likeliest paths. It does not ask the plan
-    where to stop: a draft costs microseconds, and its probabilities tell where to cut it.
+    where to stop: a draft costs microseconds, and is cut afterwards by its probabilities.
 
     Args:
         min_match: Nothing is drafted where fewer tokens match.
-        max_match: A longer match counts as one of so many tokens.
+        max_match: A longer match counts as one of this length.
         corpora: Other texts. They are followed where their match is clearly longer than the text's
             own; the last of them, if several match equally well.
         n_children: The most continuations of one position.
@@ -122,7 +123,7 @@ class SuffixDrafter(Drafter):
         self._sources: tuple[SuffixIndex, ...] = (self._text, *corpora)
 
     def price(self, n_context: int) -> Price:
-        """Return no cost: nothing is decoded."""
+        """Return `FREE`: nothing is decoded."""
         return FREE
 
     def propose(
@@ -137,65 +138,59 @@ class SuffixDrafter(Drafter):
         ending = list(context[-MAX_MATCH:])
         max_length = len(ending) + min(plan.n_max, self._n_deepest or plan.n_max)
         path = _Path(ROOT, 1.0, ending, [source.longest(ending) for source in self._sources])
-        parents: list[int] = []
-        guesses: list[_Guess] = []
-        # The heap has (-probability, number, path, guess): the likeliest continuation of any path
+        nodes: list[_Candidate] = []
+        # The heap has (-probability, number, candidate): the likeliest candidate after any path
         # comes first, among equals the earliest.
-        heap: list[tuple[float, int, _Path, _Guess]] = []
+        heap: list[tuple[float, int, _Candidate]] = []
         numbers = count()
-        while len(guesses) < plan.n_max:
+        while len(nodes) < plan.n_max:
             if len(path.ending) < max_length:
-                for guess in self._guesses(path.matches):
-                    key = -path.probability * guess.confidence
-                    heappush(heap, (key, next(numbers), path, guess))
+                for candidate in self._candidates(path):
+                    key = -path.probability * candidate.confidence
+                    heappush(heap, (key, next(numbers), candidate))
             if not heap:
                 break
-            key, _, parent, guess = heappop(heap)
-            path = self._extend(parent, guess.token, node=len(guesses), probability=-key)
-            parents.append(parent.node)
-            guesses.append(guess)
-        if not guesses:
+            key, _, candidate = heappop(heap)
+            path = self._extend(candidate, node=len(nodes), probability=-key)
+            nodes.append(candidate)
+        if not nodes:
             return NO_DRAFT
         return Draft(
-            tokens=tuple(guess.token for guess in guesses),
-            parents=tuple(parents),
-            origins=tuple(guess.origin for guess in guesses),
-            probabilities=tuple(guess.confidence for guess in guesses),
-            distributions=(None,) * len(guesses),
+            tokens=tuple(node.token for node in nodes),
+            parents=tuple(node.path.node for node in nodes),
+            origins=tuple(node.origin for node in nodes),
+            probabilities=tuple(node.confidence for node in nodes),
+            distributions=(None,) * len(nodes),
         )
 
     def rewind(self, n_tokens: int) -> None:
         """Forget all of the text but its first `n_tokens`; the corpora stay."""
         self._text.rewind(n_tokens)
 
-    def _extend(
-        self,
-        path: _Path,
-        token: int,
-        *,
-        node: int,
-        probability: float,
-    ) -> _Path:
-        ending = [*path.ending, token]
+    def _extend(self, candidate: _Candidate, *, node: int, probability: float) -> _Path:
+        """Return the path that ends with a candidate."""
+        path = candidate.path
+        ending = [*path.ending, candidate.token]
         matches = [
             source.extend_match(match, ending)
             for source, match in zip(self._sources, path.matches, strict=True)
         ]
         return _Path(node, probability, ending, matches)
 
-    def _guesses(self, matches: Sequence[Match | None]) -> list[_Guess]:
-        """Return the tokens to draft after these matches, one for each source, likeliest first."""
-        number = self._source_to_follow(matches)
-        match = matches[number]
+    def _candidates(self, path: _Path) -> list[_Candidate]:
+        """Return the tokens to draft after a path, the likeliest first."""
+        number = self._source_to_follow(path.matches)
+        match = path.matches[number]
         if match is None:
             return []
         followers = self._sources[number].followers(match)
         length = min(match.length, self._max_match)
         origin = TEXT_ORIGIN if number == 0 else LOOKUP_ORIGIN
-        return [
-            _Guess(token, origin, confidence(length, followers.counts[token], len(match.places)))
-            for token in followers.ranked()[: self._n_children]
-        ]
+        candidates: list[_Candidate] = []
+        for token in followers.ranked()[: self._n_children]:
+            estimate = confidence(length, followers.counts[token], len(match.places))
+            candidates.append(_Candidate(path, token, origin, estimate))
+        return candidates
 
     def _source_to_follow(self, matches: Sequence[Match | None]) -> int:
         """Return the index of a source: 0, the text, unless a corpus's match is clearly longer."""

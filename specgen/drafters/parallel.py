@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 
 from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import Decoding, start_expansion
-from specgen.drafters.interface import DraftRequest
-from specgen.errors import UsageError
-from specgen.method.backend import Backend, Batch
-from specgen.method.cost_table import (
+from specgen.drafters.interface import (
     FREE,
+    NO_DRAFT,
+    Ask,
+    Backend,
+    Batch,
     CostTable,
+    Drafting,
+    DraftRequest,
     Price,
+    RoundPlan,
 )
-from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import RoundPlan
+from specgen.errors import UsageError
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel
@@ -45,8 +47,8 @@ class ParallelDrafter(ModelDrafter):
 
     There are as many rows as the plan would draft tokens if all were as likely as recent ones. A
     row does not depend on the tokens drafted before it, so each token is sampled from a
-    distribution that is known beforehand, which suits every verifier. In a tree, all nodes of one
-    depth get their children from the same row.
+    distribution that is known beforehand, and every verifier can judge it. In a tree, all nodes of
+    one depth get their children from the same row.
 
     Args:
         backend: The model's context.
@@ -100,14 +102,13 @@ class ParallelDrafter(ModelDrafter):
         if n_rows < 1:
             return NO_DRAFT
         rows = yield from self._predict(context, n_rows)
-        vocabulary = self._backend.vocabulary
         expansion = start_expansion(
             self.name,
             request,
             plan,
             context,
             n_drafted,
-            vocabulary,
+            self._backend.vocabulary,
             plan.n_max,
         )
         draft = yield from expansion.grow_from(rows)
@@ -135,8 +136,8 @@ class ParallelDrafter(ModelDrafter):
         backend = self._backend
         n_masks = n_rows - 1
         missing = self._missing(context)
-        # A prompt is decoded before, in batches of its own, and so is everything where dropping
-        # the masks would mean to decode it again.
+        # A prompt is decoded first, in separate batches. So is everything else if dropping the
+        # masks from the cache means decoding again.
         is_long = len(missing) + n_masks > backend.n_batch
         if len(missing) > 1 and (is_long or backend.rollback == "states"):
             yield from self._decode(missing[:-1], n_wanted=0)
@@ -183,6 +184,6 @@ def mask_token(model: LlamaModel, wanted: str) -> int | None:
 
 
 def is_parallel_draft(model: LlamaModel) -> bool:
-    """Return whether the names of a model tell that it is a parallel draft."""
+    """Return whether a model is a parallel draft, judging by its names."""
     names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
     return any(_PARD.search(name) for name in names)

@@ -15,18 +15,20 @@ import numpy as np
 
 from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import Decoding, Expansion
-from specgen.drafters.interface import DraftRequest
-from specgen.method.backend import Backend
-from specgen.method.cascade import Cascade
-from specgen.method.cost_table import FREE, Price
-from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Ask, Drafting
-from specgen.method.policy import (
-    Offer,
-    Policy,
+from specgen.drafters.interface import (
+    FREE,
+    NO_DRAFT,
+    Ask,
+    Backend,
+    Draft,
+    Drafting,
+    DraftRequest,
+    Price,
     RoundPlan,
     RoundResult,
 )
+from specgen.method.cascade import Cascade
+from specgen.method.policy import Offer, Policy
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 
@@ -35,8 +37,8 @@ _RATE = 0.1
 
 
 @dataclass(slots=True)
-class _Guess:
-    """Guessed tokens, until it is known how many of them are right."""
+class _OpenGuess:
+    """Guessed tokens, as long as it is unknown how many of them are right."""
 
     plan: RoundPlan
     draft: Draft
@@ -68,8 +70,8 @@ class SecondDraft:
         self._drafters = drafters
         self._policy = policy
         self._caches = caches
-        #: The last guess, while its result is to come.
-        self._guess: _Guess | None = None
+        #: The last guess, until its result is known.
+        self._guess: _OpenGuess | None = None
         #: Recent seconds for a drafted token; None before the first.
         self._token_s: float | None = None
         #: The length of the text that the drafters were shown last.
@@ -110,11 +112,11 @@ class SecondDraft:
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
-                n_room + 1,
-                n_max,
-                found,
-                drafters.model_name,
-                price,
+                n_left=n_room + 1,
+                n_most=n_max,
+                found=found,
+                drafter=drafters.model_name,
+                price=price,
             )
         )
         self._why = self._why or plan.why
@@ -124,12 +126,12 @@ class SecondDraft:
         draft = plan.stop.cut(uncut)
         if not draft.is_chain:
             draft = NO_DRAFT
-        self._guess = _Guess(
-            plan,
-            draft,
-            (found, uncut),
-            len(drafted),
-            draft_s,
+        self._guess = _OpenGuess(
+            plan=plan,
+            draft=draft,
+            proposed=(found, uncut),
+            n_before=len(drafted),
+            draft_s=draft_s,
         )
         self._n_guessed += len(draft)
         return draft.tokens
@@ -297,10 +299,11 @@ class StagedDrafter(ModelDrafter):
         new = list(context[self._n_agreed :])
         start = max(0, self._n_agreed - self.n_skipped)
         cached = list(self._backend.text(self._sequence)[start:])
-        n_beyond = len(cached) - len(new)
-        first = len(self._rows) - 1 - n_beyond
-        are_rows_valid = self._n_decoded == self._backend.n_decoded_rows and first >= 0
-        if are_rows_valid and new and new == cached[: len(new)]:
+        were_guesses_right = bool(new) and new == cached[: len(new)]
+        # The last row follows the last token in the cache, and this one the last of the context.
+        first = len(self._rows) - 1 - (len(cached) - len(new))
+        are_rows_valid = self._n_decoded == self._backend.n_decoded_rows
+        if were_guesses_right and are_rows_valid and first >= 0:
             self._n_agreed = len(context)
             return self._rows[first:]
         return (yield from super()._catch_up(context))

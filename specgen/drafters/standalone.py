@@ -17,10 +17,14 @@ from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import MAX_WIDTH
 from specgen.drafters.interface import (
     ContextSpec,
+    Drafter,
     DraftKind,
+    DraftOptions,
     DraftRequest,
     DraftSetup,
+    DraftSource,
     LoadedDraft,
+    TreeShape,
 )
 from specgen.drafters.kinds import refuse_draft
 from specgen.drafters.ngram import SuffixDrafter
@@ -42,26 +46,20 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
+from specgen.llama.native_context import n_native_sequences
 from specgen.method.cascade import Cascade
-from specgen.method.drafter import Drafter
 from specgen.method.policy import CostAwarePolicy
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
-from specgen.options import (
-    DraftOptions,
-    DraftSource,
-    SamplerOptions,
-    TreeShape,
-)
+from specgen.options import SamplerOptions
 from specgen.text.sampling.chain import Sampler
 
 #: The most tokens that one draft model guesses for another.
 LONGEST_GUESS = 8
 #: Context sizes are rounded up to a multiple of this, as llama.cpp does.
 _CONTEXT_STEP = 256
-#: A token of a parallel draft counts as its share of a decode that predicts so many.
+#: A token of a parallel draft is taken to cost its share of a decode that predicts this many.
 _N_PARALLEL = 4
 
 
@@ -97,12 +95,12 @@ class StandaloneDraft(LoadedDraft):
             #: The translation between the vocabularies; None if they are the same.
             self._translation = self._compare_vocabularies(setup)
             mask = mask_token(self.model, setup.drafting.mask)
-            #: Whether it would draft in parallel if its file told the mask token.
+            #: Whether it would draft in parallel if its file named the mask token.
             self._lacks_mask = (
                 mask is None and setup.drafting.mask == "auto" and is_parallel_draft(self.model)
             )
-            #: The token that stands for one that is not known yet, if the model drafts in parallel.
-            #: Not with a translation: a token may depend on how the one before it is spelled.
+            #: The token that stands for unknown ones, if the model drafts in parallel. It does not
+            #: with a translation: a token may depend on how the one before it is spelled.
             self.mask = mask if self._translation is None else None
             self._open_helper(setup)
             on_error.pop_all()
@@ -272,7 +270,7 @@ class StandaloneDraft(LoadedDraft):
             own = replace(
                 request,
                 shaper=likeliest,
-                # A generator of its own, so that this model's samples stay the same.
+                # A separate generator, so that this model's samples stay the same.
                 rng=np.random.default_rng(0),
                 caches=caches,
                 costs=request.costs_of(key),

@@ -1,8 +1,8 @@
 """Drafts that read the target's hidden states: the common part of MTP, EAGLE-3, DFlash and Gemma 4.
 
 Such a draft is a few layers that were trained for one target. A *row* is a token together with the
-hidden state before it, which holds what the target makes of the text so far. For tokens that the
-target has decoded this is the target's own state; for drafted tokens it is the draft's.
+hidden state after the token before it. For tokens that the target has decoded this is the target's
+state; for drafted tokens it is the draft's own.
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ from specgen.drafters.expansion import (
     start_expansion,
 )
 from specgen.drafters.interface import (
+    NO_DRAFT,
+    ROOT,
+    Ask,
+    Batch,
     ContextSpec,
+    Drafter,
+    Drafting,
     DraftKind,
     DraftRequest,
     DraftSetup,
     Key,
     LoadedDraft,
+    Price,
     Reads,
+    RoundPlan,
 )
 from specgen.drafters.tree_cache import TreeCache
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
-from specgen.method.backend import Batch
-from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, ROOT
-from specgen.method.drafter import (
-    Ask,
-    Drafter,
-    Drafting,
-)
+from specgen.llama.hidden_state_contexts import DraftContextSize, HiddenStateContext
 from specgen.method.hidden_states import HiddenStateBuffer, StatesBackend
-from specgen.method.policy import RoundPlan
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.llama.draft_contexts import StatesContext
-    from specgen.llama.draft_models import TrainedModel
+    from specgen.llama.paired_drafts import TrainedDraftModel
 
 #: The most rows that count as those of the last round, and not as a prefill.
 N_USUAL = 8
@@ -103,7 +102,7 @@ class StatesCache:
             return False
         self.n_held = min(self.n_held, n_decoded)
         if self._hidden_states.first > self.n_held:
-            # One state too few happens wherever a kept text goes on: the row then reads zeros.
+            # Where a kept text is continued, one state is missing: that row reads zeros.
             self.n_held = self._hidden_states.first
             self.n_skipped = self.n_held
             self._backend.remove(self._sequence)
@@ -128,7 +127,7 @@ class StatesCache:
                 them are decoded too.
 
         Returns:
-            The logits after the last row, float32[n_vocab].
+            The logits after the last row, float32[1, n_vocab].
         """
         rows: Logits | None = None
         end = n_decoded + 1 + len(own_states)
@@ -147,8 +146,7 @@ class StatesCache:
             rows = yield Ask(self._backend, batch, self._costs)
             self.n_held = min(batch_end, n_decoded + 1)
         assert rows is not None, "at least one token is decoded"
-        row: Logits = rows[0]
-        return row
+        return rows
 
     def state(self) -> Hidden:
         """Return the draft's state after the last row, float32[n_embd]."""
@@ -167,8 +165,8 @@ class StatesDrafter(Drafter):
     """
 
     name: ClassVar[str]
-    #: The most tokens that the target has not decoded yet, after the first of them: the draft
-    #: decodes each by itself.
+    #: The most tokens that the target has not decoded yet, besides the first one. The draft
+    #: decodes each of them separately.
     max_undecoded = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
@@ -210,14 +208,13 @@ class StatesDrafter(Drafter):
             return NO_DRAFT
         if not all(cache.prepare(n_decoded) for cache in self._caches):
             return NO_DRAFT
-        vocabulary = self._backend.vocabulary
         draft = start_expansion(
             self.name,
             self._request,
             plan,
             context,
             n_drafted,
-            vocabulary,
+            self._backend.vocabulary,
             n_max,
         )
         try:
@@ -249,13 +246,11 @@ class StatesDrafter(Drafter):
         position: int,
         state: Hidden,
     ) -> Decoding:
-        """Decode a token with the state before it; return the logits after it, float32[n_vocab]."""
+        """Decode a token with the state before it; return the logits, float32[1, n_vocab]."""
         batch = Batch()
         batch.add(token, position, (self._slot.first,), True)
         batch.hidden.append(state)
-        rows = yield Ask(self._backend, batch, self._costs)
-        row: Logits = rows[0]
-        return row
+        return (yield Ask(self._backend, batch, self._costs))
 
 
 class LayerDrafter(StatesDrafter):
@@ -283,12 +278,12 @@ class LayerDrafter(StatesDrafter):
         n_decoded: int,
     ) -> Drafting:
         n_skipped = self._cache.n_skipped
-        row = yield from self._cache.catch_up(context, n_decoded)
+        rows = yield from self._cache.catch_up(context, n_decoded)
         for index in range(n_decoded + 1, len(context)):
             state = self._cache.state()
-            row = yield from self._decode_token(context[index], index - n_skipped, state)
+            rows = yield from self._decode_token(context[index], index - n_skipped, state)
         n_cells = len(context) - n_skipped
-        return (yield from self._grow_nodes(draft, row, self._cache.state(), n_cells))
+        return (yield from self._grow_nodes(draft, rows[0], self._cache.state(), n_cells))
 
     def _grow_nodes(
         self,
@@ -353,6 +348,14 @@ class StatesDraft(LoadedDraft):
     def _n_branches(self, n_rows: int) -> int:
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
+    def _context_size(self, spec: ContextSpec) -> DraftContextSize:
+        return DraftContextSize(
+            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
+            n_slots=spec.n_slots,
+            n_branches=self._n_branches(spec.n_rows),
+            n_shared_tokens=self._n_shared_tokens,
+        )
+
     def _use_model(self, model: LlamaModel) -> None:
         """Use a loaded model, which is not the target. Raise `PairError` if it does not fit."""
         self.models = (model,)
@@ -369,8 +372,8 @@ class StatesDraft(LoadedDraft):
 class TrainedDraft(StatesDraft):
     """A loaded draft that was trained for one target, in a file with its own architecture."""
 
-    model_type: ClassVar[type[TrainedModel]]
-    context_type: ClassVar[type[StatesContext]]
+    model_type: ClassVar[type[TrainedDraftModel]]
+    context_type: ClassVar[type[HiddenStateContext]]
     drafter_type: ClassVar[type[StatesDrafter]]
     #: Whether its drafts may branch.
     draws_trees: ClassVar[bool] = False
@@ -401,11 +404,8 @@ class TrainedDraft(StatesDraft):
             self._model,
             spec.target,
             spec.options_of(self._model.path),
-            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
-            n_branches=self._n_branches(spec.n_rows),
-            n_slots=spec.n_slots,
-            clock=spec.clock,
-            n_shared_tokens=self._n_shared_tokens,
+            self._context_size(spec),
+            spec.clock,
         )
         return (context,)
 

@@ -1,4 +1,4 @@
-"""Where did the end of a text occur before? Indexes that answer it, for prompt lookup.
+"""Indexes that find where the end of a text occurred before, for prompt lookup.
 
 `TextIndex` searches a text that grows token by token, and `SuffixArray` a corpus that stays.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import math
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -42,7 +43,7 @@ MAX_PLACES = 100
 _MOST_SEARCHED = 1024
 #: Follows each text of a corpus. It is not a token.
 SEPARATOR = -1
-#: A token that followed last is preferred, unless another one followed so many times as often.
+#: The token that followed last is preferred, unless another one followed this many times as often.
 _CLEARLY_OFTENER = 3
 #: The errors that reading a damaged archive of arrays raises.
 _DAMAGE: Final = (
@@ -78,8 +79,8 @@ class Followers:
     def ranked(self) -> list[int]:
         """Return the tokens, the most frequent first.
 
-        But the one that followed last comes first, unless another is clearly more frequent: texts
-        tend to repeat what they contained recently.
+        But the one that followed last comes first, unless another one is clearly more frequent:
+        texts tend to repeat what they said recently.
         """
         counts = self.counts
         latest = self.latest
@@ -92,7 +93,7 @@ class Followers:
 
 
 class SuffixIndex(ABC):
-    """Tokens, in which the longest occurrences of the end of a text are found."""
+    """Tokens in which the longest occurrences of the end of a text can be found."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         #: The tokens as a list or memoryview, whose items are read faster than those of an array.
@@ -182,14 +183,15 @@ class TextIndex(SuffixIndex):
 class SuffixArray(SuffixIndex):
     """Finds endings in a corpus of texts by binary search.
 
-    It holds the beginnings of the texts, one for each token, sorted by their last tokens, the last
-    one first (Manber and Myers, "Suffix arrays", 1990). So all beginnings that end with the same
-    tokens are neighbours. No match runs from one text into the next.
+    It holds the prefixes of the texts, one for each token, sorted by their last tokens, the last
+    one first (Manber and Myers, "Suffix arrays", 1990). So all prefixes that end with the same
+    tokens are neighbours. Those of the text a b a c, for example, are in the order a b a, a, a b,
+    a b a c. No match runs from one text into the next.
 
     Args:
         tokens: int32[n], the texts, each followed by a separator.
         order: int32[n], the indices of the tokens, counted from the end of `tokens`, sorted by the
-            `MAX_MATCH` tokens from there backwards.
+            `MAX_MATCH` tokens from there backwards. Each stands for the prefix that ends there.
     """
 
     def __init__(self, tokens: IntArray, order: IntArray) -> None:
@@ -225,27 +227,31 @@ class SuffixArray(SuffixIndex):
         return None
 
     def _longest_length(self, wanted: tuple[int, ...]) -> int:
-        """Return how many of the tokens `wanted`, from the first on, occur backwards."""
+        """Return how many of the tokens `wanted`, from the first one on, occur in this order."""
         key = self._key(len(wanted))
         position = bisect_left(self._place_at, _as_bytes(wanted), key=key)
         # The longest match is next to where the wanted tokens themselves would be inserted.
         neighbours = self._place_at[max(0, position - 1) : position + 1].tolist()
         backwards = self.tokens[::-1]
-        return max(
-            common_prefix_length(wanted, backwards[place : place + len(wanted)].tolist())
-            for place in neighbours
-        )
+        longest = 0
+        for place in neighbours:
+            found = backwards[place : place + len(wanted)].tolist()
+            longest = max(longest, common_prefix_length(wanted, found))
+        return longest
 
     def _places_after(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the indices of the tokens after occurrences, of many an even sample."""
+        """Return the indices of the tokens after the occurrences; of many, an even sample."""
         key = self._key(len(wanted))
         data = _as_bytes(wanted)
         first = bisect_left(self._place_at, data, key=key)
         end = bisect_right(self._place_at, data, lo=first, key=key)
-        step = max(1, -(-(end - first) // MAX_PLACES))
-        # An occurrence that ends on a token has an index behind it: the last entry is a separator.
-        followers = [len(self) - place for place in self._place_at[first:end:step].tolist()]
-        return tuple(place for place in followers if self._token_at[place] != SEPARATOR)
+        step = max(1, math.ceil((end - first) / MAX_PLACES))
+        places: list[int] = []
+        for backward_index in self._place_at[first:end:step].tolist():
+            place = len(self) - backward_index  # there is one: the last entry is a separator
+            if self._token_at[place] != SEPARATOR:
+                places.append(place)
+        return tuple(places)
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
         """Return the function that `order` is sorted by: the `n_tokens` tokens from a place on."""

@@ -16,26 +16,31 @@ from dataclasses import (
 )
 
 from specgen.drafters.draft_text import DraftText
+from specgen.drafters.interface import (
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    Drafting,
+    Price,
+    RoundPlan,
+)
 from specgen.drafters.lexicon import (
     Lexicon,
     Spelling,
     counterpart,
     n_incomplete_bytes,
 )
-from specgen.method.cost_table import Price
-from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Drafter, Drafting
-from specgen.method.policy import RoundPlan
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
-from specgen.text.sampling.chain import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler
 from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.raw_probabilities import likeliest
 from specgen.text.vocabulary import Vocabulary
 
-#: How many of the text's last bytes the target's tokenizer sees before a draft: tokenizers look
-#: back.
+#: How many of the text's last bytes the target's tokenizer sees before a draft, since a token
+#: depends on what precedes it.
 _BYTES_BEFORE = 32
 #: The most tokens to take back at the end of the text.
 _MAX_HELD_BACK = 4
@@ -121,8 +126,8 @@ class Translation:
         Args:
             draft: A chain in the draft's tokens.
             before: The end of the text, which the chain follows.
-            held_back: The end of `before` that the chain has to begin with: the draft was shown the
-                text without it.
+            held_back: The end of `before`. The draft was shown the text without it, so the chain
+                must begin with it.
             step_confidences: Those of the translated draft.
         """
         drafted = self._to_bytes(draft)
@@ -133,8 +138,8 @@ class Translation:
             return nothing
         data = drafted.data[len(held_back) :]
 
-        # Part of a character is left out: the whole may be spelled differently. But the text may
-        # have begun it.
+        # Part of a character is left out, as the complete one may be spelled differently; unless
+        # the text itself ends within that character.
         n_incomplete = n_incomplete_bytes(before + data)
         if n_incomplete <= len(data):
             data = data[: len(data) - n_incomplete]
@@ -181,7 +186,7 @@ class Translation:
 
 
 class PrefixPipeline(SamplingPipeline):
-    """Chooses the draft's most likely tokens, of which the first has to begin with given bytes.
+    """Chooses the draft's most likely tokens, the first of which must begin with given bytes.
 
     The target's text may end in the middle of one of the draft's tokens: in a line break with the
     indentation of the next line, for example.
@@ -223,8 +228,8 @@ class TranslatedDrafter(Drafter):
         translation: Translates between the vocabularies.
         text: The text in the drafter's tokens.
         sampling: The pipeline with which `inner` chooses tokens.
-        holds_back: Whether tokens at the end of the text may be taken back. That suits caches that
-            easily drop cells.
+        holds_back: Whether tokens at the end of the text may be taken back. The drafter's cache
+            must be able to drop single cells.
     """
 
     name = "model"
@@ -285,7 +290,7 @@ class TranslatedDrafter(Drafter):
         return draft if len(draft) <= plan.n_max else draft.first(plan.n_max)
 
     def _n_to_hold_back(self, before: bytes) -> int:
-        """Return how many of the drafter's last tokens longer ones may replace.
+        """Return how many tokens at the end of the text the drafter may replace by longer ones.
 
         These are the tokens of an incomplete character, or a last token of white space, where
         vocabularies differ most.

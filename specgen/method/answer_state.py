@@ -35,7 +35,7 @@ from specgen.method.text_state import TextState
 from specgen.method.verifiers import Verdict, Verifier
 from specgen.options import GenerationOptions
 from specgen.system.arrays import Logits, best
-from specgen.text.sampling.chain import log_probabilities
+from specgen.text.sampling.raw_probabilities import log_probabilities
 from specgen.text.text_stream import TextStream
 from specgen.text.vocabulary import Vocabulary
 

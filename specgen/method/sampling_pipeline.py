@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from specgen.method.text_state import TextState
 from specgen.system.arrays import Logits, best
-from specgen.text.sampling.chain import Sampler, likeliest
+from specgen.text.sampling.chain import Sampler
 from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.raw_probabilities import likeliest
 
 
 class SamplingPipeline:
@@ -38,7 +39,7 @@ class SamplingPipeline:
             # The mask alone may allow several end tokens: drafter and verifier take the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
-            grammar.ending(logits),
+            grammar.adjust_logits(logits),
             self._state.history(path, n_history),
             None if grammar.is_free else grammar.allows,
         )

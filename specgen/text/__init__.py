@@ -1,1 +1,1 @@
-"""Text: sequences, samplers, grammars."""
+"""Text: tokens and what they read as, samplers, and grammars."""

@@ -12,9 +12,15 @@ _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """Turns the bytes of tokens into text, up to a stop string, of which a prefix is held back;
-    bytes that are not UTF-8 become U+FFFD. A line that begins with fewer than `n_indent` spaces and
-    tabs is a stop string, too.
+    """Turns the bytes of tokens into text, up to a stop string.
+
+    Text that may be the beginning of a stop string is held back. Bytes that are not UTF-8 become
+    U+FFFD.
+
+    Args:
+        stops: Strings that end the text, none of them empty.
+        n_indent: If positive, a line after the first also ends the text where it begins with fewer
+            spaces and tabs than this.
     """
 
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
@@ -22,9 +28,11 @@ class TextStream:
             raise ValueError("a stop string is empty")
         self._decoder = _Decoder(errors="replace")
         self._stops = tuple(stops)
-        self._short = (
-            re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)") if n_indent else None
-        )
+        #: The start of a line with too little indentation; group 1 is what follows the
+        #: indentation, if that is known already.
+        self._dedent: re.Pattern[str] | None = None
+        if n_indent:
+            self._dedent = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)")
         self._held = ""
         self._shown: list[str] = []
         #: The stop string that was found.
@@ -32,6 +40,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
+        """All text that was shown so far."""
         return "".join(self._shown)
 
     def flush(self) -> str:
@@ -43,23 +52,38 @@ class TextStream:
         text = self._decoder.decode(token_bytes, final)
         if self.stopped_by is not None:
             return ""
-        if self._stops or self._short is not None:
+        if self._stops or self._dedent is not None:
             text = self._held + text
-            hits = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
-            n_held = max((partial_match_length(text, stop) for stop in self._stops), default=0)
-            if self._short is not None and (short := self._short.search(text)) is not None:
-                n_held = max(n_held, len(text) - short.start())
-                hits += [(short.start(), "\n")] if short[1] else []
-            if hits:
-                index, self.stopped_by = min(hits)
-                n_held = len(text) - index
-            elif final:
+            n_held = self._find_stop(text)
+            if final and self.stopped_by is None:
                 n_held = 0
-            text, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
+            n_shown = len(text) - n_held
+            self._held = text[n_shown:]
+            text = text[:n_shown]
         self._shown.append(text)
         return text
 
+    def _find_stop(self, text: str) -> int:
+        """Note the first stop string in a text, and return how many characters to hold back."""
+        n_held = 0
+        hits: list[tuple[int, str]] = []
+        for stop in self._stops:
+            index = text.find(stop)
+            if index >= 0:
+                hits.append((index, stop))
+            n_held = max(n_held, partial_match_length(text, stop))
+        dedent = None if self._dedent is None else self._dedent.search(text)
+        if dedent is not None:
+            if dedent[1]:
+                hits.append((dedent.start(), "\n"))
+            n_held = max(n_held, len(text) - dedent.start())
+        if not hits:
+            return n_held
+        index, self.stopped_by = min(hits)
+        return len(text) - index
+
     def preview(self, before: bytes, token_bytes: bytes) -> str:
+        """Return how the bytes of a token would read after this text and some more bytes."""
         decoder = _Decoder(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)

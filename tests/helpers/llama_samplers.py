@@ -24,7 +24,8 @@ def native_chain(options: SamplerOptions, n_vocab: int, vocab: Any = None) -> li
 
     XTC's generator is left out by giving it probability 0 or 1 only. `vocab` is for DRY.
     """
-    lib, made = llama_cpp, []
+    lib = llama_cpp
+    made = []
     if options.logit_bias:
         biases = (lib.llama_logit_bias * len(options.logit_bias))()
         for i, (token_id, bias) in enumerate(options.logit_bias):

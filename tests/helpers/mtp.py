@@ -1,4 +1,4 @@
-"""Tiny models with MTP layers that say nearly what the model says."""
+"""Tiny models with MTP layers that predict nearly what the model does."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _mtp_layer(
     of_state: float,
     n_mtp: int,
 ) -> dict[str, Values]:
-    """The tensors of the MTP layers: the last layer's, behind a projection of token and state."""
+    """The tensors of the MTP layers: the last layer's, after a projection of token and state."""
     n_embd, last = config.n_embd, config.n_layer - 1
     rng = np.random.default_rng(config.seed + 1)
     found: dict[str, Values] = {}

@@ -15,11 +15,13 @@ Wanted = Literal["all", "last", "none"]
 def batch_of(
     tokens: Iterable[int], start: int = 0, sequence: int = 0, wanted: Wanted = "all"
 ) -> Batch:
-    """The tokens of a text from a position on, with the logits that are wanted."""
-    batch, tokens = Batch(), list(tokens)
-    for position, token in enumerate(tokens, start):
-        is_last = position == start + len(tokens) - 1
-        batch.add(token, position, (sequence,), wanted == "all" or (wanted == "last" and is_last))
+    """Tokens of a text from a position on, with the logits that are wanted."""
+    batch = Batch()
+    in_order = list(tokens)
+    last = start + len(in_order) - 1
+    for position, token in enumerate(in_order, start):
+        has_logits = wanted == "all" or (wanted == "last" and position == last)
+        batch.add(token, position, (sequence,), has_logits)
     return batch
 
 

@@ -1,4 +1,4 @@
-"""scripts/build_kernels.py: the kernels are compiled where they can be, once, and never in the way."""
+"""scripts/build_kernels.py compiles the kernels where it can, once, and is never in the way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from scripts import build_kernels
-from scripts.build_kernels import LIBRARY, BuildError, build
+from scripts.build_kernels import LIBRARY, PLATFORMS, SOURCES, BuildError, fingerprint, plan
 from tests.helpers.common import ROOT
 
 pytestmark = [
@@ -21,8 +23,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-#: Notes how it is called, and writes something where it is told to; `REFUSED` is a flag that it
-#: does not know, and a file that says `error` is one that it cannot compile.
+#: A compiler that records how it is called and creates an empty output. It does not know the flag
+#: `refused`, and cannot compile a file that contains the word `error`.
 COMPILER = """#!{python}
 import sys
 arguments = sys.argv[1:]
@@ -40,10 +42,8 @@ if "-o" in arguments:
     open(arguments[arguments.index("-o") + 1], "w").close()
 """
 
-
-@pytest.fixture(autouse=True)
-def _platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_platform", lambda: build_kernels.X86)
+#: For x86-64, whatever this machine is.
+build = partial(build_kernels.build, platform=build_kernels.X86)
 
 
 class Compiler:
@@ -51,7 +51,8 @@ class Compiler:
 
     def __init__(self, folder: Path, *, refused: str = "", version: str = "1.0") -> None:
         folder.mkdir(exist_ok=True)
-        self._log, self.path = folder / "log", folder / "compiler"
+        self._log = folder / "log"
+        self.path = folder / "compiler"
         script = COMPILER.format(
             python=sys.executable, log=str(self._log), refused=refused, version=version
         )
@@ -60,11 +61,11 @@ class Compiler:
         self.environment = {"CXX": str(self.path)}
 
     def commands(self) -> list[list[str]]:
-        """How it was called to compile and link, since it was asked last."""
+        """Return the commands that compiled or linked since the last call of this method."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.unlink(missing_ok=True)
         calls = [words for words in map(str.split, lines) if "-o" in words]
-        # What it is asked to learn which flags it knows is not among them.
+        # Without those that only test whether it knows some flags.
         return [words for words in calls if not any(word.endswith("nothing.cpp") for word in words)]
 
 
@@ -72,10 +73,15 @@ class Compiler:
 def source(tmp_path: Path) -> Path:
     """The source of a library."""
     folder = tmp_path / "source"
-    (folder / "kernels").mkdir(parents=True)
-    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni", "amx_int8", "neon_dotprod"):
-        (folder / "kernels" / f"{name}.cpp").write_text(f"int {name};\n")
-    (folder / "kernels" / "vector.h").write_text("int vector;\n")
+    names = ("avx2", "avx_vnni", "avx512_vnni", "amx_int8", "neon_dotprod")
+    files = {f"instruction_sets/{name}.cpp": f"int {name};\n" for name in names}
+    files["ggml/attach.cpp"] = "int attach;\n"
+    files["vectors/vector.h"] = "int vector;\n"
+    files["tests/some_test.cpp"] = "int not_compiled;\n"
+    for path, text in files.items():
+        file = folder / SOURCES / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     return folder
 
 
@@ -84,19 +90,12 @@ def compiler(tmp_path: Path) -> Compiler:
     return Compiler(tmp_path / "compiler")
 
 
-def compiled(commands: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
-    """The commands that compiled, by the file's name."""
-    return {Path(word).name: words for words in commands for word in words if word.endswith(".cpp")}
-
-
-def test_nothing_is_compiled_twice(
-    source: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_compiled_twice(source: Path, compiler: Compiler, tmp_path: Path) -> None:
+    header = source / SOURCES / "vectors" / "vector.h"
     stamp = (source / LIBRARY).with_name(build_kernels.STAMP)
     changes: list[Callable[[], object]] = [
         lambda: None,
-        lambda: (source / "kernels" / "vector.h").write_text("int other;\n"),
-        lambda: monkeypatch.setattr(build_kernels, "COMMON_FLAGS", ("-O1",)),
+        lambda: header.write_text("int other;\n"),
         lambda: Compiler(tmp_path / "compiler", version="2.0"),
         (source / LIBRARY).unlink,
         lambda: stamp.write_text("nonsense"),
@@ -110,17 +109,47 @@ def test_nothing_is_compiled_twice(
     assert len(compiler.commands()) == 6
 
 
-def test_a_failure_is_told_and_leaves_no_older_library(
+def test_other_flags_make_another_library(source: Path, compiler: Compiler) -> None:
+    command = [str(compiler.path)]
+    folder = source / SOURCES
+    steps = plan(command, [Path("ggml/attach.cpp")], build_kernels.X86)
+    other_steps = [replace(step, flags=("-O1",)) for step in steps]
+    assert fingerprint(folder, command, steps) == fingerprint(folder, command, steps)
+    assert fingerprint(folder, command, steps) != fingerprint(folder, command, other_steps)
+
+
+def test_a_file_is_left_out_if_the_compiler_does_not_know_its_flags(
+    source: Path, tmp_path: Path
+) -> None:
+    compiler = Compiler(tmp_path / "compiler", refused="-mavxvnni")
+    build(source, compiler.environment)
+    compiled = compiled_files(compiler.commands())
+    assert "avx_vnni.cpp" not in compiled
+    assert "-DWITHOUT_AVX_VNNI" in compiled["attach.cpp"]
+    assert "-DWITHOUT_AVX512_VNNI" not in compiled["attach.cpp"]
+
+
+def compiled_files(commands: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Return the commands that compiled, by the name of the file."""
+    by_name = {}
+    for words in commands:
+        for word in words:
+            if word.endswith(".cpp"):
+                by_name[Path(word).name] = words
+    return by_name
+
+
+def test_a_failure_is_reported_and_leaves_no_older_library(
     source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build(source, compiler.environment)
-    (source / "kernels" / "attach.cpp").write_text("error\n")
+    (source / SOURCES / "ggml" / "attach.cpp").write_text("error\n")
     capsys.readouterr()
     assert build(source, compiler.environment) is None
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "attach.cpp:1: error: nonsense" in said.err
-    last = said.err.splitlines()[-1]
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "attach.cpp:1: error: nonsense" in printed.err
+    last = printed.err.splitlines()[-1]
     assert last.startswith("the kernels are not built: ")
     assert "could not build attach.cpp" in last
     assert last.endswith("specgen works without them")
@@ -130,7 +159,7 @@ def test_a_failure_is_told_and_leaves_no_older_library(
 def test_without_a_compiler_there_are_no_kernels(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setenv("PATH", "")
     assert build(source, {}) is None
     assert build(source, {"CXX": "nothing -x"}) is None
     lines = capsys.readouterr().err.splitlines()
@@ -147,7 +176,7 @@ def test_without_a_compiler_there_are_no_kernels(
 
 
 def wheel_of(source: Path, folder: Path) -> tuple[str, set[str], str]:
-    """The name, the files and the tags of a wheel that is built from a source."""
+    """Build a wheel from a source. Return its name, its files and its tags."""
     from hatchling.builders.wheel import WheelBuilder
 
     (built,) = WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
@@ -159,7 +188,7 @@ def wheel_of(source: Path, folder: Path) -> tuple[str, set[str], str]:
 
 @pytest.fixture
 def package(source: Path) -> Path:
-    """A source that can be built, with this project's way of building it."""
+    """A source that can be built in the way of this project."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "models.toml", "hatch_build.py"):
         shutil.copy(ROOT / name, source / name)
     (source / "scripts").mkdir()
@@ -170,6 +199,7 @@ def package(source: Path) -> Path:
     return source
 
 
+@pytest.mark.skipif(sysconfig.get_platform() not in PLATFORMS, reason="no kernels here")
 @pytest.mark.parametrize("outcome", ["built", "off", "failed"])
 def test_a_wheel_is_for_this_platform_if_it_has_kernels(
     package: Path,
@@ -180,15 +210,18 @@ def test_a_wheel_is_for_this_platform_if_it_has_kernels(
 ) -> None:
     monkeypatch.setenv("CXX", str(compiler.path))
     monkeypatch.delenv(build_kernels.VARIABLE, raising=False)
-    build(package, compiler.environment)  # what an earlier build left is not taken along
+    # What an earlier build left is not packed.
+    build_kernels.build(package, compiler.environment)
     if outcome == "off":
         monkeypatch.setenv(build_kernels.VARIABLE, "off")
     if outcome == "failed":
-        (package / "kernels" / "avx2.cpp").write_text("error\n")
+        for name in ("avx2.cpp", "neon_dotprod.cpp"):
+            (package / SOURCES / "instruction_sets" / name).write_text("error\n")
     name, files, about = wheel_of(package, tmp_path / "wheels")
     has_kernels = outcome == "built"
     assert (LIBRARY in files) == has_kernels
-    tag = "py3-none-linux_x86_64" if has_kernels else "py3-none-any"
+    platform = sysconfig.get_platform().replace("-", "_")
+    tag = f"py3-none-{platform}" if has_kernels else "py3-none-any"
     assert name.endswith(f"-{tag}.whl")
     assert f"Tag: {tag}" in about
     assert f"Root-Is-Purelib: {str(not has_kernels).lower()}" in about

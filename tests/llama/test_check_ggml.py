@@ -1,5 +1,4 @@
-"""scripts/check_ggml.py: what the kernels declare of GGML is what its headers say, or the check
-fails.
+"""scripts/check_ggml.py finds where the kernels' declarations differ from GGML's headers.
 
 The headers are those of the required llama-cpp-python, downloaded once (scripts/ggml_source.py).
 """
@@ -32,7 +31,7 @@ def source() -> Path:
 
 @pytest.fixture
 def kernels(tmp_path: Path) -> Path:
-    """A copy of the kernels, to be changed."""
+    """A copy of the kernels that a test may change."""
     return shutil.copytree(check_ggml.KERNELS, tmp_path / "kernels")
 
 
@@ -43,27 +42,27 @@ def replace(file: Path, old: str, new: str) -> None:
 
 
 def test_the_kernels_declare_what_ggml_has(
-    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ggml_source, "fetch", lambda _version: source)
-    check_ggml.main([])
+    check_ggml.main(["--source", str(source)])
     version = ggml_source.ggml_version(source)
-    assert capsys.readouterr().out == f"kernels/ggml_internals.h agrees with ggml {version}\n"
+    assert capsys.readouterr().out == f"kernels/ggml/ggml_internals.h agrees with ggml {version}\n"
 
 
-MORE, WORK_SIZE = "    virtual void more() = 0;", "    virtual bool work_size"
-#: Changes of the declarations, and what is said of each. Those of one group do not hide each other:
-#: they are compiled together.
+MORE = "    virtual void more() = 0;"
+WORK_SIZE = "    virtual bool work_size"
+#: Changes of the declarations: the old text, the new text, and the message about it. The changes of
+#: a group are compiled together, since none of them hides another.
 WRONG = {
     "sizes and types": [
         ("int32_t flags;", "int32_t flags, more;", "ggml_tensor has another size"),
-        ("int ith, nth;", "int nth, ith;", "ggml_compute_params::ith lies elsewhere"),
+        ("int ith;  //", "int more, ith;  //", "ggml_compute_params::ith lies elsewhere"),
         ("bool (*is_host)", "int (*is_host)", "is_host has another type"),
         ("backend_api_version = 2", "backend_api_version = 3", "have another interface"),
         ("n_ggml_types = ", "n_ggml_types = 1 + ", "more or fewer types"),
         ('built_for_ggml[] = "', 'built_for_ggml[] = "1', "another version of ggml"),
     ],
-    # Looked at where all else agrees.
+    # These are compared only if everything else agrees.
     "virtual functions": [
         (WORK_SIZE, f"{MORE}\n{WORK_SIZE}", "compute_forward lies elsewhere in ggml's virtual"),
     ],
@@ -73,7 +72,7 @@ WRONG = {
 @pytest.mark.parametrize("group", WRONG)
 def test_a_wrong_declaration_is_found(source: Path, kernels: Path, group: str) -> None:
     for old, new, _ in WRONG[group]:
-        replace(kernels / "ggml_internals.h", old, new)
+        replace(kernels / "ggml" / "ggml_internals.h", old, new)
     with pytest.raises(BuildError) as caught:
         check_ggml.check(source, kernels)
     for _, _, complaint in WRONG[group]:
@@ -82,7 +81,7 @@ def test_a_wrong_declaration_is_found(source: Path, kernels: Path, group: str) -
 
 # --- another version at run time --------------------------------------------------------------
 
-#: GGML's libraries as the kernels find them: by their names, in a process that has loaded them.
+#: GGML's libraries, which the kernels find by their names in a process that has loaded them.
 LIBRARIES = ("libggml-base.so.0", "libggml-cpu.so.0")
 ATTACH = """
 import ctypes, json, sys
@@ -112,7 +111,8 @@ def test_another_ggml_is_refused_by_name(
         pytest.skip("the kernels were not built")
     loaded = []
     for name in LIBRARIES if code is not None else ():
-        file, path = tmp_path / f"{name}.cpp", tmp_path / name
+        file = tmp_path / f"{name}.cpp"
+        path = tmp_path / name
         file.write_text(code or "")
         command = ["c++", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(path), str(file)]
         subprocess.run(command, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The kernels' products: right, the same bits in any company, for every type and instruction set."""
+"""The kernels' products are right and batch-invariant, for every type and instruction set."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from specgen.llama.kernels.self_test import TYPES
 from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, Weights
 
 FLOAT_TYPES = ("f16", "bf16", "f32")
-#: Rows of weights that come together in a group, at most; columns that are multiplied at once, at
-#: most, and with AMX.
-MOST_ROWS, MOST_COLUMNS, MOST_COLUMNS_OF_TILES = 16, 12, 96
-
+#: The most rows of weights in a group.
+MOST_ROWS = 16
+#: The most columns that are multiplied at once.
+MOST_COLUMNS = 12
+#: The same with AMX.
+MOST_COLUMNS_OF_TILES = 96
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def normal(*shape: int, seed: int = 0) -> FloatArray:
+    """Return normally distributed numbers."""
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def block(type_name: str) -> int:
-    """The rows of a type are multiples of this."""
+    """Return what the length of a row is a multiple of."""
     return next(n for n in (1, 32, 256) if _fits(type_name, n))
 
 
@@ -45,34 +48,35 @@ def _fits(type_name: str, n: int) -> bool:
 
 
 def exact(weights: Weights, tokens: FloatArray) -> FloatArray:
+    """Multiply in double precision."""
     product = tokens.astype(np.float64) @ operators.dequantize(weights).astype(np.float64).T
     return product.astype(np.float32)
 
 
 def error(computed: FloatArray, expected: FloatArray) -> float:
+    """Return the root mean square of the error, relative to that of the numbers."""
     assert computed.shape == expected.shape
     return float(np.sqrt(np.square(computed - expected).mean() / np.square(expected).mean()))
 
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_errors_are_not_larger_than_ggmls(type_name: str) -> None:
-    weights, tokens = operators.quantize(normal(75, 1536), type_name), normal(64, 1536, seed=1)
+    weights = operators.quantize(normal(75, 1536), type_name)
+    tokens = normal(64, 1536, seed=1)
     expected = exact(weights, tokens)
     with Matrix(weights) as plain, Matrix(weights, SPECGEN_BUFFER) as packed:
         ggmls = error(operators.multiply(plain, tokens), expected)
         ours = error(operators.multiply(packed, tokens, n_threads=2), expected)
-    # With float32 weights both round sums only, each in another order.
+    # With float32 weights both only round sums, each in another order.
     assert ours < (3e-7 if type_name == "f32" else 1.005 * ggmls)
 
 
 @pytest.mark.parametrize("type_name", TYPES)
-def test_a_row_is_the_same_bits_in_any_company(type_name: str) -> None:
-    """In batches of every size, and of a prompt in any pieces."""
+def test_a_row_has_the_same_bits_in_any_batch(type_name: str) -> None:
+    """In batches of every size, and in a prompt cut into any pieces."""
     n_tokens = 2 * MOST_COLUMNS_OF_TILES + 7
-    weights, tokens = (
-        operators.quantize(normal(50, 1024), type_name),
-        normal(n_tokens, 1024, seed=2),
-    )
+    weights = operators.quantize(normal(50, 1024), type_name)
+    tokens = normal(n_tokens, 1024, seed=2)
     pieces = [(0, n) for n in (*range(1, MOST_COLUMNS + 2), 16, 17, 23, 25, 32, 40)]
     for n in (48, 49, 65, 80, 81, 95, 96, 97, n_tokens):
         pieces += [(0, n), (n_tokens - n, n)]
@@ -116,10 +120,11 @@ def test_shapes_and_scales(
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("n_tokens", [5, 26])
-def test_what_is_no_number_spoils_its_own_row_only(
+def test_a_number_that_is_not_finite_spoils_only_its_own_row(
     type_name: str, poison: float, n_tokens: int
 ) -> None:
-    weights, tokens = operators.quantize(normal(33, 512), type_name), normal(n_tokens, 512, seed=3)
+    weights = operators.quantize(normal(33, 512), type_name)
+    tokens = normal(n_tokens, 512, seed=3)
     with Matrix(weights, SPECGEN_BUFFER) as packed:
         clean = operators.multiply(packed, tokens)
         tokens[2, 300] = poison
@@ -131,7 +136,8 @@ def test_what_is_no_number_spoils_its_own_row_only(
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_zeros_and_denormal_numbers(type_name: str) -> None:
-    weights, tokens = operators.quantize(normal(20, 256), type_name), np.zeros((3, 256), np.float32)
+    weights = operators.quantize(normal(20, 256), type_name)
+    tokens = np.zeros((3, 256), np.float32)
     tokens[1] = 1e-42
     tokens[2, 7] = 1e37
     with Matrix(weights, SPECGEN_BUFFER) as packed:
@@ -144,12 +150,14 @@ def test_zeros_and_denormal_numbers(type_name: str) -> None:
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_experts(type_name: str, broadcast: bool) -> None:
-    n_experts, n_used, n_tokens = 6, 3, 29
+    n_experts = 6
+    n_used = 3
+    n_tokens = 29
     weights = operators.quantize(normal(n_experts, 35, 512), type_name)
     tokens = normal(n_tokens, 1 if broadcast else n_used, 512, seed=4)
     rng = np.random.default_rng(5)
     experts = np.argsort(rng.random((n_tokens, n_experts)), axis=1)[:, :n_used].astype(np.int32)
-    experts[experts == 4] = 5  # one that nobody takes, and one that a token takes twice
+    experts[experts == 4] = 5  # one that no token uses, and one that a token uses twice
     with Matrix(weights, SPECGEN_BUFFER) as packed:
         together = operators.multiply(packed, tokens, experts, n_threads=2)
         for row in (0, 7, 28):
@@ -162,8 +170,7 @@ def test_experts(type_name: str, broadcast: bool) -> None:
 
 @pytest.mark.parametrize("type_name", [name for name in TYPES if name not in FLOAT_TYPES])
 def test_sums_of_the_largest_codes_do_not_overflow(type_name: str) -> None:
-    """Weights and activations whose codes are all as large as they can be: every sum, whatever
-    computes it, then has its largest value."""
+    """With the largest codes of weights and activations, every sum has its largest value."""
     signs = np.where(normal(32, 1) < 0, -1, 1).astype(np.float32)
     weights = operators.quantize(np.repeat(signs, 512, axis=1), type_name)
     tokens = np.ones((26, 512), np.float32)
@@ -176,10 +183,11 @@ def test_sums_of_the_largest_codes_do_not_overflow(type_name: str) -> None:
 
 
 def test_llama_cpps_own_tiles_are_left_as_they_were() -> None:
-    """Its code for AMX configures the tiles of a thread once, and relies on that for good."""
+    """llama.cpp's code for AMX configures the tiles of a thread once, and relies on that."""
     if "AMX" not in operators.buffer_types():
         pytest.skip("llama.cpp has no code for AMX here")
-    weights, tokens = operators.quantize(normal(64, 512), "q4_k"), normal(40, 512, seed=6)
+    weights = operators.quantize(normal(64, 512), "q4_k")
+    tokens = normal(40, 512, seed=6)
     with Matrix(weights, "AMX") as theirs, Matrix(weights, SPECGEN_BUFFER) as ours:
         before = operators.multiply(theirs, tokens)
         for _ in range(2):
@@ -192,7 +200,9 @@ def test_llama_cpps_own_tiles_are_left_as_they_were() -> None:
 
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("n_rows", [1, 5, 64])
-def test_unpacked_rows_are_the_same_bits_in_any_batch(type_name: str, n_rows: int) -> None:
+def test_rows_that_are_not_packed_have_the_same_bits_in_any_batch(
+    type_name: str, n_rows: int
+) -> None:
     weights = operators.quantize(normal(n_rows, 768), type_name)
     tokens = normal(40, 768, seed=1)
     with Matrix(weights) as matrix:
@@ -216,8 +226,9 @@ def test_floats_of_any_length(type_name: str, n_inputs: int) -> None:
 @pytest.mark.parametrize("buffer_type", [operators.CPU_BUFFER, SPECGEN_BUFFER])
 @pytest.mark.parametrize("type_name", ["f32", "f16", "q4_k", "q8_0"])
 def test_stacks_of_matrices(type_name: str, buffer_type: str) -> None:
-    """Packed (Gemma 3n's `altup_proj`, a matrix for each head in MLA) and not."""
-    n_matrices, n_tokens = 3, 21
+    """With packed weights (Gemma 3n's `altup_proj`, a matrix for each head in MLA) and without."""
+    n_matrices = 3
+    n_tokens = 21
     weights = operators.quantize(normal(n_matrices, 37, 256), type_name)
     tokens = normal(2, 2 * n_matrices, n_tokens, 256, seed=1)
     with Matrix(weights, buffer_type) as stack:
@@ -231,7 +242,7 @@ def test_stacks_of_matrices(type_name: str, buffer_type: str) -> None:
 
 # --- instruction sets
 
-# Each instruction set in a process of its own: it is chosen when the library is attached.
+# Each instruction set needs its own process, because it is chosen when the library is attached.
 _CHILD = """
 import hashlib, json, sys
 import numpy as np
@@ -258,13 +269,16 @@ print(json.dumps(found))
 """
 
 
-#: By type: the error, whether rows are the same bits in batches, a digest of the results.
+#: By type: the error, whether rows have the same bits in batches, and a digest of the results.
 Found = dict[str, tuple[float, bool, str]]
 
 
 @functools.cache
 def found_with(instructions: str) -> Found:
-    """What the kernels for an instruction set compute. Skips the test where the CPU has it not."""
+    """Return what the kernels for an instruction set compute.
+
+    The test is skipped if the CPU does not have the instruction set.
+    """
     environment = {**os.environ, "SPECGEN_KERNELS_INSTRUCTIONS": instructions}
     root = Path(__file__).resolve().parents[2]
     child = subprocess.run(
@@ -293,7 +307,8 @@ def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
 
 
 def test_tiles_give_the_bits_of_vectors() -> None:
-    vectors, tiles = found_with("avx512-vnni"), found_with("amx-int8")
-    assert {name: digest for name, (_, _, digest) in tiles.items()} == {
-        name: digest for name, (_, _, digest) in vectors.items()
-    }
+    vectors = found_with("avx512-vnni")
+    tiles = found_with("amx-int8")
+    assert tiles.keys() == vectors.keys()
+    for type_name, (_, _, digest) in tiles.items():
+        assert digest == vectors[type_name][2], type_name

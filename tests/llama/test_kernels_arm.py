@@ -1,4 +1,4 @@
-"""The kernels for ARM compute the bits of AVX2, in an emulator (scripts/arm_kernels.py)."""
+"""In an emulator, the kernels for ARM compute the bits of AVX2 (scripts/arm_kernels.py)."""
 
 from __future__ import annotations
 

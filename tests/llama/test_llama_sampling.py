@@ -1,6 +1,4 @@
-"""Our samplers against llama.cpp's own, called through the low-level API; DRY on vocabularies with
-breakers of every kind.
-"""
+"""Our samplers against llama.cpp's own; DRY with breakers of all kinds."""
 
 from __future__ import annotations
 
@@ -100,7 +98,7 @@ BREAKS = {"top_n_sigma": {"huge", "minute"}, "typical": {*ROWS} - {*POSSIBLE}}
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("sampler", ALONE)
-def test_a_sampler_alone_and_behind_top_k(sampler: str, name: str) -> None:
+def test_a_sampler_alone_and_after_top_k(sampler: str, name: str) -> None:
     if name in BREAKS.get(sampler, ()):
         pytest.skip("llama.cpp's arithmetic breaks")
     for given in ALONE[sampler]:
@@ -127,7 +125,7 @@ def test_typical_ignores_tokens_without_probability_where_llama_cpp_has_nan() ->
 @pytest.mark.parametrize("threshold", [0.0, 0.004, 0.1, 0.3, 0.5, 0.6])
 @pytest.mark.parametrize("k", [0, 40])
 def test_xtc_is_the_mixture_of_llama_cpps_two_outcomes(name: str, threshold: float, k: int) -> None:
-    """Its die always says yes at probability 1, never at 0."""
+    """At probability 1 it always excludes, at 0 it never does."""
     if name in ("impossible", "all but one impossible", "spike") and threshold == 0.0:
         pytest.skip("llama.cpp may keep a token whose probability is 0, and that one only")
     check(ROWS[name], options(xtc_probability=1.0, xtc_threshold=threshold, top_k=k))

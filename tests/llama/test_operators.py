@@ -1,4 +1,4 @@
-"""Single operators of GGML, against NumPy: what kernels are compared with must itself be right."""
+"""GGML's own operators agree with NumPy, since the kernels are compared with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from specgen.llama.kernels.attached import Kernels
 from specgen.llama.operators import FloatArray, Matrix, Weights, attend, multiply, quantize
 from tests.llama.test_kernel_products import error, normal
 
-#: What rounding to numbers of 16 bits makes, as a root mean square.
+#: The error that rounding to 16 bits makes, as a root mean square.
 HALF = 0.004
 
 
 @pytest.fixture(autouse=True)
 def _without_kernels(attached_kernels: Kernels | None) -> None:
-    """GGML's own code computes."""
+    """Let GGML's own code compute."""
     if attached_kernels is not None:
         attached_kernels.enable(products=False, attention=False)
 
@@ -42,22 +42,26 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
 def reference(
     queries: FloatArray, keys: FloatArray, values: FloatArray, mask: Any = 0.0
 ) -> FloatArray:
-    """Attention as its formula has it."""
+    """Compute attention by its formula."""
     n_heads, size = queries.shape[2:]
-    keys, values = (np.repeat(part, n_heads // part.shape[2], axis=2) for part in (keys, values))
+    group = n_heads // keys.shape[2]
+    keys = np.repeat(keys, group, axis=2)
+    values = np.repeat(values, group, axis=2)
     scores = np.einsum("srhk,schk->shrc", queries, keys).astype(np.float64) * size**-0.5 + mask
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    found: FloatArray = np.einsum("shrc,schv->srhv", weights, values).astype(np.float32)
-    return found
+    outputs: FloatArray = np.einsum("shrc,schv->srhv", weights, values).astype(np.float32)
+    return outputs
 
 
 @pytest.mark.parametrize(
     ("cache_type", "tolerance"), [("f32", 1e-4), ("f16", HALF), ("bf16", 0.02), ("q8_0", 0.02)]
 )
 def test_attention_over_every_usual_cache(cache_type: str, tolerance: float) -> None:
-    """5 rows, 8 heads, 2 of them for keys and values, 96 cells, a third of them hidden."""
-    queries, keys, values = normal(1, 5, 8, 64), normal(1, 96, 2, 64), normal(1, 96, 2, 64, seed=3)
+    """5 rows and 96 cells, a third of them hidden; 8 heads share 2 heads of keys and values."""
+    queries = normal(1, 5, 8, 64)
+    keys = normal(1, 96, 2, 64)
+    values = normal(1, 96, 2, 64, seed=3)
     hidden = np.random.default_rng(4).random((1, 1, 5, 96)) < 1 / 3
     mask = np.where(hidden, -np.inf, 0).astype(np.float16)
     computed = attend(queries, keys, values, mask, cache_type=cache_type, n_threads=2)

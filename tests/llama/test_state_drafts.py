@@ -16,12 +16,12 @@ import pytest
 
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
-from specgen.llama.draft_contexts import (
+from specgen.llama.hidden_state_contexts import (
     AssistantContext,
     DflashContext,
     EagleContext,
+    HiddenStateContext,
     MtpContext,
-    StatesContext,
 )
 from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree
@@ -104,12 +104,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
-    """What is drafted behind a text by contexts that have seen nothing else: all rows in one batch,
-    those of the text with the target's states, the others with the states of what drafted the token
-    before.
+    """The draft after a text, by contexts that have seen nothing else.
+
+    All rows are in one batch: those of the text with the target's states, the others with the state
+    of the draft after the token before.
     """
     with opened.contexts(256) as (target, (draft,)):
-        assert isinstance(draft, StatesContext)
+        assert isinstance(draft, HiddenStateContext)
         n_read = len(text) - 1
         batch = Batch(list(text[:-1]), list(range(n_read)), [(0,)] * n_read, [False] * n_read)
         batch.wants_logits[-1] = True
@@ -269,7 +270,7 @@ def test_answers_at_once_are_what_they_are_alone(folder: Path, case: Case, tree:
         assert request.finished is not None
         assert request.finished.token_ids == finished.token_ids
         together = [event for event in events if event.sequence == number]
-        # Where a kept text goes on, an MTP layer misses one state: a few drafts may differ.
+        # Where a kept text is continued, an MTP layer misses one state: a few drafts may differ.
         assert list(drafts(together)) == list(drafts(own)) or case.draft == "mtp"
 
 

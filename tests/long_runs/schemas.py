@@ -42,7 +42,7 @@ def examined(path: Path, is_open: bool) -> tuple[str, Counter[str], float, list[
         grammar, left_out = lenient_schema_grammar(json.dumps(case["schema"]), is_open=is_open)
     except UsageError as error:
         return "refused", Counter(), time.process_time() - begun, [error.message]
-    compiled = LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)  # type: ignore[arg-type]
+    compiled = LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)
     start = LLMatcher(LLTokenizer("byte"), compiled, log_level=0)
     start.compute_bitmask()
     seconds = time.process_time() - begun

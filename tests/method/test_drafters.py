@@ -42,7 +42,7 @@ def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, p_min: fl
 # --- a draft model
 
 
-def test_an_interruption_ends_the_reading_of_a_long_text() -> None:
+def test_an_interruption_ends_the_prefill_of_a_long_text() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS, n_batch=8)
     context = [n % N_VOCAB for n in range(100)]
     asked = iter(range(100))
@@ -121,7 +121,7 @@ def test_drafting_goes_on_when_the_text_outgrows_the_context(
         n_drafted += len(draft)
         n_rows += n_decoded
     assert not is_whole
-    # What was drafted, the text, and half a context each time that the rest was used up.
+    # The drafted tokens, the text, and half a context whenever the rest is used up.
     assert n_rows <= n_drafted + (1 + (n_ctx / 2) / max(1, n_ctx / 4 - 4)) * 5 * n_ctx
 
 
@@ -154,7 +154,7 @@ def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, in
         assert draft.tokens[0] == int(LANGUAGE(seen).argmax())
 
 
-def test_of_a_long_text_a_window_is_read() -> None:
+def test_a_window_of_a_long_text_is_read() -> None:
     rng = np.random.default_rng(5)
     drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=4096)
     text = rng.integers(0, N_VOCAB, 125).tolist()
@@ -173,11 +173,11 @@ def test_of_a_long_text_a_window_is_read() -> None:
 TEXT = [1, 2, 3]
 
 
-# --- what stands before a draft
+# --- tokens between the text and a draft
 
 
 class Paths(SamplingPipeline):
-    """A shaper that notes the paths that it is asked about."""
+    """A sampling pipeline that notes the paths that it is asked about."""
 
     def __init__(self, state: TextState) -> None:
         super().__init__(Sampler(SamplerOptions()), state)
@@ -189,16 +189,16 @@ class Paths(SamplingPipeline):
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_a_model_knows_what_stands_between_the_text_and_its_draft(is_tree: bool) -> None:
+def test_a_model_knows_the_tokens_between_the_text_and_its_draft(is_tree: bool) -> None:
     """Penalties and grammars depend on it."""
     state = TextState(TEXT)
-    shaper = Paths(state)
+    pipeline = Paths(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
-    request = draft_request(state, shaper, branches=is_tree, shape=parse_tree("1,1,1"))
+    request = draft_request(state, pipeline, branches=is_tree, shape=parse_tree("1,1,1"))
     model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
-    assert shaper.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
+    assert pipeline.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
 # --- a draft for the draft model
@@ -211,8 +211,19 @@ class Guessing(NoDrafter):
         return Draft.chain([4, 5, 6, 7][:n_max], "model")
 
 
+class NotingPolicy(FixedPolicy):
+    """A policy that keeps the results of its rounds."""
+
+    def __init__(self, options: DraftOptions) -> None:
+        super().__init__(options)
+        self.results: list[RoundResult] = []
+
+    def observe(self, result: RoundResult) -> None:
+        self.results.append(result)
+
+
 @pytest.mark.parametrize(
-    ("said", "n_right", "told"),
+    ("drafted", "n_right", "committed"),
     [
         ([9, 4, 5, 6, 7], 3, (4, 5, 6, 7)),
         ([9, 4, 5, 6], 3, (4, 5, 6)),
@@ -220,21 +231,20 @@ class Guessing(NoDrafter):
         ([9, 8], 0, (8,)),
     ],
 )
-def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
-    said: list[int], n_right: int, told: tuple[int, ...]
+def test_the_draft_models_own_tokens_settle_a_guess(
+    drafted: list[int], n_right: int, committed: tuple[int, ...]
 ) -> None:
-    policy, results = FixedPolicy(DraftOptions("fixed", 3, p_min=0.0)), list[RoundResult]()
-    policy.observe = results.append  # type: ignore[method-assign,assignment]
+    policy = NotingPolicy(DraftOptions("fixed", 3, p_min=0.0))
     guesses = SecondDraft(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
         next(guesses.guess(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]
     guesses.observe_decode(2.0)
-    guesses.settle(said)
-    guesses.settle(said)  # it is settled once
-    (result,) = results
-    # What stands behind the last token that the model said is not judged.
-    assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(told)], 2.0)
-    assert (result.path, result.committed) == (tuple(range(n_right)), told)
-    # A drafted token takes what the decode took, shared by those that came of it.
+    guesses.settle(drafted)
+    guesses.settle(drafted)  # it is settled once
+    (result,) = policy.results
+    # Guesses after the last token that the model drafted are not judged.
+    assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(committed)], 2.0)
+    assert (result.path, result.committed) == (tuple(range(n_right)), committed)
+    # The tokens that a decode confirms share its time.
     assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))

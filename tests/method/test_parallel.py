@@ -1,6 +1,4 @@
-"""A parallel draft model: its mask token, what it predicts in one decode, and what is in its cache
-then.
-"""
+"""A parallel draft model: its mask token, its predictions in one decode, and its cache."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def propose(drafter: ParallelDrafter, text: Sequence[int], n_max: int) -> Draft:
 
 
 def predicted(text: Sequence[int], n: int) -> list[int]:
-    """The likeliest tokens of the rows behind a text with masks."""
+    """The likeliest tokens of the rows of a text and of the masks after it."""
     return [int(LANGUAGE((*text, *[MASK] * i)).argmax()) for i in range(n)]
 
 
@@ -245,8 +243,8 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
     ):
         assert session.draft is not None
         state = TextState(text)
-        shaper = SamplingPipeline(Sampler(SamplerOptions()), state)
-        request = DraftRequest(state, shaper, np.random.default_rng(0), text, (draft,))
+        pipeline = SamplingPipeline(Sampler(SamplerOptions()), state)
+        request = DraftRequest(state, pipeline, np.random.default_rng(0), text, (draft,))
         drafter = session.draft.drafter(request)
         for token in (60, 61, 62):
             before = draft.n_decoded_rows

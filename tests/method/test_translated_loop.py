@@ -155,7 +155,7 @@ class Watched(WrappedDrafter):
         held = list(text.tokens)
         del held[left_out]
         assert self.backend.text(0)[: len(held)] == tuple(held)
-        # What was taken back at the end of the text is said again, by another token or more.
+        # The draft begins with the bytes that were taken back at the end of the text.
         assert joined(self.backend.vocabulary, own).startswith(text.held_back)
         return draft
 
@@ -241,7 +241,7 @@ def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) 
 
 
 def test_half_characters_are_finished_by_the_draft() -> None:
-    """The target says one byte after another; the draft has whole characters only."""
+    """The target has a token for each byte; the draft has complete characters only."""
     target = vocabulary(BYTES, ["</s>"])
     characters = vocabulary([character.encode() for character in ALPHABET], ["</s>"])
     options = GenerationOptions(max_tokens=60, ignore_eos=True)

@@ -1,6 +1,4 @@
-"""Vocabularies: whether two are the same, texts in the tokens of another, and drafts back in the
-target's.
-"""
+"""Vocabularies: whether two are the same, and texts and drafts that pass from one to another."""
 
 from __future__ import annotations
 
@@ -179,10 +177,10 @@ def test_control_tokens_go_by_name_and_then_by_role() -> None:
     assert found(vocabulary([b"x"])) == [None] * 5
 
 
-# --- the text as it grows (`test_translated_loop.py` has what it says, byte for byte)
+# --- the text as it grows (`test_translated_loop.py` compares it byte for byte)
 
 
-def test_no_token_reaches_over_a_control_token() -> None:
+def test_no_token_spans_a_control_token() -> None:
     target = vocabulary([b"a", b"b"], ["</s>", "<pad>"])
     draft = vocabulary([b"a", b"b", b"ab", b"ba"], ["</s>"])
     text, context = Translation(target, draft).text([0], [7, 7]), [0]
@@ -255,7 +253,7 @@ def chain(tokens: Sequence[int], probabilities: Sequence[float | None] = ()) -> 
 
 
 def said_by(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> tuple[bytes, int | None]:
-    """What a branch says up to its first control token, and that token."""
+    """The bytes of a branch up to its first control token, and that token."""
     for n, token in enumerate(tokens):
         if not vocabulary.token_bytes(token):
             return joined(vocabulary, tokens[:n]), token
@@ -266,7 +264,7 @@ def said_by(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> tuple[bytes, i
 
 
 @given(vocabularies(), vocabularies(), broken_texts(), st.data())
-def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
+def test_a_translated_chain_has_the_bytes_of_the_draft(
     target: FakeVocabulary, draft: FakeVocabulary, before: bytes, data: st.DataObject
 ) -> None:
     translation = Translation(target, draft)
@@ -274,7 +272,7 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
     said, last = said_by(draft, tokens)
     held_back = said[: data.draw(st.integers(0, len(said)))]
     if data.draw(st.booleans()):
-        held_back += data.draw(st.binary(max_size=2))  # perhaps not what the draft says
+        held_back += data.draw(st.binary(max_size=2))  # the draft may begin differently
     before += held_back
     translated = translation.translate(chain(tokens), before, held_back)
     assert translated.is_chain
@@ -293,7 +291,7 @@ def test_a_chain_says_in_the_targets_tokens_what_the_draft_says(
     is_broken_off = n_open > len(rest)  # the text itself is: whatever is known must do
     if not is_broken_off:
         rest = rest[: len(rest) - n_open]
-    if len(target.pieces) > 256:  # all bytes have tokens, so all that is whole is told
+    if len(target.pieces) > 256:  # all bytes have tokens, so every complete character is translated
         assert told == rest
     if any(ends):
         assert last is not None
@@ -322,7 +320,7 @@ def test_ends_go_by_role_and_only_after_whole_text() -> None:
     assert translate([a, 0xC3, 0xA9, 256]) == (a, 128, eos)
     assert translate([a, 0xE4, 0xB8, 0xAD, 256]) == (a,)  # the target has no such character
     assert translate([a, 256], held_back=b"a") == (eos,)
-    assert translate([256], held_back=b"a") == ()  # what was held back is still to be said
+    assert translate([256], held_back=b"a") == ()  # the held-back byte is still missing
     assert translate([a, 256, a]) == (a, eos)
 
 
@@ -353,22 +351,22 @@ def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
     assert likely([4], [0.5], b"c") == [(0, 0.5), (1, 1.0)]
 
 
-# --- drafts that must begin with something
+# --- drafts that must begin with a prefix
 
 
-def test_a_beginning_is_finished_as_the_draft_thinks_likeliest() -> None:
+def test_a_prefix_is_completed_by_the_likeliest_token() -> None:
     draft = vocabulary([b"\n", b"\n  ", b"\n\n", b"a", b" ", b"\n\t"], ["</s>"])
-    shaper = PrefixPipeline(Lexicon(draft))
+    pipeline = PrefixPipeline(Lexicon(draft))
     logits = np.array([0.0, 2.0, 1.0, 9.0, 3.0, -1.0, 5.0], np.float32)
-    plain = shaper.distribution(logits)
+    plain = pipeline.distribution(logits)
     assert plain.mode == 3
-    shaper.prefix = b"\n"
-    assert shaper.distribution(logits).token_ids.tolist() == [1]
+    pipeline.prefix = b"\n"
+    assert pipeline.distribution(logits).token_ids.tolist() == [1]
     weights = np.exp([0.0, 2.0, 1.0, -1.0])
-    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(weights.max() / weights.sum())]
+    assert pipeline.likeliest(logits, [], 1)[1] == [pytest.approx(weights.max() / weights.sum())]
     # Only the first token is bound.
-    assert shaper.distribution(logits, [1]).mode == 3
-    assert shaper.likeliest(logits, [1], 1)[1][0] < 1.0
-    shaper.prefix = b"\n\n"
-    assert shaper.distribution(logits).token_ids.tolist() == [2]
-    assert shaper.likeliest(logits, [], 1)[1] == [pytest.approx(1.0)]
+    assert pipeline.distribution(logits, [1]).mode == 3
+    assert pipeline.likeliest(logits, [1], 1)[1][0] < 1.0
+    pipeline.prefix = b"\n\n"
+    assert pipeline.distribution(logits).token_ids.tolist() == [2]
+    assert pipeline.likeliest(logits, [], 1)[1] == [pytest.approx(1.0)]

@@ -12,6 +12,7 @@ import pytest
 import specgen
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, FinishedEvent
+from specgen.method.backend import Batch
 from tests.helpers.cli import ended
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
@@ -79,14 +80,14 @@ def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
         assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)
 
 
-def test_many_at_once_are_each_as_alone(files: Path, model: specgen.Model) -> None:
+def test_answers_generated_together_equal_those_alone(files: Path, model: specgen.Model) -> None:
     prompts = [PROMPT, "else", "a b c d", "zzz", "the", "in"]
     expected = {prompt: plain(files, prompt) for prompt in prompts}
     answers = [answer.text for answer in model.generate_all(prompts, max_tokens=N)]
     assert answers == list(expected.values())
 
 
-def test_who_stops_listening_cancels(model: specgen.Model) -> None:
+def test_closing_the_events_cancels_the_answer(model: specgen.Model) -> None:
     events = model.events(PROMPT)
     for event in events:
         if isinstance(event, CommittedEvent):
@@ -97,7 +98,7 @@ def test_who_stops_listening_cancels(model: specgen.Model) -> None:
     assert model.engine.is_idle
 
 
-def test_what_cannot_be_asked_raises_and_harms_nothing(model: specgen.Model) -> None:
+def test_invalid_requests_raise_and_leave_the_model_usable(model: specgen.Model) -> None:
     with pytest.raises(UsageError, match="exclude each other"):
         model.generate(PROMPT, grammar="x", json_schema="{}")
     with pytest.raises(UsageError, match="need a prompt that is a text"):
@@ -110,18 +111,22 @@ def test_what_cannot_be_asked_raises_and_harms_nothing(model: specgen.Model) -> 
         specgen.load("nothing.gguf", "none")
 
 
-def test_a_broken_round_fails_its_answers_alone(
+def test_an_interrupted_round_fails_only_its_answers(
     model: specgen.Model, monkeypatch: pytest.MonkeyPatch, files: Path
 ) -> None:
-    """Ctrl-C in the middle of a round: what was in the making is lost, the model is not."""
+    """After Ctrl-C in the middle of a round, its answers are lost, and the model is not."""
     answer = model.submit(PROMPT, max_tokens=N)
     model.engine.step()
 
-    def broken(*_: object) -> None:
+    target = model.engine.target
+    decode = target.decode
+
+    def interrupted(batch: Batch) -> None:
+        decode(batch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.method.loop.keep_path", broken)
+        patch.setattr(target, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.engine.step()
     assert isinstance(answer.failure, BackendError)

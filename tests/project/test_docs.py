@@ -1,6 +1,4 @@
-"""Documents: generated ones are up to date, the schema describes the events, lines are short, links
-lead somewhere.
-"""
+"""Documents: generated ones are up to date, the schema describes the events, links are valid."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def test_every_option_of_every_command_is_in_the_page() -> None:
 
     page = make_docs.cli_page()
     items = (line.split(": ")[0] for line in page.splitlines() if line.startswith("- `"))
-    told = {name for item in items for name in re.findall(r"`(--?[\w-]+)`", item)}
+    documented = {name for item in items for name in re.findall(r"`(--?[\w-]+)`", item)}
     every = [command for _, command in make_docs.commands(command_line(), "specgen")]
     names = {
         name
@@ -52,7 +50,7 @@ def test_every_option_of_every_command_is_in_the_page() -> None:
         if not parameter.hidden and parameter.param_type_name == "option"
         for name in (*parameter.opts, *parameter.secondary_opts)
     }
-    assert names - told == {"--install-completion", "--show-completion"}  # typer's own
+    assert names - documented == {"--install-completion", "--show-completion"}  # typer's own
 
 
 # --- the events

@@ -130,7 +130,7 @@ def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> No
     }
     assert needed <= names
     assert "benchmarks/results/server-15.json" in names
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").glob("*.cpp")}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").rglob("*.cpp")}
     assert sources <= names
     assert KERNELS not in names
     assert not any(name.startswith((".ci", ".git")) and name != ".gitignore" for name in names)

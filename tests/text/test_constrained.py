@@ -1,4 +1,4 @@
-"""Texts that follow a grammar, against repetition too: the same with and without drafts."""
+"""Texts that follow a grammar, with penalties too: the same with and without drafts."""
 
 from __future__ import annotations
 
@@ -94,14 +94,16 @@ def model(language: Language, sampler: SamplerOptions | None = None) -> DrafterO
     return lambda state, own: model_drafter(language, LETTERS, sampler or own, state=state)[0]
 
 
-#: What makes a drafter for a text that the target's samplers, given too, shape.
 class DrafterOf(Protocol):
+    """Makes a drafter for a text that is sampled with the target's options."""
+
     def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Cascade: ...
 
 
 def registered(name: str) -> DrafterOf:
     """A drafter of the registry, whose model is often right."""
-    make, language = ON_FAKES[name], noisy(LANGUAGE, 1.5)
+    make = ON_FAKES[name]
+    language = noisy(LANGUAGE, 1.5)
     return lambda state, own: make(Text(state, language, LETTERS, own))
 
 
@@ -171,16 +173,18 @@ def run(
 
 def check(done: Run) -> None:
     """What holds for every run."""
-    generation, summary, target = done.generation, done.summary, done.setup.target
+    generation = done.generation
+    summary = done.summary
+    target = done.setup.target
     answer = generation.tokens[generation.n_prompt :]
     committed = [event for event in done.events if isinstance(event, CommittedEvent)]
     pieces = [piece for event in committed for piece in event.pieces]
-    if generation.finish_reason == "interrupted":  # its last piece may be told twice
+    if generation.finish_reason == "interrupted":  # its last piece may be reported twice
         pieces = pieces[: len(answer)]
     assert [piece.token_id for piece in pieces] == answer
     assert "".join(event.text for event in committed) == summary.text
     assert not any(isinstance(event, NoticeEvent) for event in done.events)
-    # The grammar allows the text, and whatever is told of a draft.
+    # The grammar allows the text, and whatever is reported of a draft.
     state = TextState(done.setup.prompt, done.setup.grammar)
     for event in done.events:
         if isinstance(event, DraftedEvent):
@@ -218,7 +222,8 @@ def check(done: Run) -> None:
 
 def oracle(rules: FakeGrammar, *, max_tokens: int = 60) -> list[int]:
     """The answer at temperature 0, from the definition; without the token that ends it."""
-    state, text = 0, list(PROMPT)
+    state = 0
+    text = list(PROMPT)
     answer: list[int] = []
     while len(answer) < max_tokens:
         allowed = rules.rules.get(state, {})
@@ -232,7 +237,7 @@ def oracle(rules: FakeGrammar, *, max_tokens: int = 60) -> list[int]:
     return answer
 
 
-def told(done: Run) -> tuple[object, ...]:
+def outcome(done: Run) -> tuple[object, ...]:
     ends = (done.summary.finish_reason, done.summary.stopped_by)
     return done.generation.tokens, done.summary.text, ends
 
@@ -253,7 +258,7 @@ def test_a_seeds_text_is_the_constrained_plain_text(
         plain = run(rules, None, sampler, seed=seed)
         verifier = None if is_greedy else MatchVerifier()
         fast = run(rules, kind, sampler, n_draft=n_draft, seed=seed, verifier=verifier)
-        assert told(fast) == told(plain)
+        assert outcome(fast) == outcome(plain)
         if is_greedy:
             assert plain.generation.answer == oracle(rules)
 
@@ -268,7 +273,7 @@ def test_every_verifier_stays_within_the_grammar(
         run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=VERIFIERS[verifier].make())
 
 
-def test_drafts_that_are_perfect_are_kept_whole_whatever_is_forced() -> None:
+def test_perfect_drafts_are_accepted_as_a_whole_whatever_is_forced() -> None:
     """A draft model equal to the target loses nothing to forced tokens between the rounds."""
     for name in ("choices", "short runs", "runs longer than a batch"):
         done = run(GRAMMARS[name](), "perfect")
@@ -313,7 +318,7 @@ def test_any_automaton(
         options = replace(sampler, **penalties)
         plain = run(rules, None, options, **limits)
         fast = run(rules, kind, options, n_draft=n_draft, verifier=MatchVerifier(), **limits)
-        assert told(fast) == told(plain)
+        assert outcome(fast) == outcome(plain)
         if n and not penalties and sampler is not UNFILTERED and n_ctx == 60:
             assert plain.generation.answer == oracle(rules, max_tokens=n)
 
@@ -390,7 +395,7 @@ def test_the_speed_does_not_count_what_was_forced_before_the_prompt_was_decoded(
 
 @pytest.mark.parametrize("depth", range(9))
 @pytest.mark.parametrize("kind", [None, *DRAFTERS])
-def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth: int) -> None:
+def test_a_dead_end_is_an_error_and_nothing_wrong_is_reported(kind: str | None, depth: int) -> None:
     """After some choices nothing is allowed any more."""
     whole = run(grammar(words(0, depth), depth))
     setup = setup_of(grammar({**words(0, depth), depth: {}}), kind, SamplerOptions())
@@ -406,17 +411,17 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierName) -> None:
-    """The draft loves token 8, after which nothing may come; the target never says it."""
+def test_a_dead_end_that_only_the_draft_reaches_does_no_harm(verifier: VerifierName) -> None:
+    """The draft prefers token 8, after which nothing may come; the target never chooses it."""
 
-    def loves(by: float) -> Language:
+    def preferring(by: float) -> Language:
         return lambda text: LANGUAGE(text) + by * np.eye(N_VOCAB, dtype=np.float32)[8]
 
     rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
     for sampler in (SamplerOptions(), UNFILTERED):
-        for drafter in (model(loves(6.0)), DRAFTERS["tree"]):
+        for drafter in (model(preferring(6.0)), DRAFTERS["tree"]):
             own = VERIFIERS[verifier].make()
-            done = run(rules, drafter, sampler, language=loves(-60.0), verifier=own)
+            done = run(rules, drafter, sampler, language=preferring(-60.0), verifier=own)
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
 
@@ -426,8 +431,10 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierN
 
 @pytest.mark.parametrize("architecture", CACHES.values())
 def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architecture) -> None:
-    """Forced text longer than what rides along with a draft, and than a batch; the cache drops
-    what was refused, in each of its ways, right behind it."""
+    """Forced text is longer than what rides along with a draft, and than a batch.
+
+    Rejected tokens right after it are dropped from the cache, in each of its ways.
+    """
     config = TinyConfig(architecture=architecture, logit_scale=3.0, unprintable_scale=0.0)
     write_models(tmp_path, {"target": config, "draft": config.draft(0.1)})
     gbnf = 'root ::= "{{" ([a-e] [a-e ] [a-e] "(0123456789)(0123456789)" | [x-z] [x-z] "#~#~# ")+'

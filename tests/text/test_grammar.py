@@ -1,4 +1,4 @@
-"""Grammars: what may come next, in states that are values; and what is wrong with bad ones."""
+"""Grammars: which tokens may come next, states as values, and the messages about invalid ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def gbnf_grammar(vocabulary: LlamaVocabulary, gbnf: str) -> LlguidanceGrammar:
 
 
 class Reference:
-    """What llama.cpp says about the whole vocabulary, and what the text says about UTF-8."""
+    """What llama.cpp allows of the whole vocabulary, as far as the text stays UTF-8."""
 
     def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
         self.vocabulary = vocabulary
@@ -185,7 +185,7 @@ def test_allowed_and_forced_tokens_equal_brute_force(
             break
         path.append(token)
         if rng.random() < 0.5:
-            state.forced()  # leaves things behind that must not matter
+            state.forced()  # what it leaves in the state must not matter
         state = state.after(token)
     expected = reference.allowed(path)
     found = state.allows(every(vocabulary))
@@ -297,7 +297,7 @@ def test_threads_may_share_a_grammar(vocabulary: LlamaVocabulary) -> None:
     assert found == alone
 
 
-def test_a_text_does_not_keep_the_states_behind_it(vocabulary: LlamaVocabulary) -> None:
+def test_a_text_does_not_keep_its_past_states(vocabulary: LlamaVocabulary) -> None:
     """Each holds a parser: those of a long text would fill the memory."""
     start, a = gbnf_grammar(vocabulary, 'root ::= "a"*').start, token_of(vocabulary, b"a")
     text = TextState((), start)
@@ -312,7 +312,7 @@ def test_a_text_does_not_keep_the_states_behind_it(vocabulary: LlamaVocabulary) 
     assert sum(ref() is not None for ref in passed) == 1  # the start, which the request holds
 
 
-# --- bad grammars ---------------------------------------------------------------------------
+# --- invalid grammars ---------------------------------------------------------------------------
 
 BAD = {
     "": "the grammar is empty",
@@ -360,9 +360,7 @@ _PIECES = ['"a"', "[^b]", "x", "root", *"()|*+?.\n", "{2}", "{0,2}", '""']
 
 @given(parts=st.lists(st.sampled_from([*_PIECES, "root ::= ", "x ::= "]), max_size=12))
 @settings(max_examples=300)
-def test_a_grammar_that_is_taken_can_be_followed(
-    vocabulary: LlamaVocabulary, parts: list[str]
-) -> None:
+def test_an_accepted_grammar_can_be_followed(vocabulary: LlamaVocabulary, parts: list[str]) -> None:
     gbnf = "root ::= " + " ".join(parts)
     try:
         state = gbnf_grammar(vocabulary, gbnf).start
@@ -374,9 +372,9 @@ def test_a_grammar_that_is_taken_can_be_followed(
             state = state.after(int(allowed[0]))
 
 
-# --- in free text: behind the mark of a call, and behind thoughts
+# --- in free text: after the mark of a call, and after thoughts
 
-#: Letters, the marks as one token and in pieces, and tokens that go on behind a mark.
+#: Letters, the marks as one token and in pieces, and tokens that go on after a mark.
 PIECES = [
     *(bytes([byte]) for byte in b"<call>/abtx \n"),
     *(b"<call>", b"</call>", b"ll>a", b"l>x", b">ab</c", b"l>\n", b"</call><ca", b"x<call>b"),
@@ -443,7 +441,8 @@ def test_a_state_depends_on_the_text_alone(seed: int) -> None:
         state, fresh = (grammar_start(CALLS, VOCABULARY, thoughts) for _ in range(2))
         for token in path:
             walk_free(state, rng, 3)
-            before, state = state, state.after(token)
+            before = state
+            state = state.after(token)
             before.forget()
             fresh = fresh.after(token)
             assert (state.allows(every) == fresh.allows(every)).all()
@@ -466,7 +465,7 @@ def test_thoughts_are_free_and_what_follows_is_not(state: str) -> None:
     assert found == {"may come": {True, False}, "open": {True}, "over": {False}}[state]
 
 
-def test_behind_a_call_that_has_to_be_only_calls_may_come() -> None:
+def test_after_a_required_call_only_calls_may_come() -> None:
     n_calls = set()
     for seed in range(300):
         path, is_ended = walk_free(

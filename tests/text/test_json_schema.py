@@ -1,11 +1,8 @@
-"""JSON schemas: every text of an accepted one conforms, and what cannot be honoured is refused by
-name.
-"""
+"""JSON schemas: every text conforms, and what cannot be enforced is refused by name."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import weakref
@@ -15,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
@@ -24,6 +22,7 @@ from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.options import Grammar
 from specgen.sampler_options import SamplerOptions
+from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar
 from specgen.text.sampling.chain import Sampler
@@ -41,7 +40,7 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "kind"],
     "$defs": {"item": {"type": "object", "properties": {"x": {"type": "boolean"}}}},
 }
-#: Schemas that are honoured.
+#: Schemas that are enforced.
 SCHEMAS: dict[str, dict[str, Any]] = {
     "person": PERSON,
     "any object": {},
@@ -182,7 +181,7 @@ ONE = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize(
-    ("schema", "text", "wishes", "said"),
+    ("schema", "text", "wanted", "said"),
     [
         (ONE, '{"a": 99.50', ",0}", "}"),
         (ONE, '{"a": 99.50', " 0}", "}"),
@@ -199,19 +198,19 @@ ONE = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
     ],
 )
 def test_what_would_end_a_number_ends_it(
-    vocabulary: LlamaVocabulary, schema: dict[str, Any], text: str, wishes: str, said: str
+    vocabulary: LlamaVocabulary, schema: dict[str, Any], text: str, wanted: str, said: str
 ) -> None:
-    """A comma behind the last property is not allowed: "99.50" went on with "0000000004e-01"."""
+    """A comma after the last property is not allowed: "99.50" went on with "0000000004e-01"."""
     tokens = {vocabulary.token_bytes(n): n for n in range(vocabulary.n_tokens)}
     state = LlguidanceGrammar(vocabulary, schema_grammar(json.dumps(schema))).start
     row = np.full(vocabulary.n_tokens, -30, np.float32)
-    row[[tokens[each.encode()] for each in wishes]] = 5 - np.arange(len(wishes))
+    row[[tokens[each.encode()] for each in wanted]] = 5 - np.arange(len(wanted))
     given = row.copy()
     shaper = SamplingPipeline(Sampler(SamplerOptions(temperature=1.0)), TextState((), state))
     found = shaper.distribution(row, vocabulary.tokenize_inside(text))
     expected = tokens[said.encode()] if said else vocabulary.end_tokens()[0]
     assert found.token_ids[found.probs.argmax()] == expected
-    if wishes == ",0}":  # others keep their scores
+    if wanted == ",0}":  # others keep their scores
         zero = found.probability(tokens[b"0"])
         assert found.probability(expected) / zero == pytest.approx(np.e)
     assert (row == given).all()
@@ -327,8 +326,8 @@ def test_properties_are_those_that_are_named_in_their_order(vocabulary: LlamaVoc
             assert set(item) <= {"x"}
 
 
-def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
-    """One of them names what is additional to another."""
+def test_joined_objects_and_those_that_list_nothing_stay_open() -> None:
+    """One of them lists what is additional for another."""
     a = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     b = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
     for schema in (
@@ -360,8 +359,8 @@ def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
         ('{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}', "too large"),
         (json.dumps({"enum": [*range(10_001)]}), "too large"),
         ('{"properties": {"a": {}}, "required": [{}]}', "cannot be enforced"),
-        ('{"type": "foo"}', '"foo" is no type'),
-        ('{"type": 123}', "123 is no type"),
+        ('{"type": "foo"}', '"foo" is not a type'),
+        ('{"type": 123}', "123 is not a type"),
         ('{"properties": {"a": {"type": ["int", "null"]}}}', 'type "int"'),
         ('{"type": "string", "minLength": 5, "maxLength": 2}', "minLength"),
         ('{"allOf": [{"type": "string"}, {"type": "integer"}]}', "incompatible"),
@@ -384,7 +383,7 @@ def test_objects_that_hold_together_or_list_nothing_stay_open() -> None:
         (json.dumps({"type": "array", "maxItems": "é" * 300}), "cannot be enforced"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> None:
+def test_what_cannot_be_enforced_is_refused_by_name(schema: str, named: str) -> None:
     with pytest.raises(UsageError) as caught:
         schema_grammar(schema)
     assert named in caught.value.message
@@ -440,7 +439,7 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
         {"pattern": 5, "anyOf": {"a": 1}, "enum": 3},
     ],
 )
-def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
+def test_a_malformed_schema_does_not_crash(schema: dict[str, Any]) -> None:
     for part in (schema, {"items": schema}, {"anyOf": [schema, schema]}):
         grammar, left_out = lenient_schema_grammar(json.dumps(part))
         assert grammar.text
@@ -448,7 +447,7 @@ def test_what_is_no_schema_is_no_crash(schema: dict[str, Any]) -> None:
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
-    """Honoured or refused: with so many values or so much repetition, some work has to be bounded."""
+    """Enforced or refused: with so many values or repetitions, the work has to be bounded."""
     many = {"enum": [f"value number {n}" for n in range(5000)]}
     assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
     for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):
@@ -461,7 +460,7 @@ def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
 # --- states -----------------------------------------------------------------------------------
 
 
-def test_control_tokens_are_no_text(vocabulary: LlamaVocabulary) -> None:
+def test_control_tokens_are_not_text(vocabulary: LlamaVocabulary) -> None:
     state = LlguidanceGrammar(vocabulary, schema_grammar('{"type": "string"}')).start
     quote = next(t for t in range(vocabulary.n_tokens) if vocabulary.token_bytes(t) == b'"')
     silent = [t for t in range(vocabulary.n_tokens) if not vocabulary.token_bytes(t)]
@@ -480,20 +479,30 @@ def test_a_closed_model_is_freed(tmp_path: Path) -> None:
     assert kept() is None
 
 
-def test_what_can_be_followed_no_further_is_an_error(
+def test_a_grammar_that_grows_too_large_within_a_text_is_an_error(
+    vocabulary: LlamaVocabulary,
+) -> None:
+    every = np.arange(vocabulary.n_tokens)
+    (letter,) = vocabulary.tokenize_inside("a")
+    state = LlguidanceGrammar(vocabulary, Grammar("lark", "start: /(([abc]){1,99}){1,99}x/")).start
+
+    def follow(state: GrammarState) -> None:
+        for _ in range(99 * 99):
+            state.allows(every)
+            state = state.after(letter)
+
+    with pytest.raises(BackendError, match="any further: [^\n]*too many[^\n]*$"):
+        follow(state)
+
+
+def test_a_grammar_that_is_too_large_at_the_start_of_a_text_is_refused(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, n_good = MagicMock(), 1
+    broken = MagicMock()
     broken.deep_copy.return_value = broken
     broken.get_error.return_value = "too complex\nand more"
-    broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.call_count > n_good
-    broken.unsafe_compute_mask_ptr.side_effect = lambda at, n: ctypes.memset(at, 255, n)
-    own, other = (schema_grammar(f'{{"minimum": {n}}}') for n in (17, 18))  # not compiled before
-    monkeypatch.setattr("llguidance.LLMatcher", MagicMock(return_value=broken))
-    state = LlguidanceGrammar(vocabulary, own).start.after(1)
-    with pytest.raises(BackendError, match="too complex$"):
-        state.allows(np.array([1]))
-    # At the start of a text, the grammar is refused.
-    n_good = 0
+    broken.is_error.side_effect = lambda: broken.unsafe_compute_mask_ptr.called
+    grammar = schema_grammar('{"minimum": 17}')  # not compiled before
+    monkeypatch.setattr(llguidance, "LLMatcher", MagicMock(return_value=broken))
     with pytest.raises(UsageError, match="too complex$"):
-        LlguidanceGrammar(vocabulary, other)
+        LlguidanceGrammar(vocabulary, grammar)

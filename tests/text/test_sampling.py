@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
@@ -13,9 +16,9 @@ from hypothesis.extra import numpy as hnp
 from specgen.errors import BackendError, NoTokenAllowedError
 from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
-from specgen.text.sampling import chain
-from specgen.text.sampling.chain import Sampler, likeliest, mixture
+from specgen.text.sampling.chain import Sampler, mixture
 from specgen.text.sampling.distribution import Distribution
+from specgen.text.sampling.raw_probabilities import likeliest, numpy_likeliest
 from tests.helpers.exact_distributions import distribution
 
 #: Few distinct values make ties likely.
@@ -70,28 +73,33 @@ def test_the_best_are_the_largest_and_the_lowest_ids_among_equals(row: Logits, k
     assert best(row, k).tolist() == expected
 
 
+#: From a row of logits and n to the n most likely tokens and their probabilities.
+Search: TypeAlias = Callable[[Logits, int], tuple[list[int], list[float]]]
+
+
 @pytest.fixture(params=["kernels", "numpy"])
-def _looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two that find the likeliest tokens of a row."""
+def search(request: pytest.FixtureRequest) -> Search:
+    """The two ways to find the most likely tokens of a row."""
     if request.param == "numpy":
-        monkeypatch.setattr(chain, "native_likeliest", None)
-    else:
-        request.getfixturevalue("kernels")
+        return numpy_likeliest
+    request.getfixturevalue("kernels")
+    return likeliest
 
 
-@pytest.mark.usefixtures("_looks")
 @pytest.mark.parametrize("n_vocab", [5, 4096, 4097, 30_000])
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
-def test_the_likeliest_have_their_softmax_probabilities(n_vocab: int, shift: float) -> None:
+def test_the_likeliest_have_their_softmax_probabilities(
+    search: Search, n_vocab: int, shift: float
+) -> None:
     rng = np.random.default_rng(n_vocab)
     row = (rng.normal(0.0, 4.0, n_vocab) + shift).astype(np.float32)
     row[n_vocab // 3 : n_vocab // 2] = -np.inf
     row[-1] = row[0] = row.max()
     before = row.copy()
-    tokens, chances = likeliest(row, 4)
+    tokens, chances = search(row, 4)
     assert np.array_equal(row, before)
     assert tokens == best(row, 4).tolist()
-    assert likeliest(row, 9)[0] == best(row, 9).tolist()
+    assert search(row, 9)[0] == best(row, 9).tolist()
     masses = np.exp(row.astype(np.float64) - row.max())
     assert chances == pytest.approx((masses / masses.sum())[tokens], rel=1e-5)
 
@@ -100,7 +108,7 @@ def test_the_likeliest_have_their_softmax_probabilities(n_vocab: int, shift: flo
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("penalty", [1.0, 1.1])
-def test_logits_that_are_no_numbers_are_refused(
+def test_logits_that_are_not_numbers_are_refused(
     bad: float, temperature: float, k: int, penalty: float
 ) -> None:
     row = np.full(500, bad if bad == -np.inf else 0.0, np.float32)
@@ -110,17 +118,16 @@ def test_logits_that_are_no_numbers_are_refused(
         Sampler(options).distribution(row, np.array([77, 3]))
 
 
-@pytest.mark.usefixtures("_looks")
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_no_token_is_likeliest_if_logits_are_no_numbers(bad: float) -> None:
+def test_logits_that_are_not_numbers_have_no_likeliest_token(search: Search, bad: float) -> None:
     row = np.full(500, bad if bad == -np.inf else 0.0, np.float32)
     row[77] = bad
     with pytest.raises(BackendError):
-        likeliest(row, 1)
+        search(row, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forbidding_every_token_is_an_error_that_says_so(temperature: float) -> None:
+def test_forbidding_every_token_is_an_error(temperature: float) -> None:
     options = SamplerOptions(temperature, logit_bias=((0, -np.inf), (1, -np.inf)))
     row = np.array([1.0, 2.0], np.float32)
     with pytest.raises(BackendError, match="leave no token"):

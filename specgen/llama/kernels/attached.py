@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml, last_error
+from specgen.llama.library import forget_log, last_error
+from specgen.llama.library import native as ggml
 from specgen.system.llama_build import REBUILD
-from specgen.text.sampling import chain
+from specgen.text.sampling import raw_probabilities
 
 #: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
@@ -141,14 +142,14 @@ def attach(path: Path) -> Kernels:
         return _attached
     native = _load_functions(path)
     forget_log()
-    loaded = ggml("ggml_backend_load", _POINTER, _TEXT)(os.fsencode(path))
+    loaded = ggml.ggml_backend_load(os.fsencode(path))
     problem = _text(native.problem())
     if problem or not loaded:
         fits = _text(native.built_for()) == ggml_version()
         hint = None if fits else f"install the llama.cpp that they are for: {REBUILD}"
         raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
     _attached = Kernels(path, native)
-    chain.native_likeliest = getattr(native, "likeliest", None)
+    raw_probabilities.native_likeliest = getattr(native, "likeliest", None)
     return _attached
 
 
@@ -232,7 +233,7 @@ def loading_with(problem: str) -> Iterator[None]:
 def ggml_version() -> str:
     """Return the version of GGML; empty if it has no such function."""
     try:
-        return _text(ggml("ggml_version", _TEXT)())
+        return _text(ggml.ggml_version())
     except BackendError:
         return ""
 

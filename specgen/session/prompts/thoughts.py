@@ -29,21 +29,21 @@ FAMILIES = (
     ThoughtMarks(
         "<|channel>thought",
         "<channel|>",
-        behind=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),
+        after=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),
     ),
     # Command
     ThoughtMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         before=("<|START_RESPONSE|>", "<|START_TEXT|>"),
-        behind=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+        after=("<|END_RESPONSE|>", "<|END_TEXT|>"),
     ),
     # Kimi K3
     ThoughtMarks(
         "<|open|>think<|sep|>",
         "<|close|>think<|sep|>",
         before=("<|open|>response<|sep|>",),
-        behind=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        after=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
     # gpt-oss
     ThoughtMarks(
@@ -72,7 +72,7 @@ FAMILIES = (
         "to=self<|message|>",
         "<|eom|>",
         before=(f"<|start|>assistant to={ANY}<|message|>", f"to={ANY}<|message|>"),
-        behind=("<|eom|>", "<|start|>assistant"),
+        after=("<|eom|>", "<|start|>assistant"),
     ),
     # Apriel 1.6
     ThoughtMarks("<|begin_assistant|>\nHere are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),

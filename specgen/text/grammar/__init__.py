@@ -1,3 +1,1 @@
-"""Grammars that a text has to follow: the interface for the loop, and readers of GBNF and JSON
-schemas.
-"""
+"""Grammars that a text has to follow: their states, and readers of GBNF and JSON schemas."""

@@ -1,4 +1,5 @@
-"""From logits to a distribution over tokens: llama.cpp's samplers, in its order and with its
-meaning, as pure functions of arrays. `chain` puts those that the options ask for into a `Sampler`;
-`samplers` and `dry` hold them.
+"""From logits to the distribution of the next token, with llama.cpp's samplers.
+
+`samplers` and `dry` compute one sampler each, in pure functions of arrays; `steps` decides which of
+them the options ask for; `chain` runs them in order.
 """

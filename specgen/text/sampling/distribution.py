@@ -12,37 +12,45 @@ from specgen.system.arrays import ProbArray, TokenArray
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Probabilities of tokens: `token_ids`, int64[m], increases strictly; `probs`, float64[m], are
-    positive, sum 1.
-    """
+    """The tokens that may come next, and their probabilities."""
 
+    #: int64[m], strictly increasing.
     token_ids: TokenArray
+    #: float64[m], all positive; their sum is 1.
     probs: ProbArray
 
     @staticmethod
     @lru_cache(maxsize=4096)  # greedy decoding takes one for each token
     def certain(token_id: int) -> Distribution:
-        found = Distribution(np.array((token_id,), np.int64), np.ones(1))
-        found.token_ids.flags.writeable = found.probs.flags.writeable = False
-        return found
+        """Return the distribution of a token that is certain to come next."""
+        distribution = Distribution(np.array((token_id,), np.int64), np.ones(1))
+        distribution.token_ids.flags.writeable = False
+        distribution.probs.flags.writeable = False
+        return distribution
 
     def probability(self, token_id: int) -> float:
+        """Return the probability of one token."""
         index = int(self.token_ids.searchsorted(token_id))
-        is_there = index < len(self.token_ids) and self.token_ids[index] == token_id
-        return float(self.probs[index]) if is_there else 0.0
+        if index < len(self.token_ids) and self.token_ids[index] == token_id:
+            return float(self.probs[index])
+        return 0.0
 
     def probabilities(self, token_ids: TokenArray) -> ProbArray:
-        position = self.token_ids.searchsorted(token_ids)
-        position[position == len(self.token_ids)] = 0
-        return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
+        """Return the probabilities of int64[n] tokens, float64[n]."""
+        positions = self.token_ids.searchsorted(token_ids)
+        positions[positions == len(self.token_ids)] = 0
+        return np.where(self.token_ids[positions] == token_ids, self.probs[positions], 0.0)
 
     @property
     def mode(self) -> int:
+        """The most likely token."""
         return int(self.token_ids[self.probs.argmax()])
 
     def sample(self, rng: np.random.Generator) -> int:
-        """Sample a token with one uniform number; a certain token takes none. So plain and
-        speculative decoding draw equal tokens in equal states of their generators.
+        """Sample a token, with one uniform random number.
+
+        A certain token takes no random number, so that plain and speculative decoding sample equal
+        tokens if their generators have equal states.
         """
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
@@ -51,16 +59,24 @@ class Distribution:
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """Return normalize(max(0, scale * self - other)), the residual of a rejected draft; None if
-        nothing is left.
+        """Return the residual after a rejected draft: normalize(max(0, scale * self - other)).
+
+        Returns:
+            The residual; None if nothing is left.
         """
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
+        """Return the sum of max(0, scale * self - other)."""
         difference = scale * self.probs - other.probabilities(self.token_ids)
         return float(np.maximum(difference, 0.0).sum())
 
     def reweighted(self, weights: ProbArray) -> Distribution | None:
+        """Return these tokens with probabilities proportional to weights, float64[m].
+
+        Returns:
+            The distribution, without tokens whose weight is not positive; None if none is left.
+        """
         kept = weights > 0.0
         if not kept.any():
             return None

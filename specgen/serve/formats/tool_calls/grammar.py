@@ -114,7 +114,7 @@ def calls_grammar(
         is_call=must_call,
         mark=trigger,
         is_first=not form.mark,
-        head=bare_call_pattern,
+        bare_start=bare_call_pattern,
     )
     return grammar, rules.warnings
 

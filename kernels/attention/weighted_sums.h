@@ -1,0 +1,251 @@
+// The third pass of attention: sums of integer weights times integer values, which are exact.
+//
+//     outputs[row] = scales[row] * sum over cells of weights[row][cell] * values[cell]
+//
+// The outputs of a task are cut in three ways: into strips of dimensions, whose integer values fit
+// into the second-level cache; into tiles of rows; and into tiles of vectors within a strip, whose
+// sums fit into the registers.
+#pragma once
+
+#include "attention/integer_values.h"
+#include "attention/task.h"
+#include "vectors/arithmetic.h"
+
+// If all registers are in use, GCC 12 also stores each sum to the stack in every step of the loop,
+// unless it is told not to share them among variables: on AVX2 this pass took 1.5 times as long.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define SUMS_IN_REGISTERS [[gnu::optimize("no-tree-coalesce-vars")]]
+#else
+#define SUMS_IN_REGISTERS
+#endif
+
+namespace {
+
+template <class V>
+struct WeightedSums {
+    using Floats = typename V::Floats;
+    using Ints = typename V::Ints;
+    // A tile of registers: so many rows, and vectors of outputs.
+    static constexpr int most_rows = 6;
+    static constexpr int tile_vectors = V::accumulators / most_rows;
+    // The vectors of a strip. Tiles of the same rows in a strip share the search for the few
+    // pairs of cells that have heavy weights.
+    static constexpr int strip_vectors = 128 / V::lanes;
+    // Threads that share a task get strips as long as the numbers in a line of the cache.
+    static constexpr int shared_vectors = 32 / V::lanes;
+    // How many blocks of values are integers at the same time: 128 KB for 128 dimensions, which
+    // stay in the second-level cache.
+    static constexpr int64_t blocks_at_once = 8;
+
+    // What a tile of rows multiplies.
+    struct Operands {
+        // For each row, [block]: 64 light parts, then 64 heavy ones.
+        const int16_t *weights[most_rows];
+        // For each row, [block]: a bit for each pair of cells that has a heavy part.
+        const uint32_t *heavy_pairs[most_rows];
+        // [block][pair of cells][dimension of the strip][2]
+        const int16_t *values;
+        int64_t n_blocks;
+        // The dimensions of the strip.
+        int64_t size;
+
+        const int16_t *pair(int64_t block, int pair) const {
+            return values + (block * pairs_per_block + pair) * 2 * size;
+        }
+        // The weights of a row, two cells to a word.
+        const int32_t *words(int row, int64_t block) const {
+            return reinterpret_cast<const int32_t *>(weights[row] + block * 2 * cells_per_block);
+        }
+    };
+
+    // The sums of a tile of rows over a strip. Those of light parts are in two words, low + high *
+    // 2^16; those of heavy parts are in one (see softmax_weights.h).
+    struct Sums {
+        Ints low[most_rows][strip_vectors];
+        Ints high[most_rows][strip_vectors];
+        Ints heavy[most_rows][strip_vectors];
+    };
+
+    static int64_t bytes_of_values(int64_t n_blocks) {
+        constexpr int64_t block_bytes =
+            cells_per_block * strip_vectors * V::lanes * sizeof(int16_t);
+        return smaller(blocks_at_once, n_blocks) * block_bytes;
+    }
+    static int64_t bytes_of_sums(int64_t n_rows) {
+        return RowTiles(n_rows, most_rows).n * sizeof(Sums);
+    }
+
+    // --- sums of a tile ---
+
+    // Add the products of light parts, for `rows` rows and vectors first, first + 1, ... of a
+    // strip.
+    template <int rows, int vectors>
+    [[gnu::noinline]] SUMS_IN_REGISTERS static void add_light(const Operands &from, int first,
+                                                              Sums &to) {
+        for (int64_t block = 0; block < from.n_blocks; block++) {
+            // The sums of one block fit into 32 bits.
+            Ints sums[rows][vectors];
+#pragma GCC unroll 8
+            for (auto &row : sums) {
+                for (auto &sum : row) sum = V::zero_ints();
+            }
+            for (int pair = 0; pair < pairs_per_block; pair++) {
+                const int16_t *pairs = from.pair(block, pair) + first * 2 * V::lanes;
+                Ints values[vectors];
+                for (int v = 0; v < vectors; v++) values[v] = V::load(pairs + v * 2 * V::lanes);
+#pragma GCC unroll 8
+                for (int row = 0; row < rows; row++) {
+                    const Ints weights = V::broadcast_word(from.words(row, block) + pair);
+                    for (int v = 0; v < vectors; v++) {
+                        sums[row][v] = V::dot_shorts(sums[row][v], values[v], weights);
+                    }
+                }
+            }
+            // Those of all blocks need two words.
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                for (int v = 0; v < vectors; v++) {
+                    Ints &low = to.low[row][first + v];
+                    Ints &high = to.high[row][first + v];
+                    low = V::add(low, V::bit_and(sums[row][v], V::all_ints(0xffff)));
+                    high = V::add(high, V::template shift_ints_right<16>(sums[row][v]));
+                }
+            }
+        }
+    }
+
+    // Add the products of heavy parts for one row. Few pairs of cells have any, and each row has
+    // others.
+    template <int vectors>
+    [[gnu::noinline]] static void add_heavy(const Operands &from, int row, int first, Sums &to) {
+        Ints sums[vectors];
+        for (int v = 0; v < vectors; v++) sums[v] = to.heavy[row][first + v];
+        for (int64_t block = 0; block < from.n_blocks; block++) {
+            const int32_t *words = from.words(row, block) + pairs_per_block;
+            for (uint32_t rest = from.heavy_pairs[row][block]; rest != 0; rest &= rest - 1) {
+                const int pair = __builtin_ctz(rest);
+                const int16_t *pairs = from.pair(block, pair) + first * 2 * V::lanes;
+                const Ints weights = V::broadcast_word(words + pair);
+                for (int v = 0; v < vectors; v++) {
+                    sums[v] = V::dot_shorts(sums[v], V::load(pairs + v * 2 * V::lanes), weights);
+                }
+            }
+        }
+        for (int v = 0; v < vectors; v++) to.heavy[row][first + v] = sums[v];
+    }
+
+    // --- sums of a strip ---
+
+    // Add the products of some blocks, for a tile of rows and all vectors of a strip.
+    template <int rows>
+    static void add_strip(const Operands &from, int n_vectors, Sums &to) {
+        int v = 0;
+        for (; v + tile_vectors <= n_vectors; v += tile_vectors) {
+            add_light<rows, tile_vectors>(from, v, to);
+        }
+        for (; v < n_vectors; v++) add_light<rows, 1>(from, v, to);
+        for (int row = 0; row < rows; row++) {
+            int h = 0;
+            for (; h + 8 <= n_vectors; h += 8) add_heavy<8>(from, row, h, to);
+            for (; h + 4 <= n_vectors; h += 4) add_heavy<4>(from, row, h, to);
+            for (; h < n_vectors; h++) add_heavy<1>(from, row, h, to);
+        }
+    }
+
+    // Call `add_strip` with the number of rows as a constant.
+    template <int rows = most_rows>
+    static void add_rows(int n_rows, const Operands &from, int n_vectors, Sums &to) {
+        if constexpr (rows > 1) {
+            if (n_rows < rows) return add_rows<rows - 1>(n_rows, from, n_vectors, to);
+        }
+        add_strip<rows>(from, n_vectors, to);
+    }
+
+    // Add some blocks of a strip to the sums of rows m to m + n_rows of the task. `position` is
+    // that of the first block, of `n_positions` in all.
+    static void add_blocks(const Operands &strip, int n_vectors, int64_t m, int n_rows,
+                           int64_t position, int64_t n_positions, const TaskMemory &memory,
+                           Sums &to) {
+        Operands from = strip;
+        for (int i = 0; i < n_rows; i++) {
+            const int64_t block = (m + i) * n_positions + position;
+            from.weights[i] =
+                reinterpret_cast<const int16_t *>(memory.scores + block * cells_per_block);
+            from.heavy_pairs[i] = memory.heavy_pairs + block;
+        }
+        add_rows(n_rows, from, n_vectors, to);
+    }
+
+    // Write the outputs of rows m to m + n_rows of the task, from vector `first` on.
+    static void write_rows(const AttentionJob &job, const AttentionTask &task, int64_t m,
+                           int n_rows, int64_t first, int n_vectors, const double *scales,
+                           const Sums &sums) {
+        for (int i = 0; i < n_rows; i++) {
+            const int64_t row = (task.stream * job.n_rows + task.query_row(m + i)) * job.n_heads +
+                                task.head(m + i);
+            for (int v = 0; v < n_vectors; v++) {
+                const int64_t d = (first + v) * V::lanes;
+                const int64_t left = job.value_size - d;
+                const Floats outputs = V::join_sums(sums.high[i][v], sums.low[i][v],
+                                                    sums.heavy[i][v], scales[m + i]);
+                float *to = job.outputs + row * job.value_size + d;
+                if (left >= V::lanes) {
+                    V::store(to, outputs);
+                } else {
+                    V::store_first(to, outputs, static_cast<int>(left));
+                }
+            }
+        }
+    }
+
+    // Compute a strip of the outputs of all rows of the task, from vector `first` on.
+    static void run_strip(const AttentionJob &job, const AttentionTask &task, int64_t first,
+                          int n_vectors, BlockList blocks, const ThreadMemory &thread_memory,
+                          const TaskMemory &task_memory) {
+        const RowTiles tiles(task.rows(), most_rows);
+        Sums *sums = reinterpret_cast<Sums *>(thread_memory.sums);
+        std::memset(sums, 0, tiles.n * sizeof(Sums));
+        Operands strip = {};
+        strip.values = thread_memory.values;
+        strip.size = n_vectors * V::lanes;
+        for (int64_t start = 0; start < blocks.n(); start += blocks_at_once) {
+            // Convert the values of a few blocks, then multiply them with all rows.
+            strip.n_blocks = smaller(blocks_at_once, blocks.n() - start);
+            for (int64_t i = 0; i < strip.n_blocks; i++) {
+                IntegerValues<V>::convert(
+                    job, task, blocks[start + i],
+                    task_memory.factors + (start + i) * cells_per_block, first * V::lanes,
+                    strip.size, thread_memory.values + i * cells_per_block * strip.size);
+            }
+            for (int64_t i = 0; i < tiles.n; i++) {
+                add_blocks(strip, n_vectors, tiles.first(i), tiles.rows(i), start, blocks.n(),
+                           task_memory, sums[i]);
+            }
+        }
+        for (int64_t i = 0; i < tiles.n; i++) {
+            write_rows(job, task, tiles.first(i), tiles.rows(i), first, n_vectors,
+                       task_memory.scales, sums[i]);
+        }
+    }
+
+    // --- a task ---
+
+    // How many strips there are if threads share the task.
+    static int64_t shared_strips(int64_t value_size) {
+        return (value_size + shared_vectors * V::lanes - 1) / (shared_vectors * V::lanes);
+    }
+
+    // A share of the strips of the task's outputs.
+    static void run(const AttentionJob &job, const AttentionTask &task, Share share,
+                    BlockList blocks, const ThreadMemory &thread_memory,
+                    const TaskMemory &task_memory) {
+        const int64_t n_vectors = rounded_up(job.value_size, V::lanes) / V::lanes;
+        const int width = share.n == 1 ? strip_vectors : shared_vectors;
+        for (int64_t first = share.index * width; first < n_vectors; first += share.n * width) {
+            const int n = static_cast<int>(smaller(width, n_vectors - first));
+            run_strip(job, task, first, n, blocks, thread_memory, task_memory);
+        }
+    }
+};
+
+}  // namespace

@@ -1,6 +1,0 @@
-// The kernels for CPUs with AVX-512 and its VNNI extension (F, BW, DQ, VL, VNNI).
-#include "vector_avx512.h"
-
-#include "instruction_set_of.h"
-
-const InstructionSet avx512_vnni_set = instruction_set_of<Avx512, 12>("avx512-vnni");

@@ -1,0 +1,117 @@
+"""Files that llama.cpp would end the process over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from specgen.errors import ModelFileError
+from specgen.llama import LlamaModel, file_check
+from tests.helpers.tiny import with_a_token_twice
+from tests.tiny import Architecture, TinyConfig, write_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where checks of this test are remembered."""
+    file_check.remember_checks(tmp_path / "cache")
+    yield tmp_path / "cache"
+    file_check.remember_checks(None)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose metadata is read."""
+    found: list[Path] = []
+    check = file_check.check_metadata
+
+    def counted(path: Path) -> None:
+        found.append(path)
+        check(path)
+
+    monkeypatch.setattr(file_check, "check_metadata", counted)
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+
+
+def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+    """llama.cpp asserts that none is."""
+    path = with_a_token_twice(tmp_path / "twice.gguf")
+    for _ in range(2):  # nothing wrong is remembered as right
+        with pytest.raises(ModelFileError, match=r"tokens \d+ and \d+ are both 'Ġthe'"):
+            file_check.check_file(path)
+    assert not folder.exists()
+
+
+Metadata: TypeAlias = dict[str, int | float | str]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "wrong"),
+    [
+        ("llama", {"llama.block_count": 0}, "llama.block_count is 0"),
+        ("llama", {"llama.block_count": 513}, "llama.block_count is 513"),
+        ("llama", {"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
+        ("llama", {"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+        # It would never finish its first batch.
+        ("lfm2", {"lfm2.rope.dimension_count": 0}, "lfm2.rope.dimension_count is 0"),
+    ],
+)
+def test_metadata_that_llama_cpp_does_not_survive_are_refused(
+    tmp_path: Path, architecture: Architecture, metadata: Metadata, wrong: str
+) -> None:
+    config = TinyConfig(architecture)
+    path = write_tiny_model(tmp_path / "wrong.gguf", config, metadata=metadata)
+    with pytest.raises(ModelFileError, match=wrong):
+        LlamaModel(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata"),
+    [
+        # Keys for parts and architectures that this model is not.
+        ("llama", {"llama.posnet.block_count": 0, "llama.convnext.block_count": 0}),
+        ("llama", {"bert.block_count": 0, "bert.attention.layer_norm_epsilon": -1.0}),
+        # llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, and none.
+        ("llama", {"llama.pooling_type": 0xFFFFFFFF}),
+        ("llama", {"llama.pooling_type": 0}),
+        ("jamba", {"jamba.rope.dimension_count": 0}),
+    ],
+)
+def test_metadata_that_look_wrong_and_are_right_are_taken(
+    tmp_path: Path, architecture: Architecture, metadata: Metadata
+) -> None:
+    config = TinyConfig(architecture)
+    LlamaModel(write_tiny_model(tmp_path / "right.gguf", config, metadata=metadata)).close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "hint"),
+    [("adapter", "a LoRA adapter", "merge"), ("mmproj", "images or sound", "belongs to")],
+)
+def test_a_file_that_is_a_part_of_a_model_is_called_that(
+    tmp_path: Path, kind: str, said: str, hint: str
+) -> None:
+    path = write_tiny_model(tmp_path / "part.gguf", TinyConfig(), metadata={"general.type": kind})
+    with pytest.raises(ModelFileError, match=said) as caught:
+        LlamaModel(path)
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_file_is_read_once_until_it_changes(model: Path, folder: Path, read: list[Path]) -> None:
+    for _ in range(2):
+        file_check.check_file(model)
+        file_check.check_file(model)
+        assert read == [model]
+        file_check.remember_checks(folder)  # as the next process does
+    with_a_token_twice(model)
+    with pytest.raises(ModelFileError, match="are both"):
+        file_check.check_file(model)
+    assert read == [model, model]
