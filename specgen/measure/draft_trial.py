@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: How many batch sizes, the smallest, are timed so often after each answer; larger ones once.
-_N_OFTEN = 6
+#: After each answer all batch sizes are timed once, but the smallest ones this often.
 _N_REPEATS = 3
+#: The number of smallest sizes, with single tokens.
+_N_OFTEN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +329,10 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     path: list[int] = []
     node = ROOT
     for token in tokens:
-        children = draft.children[node]
-        accepted = next((child for child in children if draft.tokens[child] == token), None)
-        if accepted is None:
+        matching = [child for child in draft.children[node] if draft.tokens[child] == token]
+        if not matching:
             break
-        node = accepted
+        node = matching[0]
         path.append(node)
     return tuple(path)
 

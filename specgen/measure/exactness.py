@@ -47,13 +47,13 @@ from specgen.text.sampling.distribution import Distribution
 N_AT_ONCE = 3
 #: How many prompts are answered again, several at once.
 _N_AGAIN = 6
-#: A movement of logits may be so many times larger than the one that batches caused.
+#: Logits may move this many times further than in the batches that were tried.
 SLACK = 4.0
 #: The movement that a cache value rounded differently may cause, in standard deviations of a row.
 ALWAYS_ALLOWED = 0.01
-#: In batches of up to so many rows plain decoding is tried where texts differ.
+#: Where texts differ, plain decoding is repeated in batches of up to this many rows.
 _LARGEST_BATCH = 16
-#: Draws are made after one of so many first tokens of an answer.
+#: How many of an answer's first tokens are searched for a place to draw from.
 N_SEARCHED = 48
 #: How many draws the engine gets at a time.
 _N_QUEUED = 60
@@ -163,7 +163,7 @@ class Difference:
     gap: float
     #: How much of the gap rounding in batches explains; 0 if rows are batch-invariant.
     allowed: float
-    #: In batches of so many rows plain decoding chooses the other token too.
+    #: Plain decoding chooses the other token too, in batches of this many rows.
     same_in_batches_of: int | None = None
 
     @property
@@ -261,7 +261,7 @@ def check_greedy(
 
 
 def _lengths(max_tokens: int, n_answers: int, n_at_once: int) -> list[int]:
-    """Return how many tokens each of several answers at once may have; -1 is no limit."""
+    """Return the token limits of answers that are generated at once; -1 means no limit."""
     if max_tokens < 1:
         return [max_tokens] * n_answers
     shares = [1 + n % n_at_once for n in range(n_answers)]
@@ -276,7 +276,7 @@ def _answers(
     *,
     draft: bool = True,
 ) -> Iterator[Request]:
-    """Answer prompts with so many tokens each, and yield the requests in order as they are done."""
+    """Answer prompts with their token limits, and yield the requests in order as they finish."""
     if not asked or interrupted():
         return
     n_ctx = session.context_size(max(len(prompt.tokens) for prompt, _ in asked))
@@ -439,7 +439,7 @@ class SampledResult:
 
     prompt: int
     way: WayName
-    #: The token comes after so many tokens of the prompt and of the answer.
+    #: The number of tokens of the prompt and of the answer before the drawn one.
     n_prompt: int
     n_answer: int
     n_draws: int
@@ -564,7 +564,8 @@ def _places(
         return
     state = TextState(prompt.tokens, grammar)
     sampling = SamplingPipeline(session.settings.sampler, state)
-    for n, row in enumerate(plain_rows(session, prompt.tokens, answer[: max(drafted)])):
+    searched = answer[: max(drafted)]
+    for n, row in enumerate(plain_rows(session, prompt.tokens, searched)):
         if n:
             state.commit(answer[n - 1])
         if n in drafted and state.forced() is None:
@@ -607,7 +608,7 @@ def _draw(
     interrupted: Callable[[], bool],
     progress: CheckProgress,
 ) -> _Draws | None:
-    """Draw the token at a place so many times; None if interrupted."""
+    """Draw the token at a place `n_draws` times; None if interrupted."""
     # An answer's first token has no draft, and decoder heads have none for the second. So each draw
     # is an answer that begins with the last two tokens before the place.
     forced = place.answer[-2:]

@@ -100,7 +100,7 @@ def _rare_cells(
 
 
 def chi_square_tail(x: float, n_degrees: int) -> float:
-    """Return P(X >= x) of the chi-square distribution with so many degrees of freedom.
+    """Return P(X >= x) of the chi-square distribution with `n_degrees` degrees of freedom.
 
     It is a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5). For an even number of degrees
     e^(-x/2) Σ (x/2)^k / Γ(k + 1), with k = 0, 1, ... below n_degrees / 2. For an odd number k is

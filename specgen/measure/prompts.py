@@ -76,7 +76,8 @@ def read_bench_prompts(path: Path) -> list[BenchPrompt]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise PromptError(f"{path}: cannot be read: {reason}") from error
-    filled = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    stripped = enumerate(map(str.strip, lines), 1)
+    filled = [(number, line) for number, line in stripped if line]
     if not filled:
         raise PromptError(f"{path}: no prompts in it")
     if _is_json_lines(path, filled[0][1]):

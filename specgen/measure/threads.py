@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Seconds of decoding for one model.
 THREADS_BUDGET_S = 20.0
-#: The first rounds may take so many times longer: with fewer of them nothing is changed.
+#: The first rounds may take this many times longer: with fewer of them nothing is changed.
 _PATIENCE = 3.0
 _N_LEAST_ROUNDS = 4
 #: The most rounds.

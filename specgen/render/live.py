@@ -51,9 +51,9 @@ _MOVING_ROWS = 3
 _MOST_MOVING_ROWS = 12
 #: Between the legend and the figures.
 _GAP = "    "
-#: Screens with at least so many rows have a status line.
+#: The least height of a screen with a status line, in rows.
 _STATUS_HEIGHT = 4
-#: Screens with at least so many rows have a spare row for rejected text.
+#: The least height of a screen with a spare row for rejected text.
 _SPARE_ROW_HEIGHT = 6
 
 
@@ -214,7 +214,8 @@ class LiveRenderer(Renderer):
         if has_status:
             status.append(ScreenLine(self._status.codes(last_column, self._pens)))
         if self._thought is not None and self._thought.is_open:
-            self._region.paint("", [*self._lines(self._thought.rows(room)), *status])
+            thoughts = self._lines(self._thought.rows(room))
+            self._region.paint("", [*thoughts, *status])
             return
         rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
         moving = self._lines(self._flow.rows)
@@ -236,14 +237,12 @@ class LiveRenderer(Renderer):
         The terminal itself breaks the line between joined rows, but the last row is never joined to
         the region. Nothing is erased: a row that turns out to be too long just continues.
         """
-        if not rows:
-            return ""
-        parts: list[str] = []
-        for row in rows[:-1]:
-            parts.append(row.codes(self._pens))
-            if not row.joined:
-                parts.append("\n")
-        return "".join((*parts, rows[-1].codes(self._pens), "\n"))
+        text = ""
+        for row in rows:
+            text += row.codes(self._pens)
+            if not row.joined or row is rows[-1]:
+                text += "\n"
+        return text
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
         """Return this round's rejected text: what fits after the `last` row, and the row below."""
@@ -413,7 +412,7 @@ class Thought:
             yield Run(answer, "plain")
 
     def rows(self, n_most: int) -> list[Row]:
-        """Return the last rows of the block, at most so many."""
+        """Return the last rows of the block, at most `n_most`."""
         self._rows += self.flow.take_settled(1, 1)
         del self._rows[:-_THOUGHT_ROWS]
         return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]

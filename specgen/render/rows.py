@@ -371,7 +371,7 @@ def wrap(
 
 
 def _end_of_row(cells: Sequence[Cell], start: int, room: int) -> int:
-    """Return the end of the cells from `start` that fit into so many columns."""
+    """Return the end of the cells from `start` that fit into `room` columns."""
     width = 0
     n_spare = 0
     for end in range(start, len(cells)):

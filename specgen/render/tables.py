@@ -102,7 +102,8 @@ def _lines(
 ) -> Iterator[str]:
     yield "\t".join((key_names, *(column.name for column in columns)))
     for key, row in rows:
-        yield "\t".join((key, *(_cell(column.figure(row)) for column in columns)))
+        cells = [_cell(column.figure(row)) for column in columns]
+        yield "\t".join((key, *cells))
 
 
 def _cell(value: float | None, missing: str = "") -> str:
@@ -120,8 +121,8 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
     """Print for each temperature a table of contenders, and their speed-ups by category."""
     for temperature in dict.fromkeys(each.temperature for each in figures):
         contenders = [each for each in figures if each.temperature == temperature]
-        console.print(Text(f"temperature {temperature:g}", style="bold"))
         rows = [(each.contender, each) for each in contenders]
+        console.print(Text(f"temperature {temperature:g}", style="bold"))
         console.print(_figure_table("contender", _BENCH, rows, console))
         _print_categories(contenders, console)
         console.print()

@@ -33,9 +33,15 @@ def print_report(report: VerifyReport, console: Console) -> None:
     """Print a report."""
     if not console.is_terminal:
         console.width = _WIDTH
-    for indent, line in (*_heading(report), *_greedy_part(report), *_sampled_part(report)):
+    for indent, line in _lines(report):
         text = Text(line) if isinstance(line, str) else line
         console.print(Padding(text, (0, 0, 0, indent), expand=False))
+
+
+def _lines(report: VerifyReport) -> Iterator[_ReportLine]:
+    yield from _heading(report)
+    yield from _greedy_part(report)
+    yield from _sampled_part(report)
 
 
 # --- the parts of the report
