@@ -252,12 +252,13 @@ def replay(
         started_s = clock()
         draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started_s
+    # The prefill gives the first token.
     generation.commit(tokens[0])
     n_done = 1
     while n_done < len(tokens):
         result = _draft_round(generation, clock)
+        # Commit the accepted tokens, and the target's token after them.
         result.path = agreeing_path(result.draft, tokens[n_done:])
-        # The last token is not drafted: it is the target's.
         last = n_done + len(result.path)
         result.committed = tuple(tokens[n_done : last + 1])
         for token in result.committed:
@@ -266,6 +267,7 @@ def replay(
         if hidden_states is not None and states is not None and last < len(states):
             n_read = generation.n_prompt + last
             hidden_states.keep_states(states[last : last + 1], generation.tokens, n_read)
+        # Account for the round, which the target did not decode.
         result.n_rows = 1 + len(result.draft)
         result.target_s = baseline.costs.rows_s(result.n_rows)
         generation.policy.observe(result)

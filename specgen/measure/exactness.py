@@ -478,6 +478,14 @@ class _Draws:
     n_drafted: int = 0
     n_accepted: int = 0
 
+    def add(self, request: Request, position: int) -> None:
+        """Add the token at a position of an answer."""
+        _check_drafting(request)
+        assert request.finished is not None
+        self.counts[tokens_of(request.events)[position]] += 1
+        self.n_drafted += request.finished.n_drafted
+        self.n_accepted += request.finished.n_accepted
+
 
 class _ForcedStart(SamplingPipeline):
     """A sampling pipeline with which the answer begins with given tokens."""
@@ -631,20 +639,17 @@ def _draw(
             n_more = min(_N_QUEUED, n_draws - n_done)
             requests = [engine.insert(begun, generation=generation) for _ in range(n_more)]
             for request in requests:
-                # The draws can be repeated. Drafts are verified as without a seed, unless the user
-                # gave one.
+                # This only makes the draws repeatable. How drafts are verified depends on whether
+                # the user gave a seed.
                 request.seed = seed + request.index
             for event in engine.run():
                 if isinstance(event, CommittedEvent) and event.n_tokens > len(forced):
+                    # The token is drawn.
                     engine.cancel(requests[event.sequence - n_done])
             if interrupted():
                 return None
             for request in requests:
-                _check_drafting(request)
-                assert request.finished is not None
-                draws.counts[tokens_of(request.events)[len(forced)]] += 1
-                draws.n_drafted += request.finished.n_drafted
-                draws.n_accepted += request.finished.n_accepted
+                draws.add(request, position=len(forced))
             progress(n_done + n_more, n_draws)
     return draws
 

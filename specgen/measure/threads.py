@@ -99,12 +99,15 @@ def measure_threads(
         interrupted: whether to stop; the default then stays.
     """
     backend.set_threads(default, default)
+    chosen = Threads(default, default)
+    tried = sorted({default, *counts}, reverse=True)
+    if len(tried) == 1:
+        return chosen
     text = begin_text(backend)
     started_s = backend.decode_s
-    tried = sorted({default, *counts}, reverse=True)
     single: list[_Times] = []
     batch: list[_Times] = []
-    for number in range(_N_ROUNDS if len(tried) > 1 else 0):
+    for number in range(_N_ROUNDS):
         patience = _PATIENCE if number < _N_LEAST_ROUNDS else 1.0
         if interrupted() or backend.decode_s - started_s > patience * budget_s:
             break
@@ -116,16 +119,26 @@ def measure_threads(
             backend.set_threads(count, count)
             # The first decode after a change may have to start threads: it is not timed.
             time_batch(backend, text, 1)
-            for n_rows, times in ((1, single[-1]), (BATCH_ROWS, batch[-1])):
-                seconds = time_batch(backend, text, n_rows)
-                if seconds:
-                    times[count] = seconds
+            _time(backend, text, 1, count, single[-1])
+            _time(backend, text, BATCH_ROWS, count, batch[-1])
     backend.remove(0)
-    chosen = Threads(default, default)
     if not interrupted():
         chosen = Threads(choose_threads(single, default), choose_threads(batch, default))
     backend.set_threads(chosen.n_single, chosen.n_batch)
     return chosen
+
+
+def _time(
+    backend: LlamaBackend,
+    text: list[int],
+    n_rows: int,
+    count: int,
+    times: _Times,
+) -> None:
+    """Add the seconds of a batch to the times; a batch without room in the context has none."""
+    seconds = time_batch(backend, text, n_rows)
+    if seconds:
+        times[count] = seconds
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:

@@ -371,15 +371,7 @@ class Thought:
             n_tokens: the length of the answer so far.
         """
         was_open = self._reader.is_open
-        thoughts = ""
-        answer: list[Run] = []
-        for text, mark in runs:
-            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
-                continue
-            thought, rest = self._reader.feed(text)
-            thoughts += thought
-            if rest:
-                answer.append(Run(rest, mark))
+        thoughts, answer = self._split(runs)
         if was_open or self._reader.is_open or thoughts:
             if self._first_s is None:
                 self._first_s = time_s
@@ -396,6 +388,20 @@ class Thought:
         if self._first_s is not None and not self._reader.is_open:
             yield from self.fold()
         yield from answer
+
+    def _split(self, runs: Iterable[Run]) -> tuple[str, list[Run]]:
+        """Return the thoughts in a text, and what belongs to the answer."""
+        thoughts = ""
+        answer: list[Run] = []
+        for text, mark in runs:
+            # Rejected text is not shown among thoughts.
+            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
+                continue
+            thought, rest = self._reader.feed(text)
+            thoughts += thought
+            if rest:
+                answer.append(Run(rest, mark))
+        return thoughts, answer
 
     def fold(self) -> Iterator[Run]:
         """Yield the end of the thinking block, once, and text held back as a possible tag."""
