@@ -183,7 +183,7 @@ def _plain_figures(baseline: Baseline) -> DraftFigures:
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
     """Return drafts by their speed-ups, as rounded in tables.
 
-    Among equals those without a second model come first, and no draft comes last of these.
+    Among equal ones, drafts without a second model come first, then plain decoding, then files.
     """
 
     def order(one: Tried) -> tuple[float, bool, bool]:
