@@ -35,15 +35,32 @@ from specgen.events import (
 # --- text without characters that control a terminal
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: Replacements for control characters (U+2400 is the sign of NUL), for characters that reorder text
-#: on the screen, and for those that UTF-8 cannot encode.
-_SIGNS: dict[int, str] = {
-    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
-    0x7F: "\N{SYMBOL FOR DELETE}",
-    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F)), _REPLACEMENT),
-    **dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), _REPLACEMENT),
-    **dict.fromkeys((0x2028, 0x2029), "\n"),
-}
+#: Ranges of characters that are replaced: control characters beyond ASCII, those that reorder text
+#: on the screen, and surrogates, which UTF-8 cannot encode.
+_REPLACED = (
+    range(0x80, 0xA0),
+    range(0x202A, 0x202F),
+    range(0x2066, 0x206A),
+    range(0xD800, 0xE000),
+)
+
+
+def _signs() -> dict[int, str]:
+    """Return what is shown instead of characters, by their code points."""
+    # The signs of ASCII's control characters follow U+2400, the sign of NUL.
+    signs = {code: chr(0x2400 + code) for code in range(0x20)}
+    del signs[ord("\n")]
+    del signs[ord("\t")]
+    signs[0x7F] = "\N{SYMBOL FOR DELETE}"
+    for codes in _REPLACED:
+        signs.update(dict.fromkeys(codes, _REPLACEMENT))
+    # The line and paragraph separators.
+    signs[0x2028] = "\n"
+    signs[0x2029] = "\n"
+    return signs
+
+
+_SIGNS = _signs()
 
 
 class Cleaner:
