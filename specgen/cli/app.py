@@ -127,7 +127,7 @@ def _show_version(wanted: bool) -> None:
 app = typer.Typer(
     name="specgen",
     cls=_CommandLine,
-    help="Make a local GGUF model generate faster without changing what it says.",
+    help="Make a local GGUF model generate faster without changing its output.",
     epilog="Begin with `specgen run 'Why is the sky blue?'`; `specgen COMMAND -h` has options and "
     "examples.",
     no_args_is_help=True,

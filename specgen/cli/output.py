@@ -46,9 +46,9 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all "
-        "(they stay), none (plain text); in a pipe, too: rounds, a line for each (with -v the "
-        "probabilities).",
+        "How drafts are shown on a terminal: accepted (rejected tokens vanish after their round), "
+        "all (they stay), or none (plain text). rounds prints a line for each round, in a pipe "
+        "too (with -v the probabilities).",
     )
     stats: bool | None = _output(
         None,
@@ -62,8 +62,8 @@ class Output:
     html: Path | None = _output(
         None,
         "--html",
-        "Write a page on which the answer grows round by round as it did, with the probabilities "
-        "by both models.",
+        "Write an HTML page that replays the answer round by round, with both models' "
+        "probabilities.",
         metavar="FILE",
     )
     newline: bool = _output(

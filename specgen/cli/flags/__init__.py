@@ -259,8 +259,8 @@ def chat_option() -> Any:
     return _prompt(
         None,
         "--chat/--raw",
-        "Put the prompt into the chat template, or continue it as it is, with names of control "
-        "tokens as these.",
+        "Put the prompt into the chat template, or continue it as it is; names of control tokens "
+        "in it then mean those tokens.",
         show_default="chat, if the model has a template",
     )
 
