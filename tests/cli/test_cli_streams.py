@@ -86,7 +86,8 @@ def test_what_is_read_from_a_closed_stream_is_empty(tiny_models: Path) -> None:
 
 
 def test_standard_input_that_does_not_end_is_awaited_with_a_note(tiny_models: Path) -> None:
-    options = ["-m", tiny_models / "target.gguf", "-md", "none", "-t", "1", "-n", "5"]
+    target = str(tiny_models / "target.gguf")
+    options = ["-m", target, "-md", "none", "-t", "1", "-n", "5"]
     with spawn("run", *options, "-", stdin=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

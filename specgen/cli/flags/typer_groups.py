@@ -176,7 +176,9 @@ class Group:
         """Return the group for a command without some options, which always have their defaults."""
         group = self
         for spelling in spellings:
-            group = group.changed(spelling, is_offered=False)
+            smaller = group.changed(spelling, is_offered=False)
+            assert smaller != group, f"there is no option {spelling}"
+            group = smaller
         return group
 
     def with_default(self, spelling: str, default: Any) -> Group:
