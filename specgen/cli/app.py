@@ -62,6 +62,7 @@ class _Group(typer.core.TyperGroup):
     """A group of commands, which handles errors of standard output for all of them."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands into the help, each with the first paragraph of its own."""
         rows = []
         for name, command in self.commands.items():
             first_paragraph, _, _ = (command.help or "").partition("\n\n")
@@ -70,10 +71,12 @@ class _Group(typer.core.TyperGroup):
             formatter.write_dl(rows)
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        with output_errors():  # --version and --help write here
+        """Parse the command line, which already prints for --version and --help."""
+        with output_errors():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
         with output_errors():
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -87,6 +90,7 @@ class _CommandLine(_Group):
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is called, after importing its module."""
         self.load(*COMMANDS.keys() & args[:1])
         return super().resolve_command(ctx, args)
 
