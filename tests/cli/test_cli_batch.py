@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specgen.llama import model
 from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats.parsed_request import Kind, ParsedRequest
@@ -316,7 +317,7 @@ def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
     """As architectures whose sequences llama.cpp cannot compute together."""
-    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
+    monkeypatch.setattr(model, "ONE_SEQUENCE", frozenset({"llama"}))
     result = batch.answer(PROMPTS, "--parallel", "2", draft=draft, code=2)
     assert "target.gguf: llama.cpp computes several sequences of this architecture" in result.err
     assert "--parallel 1" in result.err

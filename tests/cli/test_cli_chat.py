@@ -131,7 +131,9 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
         ("cat " * 3000, "the message, with the system message and files, has"),
     ],
 )
-def test_an_invalid_line_is_reported_and_the_conversation_continues(chat: Chat, line: str, words: str) -> None:
+def test_an_invalid_line_is_reported_and_the_conversation_continues(
+    chat: Chat, line: str, words: str
+) -> None:
     plain = chat(lines="the cat\n", draft="none")
     result = chat(lines=f"{line}\nthe cat\n")
     assert result.out == plain.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -126,7 +127,7 @@ def test_make_cuts_a_draft_out_of_the_target(made_and_used: MadeAndUsed, tmp_pat
 def test_what_is_trained_needs_the_library_before_anything_is_loaded(
     specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     for kind in ((), ("--kind", "heads"), ("--kind", "distilled")):
         result = specgen("draft", "make", "-m", tmp_path / "none.gguf", *kind)
         assert result.code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, build
+from specgen.session import opening_notes, session
 from specgen.system.folders import cache_folder, measurements_file
 from tests.helpers.cli import Cli, Result, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
@@ -209,7 +211,7 @@ def test_wrong_drafts_of_drafts_are_refused(
     cli: Cli, drafts: tuple[str, ...], code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if code == 5:  # another vocabulary is refused before a model is loaded
-        monkeypatch.setattr("specgen.session.session.LlamaModel", None)
+        monkeypatch.setattr(session, "LlamaModel", None)
     names = [cli.model(name) if name in ("draft", "bert", "other") else name for name in drafts]
     arguments = [part for name in names for part in ("--draft", name)]
     result = cli("-m", cli.model("target"), *arguments, PROMPT)
@@ -230,10 +232,10 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
     named = [line.split()[1] for line in notes(*given, draft="none")]
     assert named == ["--tree", "--draft-p-min", "--lookup-file"]
     assert notes(*given, draft="draft") == notes(draft="none") == []
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert [line.split()[1:3] for line in notes("-t", "3", draft="draft")] == [["-t", "3"]]
     built = dataclasses.replace(build(), gpu_offload=False)
-    monkeypatch.setattr("specgen.session.opening_notes.build", lambda: built)
+    monkeypatch.setattr(opening_notes, "build", lambda: built)
     assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]
     built = dataclasses.replace(built, gpu_offload=True)
     assert notes("-ngl", "9", draft="draft") == []

@@ -18,6 +18,7 @@ import pytest
 
 from specgen.cli import output
 from specgen.method.cost_table import CostTable
+from specgen.session import calibration
 from tests.helpers.cli import Result, Specgen, complaint, ended, events_of, models_of
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
@@ -180,7 +181,7 @@ def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = CostTable({100: 1.0})
-    monkeypatch.setattr("specgen.session.calibration.target_costs", lambda *_: costs)
+    monkeypatch.setattr(calibration, "target_costs", lambda *_: costs)
     write("a.txt", TEXT * 40)
     found = fim("a.txt:80", "--json")
     assert events_of(found)[0]["n_prompt_tokens"] == 256

@@ -165,7 +165,7 @@ def test_rm_asks_first_and_without_a_terminal_it_needs_yes(
     result = run("rm", REPO)
     assert isinstance(result.exception, UsageError)
     assert "--yes" in (result.exception.hint or "")
-    monkeypatch.setattr("specgen.cli.models.is_terminal", lambda: True)
+    monkeypatch.setattr(cli, "is_terminal", lambda: True)
     result = CliRunner().invoke(cli.app, ["rm", REPO], input="n\n")
     assert result.exit_code == 0
     assert "removed" not in result.stdout

