@@ -246,8 +246,8 @@ def make(
     kind: Kind | None = option(
         None,
         "--kind",
-        "What to make: decoder heads, a small model fitted to the target, or the target without some "
-        "of its layers.",
+        "What to make: decoder heads, a small model fitted to the target, or the target without "
+        "some of its layers.",
         show_default="heads; with a small model on this disk a fitted one too",
     ),
     minutes: float = option(
@@ -256,8 +256,8 @@ def make(
     save: bool = option(
         True,
         "--save/--no-save",
-        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
-        "theirs.",
+        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind "
+        "names theirs.",
     ),
     machine: Contexts = flags.machine,
     as_json: bool = flags.JSON_REPORT,
@@ -265,9 +265,9 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    The target writes text (`specgen draft data`), and drafts are trained on it. As by `specgen draft
-    find`, they are then ranked together with n-grams and the models on this disk, on other prompts.
-    An interrupted command keeps the text.
+    The target writes text (`specgen draft data`), and drafts are trained on it. They are then
+    ranked together with n-grams and the models on this disk, on other prompts, as `specgen draft
+    find` does. An interrupted command keeps the text.
 
     Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small
     model that is fitted to the target agrees with it more often. Both need JAX (`pip install
