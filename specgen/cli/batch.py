@@ -189,6 +189,7 @@ class _Results:
     failed: set[str] = field(default_factory=set)
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Append a result, and remember whether it is an error."""
         self.append(record)
         if record["error"] is not None:
             self.failed.add(record["custom_id"])

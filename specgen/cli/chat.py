@@ -239,24 +239,28 @@ class _Dialogue:
     # --- commands
 
     def help(self, _argument: str) -> None:
+        """Show the commands (also /?)."""
         usages = [f"/{name} {command.takes}".strip() for name, command in _COMMANDS.items()]
         width = max(map(len, usages))
         for usage, command in zip(usages, _COMMANDS.values(), strict=True):
-            say(f"{usage:<{width}}  {command.purpose}")
+            say(f"{usage:<{width}}  {command.run.__doc__}")
         say("A backslash at the end of a line continues the message. Ctrl-C stops an answer.")
 
     def regenerate(self, _argument: str) -> int:
+        """Answer the last question again."""
         if self._chat.is_greedy:
             say("note: at temperature 0 the answer is always the same (--temp 0.8 varies it)")
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:
+        """Remove the last question and its answer."""
         turns = self._chat.conversation.turns
         if not turns:
             raise UsageError("there is no turn to undo")
         self._change(turns=turns[:-1])
 
     def reset(self, _argument: str) -> None:
+        """Remove all turns; system message and files stay (also /clear)."""
         self._change(turns=())
 
     def _change(self, *, turns: tuple[Turn, ...]) -> None:
@@ -264,10 +268,12 @@ class _Dialogue:
         say(f"the conversation now has {counted(len(turns), 'turn')}")
 
     def system(self, text: str) -> None:
+        """Change the system message; without TEXT, remove it."""
         self._chat.change(replace(self._chat.conversation, system=text or None))
         say(f"the system message was {'changed' if text else 'removed'}")
 
     def save(self, file: str) -> None:
+        """Write the conversation to a file."""
         from specgen.session.conversation import save_conversation
 
         try:
@@ -277,6 +283,7 @@ class _Dialogue:
         say(f"saved to {file}")
 
     def load(self, file: str) -> None:
+        """Continue the conversation in a file."""
         from specgen.session.conversation import read_conversation
 
         self._chat.change(read_conversation(Path(file).expanduser()))
@@ -284,10 +291,12 @@ class _Dialogue:
         self._recall()
 
     def draft(self, choice: str) -> None:
+        """Turn drafting on or off for later answers."""
         self._chat.drafts = choice == "on"
         say(f"draft from now on: {self._chat.draft_name}")
 
     def think(self, _argument: str) -> None:
+        """Show the model's thinking before its last answer."""
         from specgen.render.rows import clean
         from specgen.session.prompts.thoughts import split_thought
 
@@ -296,10 +305,11 @@ class _Dialogue:
             prompt, finished = self._chat.last
             thought, _ = split_thought(prompt.text, finished.text)
         if not thought:
-            raise UsageError("the last answer since the start has no thinking block")
+            raise UsageError("the last answer of this session has no thinking block")
         console_on(sys.stderr).print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
+        """Show figures of the last answer and the conversation."""
         from specgen.render.summary import print_summary
         from specgen.render.tables import totals
 
@@ -313,6 +323,7 @@ class _Dialogue:
         say(f"in all: {', '.join(figures)}, {context}")
 
     def quit(self, _argument: str) -> None:
+        """End the conversation (also /bye, /exit)."""
         raise EOFError
 
 
@@ -320,12 +331,11 @@ class _Dialogue:
 class _Command:
     #: What follows its name: nothing, or FILE, TEXT (which may be left out) or on|off.
     takes: str
-    #: What it does, for /help.
-    purpose: str
-    #: Carries it out, with what follows its name.
+    #: Carries it out, with what follows its name; its docstring is its line in /help.
     run: Callable[[_Dialogue, str], int | None]
 
     def accepts(self, argument: str) -> bool:
+        """Return whether the argument is what the command takes."""
         if self.takes == "on|off":
             return argument in ("on", "off")
         if self.takes == "FILE":
@@ -336,21 +346,17 @@ class _Command:
 #: A word after a slash, alone or before a space. Paths and comments of C are not commands.
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 _COMMANDS = {
-    "help": _Command("", "show the commands (also /?)", _Dialogue.help),
-    "regen": _Command("", "answer the last question again", _Dialogue.regenerate),
-    "undo": _Command("", "remove the last question and its answer", _Dialogue.undo),
-    "reset": _Command(
-        "", "remove all turns; system message and files stay (also /clear)", _Dialogue.reset
-    ),
-    "system": _Command(
-        "TEXT", "change the system message; without TEXT, remove it", _Dialogue.system
-    ),
-    "save": _Command("FILE", "write the conversation to a file", _Dialogue.save),
-    "load": _Command("FILE", "continue the conversation in a file", _Dialogue.load),
-    "draft": _Command("on|off", "turn drafting on or off for later answers", _Dialogue.draft),
-    "think": _Command("", "show the model's thinking before its last answer", _Dialogue.think),
-    "stats": _Command("", "show figures of the last answer and the conversation", _Dialogue.stats),
-    "quit": _Command("", "end the conversation (also /bye, /exit)", _Dialogue.quit),
+    "help": _Command("", _Dialogue.help),
+    "regen": _Command("", _Dialogue.regenerate),
+    "undo": _Command("", _Dialogue.undo),
+    "reset": _Command("", _Dialogue.reset),
+    "system": _Command("TEXT", _Dialogue.system),
+    "save": _Command("FILE", _Dialogue.save),
+    "load": _Command("FILE", _Dialogue.load),
+    "draft": _Command("on|off", _Dialogue.draft),
+    "think": _Command("", _Dialogue.think),
+    "stats": _Command("", _Dialogue.stats),
+    "quit": _Command("", _Dialogue.quit),
 }
 #: Names that other programs have for these commands.
 _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}

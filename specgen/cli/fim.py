@@ -75,12 +75,13 @@ def fim(
         context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
         repository=Path.cwd().name or "repository",
     )
-
-    def check(session: Session) -> None:
-        check_infill(session.target)
-
     wanted = setup.wanted_session(quiet=output.quiet)
-    with opened(wanted, setup.machine.kernels, output, check) as session:
+    with opened(
+        wanted,
+        setup.machine.kernels,
+        output,
+        check=lambda session: check_infill(session.target),
+    ) as session:
         prompt, left_out = _prompt(session, gap)
         if left_out:
             output.note(left_out)

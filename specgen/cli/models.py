@@ -14,7 +14,15 @@ from typing import Any, Literal
 import typer
 
 from specgen.cli.command import Command
-from specgen.cli.flags import REQUIRED, argument, model_names, option, pair_names, takes_options
+from specgen.cli.flags import (
+    JSON_REPORT,
+    REQUIRED,
+    argument,
+    model_names,
+    option,
+    pair_names,
+    takes_options,
+)
 from specgen.cli.inputs import is_terminal
 from specgen.cli.output import check_file_option
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
@@ -42,7 +50,6 @@ def _names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_JSON = option(False, "--json", "Print JSON.")
 _NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_names)
 _name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
 _NAME_OR_REPO = _name_or_repo(
@@ -52,7 +59,7 @@ _NAME_OR_REPO = _name_or_repo(
 
 @app.command("list", cls=Command)
 @takes_options
-def list_models(*, as_json: bool = _JSON) -> None:
+def list_models(*, as_json: bool = JSON_REPORT) -> None:
     """List the models and pairs that have a name, and the models in the Hugging Face cache.
 
     Models in that cache have names as `-m` takes them (hf:USER/REPO:QUANT).
@@ -92,7 +99,7 @@ def _print_kept_sizes() -> None:
         ("packed weights", packed_folder()),
         ("prompt prefixes", prefixes_folder(cache_folder())),
     ):
-        size_bytes = sum(map(size_of, files_in(folder)))
+        size_bytes = sum(map(size_of, _files_in(folder)))
         if size_bytes:
             kept.append(f"{name} {human_bytes(size_bytes)}")
     if kept:
@@ -101,7 +108,7 @@ def _print_kept_sizes() -> None:
 
 @app.command(cls=Command)
 @takes_options
-def show(*, name: str = _NAME, as_json: bool = _JSON) -> None:
+def show(*, name: str = _NAME, as_json: bool = JSON_REPORT) -> None:
     """Show what is known about a model or a pair."""
     if "/" in name:
         page = hub.page_of(parse_reference(name).repo)
@@ -234,7 +241,7 @@ def clear() -> None:
     The next start computes them again.
     """
     freed_bytes = 0
-    for path in (*files_in(packed_folder()), *files_in(prefixes_folder(cache_folder()))):
+    for path in (*_files_in(packed_folder()), *_files_in(prefixes_folder(cache_folder()))):
         n_bytes = size_of(path)
         with suppress(OSError):
             path.unlink()
@@ -242,7 +249,7 @@ def clear() -> None:
     print(f"{human_bytes(freed_bytes)} freed")
 
 
-def files_in(folder: Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 

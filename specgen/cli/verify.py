@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -45,7 +45,7 @@ def verify(
     sampling: SamplerOptions = flags.sampling,
     drafting: DraftOptions = flags.drafting,
     machine: Contexts = flags.machine,
-    json: bool = option(False, "--json", "Print the whole report as one JSON object."),
+    as_json: bool = flags.JSON_REPORT,
     output: Output = flags.loudness,
 ) -> int:
     """Check that drafting does not change your model's output.
@@ -116,8 +116,8 @@ def verify(
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
 
-    if json:
-        print(json_module.dumps(report.to_json_object(), ensure_ascii=False))
+    if as_json:
+        print(json.dumps(report.to_json_object(), ensure_ascii=False))
     else:
         from specgen.render.verify_report import print_report
 
