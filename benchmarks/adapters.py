@@ -26,8 +26,8 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
-from specgen.llama.context import default_threads
 from specgen.llama.kernels.admission import choose_kernels
+from specgen.llama.native_context import default_threads
 from specgen.options import ContextOptions, SessionOptions
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from specgen.session.session import Session

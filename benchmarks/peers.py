@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
 from specgen.errors import SpecgenError
 from specgen.llama import default_threads
-from specgen.llama.gguf_file import why_no_mtp
+from specgen.llama.mtp_layers import why_no_mtp
 from specgen.measure.benchmark import Contender, Outcome, Runs, contender_of, figures_of, take_turns
 from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.options import DraftSource

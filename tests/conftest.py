@@ -22,7 +22,7 @@ from hypothesis.internal.constants_ast import Constants
 # runtime reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from specgen.llama import context
+from specgen.llama import native_context
 from specgen.llama.kernels import admission
 from specgen.llama.kernels.admission import library_path
 from specgen.llama.kernels.verdicts import (
@@ -144,7 +144,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Progress is reported at the end only, however slow the machine is.
     monkeypatch.setattr(progress, "INTERVAL_S", math.inf)
     # Several test processes share the cores, so a test that wants more than one thread says so.
-    monkeypatch.setattr(context, "default_threads", lambda: 1)
+    monkeypatch.setattr(native_context, "default_threads", lambda: 1)
     # The kernels' self-test takes a second: run it once per process.
     monkeypatch.setattr(KernelTests, "self_test", _self_test_once)
     # The kernels are not tried out on each of the many test models.

@@ -139,7 +139,8 @@ def read_template(given: str) -> str:
 
 
 def _template_in(path: Path) -> str:
-    from specgen.llama.gguf_file import GgufMetadata, check_file
+    from specgen.llama.file_check import check_file
+    from specgen.llama.gguf_file import GgufMetadata
 
     check_file(path)
     with GgufMetadata(path) as metadata:

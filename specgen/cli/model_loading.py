@@ -124,10 +124,10 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
 
     From then on, a native crash is one line.
     """
-    from specgen.llama.library import end_with_a_line
+    from specgen.llama.native_end import report_native_failures
     from specgen.session.open import start_kernels
 
-    end_with_a_line(sys.stdout.flush)
+    report_native_failures(sys.stdout.flush)
     status, note = start_kernels(wanted)
     if note and status.hint:
         note += f"\nhint: {status.hint}"

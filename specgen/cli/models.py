@@ -223,7 +223,7 @@ def quantize(
 
     `specgen bench` shows which of the two is the better draft for your target.
     """
-    from specgen.llama.gguf_file import check_file
+    from specgen.llama.file_check import check_file
     from specgen.llama.operators import quantize_file
 
     check_file(source)

@@ -22,8 +22,8 @@ from specgen.drafters.states import (
     StatesDrafter,
     TrainedDraft,
 )
-from specgen.llama.draft_contexts import DflashContext
-from specgen.llama.draft_models import DflashModel
+from specgen.llama.hidden_state_contexts import DflashContext
+from specgen.llama.paired_drafts import DflashModel
 from specgen.system.arrays import Logits
 
 

@@ -7,8 +7,8 @@ arXiv:2503.01840).
 from __future__ import annotations
 
 from specgen.drafters.states import LayerDrafter, TrainedDraft
-from specgen.llama.draft_contexts import EagleContext
-from specgen.llama.draft_models import EagleModel
+from specgen.llama.hidden_state_contexts import EagleContext
+from specgen.llama.paired_drafts import EagleModel
 
 
 class EagleDrafter(LayerDrafter):

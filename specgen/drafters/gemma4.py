@@ -15,8 +15,8 @@ from specgen.drafters.interface import (
     Reads,
 )
 from specgen.drafters.states import StatesDrafter, TrainedDraft
-from specgen.llama.draft_contexts import AssistantContext
-from specgen.llama.draft_models import AssistantModel
+from specgen.llama.hidden_state_contexts import AssistantContext
+from specgen.llama.paired_drafts import AssistantModel
 
 
 class AssistantDrafter(StatesDrafter):

@@ -22,7 +22,6 @@ from specgen.drafters.interface import (
     Price,
 )
 from specgen.drafters.states import (
-    N_DRAFT_CELLS,
     N_USUAL,
     LayerDrafter,
     StatesCache,
@@ -31,9 +30,9 @@ from specgen.drafters.states import (
 )
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.draft_contexts import MtpContext
-from specgen.llama.draft_models import MtpModel
-from specgen.llama.gguf_file import holds_mtp_only
+from specgen.llama.hidden_state_contexts import MtpContext
+from specgen.llama.mtp_layers import holds_mtp_only
+from specgen.llama.paired_drafts import MtpModel
 from specgen.system.arrays import Hidden
 
 
@@ -116,11 +115,8 @@ class MtpDraft(StatesDraft):
         context = MtpContext(
             self._model,
             spec.options_of(self.key),
-            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
-            n_branches=self._n_branches(spec.n_rows),
-            n_slots=spec.n_slots,
-            clock=spec.clock,
-            n_shared_tokens=self._n_shared_tokens,
+            self._context_size(spec),
+            spec.clock,
         )
         return (context,)
 

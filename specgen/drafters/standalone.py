@@ -46,8 +46,8 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context import n_native_sequences
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
+from specgen.llama.native_context import n_native_sequences
 from specgen.method.cascade import Cascade
 from specgen.method.policy import CostAwarePolicy
 from specgen.method.sampling_pipeline import SamplingPipeline

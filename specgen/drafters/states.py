@@ -43,13 +43,13 @@ from specgen.drafters.tree_cache import TreeCache
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
+from specgen.llama.hidden_state_contexts import DraftContextSize, HiddenStateContext
 from specgen.method.hidden_states import HiddenStateBuffer, StatesBackend
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.llama.draft_contexts import StatesContext
-    from specgen.llama.draft_models import TrainedModel
+    from specgen.llama.paired_drafts import TrainedDraftModel
 
 #: The most rows that count as those of the last round, and not as a prefill.
 N_USUAL = 8
@@ -348,6 +348,14 @@ class StatesDraft(LoadedDraft):
     def _n_branches(self, n_rows: int) -> int:
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
+    def _context_size(self, spec: ContextSpec) -> DraftContextSize:
+        return DraftContextSize(
+            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
+            n_slots=spec.n_slots,
+            n_branches=self._n_branches(spec.n_rows),
+            n_shared_tokens=self._n_shared_tokens,
+        )
+
     def _use_model(self, model: LlamaModel) -> None:
         """Use a loaded model, which is not the target. Raise `PairError` if it does not fit."""
         self.models = (model,)
@@ -364,8 +372,8 @@ class StatesDraft(LoadedDraft):
 class TrainedDraft(StatesDraft):
     """A loaded draft that was trained for one target, in a file with its own architecture."""
 
-    model_type: ClassVar[type[TrainedModel]]
-    context_type: ClassVar[type[StatesContext]]
+    model_type: ClassVar[type[TrainedDraftModel]]
+    context_type: ClassVar[type[HiddenStateContext]]
     drafter_type: ClassVar[type[StatesDrafter]]
     #: Whether its drafts may branch.
     draws_trees: ClassVar[bool] = False
@@ -396,11 +404,8 @@ class TrainedDraft(StatesDraft):
             self._model,
             spec.target,
             spec.options_of(self._model.path),
-            n_ctx=spec.n_ctx + N_DRAFT_CELLS,
-            n_branches=self._n_branches(spec.n_rows),
-            n_slots=spec.n_slots,
-            clock=spec.clock,
-            n_shared_tokens=self._n_shared_tokens,
+            self._context_size(spec),
+            spec.clock,
         )
         return (context,)
 

@@ -1,5 +1,4 @@
-"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts
-the tokens after the next one.
+"""Decoder heads: a small recurrent network that predicts the tokens after the target's next one.
 
 A round of the target gives its next token x and the hidden state h from which x was chosen. From
 these two the heads predict the target's next hidden state h'. Like the target, they compute from h'
@@ -36,31 +35,37 @@ from specgen.llama.operators import FloatArray, Matrix, Weights
 from specgen.system.arrays import Hidden, Logits
 
 ARCHITECTURE = "specgen-heads"
-#: The types of the cell's matrices and of those with a row for each token, which are by far the
-#: largest.
-CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
+#: The type of the matrices of the network.
+CELL_TYPE = "q8_0"
+#: The type of those with a row for each token, which are by far the largest.
+VOCABULARY_TYPE = "q4_0"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for. n_embd is the size of a hidden
-    state, n_inner that of the argument of silu. Matrices that are multiplied with the same vector
-    are stored as one.
+    """The weights of heads, and the target that they were made for.
+
+    n_embd is the size of a hidden state, n_inner that of the argument of silu. Matrices that are
+    multiplied with the same vector are stored as one.
     """
 
-    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of
-    #: its vocabulary.
+    #: The target's name.
     target: str
+    #: The size of the target's hidden states.
     n_embd: int
+    #: The size of the target's vocabulary.
     n_vocab: int
+    #: The digest of the target's vocabulary.
     vocabulary: str
     #: The target's hidden states are multiplied with this first.
     scale: float
     #: int32[n_frequent], increasing: the frequent tokens, which the heads can predict.
     tokens: NDArray[np.int32]
-    #: M and Q, N and P: (n_embd + n_inner, n_embd). c and b: float32[n_embd + n_inner].
+    #: M, then Q: (n_embd + n_inner, n_embd).
     of_state: Weights
+    #: N, then P: (n_embd + n_inner, n_embd).
     of_token: Weights
+    #: c, then b: float32[n_embd + n_inner].
     bias: FloatArray
     #: C: (n_embd, n_inner).
     of_inner: Weights
@@ -71,61 +76,81 @@ class HeadWeights:
 
 
 class DecoderHeads:
-    """Loaded heads. A state is a predicted hidden state, float32[n_embd]. Raises `ModelFileError`."""
+    """Loaded heads. A state is a predicted hidden state, float32[n_embd]."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
-        self.weights = weights = read_heads(path)
+        """Load heads; raise `ModelFileError` if the file is damaged."""
+        weights = read_heads(path)
+        self.weights = weights
         self._clock = clock
         self._n_threads = n_threads
+        #: The seconds of all computations so far.
         self.compute_s = 0.0
+        #: The row of each token in the embeddings: the last one for those that are not frequent.
         n_frequent = len(weights.tokens)
-        self._index = np.full(weights.n_vocab, n_frequent, np.int64)
-        self._index[weights.tokens] = np.arange(n_frequent)
+        self._embedding_rows = np.full(weights.n_vocab, n_frequent, np.int64)
+        self._embedding_rows[weights.tokens] = np.arange(n_frequent)
         self._embeddings = weights.embeddings.data.reshape(n_frequent + 1, -1)
         has_kernels = computing() != LLAMA_CPP
         buffer_type = operators.SPECGEN_BUFFER if has_kernels else operators.CPU_BUFFER
         with contextlib.ExitStack() as on_error:
-            matrices = [
-                on_error.enter_context(Matrix(each, buffer_type))
-                for each in (weights.of_state, weights.of_token, weights.of_inner, weights.output)
-            ]
-            self._of_state, self._of_token, self._of_inner, self._output = matrices
+
+            def loaded(part: Weights) -> Matrix:
+                return on_error.enter_context(Matrix(part, buffer_type))
+
+            self._of_state = loaded(weights.of_state)
+            self._of_token = loaded(weights.of_token)
+            self._of_inner = loaded(weights.of_inner)
+            self._output = loaded(weights.output)
             self._resources = on_error.pop_all()
 
     def close(self) -> None:
+        """Free the matrices."""
         self._resources.close()
 
     def begin(self, hidden: Hidden, token: int) -> Hidden:
-        """Return the state after `token`, which the target chose from a hidden state, as float32[1,
-        n_embd].
+        """Return the state after a token, float32[1, n_embd].
+
+        Args:
+            hidden: The hidden state from which the target chose the token, float32[n_embd].
+            token: The token.
         """
         return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
 
     def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
+        """Return the states after tokens, each from the state before it: float32[n, n_embd]."""
         started = self._clock()
-        embeddings = self._embeddings[self._index[list(tokens)]]
-        shape = (len(tokens), self.weights.n_embd)
-        embedded = operators.dequantize(Weights(VOCABULARY_TYPE, shape, embeddings.reshape(-1)))
-        parts = self._times(self._of_state, states) + self._times(self._of_token, embedded)
-        parts += self.weights.bias
-        inner = parts[:, shape[1] :]
+        n_embd = self.weights.n_embd
+        embedded = self._embed(tokens)
+        # M h + N e + c, then Q h + P e + b
+        sums = self._multiply(self._of_state, states) + self._multiply(self._of_token, embedded)
+        sums += self.weights.bias
+        inner = sums[:, n_embd:]
         inner /= 1.0 + np.exp(-inner)  # silu
-        states = parts[:, : shape[1]] + self._times(self._of_inner, inner)
+        states = sums[:, :n_embd] + self._multiply(self._of_inner, inner)
         self.compute_s += self._clock() - started
         return states
 
     def logits(self, states: Hidden) -> Logits:
+        """Return the logits of the frequent tokens after each state: float32[n, n_frequent]."""
         started = self._clock()
-        rows = self._times(self._output, states)
+        logits = self._multiply(self._output, states)
         self.compute_s += self._clock() - started
-        return rows
+        return logits
 
-    def _times(self, matrix: Matrix, rows: FloatArray) -> FloatArray:
+    def _embed(self, tokens: Sequence[int]) -> FloatArray:
+        """Return the embeddings of tokens, float32[n, n_embd]."""
+        rows = self._embeddings[self._embedding_rows[list(tokens)]]
+        shape = (len(tokens), self.weights.n_embd)
+        return operators.dequantize(Weights(VOCABULARY_TYPE, shape, rows.reshape(-1)))
+
+    def _multiply(self, matrix: Matrix, rows: FloatArray) -> FloatArray:
         return operators.multiply(matrix, rows, n_threads=self._n_threads)
 
 
-# --- files ------------------------------------------------------------------------------------
+# --- files
 
+# What a file has, by the names of fields of `HeadWeights`.
 _NUMBERS = ("n_embd", "n_vocab")
 _TEXTS = ("target", "vocabulary")
 _MATRICES = {
@@ -137,7 +162,23 @@ _MATRICES = {
 }
 
 
+def is_heads_file(path: Path) -> bool:
+    """Return whether a file has decoder heads."""
+    return architecture_of(path) == ARCHITECTURE
+
+
+def quantize_part(values: FloatArray, name: str) -> Weights:
+    """Quantise a matrix of heads to the type that it has in their file.
+
+    Args:
+        values: float32[n_rows, n_columns], n_columns a multiple of 32.
+        name: The name of a field of `HeadWeights`.
+    """
+    return operators.quantize(values, _MATRICES[name])
+
+
 def write_heads(path: Path, weights: HeadWeights) -> None:
+    """Write a file of heads."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURE)
@@ -160,42 +201,50 @@ def write_heads(path: Path, weights: HeadWeights) -> None:
         writer.close()
 
 
-def is_heads_file(path: Path) -> bool:
-    return architecture_of(path) == ARCHITECTURE
-
-
 def read_heads(path: Path) -> HeadWeights:
-    from gguf import GGUFReader
+    """Read a file of heads.
 
+    Raises:
+        ModelFileError: If it cannot be read, or is damaged.
+    """
     try:
-        reader = GGUFReader(path)
-        fields: dict[str, Any] = {
-            name: reader.fields[f"{ARCHITECTURE}.{name}"].contents()
-            for name in (*_NUMBERS, *_TEXTS, "scale")
-        }
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        for name in ("tokens", "bias"):
-            fields[name] = np.array(tensors[name].data)
-        for name, type_name in _MATRICES.items():
-            n_columns, n_rows = (int(size) for size in tensors[name].shape)
-            data = np.array(tensors[name].data).reshape(-1).view(np.uint8)
-            fields[name] = Weights(type_name, (n_rows, n_columns), data)
-        weights = HeadWeights(**fields)
+        weights = _read(path)
         _check(weights)
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:  # not UTF-8, too
+    except (ValueError, KeyError, IndexError, TypeError) as error:  # also text that is not UTF-8
         raise ModelFileError(
             f"{path}: damaged decoder heads", hint="make them again with `specgen draft make`"
         ) from error
     return weights
 
 
+def _read(path: Path) -> HeadWeights:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    fields: dict[str, Any] = {
+        name: reader.fields[f"{ARCHITECTURE}.{name}"].contents()
+        for name in (*_NUMBERS, *_TEXTS, "scale")
+    }
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for name in ("tokens", "bias"):
+        fields[name] = np.array(tensors[name].data)
+    for name, type_name in _MATRICES.items():
+        n_columns, n_rows = (int(size) for size in tensors[name].shape)
+        data = np.array(tensors[name].data).reshape(-1).view(np.uint8)
+        fields[name] = Weights(type_name, (n_rows, n_columns), data)
+    return HeadWeights(**fields)
+
+
 def _check(weights: HeadWeights) -> None:
-    n_embd, n_frequent = weights.n_embd, len(weights.tokens)
+    """Raise `ValueError` if parts do not fit together, or have values that cannot be right."""
+    n_embd = weights.n_embd
     n_inner = weights.of_inner.shape[1]
-    tokens, bias = weights.tokens, weights.bias
-    is_whole = (
+    n_frequent = len(weights.tokens)
+    tokens = weights.tokens
+    bias = weights.bias
+    fits = (
         weights.of_state.shape == weights.of_token.shape == (n_embd + n_inner, n_embd)
         and weights.of_inner.shape[0] == n_embd
         and weights.embeddings.shape == (n_frequent + 1, n_embd)
@@ -205,12 +254,5 @@ def _check(weights: HeadWeights) -> None:
         and (tokens.ndim == 1 and (np.diff(tokens) > 0).all())
         and 0 <= tokens[0] <= tokens[-1] < weights.n_vocab
     )
-    if not is_whole:
+    if not fits:
         raise ValueError("parts that do not fit together")
-
-
-def matrix(values: FloatArray, name: str) -> Weights:
-    """Quantise float32[n_rows, n_columns], n_columns a multiple of 32, to the matrix of this name
-    in `HeadWeights`.
-    """
-    return operators.quantize(values, _MATRICES[name])

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
-from specgen.llama.context import ContextSize, open_context
 from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel, pooling_in
+from specgen.llama.native_context import ContextSize, open_context
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
 
@@ -22,7 +22,7 @@ _MOST_TOKEN_BYTES = 64
 
 
 class EmbeddingModel(LlamaModel):
-    """A model that makes embeddings, and its file. Raises `ModelFileError` for others."""
+    """A model that makes embeddings. Others raise `ModelFileError`."""
 
     def _check_usable(self) -> None:
         if self.pooling is None:
@@ -32,72 +32,95 @@ class EmbeddingModel(LlamaModel):
 
 
 class Embedder:
-    """An embedding model and its context, for a text of at most `n_ctx` tokens at a time."""
+    """An embedding model and its context."""
 
     def __init__(self, file: Path, options: ContextOptions, n_ctx: int) -> None:
+        """Load a model for texts of at most `n_ctx` tokens."""
         with ExitStack() as resources:
             self.model = EmbeddingModel(
-                file, n_gpu_layers=options.n_gpu_layers, workers=options.workers
+                file,
+                n_gpu_layers=options.n_gpu_layers,
+                workers=options.workers,
             )
             resources.callback(self.model.close)
-            pooling, n_train = self.model.pooling, self.model.n_ctx_train
-            # Some encoders have no positions beyond, and llama.cpp would end the process.
+            n_train = self.model.n_ctx_train
+            # Some encoders have no more positions, and llama.cpp would end the process.
             self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
-            architecture = self.model.architecture
-            causal = self.model.metadata(f"{architecture}.attention.causal")
-            #: Whether the last hidden state is enough: a long text is then decoded in pieces, not
-            #: in one batch.
-            self._in_pieces = pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST and causal != "false"
+            #: Whether a long text is decoded in pieces. Otherwise it must be in one batch.
+            self._in_pieces = self._needs_last_state_only()
             self._n_batch = min(options.n_batch, self.n_ctx) if self._in_pieces else self.n_ctx
-            n_outputs = 1 if self._in_pieces else self.n_ctx
-            size = ContextSize(self.n_ctx, self._n_batch, n_outputs, 1, pooling=pooling)
-            self._handle = open_context(self.model, options, size, 0).handle
+            size = ContextSize(
+                n_ctx=self.n_ctx,
+                n_rows=self._n_batch,
+                n_outputs=1 if self._in_pieces else self.n_ctx,
+                n_sequences=1,
+                pooling=self.model.pooling,
+            )
+            self._handle = open_context(self.model, options, size, n_rollback=0).handle
             resources.callback(self.model.call, llama_cpp.llama_free, self._handle)
             self._resources = resources.pop_all()
+        #: llama.cpp's pointer to the KV cache; null for encoders.
         self._memory = llama_cpp.llama_get_memory(self._handle)
         self.n_embd = self.model.n_embd_out
 
+    def _needs_last_state_only(self) -> bool:
+        """Whether the last hidden state, which depends on all tokens before it, is enough."""
+        causal = self.model.metadata(f"{self.model.architecture}.attention.causal")
+        takes_last = self.model.pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST
+        return takes_last and causal != "false"
+
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the model wants around it. Raise
-        `PromptLengthError`.
+        """Return the tokens of a text, with those that the model wants around it.
+
+        Raises:
+            PromptLengthError: If the text is too long.
+            PromptError: If it is empty.
         """
-        vocabulary, n_bytes = self.model.vocabulary, len(text.encode())
+        vocabulary = self.model.vocabulary
+        n_bytes = len(text.encode())
         if n_bytes > self.n_ctx:
             n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
             if n_least > self.n_ctx:
-                what = f"{n_bytes} bytes, but the context has {self.n_ctx} tokens"
-                raise PromptLengthError(what, n_least, self.n_ctx)
+                raise PromptLengthError(
+                    f"{n_bytes} bytes, but the context has {self.n_ctx} tokens",
+                    n_least,
+                    self.n_ctx,
+                )
         tokens = vocabulary.tokenize(text, add_special=True, parse_special=False)
         self.check(tokens)
         return tokens
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Raise `PromptError` for tokens that the model lacks, for none, and for more than the
-        context has.
-        """
+        """Raise `PromptError` for unknown tokens, for none, and for more than the context has."""
         if not tokens:
             raise PromptError("it is empty")
         if len(tokens) > self.n_ctx:
-            what = f"{len(tokens)} tokens, but the context has {self.n_ctx}"
-            raise PromptLengthError(what, len(tokens), self.n_ctx)
+            raise PromptLengthError(
+                f"{len(tokens)} tokens, but the context has {self.n_ctx}",
+                len(tokens),
+                self.n_ctx,
+            )
         self.model.vocabulary.check(tokens)
 
     def embed(self, tokens: Sequence[int]) -> Hidden:
-        """Return the vector of a text, of length 1 (all zeros stay so): float32[n_embd]. Raise
-        `BackendError`.
+        """Return the vector of a text, float32[n_embd], of length 1 (all zeros stay so).
+
+        Raises:
+            BackendError: If llama.cpp cannot compute it.
         """
         if self._memory:
             llama_cpp.llama_memory_clear(self._memory, True)
         if self._in_pieces:
-            # llama.cpp computes logits for each row of a batch with embeddings: the last one has
-            # its own.
-            *head, last = tokens
+            # With embeddings, llama.cpp computes logits for each row of a batch: the last token has
+            # a batch of its own.
+            *before, last = tokens
             llama_cpp.llama_set_embeddings(self._handle, False)
-            for start in range(0, len(head), self._n_batch):
-                self._decode(head[start : start + self._n_batch])
+            for start in range(0, len(before), self._n_batch):
+                self._decode(before[start : start + self._n_batch])
             llama_cpp.llama_set_embeddings(self._handle, True)
-            tokens = [last]
-        self._decode(tokens)
+            self._decode([last])
+        else:
+            self._decode(tokens)
         pointer = llama_cpp.llama_get_embeddings_seq(self._handle, 0)
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp has no embedding of this text")
@@ -112,12 +135,15 @@ class Embedder:
             raise BackendError(f"{self.model.name}: llama.cpp cannot decode this: {last_error()}")
 
     def close(self) -> None:
+        """Free the context and the model."""
         self._resources.close()
 
 
 def unit(values: Hidden) -> Hidden:
-    """Return a vector scaled to length 1; all zeros stay so. Raise `BackendError` if a value is not
-    finite.
+    """Return a vector scaled to length 1; all zeros stay so.
+
+    Raises:
+        BackendError: If a value is not finite.
     """
     length = float(np.linalg.norm(values.astype(np.float64)))
     if not np.isfinite(length):
@@ -126,10 +152,11 @@ def unit(values: Hidden) -> Hidden:
 
 
 def pooling_of(file: Path) -> int | None:
-    """Return llama.cpp's number of how an embedding model pools hidden states; None if the file is
-    none.
+    """Return how the model of a file pools, as llama.cpp numbers it.
+
+    None if it is not an embedding model.
     """
-    with contextlib.suppress(BackendError), GgufMetadata(file) as about:
-        architecture = about.text("general.architecture")
-        return pooling_in(architecture, about.number(f"{architecture}.pooling_type"))
+    with contextlib.suppress(BackendError), GgufMetadata(file) as metadata:
+        architecture = metadata.text("general.architecture")
+        return pooling_in(architecture, metadata.number(f"{architecture}.pooling_type"))
     return None  # opening the file will report what is wrong

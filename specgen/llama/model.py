@@ -4,67 +4,73 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.gguf_file import (
-    check_file,
-    holds_mtp_only,
-    opened_parts,
-    why_no_mtp,
-)
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
-from specgen.llama.library import ggml, has_gpu, llama_cpp
+from specgen.llama.library import has_gpu, llama_cpp, native
+from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.models.files import parts_of
 from specgen.options import CacheType, Workers
 from specgen.system.files import version_of
 
-#: GGML's number of each KV cache type, and its bytes per value.
-CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
-    "f32": (0, 4.0),
-    "f16": (1, 2.0),
-    "q4_0": (2, 18 / 32),
-    "q4_1": (3, 20 / 32),
-    "q5_0": (6, 22 / 32),
-    "q5_1": (7, 24 / 32),
-    "q8_0": (8, 34 / 32),
-    "iq4_nl": (20, 18 / 32),
-    "bf16": (30, 2.0),
+
+class CacheTypeInfo(NamedTuple):
+    """A type of values in a KV cache."""
+
+    #: GGML's number of it.
+    number: int
+    bytes_per_value: float
+
+
+CACHE_TYPES: dict[CacheType, CacheTypeInfo] = {
+    "f32": CacheTypeInfo(0, 4.0),
+    "f16": CacheTypeInfo(1, 2.0),
+    "q4_0": CacheTypeInfo(2, 18 / 32),
+    "q4_1": CacheTypeInfo(3, 20 / 32),
+    "q5_0": CacheTypeInfo(6, 22 / 32),
+    "q5_1": CacheTypeInfo(7, 24 / 32),
+    "q8_0": CacheTypeInfo(8, 34 / 32),
+    "iq4_nl": CacheTypeInfo(20, 18 / 32),
+    "bf16": CacheTypeInfo(30, 2.0),
 }
-#: Architectures with which llama.cpp computes a batch of several sequences wrong.
+#: Architectures for which llama.cpp computes a batch of several sequences wrong.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
-#: Architectures of encoders that make embeddings, and llama.cpp's numbers of how hidden states are
-#: pooled.
+#: Architectures of encoders, which make embeddings.
 _ENCODERS = frozenset(
     (
         *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3"),
         *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
     )
 )
+#: llama.cpp's numbers of how hidden states are pooled: LLAMA_POOLING_TYPE_...
+_MEAN = 1
+_CLS = 2
+_LAST = 3
+_RANK = 4
+_EMBEDDING_MODEL = "an embedding model"
 #: llama.cpp's LLAMA_ROPE_TYPE_NONE.
 _NO_ROTATION = -1
-_MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4
-#: Why rows of models of an architecture depend on their batch, whatever computes.
+#: Why rows of models of an architecture depend on their batch, with any kernels.
 _ROW_EXCEPTIONS = {
     "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
     "(SCALE of q_decay_exp)",
     "chameleon": "llama.cpp excludes the tokens of images only in the first row of a batch "
     "(SET of result_output)",
 }
-#: Types without a packed form that llama.cpp multiplies otherwise from 8 rows on, by GGML's number.
+#: GGML's numbers of types without a packed form that llama.cpp multiplies differently from 8 rows
+#: on.
 _TILED_TYPES = frozenset({16, 17, 18, 19, 21, 22, 29})
 
 
 class LlamaModel:
-    """A GGUF model: its weights, which all models of the same file share, its vocabulary and
-    metadata. `weights` is a copy of the file that is loaded in its place; `workers` hold its
-    layers; with `mtp` its MTP layers are loaded too. With `vocabulary_only` no context can be made,
-    and sizes are not known. Raises `ModelFileError`, `MemoryLimitError`, `WorkerLostError`.
-    """
+    """A GGUF model: its weights, which models of the same file share, vocabulary and metadata."""
 
     def __init__(
         self,
@@ -76,23 +82,39 @@ class LlamaModel:
         workers: Workers | None = None,
         mtp: bool = False,
     ) -> None:
-        file = path if weights is None else weights
-        check_file(file)
+        """Load a model.
+
+        Args:
+            path: The file that was asked for.
+            weights: A copy of that file, which is loaded in its place.
+            n_gpu_layers: The layers on the GPU; -1: all.
+            vocabulary_only: Load no weights: no context can be made, and sizes are not known.
+            workers: The workers that have its layers; None: this machine has them.
+            mtp: Load its MTP layers, too.
+
+        Raises:
+            ModelFileError: If the file is not a usable model.
+            MemoryLimitError: If it does not fit into memory.
+            WorkerLostError: If a worker is lost.
+        """
         self.path = path
+        #: The file that is loaded.
+        self.file = path if weights is None else weights
+        check_file(self.file)
         #: Why its MTP layers cannot draft; empty if they can.
         self.why_no_mtp = "its MTP layers are not loaded"
         if mtp and not vocabulary_only:
-            remote = "its MTP layers cannot draft while workers (--rpc) compute it"
-            self.why_no_mtp = why_no_mtp(file) or (remote if workers is not None else "")
-        self.file = file
+            self.why_no_mtp = why_no_mtp(self.file)
+            if not self.why_no_mtp and workers is not None:
+                self.why_no_mtp = "its MTP layers cannot draft while workers (--rpc) compute it"
         #: The size and the time of each of its files now: they may be replaced while it is in use.
-        self.versions = [version_of(part)[1:] for part in parts_of(file)]
+        self.versions = [version_of(part)[1:] for part in parts_of(self.file)]
         #: A chat template that replaces those of the file.
         self.own_template: str | None = None
-        #: Whether it is closed: contexts of it decode nothing more.
+        #: Whether it is closed: its contexts decode nothing more.
         self.is_closed = False
         self.loaded = lease_weights(
-            file,
+            self.file,
             n_gpu_layers,
             vocabulary_only=vocabulary_only,
             workers=workers,
@@ -107,196 +129,245 @@ class LlamaModel:
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(handle))
         #: The number of tokens that layers with a sliding window see; 0: there are none.
         self.n_window = int(llama_cpp.llama_model_n_swa(handle))
-        #: Whether it has a state that every token changes, alone or (hybrid models) beside a cache
-        #: of cells.
+        #: Whether it has a state that every token changes, alone or, in hybrid models, in addition
+        #: to a cache of cells.
         self.has_recurrent_state = bool(
             llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
         )
-        n_on_gpu = 0 if vocabulary_only else n_gpu_layers
-        #: What computes: `WORKERS`, or the kernels as `computing` names them, with llama.cpp for
-        #: layers on a GPU.
-        self.kernels = self._computing_with(n_on_gpu) if workers is None else WORKERS
+        #: What computes: `WORKERS`, or kernels as `computing` names them, with llama.cpp for layers
+        #: on a GPU.
+        self.kernels = WORKERS
+        if workers is None:
+            self.kernels = self._computing_with(0 if vocabulary_only else n_gpu_layers)
         try:
             self._check_usable()
         except ModelFileError:
             self.close()
             raise
 
+    # --- the file
+
     @property
     def name(self) -> str:
+        """The name of the file that was asked for."""
         return self.path.name
 
     @cached_property
     def architecture(self) -> str:
+        """The architecture, as the file names it."""
         return self.metadata("general.architecture") or ""
 
-    @property
-    def pooling(self) -> int | None:
-        """llama.cpp's number of how hidden states are pooled; None if this is no embedding model."""
-        return pooling_in(self.architecture, self.number("pooling_type"))
+    def metadata(self, key: str) -> str | None:
+        """Return a value of the file's metadata as text; None if it does not have the key."""
+        name = key.encode()
+        length = llama_cpp.llama_model_meta_val_str(self.handle, name, None, 0)
+        if length < 0:
+            return None
+        buffer = ctypes.create_string_buffer(length + 1)
+        llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def number(self, key: str) -> int:
+        """Return a number of the architecture's metadata; 0 if the file does not have it."""
+        value = self.metadata(f"{self.architecture}.{key}") or ""
+        return int(value) if value.isdecimal() else 0
 
     @property
     def n_mtp_layers(self) -> int:
+        """The number of MTP layers that can draft."""
         return 0 if self.why_no_mtp else self.number("nextn_predict_layers")
 
     @property
+    def pooling(self) -> int | None:
+        """How an embedding model pools hidden states, as llama.cpp numbers it; None for others."""
+        return pooling_in(self.architecture, self.number("pooling_type"))
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        """The tokens."""
+        self.check_open()
+        return self.loaded.vocabulary
+
+    def chat_template(self, name: str | None = None) -> str | None:
+        """Return the chat template (Jinja), or the one with a name: some have one for tools."""
+        if self.own_template is not None:
+            return self.own_template
+        key = None if name is None else name.encode()
+        template = llama_cpp.llama_model_chat_template(self.handle, key)
+        return template.decode("utf-8", "replace") if template else None
+
+    # --- what computes it
+
+    @property
     def has_equal_rows(self) -> bool:
-        """Whether the model is batch-invariant, also after a prompt that was decoded in any pieces."""
+        """Whether the model is batch-invariant, also after a prompt in pieces of any size."""
         return self.has_kernels and not self.row_exception
 
     @property
     def has_kernels(self) -> bool:
+        """Whether specgen's kernels compute all of it, attention included."""
         if LLAMA_CPP in self.kernels or self.kernels == WORKERS:
             return False
         kernels = attached()
         return kernels is None or not kernels.lacks_attention
 
     def _computing_with(self, n_gpu_layers: int) -> str:
+        """Say what computes the layers on this machine."""
         on_cpu = self.loaded.key.kernels
         if n_gpu_layers == 0 or not has_gpu():
             return on_cpu
-        n_layers = self.n_layer + 1  # llama.cpp counts the output layer too
+        n_layers = self.n_layer + 1  # llama.cpp counts the output layer, too
         if not 0 < n_gpu_layers < n_layers:
             return f"{LLAMA_CPP} on the GPU"
         return f"{LLAMA_CPP} on the GPU ({n_gpu_layers} of {n_layers} layers), {on_cpu} on the CPU"
 
     @cached_property
     def row_exception(self) -> str:
-        """Why rows of this model depend on their batch, whatever computes, with the operator; else
-        empty.
-        """
+        """Why rows depend on their batch with any kernels, and in which operator; else empty."""
         if self.architecture in _ROW_EXCEPTIONS:
             return _ROW_EXCEPTIONS[self.architecture]
         with opened_parts(self.file) as (_, tensors):
             # Rows of the embeddings are only copied.
             types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
-        name_of = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
-        tiled = " and ".join(sorted(name_of(kind).decode() for kind in types & _TILED_TYPES))
-        how = f"adds up products of {tiled} weights in another order for 8 and more rows (MUL_MAT)"
-        return f"llama.cpp {how}" if tiled else ""
+        tiled = [native.ggml_type_name(number).decode() for number in types & _TILED_TYPES]
+        if not tiled:
+            return ""
+        return (
+            f"llama.cpp adds up products of {' and '.join(sorted(tiled))} weights "
+            "in another order for 8 and more rows (MUL_MAT)"
+        )
 
     @property
     def is_remote(self) -> bool:
+        """Whether workers have its layers."""
         return self.loaded.remote is not None
 
     @property
     def call(self) -> Callable[..., Any]:
+        """Makes a native call, which may have to wait for workers."""
         return self.loaded.call
 
     @property
     def handle(self) -> Any:
+        """llama.cpp's pointer to the model."""
         self.check_open()
         return self.loaded.handle
 
-    @property
-    def vocabulary(self) -> LlamaVocabulary:
-        self.check_open()
-        return self.loaded.vocabulary
-
     def check_open(self) -> None:
+        """Raise `BackendError` if the model is closed."""
         if self.is_closed:
             raise BackendError(f"{self.name} is closed")
 
     @property
     def why_one_sequence(self) -> str | None:
+        """Why it can compute only one sequence at a time; None if it can compute several."""
         if self.architecture not in ONE_SEQUENCE:
             return None
-        return f"{self.name}: llama.cpp computes several sequences of this architecture ({self.architecture}) wrong"
+        return (
+            f"{self.name}: llama.cpp computes several sequences of this architecture "
+            f"({self.architecture}) wrong"
+        )
 
     def check_parallel(self, n_answers: int) -> None:
-        if n_answers > 1 and (why := self.why_one_sequence):
+        """Raise `UsageError` if the model cannot generate so many answers at once."""
+        why = self.why_one_sequence
+        if n_answers > 1 and why is not None:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
-    def metadata(self, key: str) -> str | None:
-        read = partial(llama_cpp.llama_model_meta_val_str, self.handle, key.encode())
-        if (n := read(None, 0)) < 0:
-            return None
-        buffer = ctypes.create_string_buffer(n + 1)
-        read(buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
-
-    def chat_template(self, name: str | None = None) -> str | None:
-        """Return the model's chat template (Jinja), or the one with this name: some files have one
-        for tools.
-        """
-        if self.own_template is not None:
-            return self.own_template
-        key = name.encode() if name is not None else None
-        template = llama_cpp.llama_model_chat_template(self.handle, key)
-        return template.decode("utf-8", "replace") if template else None
+    # --- memory
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """Estimate the size of the KV cache for a context of n_ctx tokens, as if each layer were
-        like the first, the only one that llama.cpp describes: too small for hybrid models that
-        begin with a recurrent layer.
+        """Estimate the size of the KV cache for a context of `n_ctx` tokens.
+
+        llama.cpp describes only the first layer, so all are taken to be like it. This is too small
+        for hybrid models that begin with a recurrent layer.
         """
-        n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
-        head_size = self.n_embd // (int(llama_cpp.llama_model_n_head(self.handle)) or 1)
+        n_heads = int(llama_cpp.llama_model_n_head(self.handle))
+        n_kv_heads = int(llama_cpp.llama_model_n_head_kv(self.handle))
+        head_size = self.n_embd // max(1, n_heads)
         size_k = self.number("attention.key_length") or head_size
         size_v = self.number("attention.value_length") or head_size
-        a_token = size_k * CACHE_TYPES[type_k][1] + size_v * CACHE_TYPES[type_v][1]
-        return int(n_ctx * self.n_layer * n_head_kv * a_token)
+        bytes_k = size_k * CACHE_TYPES[type_k].bytes_per_value
+        bytes_v = size_v * CACHE_TYPES[type_v].bytes_per_value
+        return int(n_ctx * self.n_layer * n_kv_heads * (bytes_k + bytes_v))
 
     def state_bytes(self) -> int:
+        """Estimate the size of the recurrent state of a sequence."""
         if not self.has_recurrent_state:
             return 0
-        n_embd, n_layer = self.n_embd, self.n_layer
-        if interval := self.number("full_attention_interval"):
-            n_layer -= n_layer // interval
-        inner, state = self.number("ssm.inner_size"), self.number("ssm.state_size")
-        convolved = inner + 2 * self.number("ssm.group_count") * state
-        a_layer = inner * state + max(0, self.number("ssm.conv_kernel") - 1) * convolved
-        a_layer += max(0, self.number("shortconv.l_cache") - 1) * n_embd
-        a_layer += self.number("wkv.head_size") * n_embd
-        return 4 * n_layer * a_layer
+        n_layers = self.n_layer
+        interval = self.number("full_attention_interval")
+        if interval:
+            n_layers -= n_layers // interval
+        # State-space models (Mamba): the state, and the last inputs of the convolution.
+        inner_size = self.number("ssm.inner_size")
+        state_size = self.number("ssm.state_size")
+        convolved = inner_size + 2 * self.number("ssm.group_count") * state_size
+        n_values = inner_size * state_size
+        n_values += max(0, self.number("ssm.conv_kernel") - 1) * convolved
+        # Short convolutions (LFM2): their last inputs.
+        n_values += max(0, self.number("shortconv.l_cache") - 1) * self.n_embd
+        # RWKV: a matrix for each head.
+        n_values += self.number("wkv.head_size") * self.n_embd
+        return 4 * n_layers * n_values
 
-    def number(self, key: str) -> int:
-        value = self.metadata(f"{self.architecture}.{key}") or ""
-        return int(value) if value.isdecimal() else 0
+    # --- opening and closing
 
     def close(self) -> None:
-        """Close the model: its contexts decode nothing more. The weights are freed with the last
-        that uses them.
-        """
+        """Close the model, and free the weights if nothing else uses them. May be called twice."""
         if not self.is_closed:
             self.is_closed = True
             self.loaded.release()
 
     def _check_usable(self) -> None:
+        """Raise `ModelFileError` if the model cannot generate text, or would hang llama.cpp."""
         architecture = self.architecture
         rotated = self.metadata(f"{architecture}.rope.dimension_count")
         if rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:
             # llama.cpp would never finish its first batch.
             raise ModelFileError(f"{self.path}: damaged: {architecture}.rope.dimension_count is 0")
-        hint = "use a model that generates text"
-        causal = self.metadata(f"{architecture}.attention.causal") or "true"
         if self.number("nextn_predict_layers") and holds_mtp_only(self.file):
-            why = "MTP layers, and not the model that they belong to"
             raise ModelFileError(
-                f"{self.path}: {why}", "give them as --draft, and their model as -m"
+                f"{self.path}: MTP layers, and not the model that they belong to",
+                "give them as --draft, and their model as -m",
             )
-        if llama_cpp.llama_model_has_encoder(self.handle):
-            what = "an encoder-decoder or encoder-only model"
-        elif llama_cpp.llama_model_is_diffusion(self.handle):
-            what = "a diffusion model"
-        elif not llama_cpp.llama_model_has_decoder(self.handle):
-            what = "a model without a decoder"
-        elif self.metadata(f"{architecture}.pooling_type") == str(_RANK):
-            what = "a reranking model"
-        elif self.pooling is not None:
-            what = "an embedding model"
-            hint += f"; `specgen serve -m {self.path}` answers /v1/embeddings with this one"
-        elif causal == "false":
-            what = "an embedding model"
-        elif self.vocabulary.kind == 0:
+        what = self._other_kind()
+        if what:
+            hint = "use a model that generates text"
+            if self.pooling is not None and what == _EMBEDDING_MODEL:
+                hint += f"; `specgen serve -m {self.path}` answers /v1/embeddings with this one"
+            raise ModelFileError(
+                f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
+                hint,
+            )
+        if self.vocabulary.kind == 0:
             raise ModelFileError(f"{self.path}: the model has no vocabulary")
-        else:
-            return
-        why = f"{what} ({architecture}); specgen generates text, token by token"
-        raise ModelFileError(f"{self.path}: {why}", hint)
+
+    def _other_kind(self) -> str:
+        """Say what a model is that does not generate text; empty if it does."""
+        if llama_cpp.llama_model_has_encoder(self.handle):
+            return "an encoder-decoder or encoder-only model"
+        if llama_cpp.llama_model_is_diffusion(self.handle):
+            return "a diffusion model"
+        if not llama_cpp.llama_model_has_decoder(self.handle):
+            return "a model without a decoder"
+        if self.metadata(f"{self.architecture}.pooling_type") == str(_RANK):
+            return "a reranking model"
+        is_causal = self.metadata(f"{self.architecture}.attention.causal") != "false"
+        if self.pooling is not None or not is_causal:
+            return _EMBEDDING_MODEL
+        return ""
 
 
 def pooling_in(architecture: str, pooling: int) -> int | None:
+    """Return how an embedding model of an architecture pools; None if it is not an embedding model.
+
+    Args:
+        architecture: The architecture.
+        pooling: llama.cpp's number of the pooling in the file; 0 if the file has none.
+    """
     if pooling in (_MEAN, _CLS, _LAST):
         return pooling
-    return _MEAN if architecture in _ENCODERS and pooling != _RANK else None
+    if architecture in _ENCODERS and pooling != _RANK:
+        return _MEAN
+    return None

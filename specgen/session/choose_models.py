@@ -82,7 +82,7 @@ def find_models(
         FetchError: A model cannot be fetched.
         ModelFileError: A file cannot be used.
     """
-    from specgen.llama.gguf_file import mtp_of
+    from specgen.llama.mtp_layers import mtp_of
 
     registry = registry or load_registry()
     fetch = fetch or fetching(registry, quiet=quiet)
@@ -124,7 +124,7 @@ def _named_draft(
     if name not in words and (is_model or not is_word(name)):
         return find_model(name, registry, fetch, others=words)
     if name == "mtp":
-        from specgen.llama.gguf_file import mtp_of
+        from specgen.llama.mtp_layers import mtp_of
 
         return mtp_of(target) or name  # without any, opening the draft says why
     if name != "heads":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
-from specgen.llama.gguf_file import remember_checks
+from specgen.llama.file_check import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights

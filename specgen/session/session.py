@@ -14,10 +14,11 @@ from specgen.drafters.interface import ContextSpec, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.errors import PairError, PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.context import n_native_sequences
 from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
-from specgen.llama.gguf_file import GgufMetadata, check_file
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import has_gpu
+from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt

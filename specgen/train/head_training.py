@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from specgen.errors import UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.decoder_heads import HeadWeights, write_heads
-from specgen.llama.decoder_heads import matrix as quantized
+from specgen.llama.decoder_heads import quantize_part as quantized
 from specgen.llama.operators import FloatArray
 from specgen.system.files import new_beside, write_errors
 from specgen.train.gguf_weights import model_rows

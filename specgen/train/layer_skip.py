@@ -24,7 +24,7 @@ from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.gguf_file import opened_parts
 from specgen.llama.library import ggml, llama_cpp
-from specgen.llama.operators import copy_tensor, write_copy
+from specgen.llama.operators import read_tensor, write_copy, write_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 from specgen.session.calibration import PairCosts, expected_gain, target_costs
@@ -234,10 +234,10 @@ class Judge:
                 given = self._input
                 if self._size(tensor) != given.nbytes:
                     given = given.reshape(-1, self._model.n_embd)[self._wanted]
-                copy_tensor("ggml_backend_tensor_set", tensor, np.ascontiguousarray(given))
+                write_tensor(tensor, np.ascontiguousarray(given))
             else:
                 self._input = np.empty(self._size(tensor) // 4, np.float32)
-                copy_tensor("ggml_backend_tensor_get", tensor, self._input)
+                read_tensor(tensor, self._input)
         except BackendError as error:  # an exception cannot pass through native code
             self._failure = error
         return True

@@ -1,4 +1,4 @@
-"""Decoder heads: what they compute, their files, what drafts with them, and how they are trained."""
+"""Decoder heads: what they compute, their files, drafting with them, and their training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specgen.llama.decoder_heads import (
     DecoderHeads,
     HeadWeights,
     is_heads_file,
-    matrix,
+    quantize_part,
     read_heads,
     write_heads,
 )
@@ -60,12 +60,12 @@ def some_weights(n_embd: int = 64, n_inner: int = 32, n_vocab: int = 90) -> Head
         vocabulary="abc",
         scale=0.5,
         tokens=tokens,
-        of_state=matrix(drawn(n_embd + n_inner, n_embd), "of_state"),
-        of_token=matrix(drawn(n_embd + n_inner, n_embd), "of_token"),
+        of_state=quantize_part(drawn(n_embd + n_inner, n_embd), "of_state"),
+        of_token=quantize_part(drawn(n_embd + n_inner, n_embd), "of_token"),
         bias=drawn(n_embd + n_inner),
-        of_inner=matrix(drawn(n_embd, n_inner), "of_inner"),
-        embeddings=matrix(drawn(41, n_embd), "embeddings"),
-        output=matrix(drawn(40, n_embd), "output"),
+        of_inner=quantize_part(drawn(n_embd, n_inner), "of_inner"),
+        embeddings=quantize_part(drawn(41, n_embd), "embeddings"),
+        output=quantize_part(drawn(40, n_embd), "output"),
     )
 
 

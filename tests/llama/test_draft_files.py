@@ -16,8 +16,8 @@ import pytest
 from specgen.drafters.kinds import find_kind
 from specgen.errors import BackendError, ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.draft_models import DflashModel, EagleModel
-from specgen.llama.gguf_file import mtp_of, why_no_mtp
+from specgen.llama.mtp_layers import mtp_of, why_no_mtp
+from specgen.llama.paired_drafts import DflashModel, EagleModel
 from specgen.measure.draft_trial import measure_target, try_draft
 from specgen.measure.prompts import given_prompts
 from specgen.options import DraftSource, SamplerOptions, SessionOptions, TreeShape

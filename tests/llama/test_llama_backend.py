@@ -18,6 +18,7 @@ import pytest
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, weights
+from specgen.llama import model as model_module
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
@@ -331,7 +332,7 @@ def test_with_layers_on_a_gpu_a_model_says_what_computes_where(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(n_layer=2))
-    monkeypatch.setattr("specgen.llama.model.has_gpu", lambda: True)
+    monkeypatch.setattr(model_module, "has_gpu", lambda: True)
     ours, gpu = f"specgen {kernels.instructions}", "llama.cpp on the GPU"
     both = f"{gpu} (1 of 3 layers), {ours} on the CPU"
     for n_gpu_layers, expected in ((0, ours), (-1, gpu), (1, both), (3, gpu), (99, gpu)):

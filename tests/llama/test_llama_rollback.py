@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import psutil
 import pytest
 
 from specgen.errors import BackendError, DecodeEndedError, RollbackError
@@ -219,9 +220,9 @@ def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expe
     """Cells of branches are kept for as long as no branch is longer than the window."""
     backend = opened("gemma3", n_sequences=4, n_branches=2)
     free_cells_before(backend, sequence=1)
-    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: its sl"):
+    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: of its sl"):
         backend.remove(1, 10)
-    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: its sl"):
+    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: of its sl"):
         backend.copy(1, 0, 0, 10)
     assert backend.length(1) == len(TEXT)
     backend.remove(1, len(TEXT) - 1)
@@ -301,7 +302,7 @@ def test_a_refused_rollback_names_sequence_and_position(
             decode(backend, [50], sequence=1)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: True)
-        with pytest.raises(RollbackError, match=r"position 42, its cache ends at 46"):
+        with pytest.raises(RollbackError, match=r"position 42, but its cache ends at 46"):
             decode(backend, [50], sequence=1)
 
 
@@ -347,7 +348,7 @@ def test_snapshots_that_do_not_fit_the_memory_are_done_without(
     class Machine:
         available = 600 * 2**20
 
-    monkeypatch.setattr("psutil.virtual_memory", Machine)
+    monkeypatch.setattr(psutil, "virtual_memory", Machine)
     assert opened("qwen35").rollback == "snapshots"
     monkeypatch.setattr(LlamaModel, "state_bytes", lambda _: 100 * 2**20)
     assert opened("qwen35").rollback == "states"

@@ -10,8 +10,8 @@ import pytest
 
 from specgen.cli import app
 from specgen.errors import BackendError, MemoryLimitError
-from specgen.llama import gguf_file
-from specgen.llama.library import gave_up
+from specgen.llama import file_check
+from specgen.llama.native_end import summarize_assertion
 from specgen.system.files import KeptResults
 from specgen.system.folders import cache_folder
 from tests.helpers.cli import ended
@@ -19,8 +19,8 @@ from tests.helpers.tiny import with_a_token_twice
 
 TRUNCATED = """
 import mmap, sys
-from specgen.llama.library import end_with_a_line
-end_with_a_line(sys.stdout.flush)
+from specgen.llama.native_end import report_native_failures
+report_native_failures(sys.stdout.flush)
 print("what was said so far")
 with open(sys.argv[1], "r+b") as file:
     mapped = mmap.mmap(file.fileno(), 0)
@@ -31,8 +31,8 @@ with open(sys.argv[1], "r+b") as file:
 NO_MEMORY = """
 import ctypes, resource
 from specgen.llama.library import ggml
-from specgen.llama.library import end_with_a_line
-end_with_a_line()
+from specgen.llama.native_end import report_native_failures
+report_native_failures()
 class Parameters(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 limit = 2**36
@@ -45,8 +45,8 @@ ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False
 def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role: str) -> None:
     damaged = with_a_token_twice(tmp_path / "twice.gguf")
     # Wrongly: it would be refused otherwise.
-    kept = KeptResults(cache_folder() / gguf_file.FILE_NAME)
-    kept.add({gguf_file._key(damaged): True})  # noqa: SLF001
+    kept = KeptResults(cache_folder() / file_check.FILE_NAME)
+    kept.add({file_check.checked_key(damaged): True})
     target = damaged if role == "target" else tiny_models / "target.gguf"
     draft = damaged if role == "draft" else "none"
     command = ("run", "-m", target, "-md", draft, "-n", "4", "abc")
@@ -99,5 +99,5 @@ def test_memory_that_runs_out_in_python_is_one_line(
 
 def test_the_message_names_the_place_and_no_path() -> None:
     message = "/somewhere/src/llama-vocab.cpp:12: GGML_ASSERT(a == b) failed\n"
-    assert gave_up(message) == "llama.cpp gave up at llama-vocab.cpp:12"
-    assert gave_up("no place\nat all") == "llama.cpp gave up"
+    assert summarize_assertion(message) == "llama.cpp gave up at llama-vocab.cpp:12"
+    assert summarize_assertion("no place\nat all") == "llama.cpp gave up"

@@ -335,7 +335,7 @@ class TestOptions:
             LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rpc, "ggml", lambda *_: lambda _name: None)
+        monkeypatch.setattr(rpc, "built_in_backend", lambda: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)
         with pytest.raises(BackendError, match="no RPC backend") as error:
             rpc.load_rpc()

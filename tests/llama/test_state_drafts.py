@@ -16,12 +16,12 @@ import pytest
 
 from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend
-from specgen.llama.draft_contexts import (
+from specgen.llama.hidden_state_contexts import (
     AssistantContext,
     DflashContext,
     EagleContext,
+    HiddenStateContext,
     MtpContext,
-    StatesContext,
 )
 from specgen.method.backend import Batch
 from specgen.options import SamplerOptions, parse_tree
@@ -110,7 +110,7 @@ def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
     of the draft after the token before.
     """
     with opened.contexts(256) as (target, (draft,)):
-        assert isinstance(draft, StatesContext)
+        assert isinstance(draft, HiddenStateContext)
         n_read = len(text) - 1
         batch = Batch(list(text[:-1]), list(range(n_read)), [(0,)] * n_read, [False] * n_read)
         batch.wants_logits[-1] = True

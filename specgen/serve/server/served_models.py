@@ -14,11 +14,12 @@ from typing import Any
 from specgen.drafters.kinds import refuse_draft
 from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
-from specgen.llama.context import CONTEXT_OVERHEAD_BYTES
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
-from specgen.llama.gguf_file import GgufMetadata, check_file
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
+from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
 from specgen.models.files import SHARD, parts_of
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns

@@ -1,40 +1,38 @@
-"""Files, texts and tokens that llama.cpp would end the process over, or read wrongly."""
+"""Files that llama.cpp would end the process over."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
-from specgen.errors import ModelFileError, PromptError, UsageError
-from specgen.llama import LlamaModel, gguf_file
-from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
-from tests.helpers.tiny import vocabulary_of, with_a_token_twice
+from specgen.errors import ModelFileError
+from specgen.llama import LlamaModel, file_check
+from tests.helpers.tiny import with_a_token_twice
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Where checks of this test are remembered."""
-    gguf_file.remember_checks(tmp_path / "cache")
+    file_check.remember_checks(tmp_path / "cache")
     yield tmp_path / "cache"
-    gguf_file.remember_checks(None)
+    file_check.remember_checks(None)
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose metadata is read."""
     found: list[Path] = []
-    check = gguf_file.check_metadata
+    check = file_check.check_metadata
 
     def counted(path: Path) -> None:
         found.append(path)
         check(path)
 
-    monkeypatch.setattr(gguf_file, "check_metadata", counted)
+    monkeypatch.setattr(file_check, "check_metadata", counted)
     return found
 
 
@@ -48,7 +46,7 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) ->
     path = with_a_token_twice(tmp_path / "twice.gguf")
     for _ in range(2):  # nothing wrong is remembered as right
         with pytest.raises(ModelFileError, match=r"tokens \d+ and \d+ are both 'Ġthe'"):
-            gguf_file.check_file(path)
+            file_check.check_file(path)
     assert not folder.exists()
 
 
@@ -109,84 +107,11 @@ def test_a_file_that_is_a_part_of_a_model_is_called_that(
 
 def test_a_file_is_read_once_until_it_changes(model: Path, folder: Path, read: list[Path]) -> None:
     for _ in range(2):
-        gguf_file.check_file(model)
-        gguf_file.check_file(model)
+        file_check.check_file(model)
+        file_check.check_file(model)
         assert read == [model]
-        gguf_file.remember_checks(folder)  # as the next process does
+        file_check.remember_checks(folder)  # as the next process does
     with_a_token_twice(model)
     with pytest.raises(ModelFileError, match="are both"):
-        gguf_file.check_file(model)
+        file_check.check_file(model)
     assert read == [model, model]
-
-
-# --- texts and tokens
-
-#: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
-_RULES = (
-    "bloom",
-    "exaone-moe",
-    "deepseek-llm",
-    "deepseek-v3",
-    "falcon",
-    "gpt-4o",
-    "tekken",
-    "qwen2",
-)
-_UNITS = (*"Zz7- \né一😀\u00a0", "aB", "a1", "-\n", "a-", " a", " \n")
-
-
-@pytest.fixture(scope="module", params=_RULES)
-def vocabulary(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LlamaVocabulary]:
-    with vocabulary_of(tmp_path_factory.mktemp("model"), pre_tokenizer=request.param) as found:
-        yield found
-
-
-def read_back(vocabulary: LlamaVocabulary, text: str) -> str:
-    tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)
-    return b"".join(map(vocabulary.token_bytes, tokens)).decode()
-
-
-@pytest.mark.parametrize("unit", _UNITS, ids=ascii)
-def test_a_long_run_of_characters_is_read(vocabulary: LlamaVocabulary, unit: str) -> None:
-    text = "Once " + unit * (50_000 // len(unit)) + " upon"
-    size = threading.stack_size()
-    assert read_back(vocabulary, text) == text
-    assert threading.stack_size() == size
-
-
-def test_a_longer_run_is_refused(vocabulary: LlamaVocabulary) -> None:
-    with pytest.raises(
-        UsageError, match=rf"{LONGEST_RUN + 1} characters: at most {LONGEST_RUN} can be"
-    ):
-        vocabulary.tokenize("x" * (LONGEST_RUN + 1), add_special=False, parse_special=False)
-
-
-@pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**32, 2**64, None])
-def test_a_token_that_is_none_is_refused(vocabulary: LlamaVocabulary, token: int | None) -> None:
-    token = vocabulary.n_tokens if token is None else token
-    asked = (
-        vocabulary.token_bytes,
-        vocabulary.token_text,
-        vocabulary.token_attributes,
-        vocabulary.is_control,
-        lambda token: vocabulary.check([0, token]),
-    )
-    for ask in asked:
-        with pytest.raises(PromptError, match=f"there is no token {token}:"):
-            ask(token)
-    assert not vocabulary.is_end(-1)
-
-
-def test_half_a_surrogate_pair_is_refused(vocabulary: LlamaVocabulary) -> None:
-    for text in ("\ud800", "a \udfff" * 1000):
-        with pytest.raises(PromptError, match="half a surrogate pair"):
-            vocabulary.tokenize(text, add_special=False, parse_special=False)
-        with pytest.raises(PromptError, match="half a surrogate pair"):
-            vocabulary.fewest_tokens(text)
-
-
-def test_a_long_text_of_short_words_is_read_here(vocabulary: LlamaVocabulary) -> None:
-    text = "Once upon a time, 12 of them.\n" * 50_000
-    assert read_back(vocabulary, text) == text

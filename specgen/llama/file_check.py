@@ -1,0 +1,122 @@
+"""The check of a GGUF file before llama.cpp reads it.
+
+llama.cpp ends the process for some damaged files, and a server with it all of its answers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specgen import __version__
+from specgen.errors import BackendError, ModelFileError
+from specgen.llama.gguf_file import GgufMetadata
+from specgen.models.files import check_model_path
+from specgen.system.files import KeptResults, digest_of, version_of
+
+_GGUF_MAGIC = b"GGUF"
+#: What GGUF files hold that are not models, and what to do with each.
+_NOT_MODELS = {
+    "adapter": (
+        "a LoRA adapter, not a model",
+        "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
+    ),
+    "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
+}
+_FETCH_AGAIN = "fetch or convert the model again"
+_LARGEST_FLOAT = 3.4e38
+#: The least and the greatest value of some metadata. Others end the process in llama.cpp.
+_BOUNDS = {
+    "block_count": (1, 512),  # LLAMA_MAX_LAYERS
+    "attention.layer_norm_epsilon": (0, _LARGEST_FLOAT),
+    "attention.layer_norm_rms_epsilon": (0, _LARGEST_FLOAT),
+    "attention.group_norm_epsilon": (0, _LARGEST_FLOAT),
+    "hyper_connection.epsilon": (0, _LARGEST_FLOAT),
+    "rope.freq_base": (0, _LARGEST_FLOAT),
+    "rope.freq_base_swa": (0, _LARGEST_FLOAT),
+    "rope.scaling.factor": (0, _LARGEST_FLOAT),
+}
+#: The most bytes of a token that a message shows.
+_N_SHOWN_BYTES = 60
+#: The name of the list of checked files in the cache folder.
+FILE_NAME = "checked.json"
+#: The files that passed, each in the version that was checked.
+_passed = KeptResults(None)
+
+
+def remember_checks(folder: Path | None) -> None:
+    """Remember checked files in a folder, so that each is checked only once; None: do not."""
+    global _passed  # noqa: PLW0603 - like the choice of kernels, it holds for the process
+    _passed = KeptResults(None if folder is None else folder / FILE_NAME)
+
+
+def check_file(path: Path) -> None:
+    """Check that llama.cpp can read a file.
+
+    Raises:
+        ModelFileError: If it is not the GGUF file of a model, or has metadata that end the process
+            in llama.cpp.
+    """
+    check_model_path(path)
+    try:
+        _check_magic(path)
+        if checked_key(path) not in _passed.read():
+            check_metadata(path)
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _check_magic(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(len(_GGUF_MAGIC))
+    if not magic:
+        raise ModelFileError(f"{path}: the file is empty", "fetch it again")
+    if magic != _GGUF_MAGIC:
+        raise ModelFileError(
+            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
+            "llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
+        )
+
+
+def check_metadata(path: Path) -> None:
+    """Check the metadata of a file, as `check_file` does, even if it was checked before."""
+    try:
+        metadata = GgufMetadata(path)
+    except BackendError:  # llama.cpp gives the reason when it loads the file
+        return
+    with metadata:
+        kind = metadata.text("general.type")
+        if kind in _NOT_MODELS:
+            what, hint = _NOT_MODELS[kind]
+            raise ModelFileError(f"{path}: {what}", hint)
+        _check_tokens(path, metadata)
+        _check_values(path, metadata)
+    _passed.add({checked_key(path): True})
+
+
+def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
+    """Check that no two tokens are the same, which llama.cpp asserts."""
+    numbers: dict[bytes, int] = {}
+    for number, token in enumerate(metadata.texts("tokenizer.ggml.tokens")):
+        if not token:
+            continue
+        first = numbers.setdefault(token, number)
+        if first != number:
+            shown = token[:_N_SHOWN_BYTES].decode("utf-8", "replace")
+            raise ModelFileError(
+                f"{path}: damaged: tokens {first} and {number} are both {shown!r}", _FETCH_AGAIN
+            )
+
+
+def _check_values(path: Path, metadata: GgufMetadata) -> None:
+    architecture = metadata.text("general.architecture")  # a file may have keys of others
+    for key, (least, most) in _BOUNDS.items():
+        name = f"{architecture}.{key}"
+        value = metadata.value(name)
+        if value is not None and not least <= value <= most:
+            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", _FETCH_AGAIN)
+
+
+def checked_key(path: Path) -> str:
+    """Return what a checked file is remembered by: it changes with the file, and with specgen."""
+    return digest_of([os.fspath(path.resolve()), *version_of(path), __version__])

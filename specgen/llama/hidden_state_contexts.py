@@ -1,0 +1,389 @@
+"""The contexts of drafts that read hidden states of their target.
+
+`specgen.llama.paired_drafts` has the models. A row of such a context has a token and, in
+`Batch.hidden`, the hidden state before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from specgen.errors import BackendError, SpecgenError
+from specgen.llama.context import LlamaBackend
+from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
+from specgen.llama.library import llama_cpp, llama_cpp_ext
+from specgen.llama.model import LlamaModel
+from specgen.llama.paired_drafts import AssistantModel, DflashModel, EagleModel, TrainedDraftModel
+from specgen.method.backend import Batch
+from specgen.method.hidden_states import HiddenStateBuffer
+from specgen.options import ContextOptions
+from specgen.system.arrays import Hidden, Logits
+
+#: The most nodes of a tree that are decoded at once.
+_WIDEST = 8
+#: The most rows of EAGLE-3 in one native batch, where llama.cpp computes logits of all rows or of
+#: none.
+_MOST_EAGLE_ROWS = 32
+#: The most rows of an assistant in a batch for each text: drafts are chains, a token at a time.
+_MOST_ASSISTANT_ROWS = 8
+#: llama.cpp's number of rotary embeddings with several positions for each token.
+_MROPE = 8
+#: How many positions these are. The last one is always 0.
+_N_MROPE_POSITIONS = 4
+#: The architectures whose MTP layers give hidden states only for the rows that want logits.
+_WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
+
+#: Which rows the draft itself gives hidden states of: none, those that want logits, or all.
+StateRows: TypeAlias = Literal["none", "wanted", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContextSize:
+    """The size of a context that several texts share."""
+
+    #: The cells of each text.
+    n_ctx: int
+    n_slots: int = 1
+    #: The sequences of each text.
+    n_branches: int = 1
+    #: Logits are of so many of the first tokens, which both vocabularies have; None: of all.
+    n_shared_tokens: int | None = None
+
+
+class RowLayout(NamedTuple):
+    """What the rows of a context read and give."""
+
+    #: The number of values that a row reads in addition to its token.
+    n_inputs: int = 0
+    #: The most rows that may want logits, for each text.
+    n_outputs: int = 1
+    #: The rows whose hidden states the draft gives.
+    states: StateRows = "wanted"
+
+
+class HiddenStateContext(LlamaBackend):
+    """A context of a draft that reads hidden states of its target; several texts may share it.
+
+    Close it before the context of the target.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        target: LlamaBackend | None,
+        options: ContextOptions,
+        size: DraftContextSize,
+        clock: Callable[[], float],
+    ) -> None:
+        """Open a context.
+
+        Args:
+            model: The draft.
+            target: The target's context, which from now on hands out what the draft reads; None for
+                MTP layers.
+            options: Threads, cache types, and the size of batches.
+            size: The size of the context.
+            clock: Measures `decode_s`.
+        """
+        layout = self._layout(model, size)
+        self._states_of = layout.states
+        super().__init__(
+            model,
+            options,
+            n_ctx=size.n_ctx * size.n_slots,
+            clock=clock,
+            n_sequences=size.n_branches * size.n_slots,
+            n_outputs=layout.n_outputs * size.n_slots,
+            n_branches=size.n_branches,
+            is_mtp=target is None,
+            other=target.handle if target is not None else None,
+        )
+        self._n_shared_tokens = size.n_shared_tokens
+        #: The target's hidden states that the draft may still have to read, for each text.
+        self.hidden_states_by_slot = tuple(HiddenStateBuffer() for _ in range(size.n_slots))
+        #: The draft's hidden state after each sequence's last row that wanted logits.
+        self._states: dict[int, Hidden] = {}
+        if layout.states != "none":
+            only_wanted = layout.states == "wanted"
+            llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, only_wanted)
+        if target is not None and isinstance(model, TrainedDraftModel):
+            target.read_layers(model.layers)
+        #: What the rows of a native batch read in addition to their tokens: float32[n_rows, n].
+        n_rows = max(self.n_batch, self.n_outputs)
+        self._inputs = np.empty((n_rows, 0), np.float32)
+        if layout.n_inputs:
+            memory = (ctypes.c_float * (n_rows * layout.n_inputs))()
+            self._native_batch.native.embd = memory
+            self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, layout.n_inputs)
+
+    def _layout(self, model: Any, size: DraftContextSize) -> RowLayout:
+        raise NotImplementedError
+
+    def state(self, sequence: int) -> Hidden:
+        """Return the draft's hidden state after a sequence's last row that wanted logits."""
+        return self._states[sequence]
+
+    def decode_rows(self, batch: Batch) -> Logits:
+        """Decode a batch, in several native ones where llama.cpp needs that."""
+        self._native_batch.check(batch)
+        parts = list(self._parts(batch))
+        found: list[Logits] = []
+        for part in parts:
+            logits = self._decode_part(part)[:, : self._n_shared_tokens]
+            if len(logits) == 0:
+                continue
+            if part is not parts[-1]:
+                logits = logits.copy()  # the next part replaces them
+            found.append(logits)
+        if not found:
+            return np.empty((0, self.n_vocab), np.float32)
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found)
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the native batches of a batch."""
+        yield batch
+
+    def _decode_part(self, batch: Batch) -> Logits:
+        """Decode a native batch, and keep the draft's hidden states of rows that want logits."""
+        self._write_inputs(batch)
+        logits = super().decode_rows(batch)
+        n_wanted = len(logits)
+        if n_wanted and self._states_of != "none":
+            only_wanted = self._states_of == "wanted"
+            states = self._mtp_states(n_wanted if only_wanted else len(batch))
+            wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
+            for index, row in enumerate(wanted):
+                state = states[index if only_wanted else row].copy()
+                self._states.update(dict.fromkeys(batch.sequences[row], state))
+        return logits
+
+    def _write_inputs(self, batch: Batch) -> None:
+        """Write what the rows read in addition to their tokens: zeros where a state is None."""
+        if not self._inputs.shape[1]:
+            return
+        inputs = self._inputs[: len(batch)]
+        for row, state in enumerate(batch.hidden or [None] * len(batch)):
+            inputs[row] = 0.0 if state is None else state
+
+
+class MtpContext(HiddenStateContext):
+    """A context of an MTP layer: a cache of that layer, separate from the target's.
+
+    The row of a token reads the state before it: the target's or, for a drafted token, the layer's
+    own. llama.cpp computes one layer at a time, so each has a context. The first layer's opens and
+    closes the others.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        size: DraftContextSize,
+        clock: Callable[[], float],
+        *,
+        layer: int = 0,
+    ) -> None:
+        """Open the context of a layer and, for the first one, those of all layers.
+
+        Raises:
+            BackendError: If the MTP layers of the model cannot draft.
+        """
+        if model.why_no_mtp:
+            raise BackendError(f"{model.name}: {model.why_no_mtp}")
+        super().__init__(model, None, options, size, clock)
+        compute_frequent_tokens(self)
+        llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
+        #: The contexts of all layers, if this is the first layer's.
+        self.layers: tuple[MtpContext, ...] = (self,)
+        if layer == 0:
+            chain_size = replace(size, n_branches=1)
+            try:
+                for other in range(1, model.n_mtp_layers):
+                    context = MtpContext(model, options, chain_size, clock, layer=other)
+                    self.layers += (context,)
+            except SpecgenError:
+                self.close()
+                raise
+
+    def _layout(self, model: LlamaModel, size: DraftContextSize) -> RowLayout:
+        states: StateRows = "wanted" if model.architecture in _WANTED_ROWS_ONLY else "all"
+        return RowLayout(model.n_embd_out, min(size.n_branches, _WIDEST), states)
+
+    def close(self) -> None:
+        """Close the contexts of all layers."""
+        for layer in self.layers[1:]:
+            layer.close()
+        super().close()
+
+
+class EagleContext(HiddenStateContext):
+    """A context of an EAGLE-3 draft: a cache of its layer, separate from the target's.
+
+    The state of a row is what the target's layers read, which the draft's encoder turns into one
+    hidden state, or, for a drafted token, the draft's own hidden state.
+    """
+
+    def _layout(self, model: EagleModel, size: DraftContextSize) -> RowLayout:
+        n_each = -(-_MOST_EAGLE_ROWS // size.n_slots)  # rounded up
+        return RowLayout(model.n_embd, n_outputs=max(n_each, min(size.n_branches, _WIDEST)))
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield rows without logits together, and those from the first one with logits in parts.
+
+        llama.cpp computes logits of all rows of a native batch or of none. So a part with logits
+        may as well begin with some rows that want none.
+        """
+        n_silent = len(batch)
+        if any(batch.wants_logits):
+            n_silent = batch.wants_logits.index(True)
+            n_silent = min(n_silent, max(0, len(batch) - _MOST_EAGLE_ROWS))
+        if n_silent:
+            yield batch.part(0, n_silent)
+        for start in range(n_silent, len(batch), _MOST_EAGLE_ROWS):
+            yield batch.part(start, start + _MOST_EAGLE_ROWS)
+
+    def _decode_part(self, batch: Batch) -> Logits:
+        """Encode states of the target, decode the rows, and return the logits of wanted rows."""
+        self._encode(batch)
+        wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
+        if wanted:
+            batch.wants_logits = [True] * len(batch)
+        logits = super()._decode_part(batch)
+        if wanted and wanted[0] == len(batch) - len(wanted):
+            return logits[wanted[0] :]  # usually: the last rows, of which nothing is copied
+        return logits[wanted]
+
+    def _encode(self, batch: Batch) -> None:
+        """Replace what the target's layers read, float32[n_read], by one state, float32[n_embd]."""
+        encode = partial(self.model.call, llama_cpp.llama_encode)
+        rows = [
+            row
+            for row, state in enumerate(batch.hidden)
+            if state is not None and len(state) != self.model.n_embd
+        ]
+        for start in range(0, len(rows), _MOST_EAGLE_ROWS):
+            part = rows[start : start + _MOST_EAGLE_ROWS]
+            n = len(part)
+            read = np.stack([np.asarray(batch.hidden[row], np.float32) for row in part])
+            native = llama_cpp.llama_batch(n_tokens=n, embd=_floats_pointer(read))
+            self._compute(encode, native, f"encode {n} hidden states")
+            encoded = self._mtp_states(n).copy()
+            for row, state in zip(part, encoded, strict=True):
+                batch.hidden[row] = state
+
+
+class DflashContext(HiddenStateContext):
+    """A context of a DFlash or DSpark draft: a cache of the text, separate from the target's.
+
+    A block, that is, the last token and masks, is predicted in one decode. The rows of a block have
+    no states (`Batch.hidden`), and all want logits. Rows of the text have states of the target, of
+    which keys and values are made, and give no logits. (DSpark adds a bias to each prediction, by
+    the likeliest token before it.)
+    """
+
+    def __init__(
+        self,
+        model: DflashModel,
+        target: LlamaBackend,
+        options: ContextOptions,
+        size: DraftContextSize,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(model, target, options, size, clock)
+        #: The draft.
+        self.draft = model
+        is_causal = model.metadata("dflash.attention.causal") == "true"
+        llama_cpp.llama_set_causal_attn(self.handle, is_causal)
+        rope = llama_cpp.llama_model_rope_type(model.handle)
+        self._n_positions = _N_MROPE_POSITIONS if rope == _MROPE else 1
+
+    def _layout(self, model: DflashModel, _size: DraftContextSize) -> RowLayout:
+        return RowLayout(n_outputs=model.n_most + 1, states="none")
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield rows of the text and blocks apart; for DSpark each sequence's block alone."""
+        start = 0
+        states = batch.hidden or [None] * len(batch)
+        rows = zip(states, batch.sequences, strict=True)
+        for _, part in itertools.groupby(rows, self._part_key):
+            end = start + len(list(part))
+            yield batch.part(start, end)
+            start = end
+
+    def _part_key(self, row: tuple[Hidden | None, tuple[int, ...]]) -> object:
+        """Return what the rows of a native batch have in common."""
+        hidden, sequences = row
+        is_text = hidden is not None
+        if self.draft.is_chained and not is_text:
+            return sequences
+        return is_text
+
+    def _decode_part(self, batch: Batch) -> Logits:
+        """Decode a block, or read the target's states of a part of the text."""
+        states = [state for state in batch.hidden if state is not None]
+        if not states:
+            return super()._decode_part(batch)
+        self._native_batch.fill(batch)
+        rows = self._native_batch.native
+        read = np.stack(states)
+        # Where each token has several positions, all but the last are that in the text.
+        n_filled = min(self._n_positions, _N_MROPE_POSITIONS - 1)
+        positions: Any = (ctypes.c_int32 * (len(batch) * self._n_positions))()
+        positions[: len(batch) * n_filled] = batch.positions * n_filled
+        native = llama_cpp.llama_batch(
+            n_tokens=len(batch),
+            embd=_floats_pointer(read),
+            pos=positions,
+            n_seq_id=rows.n_seq_id,
+            seq_id=rows.seq_id,
+            logits=rows.logits,
+        )
+        self._compute(self._decode_native, native, f"read {len(batch)} hidden states")
+        self.n_decoded_rows += len(batch)
+        return np.empty((0, self.n_vocab), np.float32)
+
+
+class AssistantContext(HiddenStateContext):
+    """A context of a Gemma 4 assistant, which reads the cells of its target's context.
+
+    It adds none. Each row has a token, the state before it, the target's or its own, and the
+    position after the target's last token.
+    """
+
+    def __init__(
+        self,
+        model: AssistantModel,
+        target: LlamaBackend,
+        options: ContextOptions,
+        size: DraftContextSize,
+        clock: Callable[[], float],
+    ) -> None:
+        """Open a context with the cells and sequences of the target's."""
+        size = replace(
+            size,
+            n_ctx=target.n_ctx // size.n_slots,
+            n_branches=target.n_sequences // size.n_slots,
+        )
+        options = replace(options, n_batch=_MOST_ASSISTANT_ROWS * size.n_slots)
+        super().__init__(model, target, options, size, clock)
+        compute_frequent_tokens(self)
+
+    def _layout(self, model: AssistantModel, _size: DraftContextSize) -> RowLayout:
+        return RowLayout(model.n_embd_out, _MOST_ASSISTANT_ROWS)
+
+    def decode(self, batch: Batch) -> Logits:
+        """Decode a batch, of which the sequences keep nothing."""
+        return self.decode_rows(batch)
+
+
+def _floats_pointer(values: Hidden) -> Any:
+    return values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))

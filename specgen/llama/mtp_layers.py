@@ -1,0 +1,142 @@
+"""Multi-token prediction (MTP) layers: which files have them, and which of them can draft.
+
+They follow the last layer of a model, and were trained with it: from a token and the model's hidden
+state before it, they predict the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF
+files call them NextN. Some makers put them into a file of their own (`mtp-*.gguf`), with copies of
+the embeddings and the output matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from specgen.errors import BackendError
+from specgen.llama.gguf_file import opened_parts
+from specgen.system.files import version_of
+
+#: The architectures whose MTP layers llama.cpp computes.
+_MTP_ARCHITECTURES = frozenset(
+    (
+        *("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa"),
+        *("glm4moe", "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"),
+        "step35",
+    )
+)
+#: Those with more than one MTP layer: each drafts one token.
+_SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
+#: How the names of files with MTP layers alone begin.
+_PREFIX = "mtp-"
+#: In files with other names, the number of MTP layers is within so many of the first bytes.
+_N_SEARCHED_BYTES = 2**16
+_N_LAYERS_KEY = b".nextn_predict_layers"
+#: A tensor that all files with the layers of the model itself have.
+_FIRST_OF_MODEL = "blk.0.attn_norm.weight"
+
+
+class _LayerInfo(NamedTuple):
+    """A file's metadata about layers."""
+
+    architecture: str
+    #: The number of layers, with MTP layers.
+    n_layers: int
+    n_mtp: int
+    n_embd: int
+    #: The names of all tensors.
+    tensors: frozenset[str]
+
+    @property
+    def has_mtp_tensors(self) -> bool:
+        return any(".nextn." in name for name in self.tensors)
+
+    @property
+    def shape(self) -> tuple[str, int, int]:
+        """What a model and MTP layers for it have in common."""
+        return self.architecture, self.n_embd, self.n_layers - self.n_mtp
+
+
+def _layers_of(path: Path) -> _LayerInfo:
+    """Read a file's metadata, once until it changes (about 40 ms).
+
+    Raises:
+        OSError: If the file cannot be read.
+        BackendError: If it is not a GGUF file.
+    """
+    return _read_layers(path, version_of(path))
+
+
+@lru_cache(maxsize=8)
+def _read_layers(path: Path, _version: tuple[int, int, int]) -> _LayerInfo:
+    with opened_parts(path) as (metadata, tensors):
+        architecture = metadata.text("general.architecture")
+        return _LayerInfo(
+            architecture,
+            n_layers=metadata.number(f"{architecture}.block_count"),
+            n_mtp=metadata.number(f"{architecture}.nextn_predict_layers"),
+            n_embd=metadata.number(f"{architecture}.embedding_length"),
+            tensors=frozenset(tensor.name for tensor in tensors),
+        )
+
+
+def holds_mtp_only(path: Path) -> bool:
+    """Return whether a file has MTP layers without their model; False if it cannot be read."""
+    with contextlib.suppress(OSError, BackendError):
+        with path.open("rb") as file:
+            beginning = file.read(_N_SEARCHED_BYTES)
+        if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in beginning:
+            return False
+        layers = _layers_of(path)
+        return layers.has_mtp_tensors and _FIRST_OF_MODEL not in layers.tensors
+    return False
+
+
+def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
+    """Return what MTP layers can draft for a target.
+
+    Returns:
+        "mtp" if the target has usable MTP layers itself. Otherwise a file in the same folder that
+        fits, the one with the most similar name; None if there is none.
+    """
+    if not why_no_mtp(target):
+        return "mtp"
+    shape = None
+    with contextlib.suppress(OSError, BackendError):
+        shape = _layers_of(target).shape
+    files = sorted(target.parent.glob(f"{_PREFIX}*.gguf"))
+    fitting = [
+        path
+        for path in files
+        if path.name != target.name and holds_mtp_only(path) and _layers_of(path).shape == shape
+    ]
+
+    def n_equal_characters(path: Path) -> int:
+        pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    return max(fitting, key=n_equal_characters, default=None)
+
+
+def why_no_mtp(path: Path) -> str:
+    """Return why a file's MTP layers cannot draft for its own model; empty if they can."""
+    try:
+        layers = _layers_of(path)
+    except (OSError, BackendError):
+        return "it is not a GGUF file"
+    architecture = layers.architecture
+    if not layers.n_mtp:
+        return "it has no MTP layers"
+    if not layers.has_mtp_tensors:
+        return "its MTP layers were removed from the file"
+    if "token_embd.weight" not in layers.tensors:
+        return "it has only MTP layers, and not the model that they belong to"
+    if architecture not in _MTP_ARCHITECTURES:
+        return f"llama.cpp does not compute the MTP layers of its architecture ({architecture})"
+    if layers.n_mtp > 1 and architecture not in _SEVERAL_LAYERS:
+        return (
+            f"llama.cpp computes a single MTP layer of its architecture ({architecture}), "
+            f"not {layers.n_mtp}"
+        )
+    return ""

@@ -1,0 +1,231 @@
+"""Opening a native context: its sizes, and the check that it fits into memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from specgen.errors import MemoryLimitError, UsageError
+from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
+from specgen.llama.model import CACHE_TYPES, LlamaModel
+from specgen.options import ContextOptions
+from specgen.system.machine import available_memory_bytes, logical_cores, physical_cores
+from specgen.system.quantities import human_bytes
+
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+#: The memory that a context needs in addition to its cache: graph, scratch memory, and the
+#: activations of one batch.
+CONTEXT_OVERHEAD_BYTES = 100 * 2**20
+#: Architectures with snapshots whose graphs cannot hold any number of them.
+_SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+#: More snapshots than anyone asks for.
+_UNLIMITED_SNAPSHOTS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """The sizes of a context, in tokens and rows, and what it is for."""
+
+    n_ctx: int
+    #: The most rows of a batch.
+    n_rows: int
+    #: The most rows of a batch that may want logits.
+    n_outputs: int
+    #: All sequences, without copies of states and guards.
+    n_sequences: int
+    #: How many of the sequences each text has: its own, then those of its branches.
+    n_branches: int = 1
+    #: Whether it is for the model's MTP layers only.
+    is_mtp: bool = False
+    #: llama.cpp's number of how the hidden states of a text become one embedding; None: the context
+    #: computes logits only.
+    pooling: int | None = None
+    #: A native callback that sees the computed tensors.
+    on_tensor: Any = None
+    #: The native context of a target that a draft shares matrices or cells with.
+    other: Any = None
+
+
+class OpenContext(NamedTuple):
+    """A native context."""
+
+    #: llama.cpp's pointer.
+    handle: Any
+    #: How many rows the snapshots of recurrent states go back; 0: there are none.
+    n_snapshots: int
+    #: The guard of each sequence that has one (see `KvCache`).
+    guards: dict[int, int]
+
+
+def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
+    """Return the most native sequences that a text with its branches needs.
+
+    These are its own, copies of recurrent states (see `StateCopiesInCache`), and a guard if there
+    is a sliding window (see `KvCache`).
+    """
+    n_sequences = n_branches
+    if model.has_recurrent_state:
+        n_sequences *= 2
+    if model.n_window:
+        n_sequences += 1
+    return n_sequences
+
+
+def open_context(
+    model: LlamaModel,
+    options: ContextOptions,
+    size: ContextSize,
+    n_rollback: int,
+) -> OpenContext:
+    """Open a native context, with snapshots of recurrent states where possible.
+
+    Snapshots go back `n_rollback` rows, if the architecture has them and they fit into memory.
+    Without them, a recurrent model has twice as many sequences, for copies of states.
+
+    Raises:
+        MemoryLimitError: If the context does not fit into memory.
+        UsageError: If the options contradict each other.
+    """
+    if options.flash_attention == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):
+        raise UsageError(
+            f"--cache-type-v {options.cache_type_v} needs flash attention",
+            "leave out --flash-attn off, or use --cache-type-v f16",
+        )
+    opening = _Opening(model, options, size)
+    if opening.has_states:
+        # llama.cpp aborts if the number of snapshots, plus one, reaches that of rows in a batch.
+        n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
+        if n_snapshots > 0 and (context := opening.open_with_snapshots(n_snapshots)):
+            return context
+    return opening.open()
+
+
+class _Opening:
+    """Opens a native context, with snapshots of recurrent states or without."""
+
+    def __init__(self, model: LlamaModel, options: ContextOptions, size: ContextSize) -> None:
+        self._model = model
+        self._options = options
+        self._size = size
+        #: Whether there are recurrent states to go back to.
+        self.has_states = model.has_recurrent_state and not size.is_mtp
+        # With a sliding window and several sequences, those of texts get guards. Those of branches
+        # do not outlive a draft.
+        self._guarded = range(0)
+        if model.n_window > 0 and size.n_sequences > 1:
+            self._guarded = range(0, size.n_sequences, size.n_branches)
+
+    def open_with_snapshots(self, n_snapshots: int) -> OpenContext | None:
+        """Open a context with snapshots; None if that is impossible."""
+        n_sequences = self._size.n_sequences
+        if self._needed_bytes(n_sequences, n_snapshots) > self._available_bytes():
+            return None
+        handle = self._make(n_sequences, n_snapshots)
+        if not handle:
+            return None
+        if llama_cpp.llama_n_rs_seq(handle) != n_snapshots:  # an architecture without snapshots
+            self._model.call(llama_cpp.llama_free, handle)
+            return None
+        return OpenContext(handle, n_snapshots, self._guards(n_sequences))
+
+    def open(self) -> OpenContext:
+        """Open a context without snapshots; raise `MemoryLimitError` if that is impossible."""
+        n_sequences = self._size.n_sequences
+        if self.has_states:
+            n_sequences *= 2
+        needed = self._needed_bytes(n_sequences, n_snapshots=0)
+        available = self._available_bytes()
+        if needed > available:
+            raise MemoryLimitError(
+                f"{self._model.name}: a context of {self._size.n_ctx} tokens needs about "
+                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free",
+                hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
+            )
+        handle = self._make(n_sequences, n_snapshots=0)
+        if not handle:
+            raise MemoryLimitError(
+                f"{self._model.name}: llama.cpp cannot make a context of {self._size.n_ctx} "
+                f"tokens: {last_error()}",
+                hint="use a smaller --ctx-size",
+            )
+        return OpenContext(handle, 0, self._guards(n_sequences))
+
+    def _guards(self, first: int) -> dict[int, int]:
+        """Return the guards of sequences: those from `first` on."""
+        return {sequence: first + number for number, sequence in enumerate(self._guarded)}
+
+    def _needed_bytes(self, n_sequences: int, n_snapshots: int) -> int:
+        """Estimate the size of the context; guards count as sequences."""
+        model = self._model
+        options = self._options
+        size = self._size
+        cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+        if size.is_mtp:
+            return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+        n_states = (n_sequences + len(self._guarded)) * (1 + n_snapshots)
+        needed = cells + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
+        if size.pooling is not None:
+            # llama.cpp allocates the logits of all outputs, although encoders have none.
+            needed += 4 * size.n_outputs * model.vocabulary.n_tokens
+        return needed
+
+    def _available_bytes(self) -> float:
+        """Return the memory that a context may take.
+
+        With too little, Linux kills the process when llama.cpp clears it, or llama.cpp aborts.
+        A GPU's allocator and workers report failures properly: there it is infinite.
+        """
+        if self._model.is_remote or (self._options.n_gpu_layers != 0 and has_gpu()):
+            return float("inf")
+        return float(available_memory_bytes())
+
+    def _make(self, n_sequences: int, n_snapshots: int) -> Any:
+        """Let llama.cpp make the context; return its pointer, null if it cannot."""
+        options = self._options
+        size = self._size
+        n_native = n_sequences + len(self._guarded)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = size.n_ctx
+        params.n_batch = size.n_rows
+        params.n_ubatch = size.n_rows
+        params.n_seq_max = n_native
+        params.n_rs_seq = n_snapshots
+        # llama.cpp aborts if there are fewer outputs than sequences.
+        params.n_outputs_max = max(size.n_outputs, n_native)
+        params.n_threads = options.n_threads or default_threads()
+        params.n_threads_batch = options.n_threads_batch or params.n_threads
+        params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+        params.type_k = CACHE_TYPES[options.cache_type_k].number
+        params.type_v = CACHE_TYPES[options.cache_type_v].number
+        params.kv_unified = True  # branches of a tree share cells
+        params.swa_full = True  # else a sliding window drops cells that a rollback needs
+        if size.is_mtp:
+            params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+        if size.pooling is not None:
+            params.embeddings = True
+            params.pooling_type = size.pooling
+        params.no_perf = True
+        if size.on_tensor is not None:
+            params.cb_eval = size.on_tensor
+        if size.other is not None:
+            params.ctx_other = size.other
+        forget_log()
+        return self._model.call(llama_cpp.llama_init_from_model, self._model.handle, params)
+
+
+def _most_snapshots(model: LlamaModel) -> int:
+    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more.
+
+    A small graph has 8 operators for each tensor, and at least 1024. A layer needs about 70, and
+    3 more for each snapshot.
+    """
+    if model.architecture not in _SMALL_GRAPHS:
+        return _UNLIMITED_SNAPSHOTS
+    return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
+
+
+@functools.cache
+def default_threads() -> int:
+    """Return the number of physical cores: hyper-threads do not help matrix products."""
+    return physical_cores() or logical_cores()
