@@ -1,4 +1,4 @@
-"""`specgen batch` as a user meets it: each line is answered once, as `specgen run` would answer it."""
+"""`specgen batch`: each line is answered once, as `specgen run` would answer it."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     assert result.code == 0
     document: dict[str, Any] = json.loads(result.out)
     keys = (
-        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts threads drafts refused "
-        "advice others_share saved is_interrupted"
+        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts threads drafts "
+        "refused advice others_share saved is_interrupted"
     )
     assert " ".join(document) == keys
     assert document["target"] == str(tiny_models / "target.gguf")

@@ -197,7 +197,7 @@ def test_rm_removes_a_model_of_the_registry(
 def test_rm_removes_a_model_of_the_registry_from_all_snapshots(
     tiny: CatalogueModel, server: WebServer, tmp_path: Path
 ) -> None:
-    """The registry has an older version than the newest, which the repository's other users have."""
+    """The registry may have an older version than the newest one, which other programs use."""
     source = HubSource(REPO, "tiny.gguf", COMMIT)
     model = replace(tiny, hub=source)
     write_registry(tmp_path, model)

@@ -185,7 +185,7 @@ def test_without_the_extra(models: Path, specgen: Specgen, monkeypatch: pytest.M
 
 
 def test_models_of_a_file_answer_as_alone(models: Path, specgen: Specgen) -> None:
-    """Paths are relative to the file, and an entry's options come before those of the command line."""
+    """Paths are relative to the file, and an entry's options override the command line's."""
     file = models / "served.toml"
     file.write_text(
         """
