@@ -391,15 +391,15 @@ def learn(
         "The draft model that learns.",
         show_default="the one that `specgen run` uses for this target",
     ),
-    minutes: float = option(10.0, "--minutes", "The longest it may train.", min=0.1),
+    minutes: float = option(10.0, "--minutes", "Train for at most this long.", min=0.1),
     as_json: bool = flags.JSON_REPORT,
     output: Output = flags.loudness.without("verbose"),
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The latest answers are held back: the new weights are kept, for commands with --learn, if the
-    draft then agrees with the target more often there. `specgen chat` and `specgen serve` do this
-    by themselves.
+    The latest answers are held back. If the draft then agrees with the target more often on them,
+    its new weights are kept for commands with --learn. `specgen chat` and `specgen serve` do this
+    automatically.
     """
     from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn as learn_from

@@ -62,7 +62,7 @@ _NAME_OR_REPO = _name_or_repo(
 def list_models(*, as_json: bool = JSON_REPORT) -> None:
     """List the models and pairs that have a name, and the models in the Hugging Face cache.
 
-    Models in that cache have names as `-m` takes them (hf:USER/REPO:QUANT).
+    Models in that cache are named as for `-m` (hf:USER/REPO:QUANT).
     """
     registry = load_registry()
     models = [_model_values(registry, model) for model in registry.models.values()]
@@ -154,7 +154,7 @@ def pull(
 def path(*, name: str = _NAME_OR_REPO) -> None:
     """Print where a model is on this disk; for a pair, the target first.
 
-    A model in several files is named by the first one.
+    If a model has several files, it is the first one.
     """
     print(*on_disk(name), sep="\n")
 
@@ -181,7 +181,7 @@ def on_disk(name: str) -> list[Path]:
 def remove_model(
     *,
     name: str = _name_or_repo(
-        help="A model. USER/REPO is all of the repository's GGUF models in the Hugging Face cache."
+        help="A model; USER/REPO is all of a repository's GGUF models in the Hugging Face cache."
     ),
     yes: bool = option(False, "--yes -y", "Do not ask."),
 ) -> None:

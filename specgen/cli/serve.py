@@ -66,8 +66,9 @@ def serve(
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
-    Standard output shows the address; in a browser it is a small chat. Options apply to requests
-    that leave them out. SIGTERM ends the server as soon as the current answers are finished.
+    Standard output shows the address, which opens a small chat in a browser. Options apply to
+    requests that leave them out. SIGTERM ends the server as soon as the current answers are
+    finished.
     """
     try:
         from specgen.serve.server.app import serve as answer_requests
