@@ -1,4 +1,4 @@
-"""`specgen bench` on tiny models. What is quick is not tested here: only what is told."""
+"""`specgen bench` on tiny models: what it prints and writes, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bench(specgen: Specgen, tiny_models: Path, prompts: Path) -> Specgen:
 
 
 def notes(outcome: Result) -> list[str]:
-    """The lines on standard error, but for those about a busy machine."""
+    """The lines on standard error, without those about a busy machine."""
     lines = outcome.err.splitlines()
     return [
         line for line in lines if "machine's speed" not in line and "other programs" not in line
@@ -113,7 +113,7 @@ def test_all_policies_temperatures_and_drafts_are_measured(bench: Specgen) -> No
     assert len(document["results"]) == 2 * len(told)
 
 
-def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
+def test_json_has_all_raw_measurements(bench: Specgen, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     outcome = bench("--draft", "draft", "--repeat", "2", "--logit-bias", "5-inf", "--json", file)
     assert len(rows(outcome)) == 6

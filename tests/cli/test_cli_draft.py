@@ -33,7 +33,7 @@ def find(specgen: Specgen, tiny_models: Path) -> Specgen:
 
 
 def columns(result: Result) -> dict[str, list[str]]:
-    """The columns after the draft, by what drafts."""
+    """The columns after the first one, by draft."""
     assert result.code == 0, result.err
     headings, *rows = (line.split("\t") for line in result.out.splitlines())
     assert headings[:2] == ["draft", "speedup"]
@@ -88,13 +88,13 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     assert draft["n_answers"] == 2
 
 
-def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
+def test_named_models_on_this_disk_are_tried(
     find: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(columns(find())) == {"ngram", "none"}
     monkeypatch.setattr(hub_names, "locate", lambda _model: tiny_models / "draft.gguf")
     assert set(columns(find())) == {"draft", "ngram", "none"}
-    # A saved one too, which only a faster one replaces.
+    # So is a saved one, which only a faster one replaces.
     target = identity_of(tiny_models / "target.gguf")
     save_draft(target, SavedDraft(tiny_models / "bad.gguf", speedup=1.25))
     assert set(columns(find())) == {"draft", "bad", "ngram", "none"}
@@ -136,7 +136,7 @@ def test_a_named_file_that_is_missing_is_an_error_before_anything_is_measured(
 # --- what is kept
 
 
-def test_save_keeps_the_best_and_run_takes_it(
+def test_save_keeps_the_best_draft_for_run(
     find: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
     target = identity_of(tiny_models / "target.gguf")
@@ -173,7 +173,7 @@ def drafted_by(result: Result) -> str:
     return draft
 
 
-def test_run_takes_what_was_saved_and_says_so_unless_quiet(
+def test_run_uses_the_saved_draft_with_a_note_unless_quiet(
     specgen: Specgen, tiny_models: Path
 ) -> None:
     target = tiny_models / "target.gguf"

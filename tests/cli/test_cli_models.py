@@ -1,4 +1,4 @@
-"""`specgen models`: what is printed where, and how it ends."""
+"""`specgen models`: standard output, standard error and exit codes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     assert hint.startswith("hint: ")
 
 
-# The hub's cache
+# The Hugging Face cache
 
 REPO = "me/Tiny-GGUF"
 OTHER = random_bytes(50_000, seed=1)
@@ -116,7 +116,7 @@ OTHER = random_bytes(50_000, seed=1)
 
 @pytest.fixture
 def cached(server: WebServer) -> dict[str, Path]:
-    """Models in the hub's cache, by their names."""
+    """Models in the Hugging Face cache, by name."""
     files = {"tiny-Q4_K_M.gguf": CONTENT, "tiny-Q8_0.gguf": OTHER, "tiny-Q5_0.gguf": OTHER}
     publish_repository(server, REPO, files)
     publish_repository(server, "you/Tiny-GGUF", {"tiny-it.gguf": CONTENT})
@@ -181,7 +181,7 @@ def test_rm_removes_a_model_of_the_registry(
     path = fetch(tiny)
     assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
     assert not path.exists()
-    # One that came from the hub is in the hub's cache.
+    # One from the hub is in the Hugging Face cache.
     model = replace(tiny, hub=HubSource(REPO, "tiny.gguf"))
     write_registry(tmp_path, model)
     publish_on_hub(server, HubSource(REPO, "tiny.gguf"), CONTENT)

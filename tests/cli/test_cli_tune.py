@@ -67,7 +67,7 @@ def test_in_a_pipe_the_table_is_the_output_and_the_sentences_are_notes(tune: Spe
 # --- what goes wrong
 
 
-def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path) -> None:
+def test_a_named_model_that_cannot_be_used_is_one_error(tune: Specgen, tmp_path: Path) -> None:
     bad, text = tmp_path / "bad.jsonl", tmp_path / "text.gguf"
     bad.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
     text.write_text("no model", encoding="utf-8")
@@ -89,7 +89,7 @@ def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path
     assert not measurements_file().exists()
 
 
-def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
+def test_results_are_shown_even_if_they_cannot_be_kept(
     tune: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -130,7 +130,7 @@ def test_ctrl_c_shows_the_results_so_far_and_keeps_nothing(
 
 
 def measures(specgen: Specgen, models: Path, *more: str) -> bool:
-    """Whether a run measures the costs of drafting."""
+    """Return whether a run measures the costs of drafting."""
     own = ("-m", models / "target.gguf", "--draft", models / "draft.gguf", "-t", "1", "-fa", "off")
     options = ("-n", "8", "--draft-max", "4", "--policy", "cost", "--json", *more)
     result = specgen("run", *own, *options, PROMPT)

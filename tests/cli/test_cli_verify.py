@@ -92,7 +92,7 @@ def test_the_default_policy_and_forced_drafts_are_both_checked(verify: Verify) -
     assert [each["n_at_once"] for each in greedy] == [1] * (2 + 2) + [3] * 3
     assert [each["prompt"] for each in greedy[:2]] == [each["prompt"] for each in greedy[2:4]]
     assert [place["way"] for place in sampled][-1] == "forced"
-    # What costs allow depends on the machine; what is forced does not.
+    # Costs depend on the machine; forced drafts do not.
     assert all(place["n_drafted"] > 0 for place in (*greedy[2:], sampled[-1]))
     assert all(place["level"] == pytest.approx(1e-4 / 2) for place in sampled)
     out = verify("--policy", "cost").out
