@@ -25,9 +25,9 @@ from specgen.system.progress import ProgressView
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
-    from specgen.serve.batch.lines import Line, Write
+    from specgen.serve.batch.lines import BatchLine, Write
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.runner import Batch, Prompting
+    from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.session.open import WantedSession
     from specgen.session.session import Session
 
@@ -99,7 +99,7 @@ def batch(
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, None if is_stream else destination)
     from specgen.serve.batch.lines import read_lines
-    from specgen.serve.batch.runner import Batch, Prompting
+    from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
     name = "standard input" if source == STDIO else str(source)
@@ -112,10 +112,10 @@ def batch(
     prompting = Prompting(template.chat, template.system, now)
 
     @contextlib.contextmanager
-    def opened_job(write: Write) -> Iterator[Batch | RayBatch]:
+    def opened_job(write: Write) -> Iterator[BatchRun | RayBatch]:
         if cluster is None:
             with opened(wanted, kernels, output) as session:
-                yield Batch(
+                yield BatchRun(
                     session,
                     prompting,
                     write,
@@ -161,7 +161,7 @@ def _check_files(source: Path, destination: Path | None) -> None:
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
 
 
-def _named(lines: Sequence[Line]) -> str:
+def _named(lines: Sequence[BatchLine]) -> str:
     """Return which lines failed, as the end of a sentence."""
     names: list[str] = []
     for line in lines[:_N_NAMED]:
@@ -184,7 +184,7 @@ class _Results:
     #: Appends a result.
     append: Write
     #: The lines that need an answer.
-    todo: Sequence[Line]
+    todo: Sequence[BatchLine]
     #: The ids of the lines whose result is an error.
     failed: set[str] = field(default_factory=set)
 
@@ -198,7 +198,7 @@ class _Results:
 @contextlib.contextmanager
 def _opened_results(
     destination: Path,
-    lines: Sequence[Line],
+    lines: Sequence[BatchLine],
     settings: Mapping[str, Any],
     output: Output,
     *,
@@ -230,8 +230,8 @@ def _opened_results(
 
 
 def _answer(
-    opening: contextlib.AbstractContextManager[Batch | RayBatch],
-    lines: Sequence[Line],
+    opening: contextlib.AbstractContextManager[BatchRun | RayBatch],
+    lines: Sequence[BatchLine],
     output: Output,
 ) -> int:
     """Answer the lines, showing the progress; return the exit code of a signal, or 0."""
@@ -252,9 +252,9 @@ def _answer(
                     pace = stats.n_tokens / (time.perf_counter() - started_s)
                     view.show(f"{pace:.1f} tokens/s", stats.n_done, stats.n_lines)
         finally:
-            if job.tally.n_answers:
+            if job.stats.n_answers:
                 seconds = time.perf_counter() - started_s
-                output.note(batch_summary(job.tally, seconds, job.where))
+                output.note(batch_summary(job.stats, seconds, job.where))
     return stop.exit_code
 
 
