@@ -178,7 +178,7 @@ def _named(lines: Sequence[BatchLine]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
+class _OpenResults:
     """The open destination of results."""
 
     #: Appends a result.
@@ -204,16 +204,16 @@ def _opened_results(
     *,
     retry_errors: bool,
     allow_mixed: bool,
-) -> Iterator[_Results]:
+) -> Iterator[_OpenResults]:
     """Open the destination; a file keeps the results that it has already."""
     from specgen.serve.batch.lines import continued, streaming
 
     if destination == STDIO:
-        yield _Results(streaming(sys.stdout.buffer), lines)
+        yield _OpenResults(streaming(sys.stdout.buffer), lines)
         return
     if destination.is_fifo():
         with destination.open("wb") as stream:
-            yield _Results(streaming(stream, str(destination)), lines)
+            yield _OpenResults(streaming(stream, str(destination)), lines)
         return
     with continued(destination, retry_errors=retry_errors) as (earlier, append):
         if earlier.is_torn:
@@ -226,7 +226,7 @@ def _opened_results(
             n_known = len(lines) - len(todo)
             n_all = counted(len(lines), "line")
             output.note(f"{destination} has results for {n_known} of {n_all}")
-        yield _Results(append, todo, set(earlier.errors))
+        yield _OpenResults(append, todo, set(earlier.errors))
 
 
 def _answer(

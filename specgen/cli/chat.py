@@ -328,7 +328,7 @@ class _Dialogue:
 
 
 @dataclass(frozen=True, slots=True)
-class _Command:
+class _ChatCommand:
     #: What follows its name: nothing, or FILE, TEXT (which may be left out) or on|off.
     takes: str
     #: Carries it out, with what follows its name; its docstring is its line in /help.
@@ -346,17 +346,17 @@ class _Command:
 #: A word after a slash, alone or before a space. Paths and comments of C are not commands.
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 _COMMANDS = {
-    "help": _Command("", _Dialogue.help),
-    "regen": _Command("", _Dialogue.regenerate),
-    "undo": _Command("", _Dialogue.undo),
-    "reset": _Command("", _Dialogue.reset),
-    "system": _Command("TEXT", _Dialogue.system),
-    "save": _Command("FILE", _Dialogue.save),
-    "load": _Command("FILE", _Dialogue.load),
-    "draft": _Command("on|off", _Dialogue.draft),
-    "think": _Command("", _Dialogue.think),
-    "stats": _Command("", _Dialogue.stats),
-    "quit": _Command("", _Dialogue.quit),
+    "help": _ChatCommand("", _Dialogue.help),
+    "regen": _ChatCommand("", _Dialogue.regenerate),
+    "undo": _ChatCommand("", _Dialogue.undo),
+    "reset": _ChatCommand("", _Dialogue.reset),
+    "system": _ChatCommand("TEXT", _Dialogue.system),
+    "save": _ChatCommand("FILE", _Dialogue.save),
+    "load": _ChatCommand("FILE", _Dialogue.load),
+    "draft": _ChatCommand("on|off", _Dialogue.draft),
+    "think": _ChatCommand("", _Dialogue.think),
+    "stats": _ChatCommand("", _Dialogue.stats),
+    "quit": _ChatCommand("", _Dialogue.quit),
 }
 #: Names that other programs have for these commands.
 _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}

@@ -328,7 +328,7 @@ def _print_json(document: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Removal:
+class _ModelRemoval:
     """Models to remove."""
 
     names: list[str]
@@ -338,7 +338,7 @@ class _Removal:
     storage: Path | None
 
 
-def _find_removal(name: str, registry: Registry) -> _Removal:
+def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
     """Find what a name stands for. Raise `ModelFileError` if nothing of it is on this disk."""
     if "/" in name:
         removal = _removal_from_hub_cache(parse_reference(name))
@@ -350,7 +350,7 @@ def _find_removal(name: str, registry: Registry) -> _Removal:
     return removal
 
 
-def _removal_from_hub_cache(reference: hub.HubReference) -> _Removal:
+def _removal_from_hub_cache(reference: hub.HubReference) -> _ModelRemoval:
     storage = hub.storage_of(reference.repo)
     models = cached_models(reference.repo)
     partial_downloads: list[Path] = []
@@ -361,20 +361,20 @@ def _removal_from_hub_cache(reference: hub.HubReference) -> _Removal:
         partial_downloads = list(storage.glob("blobs/*.incomplete"))
     names = [str(model.reference) for model in models] or [str(reference)]
     files = partial_downloads + _files_in_hub_cache(storage, models)
-    return _Removal(names, files, storage if models else None)
+    return _ModelRemoval(names, files, storage if models else None)
 
 
-def _removal_of_named(model: CatalogueModel) -> _Removal:
+def _removal_of_named(model: CatalogueModel) -> _ModelRemoval:
     files = [path for path in hub.folder_of(model).glob("*") if path.is_file()]
     path = locate(model)
     if model.hub is None or path is None or path in files:
-        return _Removal([model.name], files, None)
+        return _ModelRemoval([model.name], files, None)
     # It is looked up by its file's name: its path may be in an older snapshot than the newest,
     # which `cached_models` returns.
     storage = hub.storage_of(model.hub.repo)
     cached = [each for each in cached_models(model.hub.repo) if model.hub.file in each.names]
     files += _files_in_hub_cache(storage, cached)
-    return _Removal([model.name], files, storage if cached else None)
+    return _ModelRemoval([model.name], files, storage if cached else None)
 
 
 def _files_in_hub_cache(storage: Path, models: Sequence[CachedModel]) -> list[Path]:
