@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import pytest
 from llama_cpp import llama_cpp
 
 import specgen.cli.app
-from specgen.cli import inputs
 from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.session.prompts.template import Message, render
@@ -313,20 +311,6 @@ def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Pa
     assert lonely.out == cli(*model, "why?").out
     assert "the prompt is" not in lonely.err
     assert "note" not in cli(*model, "--quiet", "why?", stdin=b"third").err
-
-
-def test_a_note_says_that_standard_input_is_awaited(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(_path: Path) -> bytes:
-        time.sleep(0.5)
-        return b"why?"
-
-    monkeypatch.setattr(inputs, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(inputs, "read_bytes", slow)
-    result = cli("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "5", "-", stdin=b"")
-    assert result.code == 0
-    assert "waiting for the end of standard input" in result.err
 
 
 # --- bad input
