@@ -93,20 +93,30 @@ def worker(
             daemon=True,
         )
         serving.start()
-        own_host = "127.0.0.1" if host == _EVERYWHERE else host
-        is_listening = False
-        while serving.is_alive() and not stop():
-            serving.join(_POLL_S)
-            if not is_listening:
-                with contextlib.suppress(WorkerLostError):
-                    probe(f"{own_host}:{port}", _START_S)
-                    is_listening = True
-                    os.write(out, f"listening on {endpoint}\n".encode())
+        has_listened = _wait(serving, stop, host, port, out)
     if not stop():
-        what = "no longer serves" if is_listening else "cannot listen on"
+        what = "no longer serves" if has_listened else "cannot listen on"
         raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
     output.note("the worker has ended; programs that use it have lost it")
     return 0
+
+
+def _wait(serving: threading.Thread, stop: Interrupt, host: str, port: int, out: int) -> bool:
+    """Wait until the worker ends or a signal comes; announce it on `out` as soon as it answers.
+
+    Returns:
+        Whether it has answered.
+    """
+    own_host = "127.0.0.1" if host == _EVERYWHERE else host
+    is_listening = False
+    while serving.is_alive() and not stop():
+        serving.join(_POLL_S)
+        if not is_listening:
+            with contextlib.suppress(WorkerLostError):
+                probe(f"{own_host}:{port}", _START_S)
+                is_listening = True
+                os.write(out, f"listening on {host}:{port}\n".encode())
+    return is_listening
 
 
 def _check_address(host: str, port: int, *, insecure: bool) -> None:
