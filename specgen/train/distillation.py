@@ -33,7 +33,7 @@ from specgen.train.gguf_weights import (
     read_weights,
     write_weights,
 )
-from specgen.train.target_text import N_COLUMNS, Rows, TrainingText, pack_split
+from specgen.train.target_text import N_COLUMNS, PackedRows, TrainingText, pack_split
 from specgen.train.training_loop import LEAST_TEXT, Budget, Schedule, TrainingState, train
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is
@@ -168,7 +168,7 @@ def hidden_states(
     positions: jax.Array,
 ) -> jax.Array:
     """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns,
-    n_embd], from `Rows`. A token sees only itself and the tokens before it in the same text.
+    n_embd], from `PackedRows`. A token sees only itself and the tokens before it in the same text.
     """
     shape = hyperparameters
     states = others["token_embd.weight"][tokens]
@@ -285,7 +285,7 @@ class Score:
 class Trainer:
     """Trains factors for the blocks of a draft's weights on rows of text, and judges by others."""
 
-    def __init__(self, draft: Path, learnt: Rows, judged: Rows) -> None:
+    def __init__(self, draft: Path, learnt: PackedRows, judged: PackedRows) -> None:
         weights = read_weights(draft)
         _check_memory(draft, weights)
         self.file, self.learnt, self.judged = draft, learnt, judged
@@ -377,5 +377,5 @@ def _sums(
     return losses.sum(), n_right.sum(), jnp.sum(labels >= 0)
 
 
-def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
+def _arrays(rows: PackedRows) -> tuple[jax.Array, ...]:
     return tuple(map(jnp.asarray, rows))
