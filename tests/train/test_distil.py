@@ -31,6 +31,7 @@ from specgen.train import gguf_weights
 from specgen.train.distillation import (
     Distilled,
     Trainer,
+    check_memory,
     distil,
     hidden_states,
     output_matrix,
@@ -324,7 +325,7 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
 
 
 def test_errors_before_training(
-    text: TargetText, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: TargetText, target: Path, draft: Path, tmp_path: Path
 ) -> None:
     texts = texts_for(text, target, draft)
     with pytest.raises(UsageError, match="to learn from and .* too few"):
@@ -334,8 +335,5 @@ def test_errors_before_training(
         fitted(draft, texts, tmp_path / "file" / "d.gguf")
     assert fitted(draft, texts, tmp_path / "d.gguf", stop_after=2)[0] is None
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    with monkeypatch.context() as patch:
-        little = types.SimpleNamespace(available=1000)
-        patch.setattr("psutil.virtual_memory", lambda: little)
-        with pytest.raises(MemoryLimitError, match=r"training it needs about .*B are free"):
-            fitted(draft, texts, tmp_path / "d.gguf")
+    with pytest.raises(MemoryLimitError, match=r"training it needs about .*B are free"):
+        check_memory(draft, read_weights(draft), available_bytes=1000)
