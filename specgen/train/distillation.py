@@ -87,7 +87,12 @@ class Distilled:
 
 
 def distil(
-    draft: Path, texts: Sequence[TrainingText], output: Path, budget: Budget, *, rate: float = RATE
+    draft: Path,
+    texts: Sequence[TrainingText],
+    output: Path,
+    budget: Budget,
+    *,
+    rate: float = RATE,
 ) -> Distilled | None:
     """Train a draft on texts and write it to `output`.
 
@@ -133,7 +138,10 @@ def distil(
 
 
 def fit(
-    trainer: Trainer, schedule: Schedule, budget: Budget, output: Path
+    trainer: Trainer,
+    schedule: Schedule,
+    budget: Budget,
+    output: Path,
 ) -> tuple[TrainingState, Score] | None:
     """Train, write the weights of the lowest loss, and judge them as written.
 
@@ -147,7 +155,11 @@ def fit(
     return state, Trainer(output, trainer.learnt, trainer.judged).before
 
 
-def check_memory(draft: Path, weights: GgufWeights, available_bytes: int) -> None:
+def check_memory(
+    draft: Path,
+    weights: GgufWeights,
+    available_bytes: int,
+) -> None:
     """Raise `MemoryLimitError` if training a draft may need more memory than is available."""
     shape = weights.hyperparameters
     n_vocab = len(weights.tensors["token_embd.weight"])
@@ -248,7 +260,11 @@ def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
 
 
 def _layer(
-    shape: Hyperparameters, layer: Parameters, states: jax.Array, mask: jax.Array, angles: jax.Array
+    shape: Hyperparameters,
+    layer: Parameters,
+    states: jax.Array,
+    mask: jax.Array,
+    angles: jax.Array,
 ) -> jax.Array:
     """Return hidden states after a layer: attention, then a gated feed-forward network.
 
@@ -271,7 +287,11 @@ def _layer(
 
 
 def _attention(
-    shape: Hyperparameters, layer: Parameters, inputs: jax.Array, mask: jax.Array, angles: jax.Array
+    shape: Hyperparameters,
+    layer: Parameters,
+    inputs: jax.Array,
+    mask: jax.Array,
+    angles: jax.Array,
 ) -> jax.Array:
     """Return the output of grouped-query attention (Ainslie et al., arXiv:2305.13245).
 
@@ -309,7 +329,11 @@ def _attention(
     return _linear(layer, "attn_output", mixed.reshape(n_rows, n_columns, -1))
 
 
-def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
+def _rotated(
+    shape: Hyperparameters,
+    values: jax.Array,
+    angles: jax.Array,
+) -> jax.Array:
     """Rotate each pair of components of queries or keys, [n_rows, n_columns, n_heads, head_size].
 
     In Llama's files the components of a pair are neighbours, in others half a head apart.
@@ -327,12 +351,20 @@ def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> ja
     return jnp.stack(rotated, axis).reshape(values.shape)
 
 
-def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> jax.Array:
+def _normed(
+    shape: Hyperparameters,
+    values: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
     mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
     return values * jax.lax.rsqrt(mean_square + shape.norm_epsilon) * weights
 
 
-def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
+def _linear(
+    layer: Parameters,
+    name: str,
+    inputs: jax.Array,
+) -> jax.Array:
     """Return inputs times a matrix, whose blocks may have factors, plus its bias if it has one."""
     matrix = layer[f"{name}.weight"]
     if f"{name}.factors" in layer:
@@ -370,7 +402,12 @@ class Trainer:
         MemoryLimitError: If there is too little memory.
     """
 
-    def __init__(self, draft: Path, learnt: PackedRows, judged: PackedRows) -> None:
+    def __init__(
+        self,
+        draft: Path,
+        learnt: PackedRows,
+        judged: PackedRows,
+    ) -> None:
         weights = read_weights(draft)
         check_memory(draft, weights, available_memory_bytes())
         self.file = draft
@@ -402,7 +439,12 @@ class Trainer:
         """Take a step of gradient descent, learning from some of the rows."""
         rows = _on_device(self.learnt.pick(batch))
         self._changes, self._moments = _step(
-            self._shape, self._changes, self._moments, self._frozen, rows, rate
+            self._shape,
+            self._changes,
+            self._moments,
+            self._frozen,
+            rows,
+            rate,
         )
 
     def judge(self) -> Score:
@@ -428,7 +470,12 @@ class Trainer:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(
-    shape: Hyperparameters, changes: Any, moments: Any, frozen: Any, rows: Any, rate: float
+    shape: Hyperparameters,
+    changes: Any,
+    moments: Any,
+    frozen: Any,
+    rows: Any,
+    rate: float,
 ) -> tuple[Parameters, Any]:
     """Return changes and moments after a step of Adam on the mean loss of the rows' labels."""
 
@@ -443,12 +490,20 @@ def _step(
 
 @partial(jax.jit, static_argnums=0)
 def _sums(
-    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any
+    shape: Hyperparameters,
+    changes: Parameters,
+    frozen: Any,
+    rows: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the sum of the losses of rows' labels, the number of right guesses, and of labels."""
     layers, others = frozen
     states = hidden_states(
-        shape, {**layers, **changes}, others, rows.tokens, rows.texts, rows.positions
+        shape,
+        {**layers, **changes},
+        others,
+        rows.tokens,
+        rows.texts,
+        rows.positions,
     )
     output = output_matrix(others)
     # One row at a time, and recomputed for the gradient: the logits of a few tokens take a

@@ -89,7 +89,11 @@ def read_weights(path: Path) -> GgufWeights:
     return GgufWeights(hyperparameters, tensors, types)
 
 
-def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
+def write_weights(
+    original: Path,
+    changes: Mapping[str, FloatArray],
+    output: Path,
+) -> None:
     """Write a copy of a file with other scales.
 
     Args:
@@ -261,7 +265,8 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 
 
 def initial_changes(
-    matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
+    matrices: Mapping[str, FloatArray],
+    types: Mapping[str, Sequence[str]],
 ) -> dict[str, FloatArray]:
     """Return changes of factors, zeros, for matrices that have scales.
 

@@ -103,7 +103,11 @@ class _Samples(NamedTuple):
 
 
 def train_heads(
-    text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
+    text: TargetText,
+    target: Path,
+    model: LlamaModel,
+    output: Path,
+    budget: Budget,
 ) -> TrainedHeads | None:
     """Train heads for `model`, and write those that agreed best on held-back answers.
 
@@ -172,7 +176,11 @@ def _samples(text: TargetText, *, held_back: bool) -> _Samples:
     return _Samples(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def _samples_of(text: TargetText, index: int, n: int) -> _Samples:
+def _samples_of(
+    text: TargetText,
+    index: int,
+    n: int,
+) -> _Samples:
     """Return samples of an answer's first `n` positions."""
     hidden = text.hidden(index).astype(np.float32)
     tokens = np.array(text.answers[index].tokens, np.int32)
@@ -359,7 +367,11 @@ class _HeadTrainer:
 
 
 @jax.jit
-def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
+def advance(
+    parameters: Any,
+    state: Any,
+    embedded: Any,
+) -> jax.Array:
     """Return the next hidden states, from states and the embeddings of the tokens chosen there.
 
     All are float32[n, n_embd].
@@ -371,7 +383,12 @@ def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
-def _descend(parameters: Any, moments: Any, step: _Step, rate: float) -> tuple[Any, Any]:
+def _descend(
+    parameters: Any,
+    moments: Any,
+    step: _Step,
+    rate: float,
+) -> tuple[Any, Any]:
     """Return parameters and moments after a step of Adam.
 
     The loss is the cross-entropy of the heads' distribution with the target's, summed over the

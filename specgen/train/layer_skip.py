@@ -92,7 +92,12 @@ class Pruned:
         )
 
 
-def prune(session: Session, text: TargetText, output: Path, budget: Budget) -> Pruned | None:
+def prune(
+    session: Session,
+    text: TargetText,
+    output: Path,
+    budget: Budget,
+) -> Pruned | None:
     """Search for layers to leave out, and write the draft to `output`.
 
     Returns:
@@ -175,7 +180,11 @@ def share_of_a_layer(target: Path, n_layer: int) -> float:
     return layers_bytes / sum(sizes.values()) / n_layer
 
 
-def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
+def write_pruned(
+    target: Path,
+    left_out: Collection[int],
+    output: Path,
+) -> None:
     """Write a copy of a model file without some layers."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.only_copy = True
@@ -188,7 +197,10 @@ def write_pruned(target: Path, left_out: Collection[int], output: Path) -> None:
 
 
 def judged_texts(
-    answers: Sequence[TargetAnswer], n_tokens: int, *, held_back: bool
+    answers: Sequence[TargetAnswer],
+    n_tokens: int,
+    *,
+    held_back: bool,
 ) -> list[_PromptAndAnswer]:
     """Return prompts and the beginnings of their answers, `n_tokens` answer tokens at most in all.
 
@@ -269,7 +281,12 @@ class Judge:
                 self._backend.remove(sequence)
         return n_agreed / n_predicted
 
-    def _on_tensor(self, tensor: Any, is_asking: bool, _data: Any) -> bool:
+    def _on_tensor(
+        self,
+        tensor: Any,
+        is_asking: bool,
+        _data: Any,
+    ) -> bool:
         """Replace the output of a left-out layer by its input.
 
         llama.cpp calls twice for a tensor: before computing it, to ask whether the tensor is
@@ -337,7 +354,12 @@ _LEAST_AGREEMENT = 0.01
 
 
 def search(
-    agreement: Agreement, speedup: Speedup, n_layer: int, budget: Budget, *, seed: int = 0
+    agreement: Agreement,
+    speedup: Speedup,
+    n_layer: int,
+    budget: Budget,
+    *,
+    seed: int = 0,
 ) -> dict[Layers, float]:
     """Judge sets of layers until the time is over, or nothing better is found for a while.
 
@@ -388,7 +410,9 @@ def search(
 
 
 def _candidates(
-    speedups: dict[Layers, float], log_agreements: _Floats, rng: np.random.Generator
+    speedups: dict[Layers, float],
+    log_agreements: _Floats,
+    rng: np.random.Generator,
 ) -> list[Layers]:
     """Return sets that were not judged: some near the best ones, and some random ones.
 

@@ -116,7 +116,11 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
 
 def _read_answer(path: Path) -> TargetAnswer:
     prompt, prompt_tokens, tokens, held_back = _arrays(
-        path, "prompt", "prompt_tokens", "tokens", "is_held_back"
+        path,
+        "prompt",
+        "prompt_tokens",
+        "tokens",
+        "is_held_back",
     )
     return TargetAnswer(
         prompt.tobytes().decode("utf-8", "replace"),
@@ -252,7 +256,12 @@ class _TextWriter:
         indices = {texts[index]: index for index in order if texts[index] not in self._known}
         return {index: self._session.prompts.of_text(text) for text, index in indices.items()}
 
-    def _answer(self, engine: Engine, requests: dict[Request, int], reader: LlamaBackend) -> None:
+    def _answer(
+        self,
+        engine: Engine,
+        requests: dict[Request, int],
+        reader: LlamaBackend,
+    ) -> None:
         """Generate answers to `requests`, with the indices of their prompts, and write them."""
         is_last = False
         while requests and not is_last and self._n_tokens < self._options.n_tokens:
@@ -287,7 +296,11 @@ class _TextWriter:
         self._budget.progress(self._n_tokens, self._options.n_tokens)
 
 
-def _context_size(session: Session, lengths: Sequence[int], max_tokens: int) -> int:
+def _context_size(
+    session: Session,
+    lengths: Sequence[int],
+    max_tokens: int,
+) -> int:
     """Return the tokens of a context in which nine of ten prompts fit with their answers."""
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
     n_ctx = math.ceil((n_prompt + max_tokens) / 256) * 256
@@ -297,7 +310,12 @@ def _context_size(session: Session, lengths: Sequence[int], max_tokens: int) -> 
     return n_ctx
 
 
-def _answer_tokens(session: Session, request: Request, *, keeps_cut: bool) -> _Tokens | None:
+def _answer_tokens(
+    session: Session,
+    request: Request,
+    *,
+    keeps_cut: bool,
+) -> _Tokens | None:
     """Return the tokens of a complete answer, including the one that ended it.
 
     An answer that was cut off by the time limit counts if `keeps_cut`, unless it is very short.
@@ -316,7 +334,11 @@ def _answer_tokens(session: Session, request: Request, *, keeps_cut: bool) -> _T
     return tokens if is_kept else None
 
 
-def _write_answer(path: Path, answer: TargetAnswer, reader: LlamaBackend) -> None:
+def _write_answer(
+    path: Path,
+    answer: TargetAnswer,
+    reader: LlamaBackend,
+) -> None:
     hidden, top_tokens, top_probabilities = [], [], []
     for logits, states in read_answer(reader, answer.prompt_tokens, answer.tokens):
         tokens, probabilities = _likeliest(logits)
@@ -339,7 +361,9 @@ def _write_answer(path: Path, answer: TargetAnswer, reader: LlamaBackend) -> Non
 
 
 def read_answer(
-    backend: LlamaBackend, prompt: Sequence[int], answer: Sequence[int]
+    backend: LlamaBackend,
+    prompt: Sequence[int],
+    answer: Sequence[int],
 ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
     """Yield the logits and final hidden states before each token of an answer, in order.
 
@@ -401,7 +425,10 @@ class TrainingText:
 
 
 def training_texts(
-    text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
+    text: TargetText,
+    target: LlamaModel,
+    draft: LlamaModel,
+    now: datetime.datetime,
 ) -> list[TrainingText]:
     """Return the target's answers as a draft reads them.
 

@@ -257,13 +257,12 @@ def learning(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
     @contextlib.contextmanager
     def begun(does: str) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
         code = _CHILD.format(root=str(ROOT), does=does)
-        monkeypatch.setattr(online_learning, "COMMAND", (sys.executable, "-c", code))
         monkeypatch.setattr(online_learning, "check_library", lambda: None)
         said: list[str] = []
         with (
             opened(models, tmp_path / "learning") as loaded,
             Engine(loaded) as engine,
-            Learner(loaded, engine, said.append) as learner,
+            Learner(loaded, engine, said.append, (sys.executable, "-c", code)) as learner,
         ):
             yield engine, learner, said, loaded
 
