@@ -25,9 +25,9 @@ from specgen.system.progress import ProgressView
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
-    from specgen.serve.batch.lines import Line
+    from specgen.serve.batch.lines import BatchLine
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.runner import Batch
+    from specgen.serve.batch.runner import BatchRun
     from specgen.session.open import WantedSession
     from specgen.session.session import Session
 
@@ -111,13 +111,13 @@ def batch(
     prompting = Prompting(template.chat, template.system, now)
 
     @contextlib.contextmanager
-    def answering() -> Iterator[Batch | RayBatch]:
+    def answering() -> Iterator[BatchRun | RayBatch]:
         if cluster is None:
-            from specgen.serve.batch.runner import Batch
+            from specgen.serve.batch.runner import BatchRun
 
             with opened(wanted, kernels, output) as session:
                 more: dict[str, Any] = {"wall_clock": time.time, "note": output.note}
-                yield Batch(session, prompting, write_one, settings, parallel=parallel, **more)
+                yield BatchRun(session, prompting, write_one, settings, parallel=parallel, **more)
             return
         from specgen.serve.batch.on_ray import RayBatch, connected
 
@@ -173,7 +173,7 @@ def _check_files(source: Path, destination: Path | None) -> None:
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
 
 
-def _named(lines: Sequence[Line]) -> str:
+def _named(lines: Sequence[BatchLine]) -> str:
     names = [(str(line.number), line.custom_id) for line in lines]
     shown = [name if name == own else f"{name} ({own:.40})" for name, own in names[:_N_NAMED]]
     more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
@@ -181,8 +181,8 @@ def _named(lines: Sequence[Line]) -> str:
 
 
 def _answer(
-    opening: contextlib.AbstractContextManager[Batch | RayBatch],
-    lines: Sequence[Line],
+    opening: contextlib.AbstractContextManager[BatchRun | RayBatch],
+    lines: Sequence[BatchLine],
     output: Output,
 ) -> int:
     from specgen.render.tables import batch_summary
@@ -202,9 +202,9 @@ def _answer(
                     pace = tally.n_tokens / (time.perf_counter() - started_s)
                     view.show(f"{pace:.1f} tokens/s", tally.n_done, tally.n_lines)
         finally:
-            if job.tally.n_answers:
+            if job.stats.n_answers:
                 seconds = time.perf_counter() - started_s
-                output.note(batch_summary(job.tally, seconds, job.where))
+                output.note(batch_summary(job.stats, seconds, job.where))
     return stop.exit_code
 
 

@@ -114,6 +114,12 @@ def serve(
                 pool.load(entries[0].name)
             if stop():
                 return stop.exit_code
-        how = {"ready": ready, "note": output.note, "is_verbose": output.verbose > 0}
-        answer_requests(pool, server, bound, **how)
+        answer_requests(
+            pool,
+            server,
+            bound,
+            is_verbose=output.verbose > 0,
+            ready=ready,
+            note=output.note,
+        )
     return 0

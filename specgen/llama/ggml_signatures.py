@@ -63,6 +63,18 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gguf_find_tensor": (_INT64, _POINTER, _TEXT),
     "gguf_get_tensor_type": (_INT, _POINTER, _INT64),
     "gguf_get_tensor_ne": (_INT64_POINTER, _POINTER, _INT64),
+    # GGUF metadata that is written
+    "gguf_init_empty": (_POINTER,),
+    "gguf_get_n_kv": (_INT64, _POINTER),
+    "gguf_get_key": (_TEXT, _POINTER, _INT64),
+    "gguf_set_kv": (None, _POINTER, _POINTER),
+    "gguf_remove_key": (_INT64, _POINTER, _TEXT),
+    "gguf_set_val_u32": (None, _POINTER, _TEXT, ctypes.c_uint32),
+    "gguf_set_val_str": (None, _POINTER, _TEXT, _TEXT),
+    "gguf_set_arr_data": (None, _POINTER, _TEXT, _INT, _TEXT, _SIZE),
+    "gguf_add_tensor": (None, _POINTER, _POINTER),
+    "gguf_get_meta_size": (_SIZE, _POINTER),
+    "gguf_get_meta_data": (None, _POINTER, _POINTER),
     # tensors and their types
     "ggml_init": (_POINTER, GgmlInitParams),
     "ggml_free": (None, _POINTER),
@@ -71,6 +83,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_get_first_tensor": (_POINTER, _POINTER),
     "ggml_get_next_tensor": (_POINTER, _POINTER, _POINTER),
     "ggml_get_name": (_TEXT, _POINTER),
+    "ggml_set_name": (_POINTER, _POINTER, _TEXT),
     "ggml_nbytes": (_SIZE, _POINTER),
     "ggml_type_name": (_TEXT, _INT),
     "ggml_blck_size": (_INT64, _INT),
@@ -86,7 +99,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_graph_overhead_custom": (_SIZE, _SIZE, _BOOL),
     "ggml_new_graph_custom": (_POINTER, _POINTER, _SIZE, _BOOL),
     "ggml_build_forward_expand": (None, _POINTER, _POINTER),
-    # backends and devices
+    # the version, backends and devices
+    "ggml_version": (_TEXT,),
     "ggml_backend_load": (_POINTER, _TEXT),
     "ggml_backend_load_all_from_path": (None, _TEXT),
     "ggml_backend_reg_count": (_SIZE,),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import psutil
 
 from specgen.errors import MemoryLimitError, UsageError
 from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.options import ContextOptions
+from specgen.system.machine import available_memory_bytes, logical_cores, physical_cores
 from specgen.system.quantities import human_bytes
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -180,7 +178,7 @@ class _Opening:
         """
         if self._model.is_remote or (self._options.n_gpu_layers != 0 and has_gpu()):
             return float("inf")
-        return float(psutil.virtual_memory().available)
+        return float(available_memory_bytes())
 
     def _make(self, n_sequences: int, n_snapshots: int) -> Any:
         """Let llama.cpp make the context; return its pointer, null if it cannot."""
@@ -230,4 +228,4 @@ def _most_snapshots(model: LlamaModel) -> int:
 @functools.cache
 def default_threads() -> int:
     """Return the number of physical cores: hyper-threads do not help matrix products."""
-    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return physical_cores() or logical_cores()

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from specgen.errors import BackendError
-from specgen.llama.library import forget_log, ggml, last_error
+from specgen.llama.library import forget_log, last_error
+from specgen.llama.library import native as ggml
 from specgen.system.llama_build import REBUILD
 from specgen.text.sampling import raw_probabilities
 
@@ -141,7 +142,7 @@ def attach(path: Path) -> Kernels:
         return _attached
     native = _load_functions(path)
     forget_log()
-    loaded = ggml("ggml_backend_load", _POINTER, _TEXT)(os.fsencode(path))
+    loaded = ggml.ggml_backend_load(os.fsencode(path))
     problem = _text(native.problem())
     if problem or not loaded:
         fits = _text(native.built_for()) == ggml_version()
@@ -232,7 +233,7 @@ def loading_with(problem: str) -> Iterator[None]:
 def ggml_version() -> str:
     """Return the version of GGML; empty if it has no such function."""
     try:
-        return _text(ggml("ggml_version", _TEXT)())
+        return _text(ggml.ggml_version())
     except BackendError:
         return ""
 

@@ -10,10 +10,9 @@ import ctypes
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
-from specgen.llama.library import ggml
+from specgen.llama.library import native
 from specgen.llama.operators import new_tensor, no_data
 
 #: A skeleton has at most this many layers, unless later ones have tensors of other kinds. Patterns
@@ -29,9 +28,6 @@ _PADDING_BYTES = 4096
 _TENSOR_OF_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 #: The sizes in bytes of the values in arrays, by GGUF's numbers of their types. Texts have none.
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-
-_POINTER: Any = ctypes.c_void_p
-_TEXT: Any = ctypes.c_char_p
 
 
 def write_skeleton(file: Path, output: Path) -> None:
@@ -122,59 +118,52 @@ class _NewMetadata(GgufMetadata):
     """Metadata that is not read from a file, and can be changed and written."""
 
     def __init__(self) -> None:
-        self.handle = ggml("gguf_init_empty", _POINTER)()
+        self.handle = native.gguf_init_empty()
         self._tensors = ctypes.c_void_p()
 
     def copy(self, other: GgufMetadata) -> None:
         """Take over all values of other metadata."""
-        ggml("gguf_set_kv", None, _POINTER, _POINTER)(self.handle, other.handle)
+        native.gguf_set_kv(self.handle, other.handle)
 
     def names(self) -> list[str]:
         """Return the keys of all values."""
-        count = ggml("gguf_get_n_kv", ctypes.c_int64, _POINTER)(self.handle)
-        get_key = ggml("gguf_get_key", _TEXT, _POINTER, ctypes.c_int64)
-        return [get_key(self.handle, index).decode("utf-8", "replace") for index in range(count)]
+        keys = [
+            native.gguf_get_key(self.handle, index)
+            for index in range(native.gguf_get_n_kv(self.handle))
+        ]
+        return [key.decode("utf-8", "replace") for key in keys]
 
     def remove(self, key: str) -> None:
         """Remove a value."""
-        ggml("gguf_remove_key", ctypes.c_int64, _POINTER, _TEXT)(self.handle, key.encode())
+        native.gguf_remove_key(self.handle, key.encode())
 
     def set_number(self, key: str, value: int) -> None:
         """Set a value to a number."""
-        set_u32 = ggml("gguf_set_val_u32", None, _POINTER, _TEXT, ctypes.c_uint32)
-        set_u32(self.handle, key.encode(), value)
+        native.gguf_set_val_u32(self.handle, key.encode(), value)
 
     def set_text(self, key: str, value: str) -> None:
         """Set a value to a text."""
-        set_str = ggml("gguf_set_val_str", None, _POINTER, _TEXT, _TEXT)
-        set_str(self.handle, key.encode(), value.encode())
+        native.gguf_set_val_str(self.handle, key.encode(), value.encode())
 
     def pick(self, key: str, indices: Iterable[int]) -> None:
         """Keep some values of an array of numbers; arrays of texts stay as they are."""
-        place = self.find(key)
-        type_number = ggml("gguf_get_arr_type", ctypes.c_int, _POINTER, ctypes.c_int64)(
-            self.handle, place
-        )
+        type_number: int = self.get("gguf_get_arr_type", key)
         size = _VALUE_BYTES.get(type_number)
         if size is None:
             return
-        get_data = ggml("gguf_get_arr_data", _POINTER, _POINTER, ctypes.c_int64)
-        address: int = get_data(self.handle, place)
+        address: int = self.get("gguf_get_arr_data", key)
         values = [ctypes.string_at(address + index * size, size) for index in indices]
-        set_data = ggml(
-            "gguf_set_arr_data", None, _POINTER, _TEXT, ctypes.c_int, _TEXT, ctypes.c_size_t
-        )
-        set_data(self.handle, key.encode(), type_number, b"".join(values), len(values))
+        data = b"".join(values)
+        native.gguf_set_arr_data(self.handle, key.encode(), type_number, data, len(values))
 
     def add_tensor(self, handle: int, name: str) -> int:
         """Add a tensor under a name, and return its size in bytes."""
-        ggml("ggml_set_name", _POINTER, _POINTER, _TEXT)(handle, name.encode())
-        ggml("gguf_add_tensor", None, _POINTER, _POINTER)(self.handle, handle)
-        return int(ggml("ggml_nbytes", ctypes.c_size_t, _POINTER)(handle))
+        native.ggml_set_name(handle, name.encode())
+        native.gguf_add_tensor(self.handle, handle)
+        return int(native.ggml_nbytes(handle))
 
     def as_bytes(self) -> bytes:
         """Return the metadata as at the beginning of a file."""
-        size = ggml("gguf_get_meta_size", ctypes.c_size_t, _POINTER)(self.handle)
-        buffer = ctypes.create_string_buffer(size)
-        ggml("gguf_get_meta_data", None, _POINTER, _POINTER)(self.handle, buffer)
+        buffer = ctypes.create_string_buffer(native.gguf_get_meta_size(self.handle))
+        native.gguf_get_meta_data(self.handle, buffer)
         return buffer.raw

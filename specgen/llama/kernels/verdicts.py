@@ -90,9 +90,7 @@ class KernelTests:
 
     def _run_self_test(self) -> KernelVerdict:
         try:
-            answer = ask_child_again(
-                [*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S
-            )
+            answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
         except ChildError as error:
             reason = _reason(error)
             if isinstance(error, ChildDiedError) and error.last_words:
