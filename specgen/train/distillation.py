@@ -81,8 +81,8 @@ class Distilled:
     def text(self) -> str:
         """A sentence about the result."""
         return (
-            f"it agrees with the target on {self.agreement_after:.1%} of the tokens of held-back "
-            f"answers, before it was fitted on {self.agreement_before:.1%} ({self.n_steps} steps)"
+            f"it agrees with the target on {self.agreement_after:.1%} of held-back tokens, "
+            f"before training on {self.agreement_before:.1%} ({self.n_steps} steps)"
         )
 
 
@@ -109,8 +109,8 @@ def distil(
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         least = f"{_LEAST_LEARNT} and {_LEAST_JUDGED}"
         raise UsageError(
-            f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",
-            hint=f"give more --minutes or --prompts: a draft needs {least}",
+            f"too few tokens to learn from ({learnt.n_labels}) or to judge by ({judged.n_labels})",
+            hint=f"give more --minutes or --prompts: a draft needs at least {least}",
         )
     trainer = Trainer(draft, learnt, judged)
     with write_errors(output):

@@ -85,7 +85,7 @@ def read_weights(path: Path) -> GgufWeights:
     layers = (f"blk.{layer}.attn_q.weight" for layer in range(hyperparameters.n_layer))
     for name in ("token_embd.weight", "output_norm.weight", *layers):
         if name not in tensors:
-            raise ModelFileError(f"{path}: there is no tensor {name}")
+            raise ModelFileError(f"{path}: the tensor {name} is missing")
     return GgufWeights(hyperparameters, tensors, types)
 
 
@@ -124,14 +124,15 @@ def _opened(path: Path) -> Any:
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, IndexError) as error:
-        raise ModelFileError(f"{path}: is no whole GGUF file") from error
+        raise ModelFileError(f"{path}: not a complete GGUF file") from error
 
 
 def _stored(path: Path, tensor: Any) -> Weights:
     """Return a tensor as it is stored; a vector is a matrix of one row."""
     name = _TYPE_NAMES.get(int(tensor.tensor_type))
     if name is None:
-        raise ModelFileError(f"{path}: {tensor.name} has the type {tensor.tensor_type.name}")
+        type_name = tensor.tensor_type.name
+        raise ModelFileError(f"{path}: {tensor.name} has the unknown type {type_name}")
     n_columns = int(tensor.shape[0])
     shape = (int(tensor.n_elements) // n_columns, n_columns)
     return Weights(name, shape, np.asarray(tensor.data).reshape(-1).view(np.uint8))
@@ -149,7 +150,7 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
         field = reader.fields.get(f"{architecture}.{key}")
         found = default if field is None else field.contents()
         if found is None:
-            raise ModelFileError(f"{path}: there is no {architecture}.{key}")
+            raise ModelFileError(f"{path}: the metadata {architecture}.{key} is missing")
         return found
 
     n_layer = int(value("block_count"))
@@ -212,7 +213,7 @@ def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray
         tensors.update({tensor.name: tensor for tensor in _opened(part).tensors})
     embeddings = tensors.get("token_embd.weight")
     if embeddings is None:
-        raise ModelFileError(f"{path}: it has no token embeddings")
+        raise ModelFileError(f"{path}: the token embeddings are missing")
     output = tensors.get("output.weight", embeddings)
     return _rows(_stored(path, embeddings), tokens), _rows(_stored(path, output), tokens)
 

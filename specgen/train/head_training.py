@@ -80,15 +80,15 @@ class TrainedHeads:
     @property
     def text(self) -> str:
         """A sentence about the result."""
-        shares = ", ".join(f"{share:.2f}" for share in self.after)
+        shares = ", ".join(f"{share:.0%}" for share in self.after)
         return (
-            f"on held-back answers the heads' guess is right for {shares} of the tokens one, two "
-            f"and three ahead ({self.n_samples} places learnt from, {self.n_steps} steps)"
+            f"the heads guess {shares} of held-back tokens one, two and three ahead "
+            f"(trained on {self.n_samples} positions, {self.n_steps} steps)"
         )
 
 
 class _Samples(NamedTuple):
-    """Positions of answers, one in a row, and what comes after each."""
+    """Positions in answers, one to a row, and what follows each."""
 
     #: The target's hidden states: float32[n, n_embd].
     hidden: FloatArray
@@ -133,13 +133,13 @@ def train_heads(
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
         least = f"{_LEAST_SAMPLES} and {_LEAST_JUDGED}"
         raise UsageError(
-            f"{n_learnt} places to learn from and {n_judged} to judge by: too few",
-            hint=f"give more --minutes or --prompts: heads need {least}",
+            f"too few positions to learn from ({n_learnt}) or to judge by ({n_judged})",
+            hint=f"give more --minutes or --prompts: heads need at least {least}",
         )
     n_embd = learnt.hidden.shape[1]
     if n_embd % 32:
-        why = f"has hidden states of {n_embd}: decoder heads need a multiple of 32"
-        raise UsageError(f"{model.name} {why}")
+        why = f"its hidden states have {n_embd} components, which is not a multiple of 32"
+        raise UsageError(f"{model.name} cannot have decoder heads: {why}")
     n_vocab = model.vocabulary.n_tokens
     trainer = _HeadTrainer(target, _frequent_tokens(text, n_vocab), learnt, judged, n_vocab)
     before = trainer.judge()
@@ -207,11 +207,12 @@ def _frequent_tokens(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
     return np.sort([*usual, *others[: N_FREQUENT - len(usual)]]).astype(np.int32)
 
 
-class _Step(NamedTuple):
+class _StepInputs(NamedTuple):
     """What a step of gradient descent learns from: `n` positions, and candidates for their tokens.
 
-    The softmax runs over the candidates only, all tokens of the text and a sample of the others:
-    over the whole vocabulary, it would take most of the time.
+    The softmax runs over the candidates only, which are all tokens of the text and a sample of the
+    others (sampled softmax, Jean et al., arXiv:1412.2007): over the whole vocabulary, it would take
+    most of the time.
     """
 
     #: The hidden states to start from: float32[n, n_embd].
@@ -244,7 +245,7 @@ class _HeadTrainer:
         self._judged = judged
         #: The frequent tokens, which the heads can guess, in ascending order.
         self.tokens = tokens
-        #: It brings hidden states to a mean square of 1; those of the samples are scaled in place.
+        #: The factor that gives hidden states a mean square of 1. The samples are scaled in place.
         self.scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
         for states in (learnt.hidden, learnt.next_hidden, judged.hidden):
             np.multiply(states, np.float32(self.scale), out=states)
@@ -318,7 +319,7 @@ class _HeadTrainer:
         shares = np.where(top >= 0, learnt.top_probabilities[batch], np.float32(0.0))
         shares /= np.maximum(shares.sum(axis=2, keepdims=True), 1e-6)
 
-        step = _Step(
+        inputs = _StepInputs(
             hidden=learnt.hidden[batch],
             embeddings=self._embedded(learnt.tokens[batch, :N_AHEAD]),
             output=self.output[candidates],
@@ -326,7 +327,7 @@ class _HeadTrainer:
             top_candidates=np.maximum(top, 0),
             top_probabilities=shares,
         )
-        self.parameters, self._moments = _descend(self.parameters, self._moments, step, rate)
+        self.parameters, self._moments = _descend(self.parameters, self._moments, inputs, rate)
 
     def _sampled_candidates(self) -> tuple[NDArray[np.int64], FloatArray]:
         """Return all tokens of the text and some others, as indices, and a bias for their logits.
@@ -386,7 +387,7 @@ def advance(
 def _descend(
     parameters: Any,
     moments: Any,
-    step: _Step,
+    inputs: _StepInputs,
     rate: float,
 ) -> tuple[Any, Any]:
     """Return parameters and moments after a step of Adam.
@@ -397,12 +398,12 @@ def _descend(
 
     def loss(parameters: Any) -> jax.Array:
         total = jnp.zeros(())
-        state: Any = step.hidden
+        state: Any = inputs.hidden
         for k in range(N_AHEAD):
-            state = advance(parameters, state, step.embeddings[:, k])
-            logits = state @ step.output.T + step.bias  # [n, n_candidates]
-            top_logits = jnp.take_along_axis(logits, step.top_candidates[:, k], axis=1)
-            shares = step.top_probabilities[:, k]  # they add up to 1, or to 0 if none is known
+            state = advance(parameters, state, inputs.embeddings[:, k])
+            logits = state @ inputs.output.T + inputs.bias  # [n, n_candidates]
+            top_logits = jnp.take_along_axis(logits, inputs.top_candidates[:, k], axis=1)
+            shares = inputs.top_probabilities[:, k]  # they add up to 1, or to 0 if none is known
             mean_top_logit = (shares * top_logits).sum(axis=1)
             losses = shares.sum(axis=1) * jax.nn.logsumexp(logits, axis=1) - mean_top_logit
             total += _FADING**k * losses.mean()

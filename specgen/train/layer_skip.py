@@ -86,9 +86,9 @@ class Pruned:
         """A sentence about the result."""
         layers = ", ".join(map(str, self.left_out))
         return (
-            f"{len(self.left_out)} of {self.n_layer} layers left out ({layers}): it agrees with "
-            f"the target on {self.agreement:.1%} of the tokens of held-back answers; "
-            f"expected speed-up {self.speedup:.2f} ({self.n_judged} sets were judged)"
+            f"{len(self.left_out)} of {self.n_layer} layers left out ({layers}); "
+            f"it agrees with the target on {self.agreement:.1%} of held-back tokens; "
+            f"expected speed-up {self.speedup:.2f} ({self.n_judged} sets of layers judged)"
         )
 
 
@@ -116,7 +116,7 @@ def prune(
     table = target_costs(session).known
     batch_s = {n: seconds for n, seconds in table.items() if n <= session.n_rows_max}
     if len(batch_s) < 2:
-        raise UsageError("a round has no room for a draft", hint="take a larger --draft-max")
+        raise UsageError("a round has no room for a draft", hint="use a larger --draft-max")
     layer_share = share_of_a_layer(target, model.n_layer)
 
     def speedup(n_left_out: int, agreement: float) -> float:
@@ -128,7 +128,7 @@ def prune(
     if budget.interrupted():
         return None
     if not speedups:
-        raise UsageError("there was no time to judge a set of layers", hint="give more --minutes")
+        raise UsageError("no set of layers could be judged in time", hint="give more --minutes")
 
     # The chosen set is the best of many, hence a lucky one: other answers tell its agreement.
     left_out = max(speedups, key=speedups.__getitem__)
@@ -159,9 +159,9 @@ def _why_not_prunable(model: LlamaModel) -> str | None:
     if model.has_recurrent_state:
         return "it has a recurrent state"
     if architecture not in _ARCHITECTURES or model.n_window:
-        return f"layers of the architecture {architecture!r} may differ by their place"
+        return f"the layers of the architecture {architecture!r} may differ"
     if model.n_layer < _LEAST_LAYERS:
-        return f"it has {model.n_layer} layers only"
+        return f"it has only {model.n_layer} layers"
     for key in (*_NUMBERS, *_LISTS):
         value = model.metadata(f"{architecture}.{key}") or "0"
         is_list = value.startswith("[")

@@ -96,16 +96,14 @@ class Lesson:
     def text(self) -> str:
         """A sentence about the result, without its subject."""
         if self.outcome == "new":
-            result = f"drafts with what it learnt from {self.n_answers} answers from now on"
+            result = f"now uses what it learnt from {self.n_answers} answers"
         elif self.outcome == "none":
-            result = "does worse with what it learnt, and drafts as it came again"
-        elif self.agreement_in_use is None:
-            result = f"learnt nothing better from {self.n_answers} answers: that is dropped"
+            result = "did worse with what it had learnt, and uses its original weights again"
         else:
-            result = f"learnt nothing better from {self.n_answers} answers, and stays as it was"
-        before = f"as it came {self.agreement_as_it_came:.1%}"
+            result = f"learnt nothing better from {self.n_answers} answers, and keeps its weights"
+        before = f"originally {self.agreement_as_it_came:.1%}"
         if self.agreement_in_use is not None:
-            before += f", in use {self.agreement_in_use:.1%}"
+            before += f", before this lesson {self.agreement_in_use:.1%}"
         return (
             f"{result}: on the {self.n_judging} latest answers it agrees with the target on "
             f"{self.agreement_new:.1%} of the tokens ({before})"
@@ -147,7 +145,9 @@ def learn(
             hint=f"use --learn until there are {LEAST_ANSWERS} or more",
         )
     kept_answers.make_folder(folder)
-    held = UsageError(f"another process learns for {target.name} already", "wait for its end")
+    held = UsageError(
+        f"another process is already learning for {target.name}", "wait until it is done"
+    )
     with locked(folder / "learning.lock", held):
         _delete_leftovers(folder)
         return _lesson(folder, target, draft, answers, budget, rate)
@@ -284,7 +284,7 @@ def _packed(
     ):
         learnt, judged = pack_split(kept_texts(target_model, draft_model, learning, judging))
     if not learnt.n_labels or not judged.n_labels:
-        raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
+        raise UsageError(f"none of the answers kept for {target.name} can be learnt from")
     return learnt, judged
 
 
@@ -412,7 +412,7 @@ class Learner:
             self._tell_why_not(f"{error.message} ({error.hint})")
 
     def _tell_why_not(self, reason: str) -> None:
-        self._tell(f"answers are kept, and not learnt from: {reason}")
+        self._tell(f"answers are kept, but not learnt from: {reason}")
 
     def __enter__(self) -> Learner:
         return self

@@ -111,7 +111,8 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
         with path.open("rb") as file, np.load(file) as saved:
             return [saved[name] for name in names]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise ModelFileError(f"{path}: is no answer", f"delete {path}: it is made again") from error
+        hint = f"delete {path}: it will be generated again"
+        raise ModelFileError(f"{path}: not a stored answer", hint) from error
 
 
 def _read_answer(path: Path) -> TargetAnswer:
@@ -265,7 +266,8 @@ class _TextWriter:
         """Generate answers to `requests`, with the indices of their prompts, and write them."""
         is_last = False
         while requests and not is_last and self._n_tokens < self._options.n_tokens:
-            # When the time is over and there is too little text, a last step ends all answers.
+            # When the time is over and there is too little text, a last step makes the engine, which
+            # asks `_is_over` as well, end all answers where they are.
             is_last = self._is_over()
             if is_last and (self._budget.interrupted() or self._n_tokens >= self._n_least):
                 return
@@ -306,7 +308,9 @@ def _context_size(
     n_ctx = math.ceil((n_prompt + max_tokens) / 256) * 256
     n_train = session.target.n_ctx_train
     if n_train and n_ctx > n_train:
-        raise UsageError(f"{max_tokens} tokens an answer: the target has room for {n_train}")
+        raise UsageError(
+            f"answers of {max_tokens} tokens do not fit into the target's context of {n_train}"
+        )
     return n_ctx
 
 

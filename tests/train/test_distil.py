@@ -156,7 +156,7 @@ def test_what_cannot_be_trained_is_one_error(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "b.gguf", TinyConfig(), keep_fraction=0.5)
     for name, message in (
         ("a.gguf", "cannot train a model of the architecture 'mamba'"),
-        ("b.gguf", "no whole GGUF file"),
+        ("b.gguf", "not a complete GGUF file"),
         ("c.gguf", "cannot be read"),
     ):
         with pytest.raises(ModelFileError, match=message):
@@ -328,7 +328,7 @@ def test_errors_before_training(
     text: TargetText, target: Path, draft: Path, tmp_path: Path
 ) -> None:
     texts = texts_for(text, target, draft)
-    with pytest.raises(UsageError, match="to learn from and .* too few"):
+    with pytest.raises(UsageError, match="too few tokens to learn from"):
         fitted(draft, texts[:9], tmp_path / "d.gguf")
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="file"):

@@ -126,9 +126,12 @@ def test_left_out_layers_are_as_if_they_were_not_in_the_file(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (TinyConfig(architecture="gemma3", n_layer=6, sliding_window=8), "differ by their place"),
+        (
+            TinyConfig(architecture="gemma3", n_layer=6, sliding_window=8),
+            "layers of the architecture 'gemma3' may differ",
+        ),
         (TinyConfig(architecture="lfm2", n_layer=6), "recurrent state"),
-        (TinyConfig(n_layer=3), "3 layers only"),
+        (TinyConfig(n_layer=3), "only 3 layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_a_line(

@@ -142,7 +142,7 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
     assert found.outcome == "new"
     assert found.agreement_new > found.agreement_as_it_came
     assert found.agreement_in_use is None
-    assert "drafts with what it learnt from 30 answers" in found.text
+    assert "now uses what it learnt from 30 answers" in found.text
     learnt = read_learnt(folder, draft)
     assert names(folder) == [learnt.weights]
     assert (learnt.n_answers, learnt.last_number) == (30, 40)
@@ -162,8 +162,8 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
 @pytest.mark.parametrize(
     ("is_in_use", "outcome", "text"),
     [
-        (False, "kept", "learnt nothing better from 30 answers: that is dropped"),
-        (True, "none", "drafts as it came again"),
+        (False, "kept", "learnt nothing better from 30 answers, and keeps its weights"),
+        (True, "none", "uses its original weights again"),
     ],
 )
 def test_what_is_worse_is_dropped(
@@ -206,7 +206,7 @@ def test_a_lesson_that_does_not_come_to_its_end_changes_nothing(models: Path, fo
         lesson(models, folder.with_name("none"))
     with (
         locked(folder / "learning.lock", UsageError("held")),
-        pytest.raises(UsageError, match="another process learns"),
+        pytest.raises(UsageError, match="another process is already learning"),
     ):
         lesson(models, folder)
     looks = iter([False] * 3)
@@ -291,7 +291,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         begun.assert_called_once()
         wait_for(lambda: is_told(learner, said))
         assert in_use(loaded) == tmp_path / "learning" / "w.gguf"
-        assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
+        assert "draft.gguf now uses what it learnt from 9 answers" in said[0]
         answer = engine.insert("abc")
         finished = sessions.finished(list(engine.stream(answer)))
         assert finished.acceptance_rate == 1.0  # it is the target itself

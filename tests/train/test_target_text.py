@@ -99,9 +99,9 @@ def test_what_is_there_is_not_made_again(target: Path, folder: Path, copy: Path)
 def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, copy: Path) -> None:
     damaged = sorted(copy.glob("*.npz"))[3]
     damaged.write_bytes(damaged.read_bytes()[:-700])
-    with pytest.raises(ModelFileError, match="is no answer") as raised:
+    with pytest.raises(ModelFileError, match="not a stored answer") as raised:
         TargetText(copy)
-    assert raised.value.hint == f"delete {damaged}: it is made again"
+    assert raised.value.hint == f"delete {damaged}: it will be generated again"
     damaged.unlink()
     with opened(target) as loaded:
         written(loaded, copy, prompts(20), 10**6)
