@@ -266,8 +266,8 @@ class _TextWriter:
         """Generate answers to `requests`, with the indices of their prompts, and write them."""
         is_last = False
         while requests and not is_last and self._n_tokens < self._options.n_tokens:
-            # When the time is over and there is too little text, a last step makes the engine, which
-            # asks `_is_over` as well, end all answers where they are.
+            # When the time is over and there is too little text, a last step makes the engine,
+            # which asks `_is_over` as well, end all answers where they are.
             is_last = self._is_over()
             if is_last and (self._budget.interrupted() or self._n_tokens >= self._n_least):
                 return
