@@ -39,9 +39,9 @@ _TRAINING_S = 20.0
 _SLACK = 1.3
 #: The most prompts on which drafts are compared.
 N_JUDGED = 8
-#: The fewest.
+#: The fewest prompts on which drafts are compared.
 _LEAST_JUDGED = 2
-#: The tokens of their answers.
+#: The tokens of an answer to such a prompt.
 JUDGED_TOKENS = 96
 #: The largest share of the time for comparing drafts.
 _JUDGING_SHARE = 0.4

@@ -130,7 +130,7 @@ def prune(
     if not speedups:
         raise UsageError("no set of layers could be judged in time", hint="give more --minutes")
 
-    # The chosen set is the best of many, hence a lucky one: other answers tell its agreement.
+    # The best of many sets was lucky, too: other answers give an unbiased agreement.
     left_out = max(speedups, key=speedups.__getitem__)
     write_pruned(target, left_out, output)
     with Judge(model, context, held_back, session.clock) as judge:
@@ -341,11 +341,11 @@ def _batches(texts: Sequence[_PromptAndAnswer]) -> Iterator[tuple[Batch, list[in
 _LENGTH_SCALE = 4.0
 #: The variance of its noise: a few hundred tokens tell an agreement only roughly.
 _NOISE = 0.02
-#: In each step, the candidates are all neighbours of this many best sets,
+#: The number of best sets whose neighbours, which differ in one layer, are candidates of a step.
 _N_BEST = 8
-#: this many sets that differ from one of these in two layers,
+#: Further candidates that differ from one of the best sets in two layers.
 _N_NEAR = 200
-#: and this many random sets.
+#: Further candidates that are random sets.
 _N_FAR = 100
 #: The search ends after so many sets in a row without a better one.
 _PATIENCE = 60

@@ -54,9 +54,9 @@ RATE = 6e-3
 N_PASSES = 1
 #: The number of latest answers that are used.
 MOST_ANSWERS = 128
-#: The share of these that judges,
+#: The share of these that judges.
 _JUDGING_SHARE = 0.25
-#: and the most that judge.
+#: The most answers that judge.
 _MOST_JUDGING = 12
 #: The fewest answers for a lesson, those that judge included.
 LEAST_ANSWERS = 8
@@ -64,9 +64,10 @@ LEAST_ANSWERS = 8
 _JUDGED_PER_PASS = 2
 #: Training ends after so many judgements without an improvement.
 _PATIENCE = 3
-#: The learning rate rises in so many steps,
+#: The number of steps in which the learning rate rises.
 _N_RISING = 5
-#: and falls to this share: with less, a lesson ends before it learns anything.
+#: The share of its peak to which the learning rate falls: with a lower one, the last steps of a
+#: short lesson would learn nothing.
 _LAST_SHARE = 0.5
 
 #: What is used from now on: the new weights, those in use before, or the original ones.
@@ -77,19 +78,22 @@ Outcome: TypeAlias = Literal["new", "kept", "none"]
 class Lesson:
     """The result of a lesson; agreements are shares of the judging answers' tokens."""
 
-    #: The number of answers learnt from.
+    #: How many answers it learnt from.
     n_answers: int
-    #: The number of answers that judged.
+    #: How many answers judged.
     n_judging: int
+    #: How many tokens these have.
     n_judged_tokens: int
     #: The agreement of the draft's original weights.
     agreement_as_it_came: float
-    #: That of the weights learnt before, if there are some.
+    #: That of the weights learnt before; None if there were none.
     agreement_in_use: float | None
     #: That of the new weights.
     agreement_new: float
     outcome: Outcome
+    #: How many steps of gradient descent it took.
     n_steps: int
+    #: How long it took.
     seconds: float
 
     @property

@@ -49,7 +49,7 @@ CONFIG = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
 
 
 def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
-    """What llama.cpp says behind each token of a text: float32[n, n_vocab]."""
+    """llama.cpp's logits after each token of a text: float32[n, n_vocab]."""
     choices: dict[str, Any] = {"n_ctx": 128, "clock": time.monotonic, "n_outputs": len(tokens)}
     with (
         contextlib.closing(LlamaModel(path)) as model,
@@ -59,7 +59,7 @@ def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
 
 
 def own_logits(path: Path, *texts: list[int]) -> list[np.ndarray]:
-    """The same by our transformer, with the texts in one row."""
+    """The same from the transformer that is trained, with the texts in one row."""
     weights = read_weights(path)
     layers, others = stack_layers(weights)
     tokens = np.concatenate(texts)[None]
@@ -104,9 +104,7 @@ LARGE_BLOCKS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
 
 @pytest.mark.parametrize("type_name", [*SMALL_BLOCKS, *LARGE_BLOCKS, "f32", "f16", "bf16"])
 def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
-    """Each block by its own factor, as llama.cpp reads the bytes, and nothing else is another
-    number.
-    """
+    """Each block has its own factor, as llama.cpp reads the bytes; nothing else changes."""
     rng = np.random.default_rng(0)
     stored = quantize(rng.normal(0.0, 0.1, (3, 512)).astype(np.float32), type_name)
     size = gguf_weights.block_size([type_name], 512)
@@ -135,7 +133,9 @@ def test_blocks_of_two_types_share_a_factor_and_a_scale_stays_a_number() -> None
 @pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
 def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
     original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
-    before, none, name = read_weights(original), pack([]), "ffn_up.factors"
+    before = read_weights(original)
+    none = pack([])
+    name = "ffn_up.factors"
     shape = Trainer(original, none, none).copied()[name].shape
     rng = np.random.default_rng(0)
     changes = {name: rng.uniform(-0.01, 0.01, shape).astype(np.float32)}
@@ -263,16 +263,20 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fitted(
     draft: Path, texts: list[TrainingText], output: Path, *, stop_after: int = 10**9
 ) -> tuple[Distilled | None, list[int]]:
-    """Train a draft; interrupted after so many steps. Also what progress was told."""
+    """Train a draft, interrupted after so many steps; also return the reported progress."""
     told: list[int] = []
-    interrupted, progress = lambda: len(told) >= stop_after, lambda done, _: told.append(done)
-    budget = Budget(counting(), math.inf, interrupted, progress)
+    budget = Budget(
+        counting(),
+        interrupted=lambda: len(told) >= stop_after,
+        progress=lambda done, _: told.append(done),
+    )
     return distil(draft, texts, output, budget, rate=0.01), told
 
 
 def agreement_of(draft: Path, texts: list[TrainingText]) -> float:
     """How often llama.cpp finds the held-back answers' tokens likeliest."""
-    n_right = n = 0
+    n_right = 0
+    n = 0
     for text in texts:
         if text.is_held_back:
             tokens = [*text.prompt_tokens, *text.answer_tokens]
@@ -310,7 +314,9 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
 ) -> None:
     """`best` is the lowest loss, and the steps before it."""
     schedule = Schedule(16, 4, 3, 0.01, n_rising=2, last_share=0.1, judged_every=4, patience=2)
-    state, rates, judged = TrainingState(8.0), list[float](), itertools.count()
+    state = TrainingState(8.0)
+    rates: list[float] = []
+    judged = itertools.count()
     budget = Budget(counting(), until_s, lambda: len(rates) >= stop_after)
     trainee = types.SimpleNamespace(
         step=lambda rows, rate: rates.append(rate * len(rows)),

@@ -104,7 +104,8 @@ def test_every_token_of_an_answer_is_learnt_once(models: Path) -> None:
 
 
 def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models: Path) -> None:
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "respelled.gguf")
+    target = LlamaModel(models / "target.gguf")
+    draft = LlamaModel(models / "respelled.gguf")
     with contextlib.closing(target), contextlib.closing(draft):
         said = b"the cat is in the else"
         tokens = target.vocabulary.tokenize(said.decode(), add_special=False, parse_special=False)
@@ -126,7 +127,7 @@ def lesson(
     rate: float = 0.01,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """A lesson, or None if it was interrupted."""
+    """Return the result of a lesson, or None if it was interrupted."""
     pytest.importorskip("jax")
     budget = Budget(counting(), math.inf, is_interrupted)
     return learn(folder, models / "target.gguf", models / "draft.gguf", budget, rate=rate)
@@ -138,7 +139,8 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path) -> None:
-    found, draft = lesson(models, folder), models / "draft.gguf"
+    draft = models / "draft.gguf"
+    found = lesson(models, folder)
     assert found.outcome == "new"
     assert found.agreement_new > found.agreement_as_it_came
     assert found.agreement_in_use is None
@@ -320,7 +322,8 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(learning: Learning) 
 def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
     learning: Learning, models: Path, tmp_path: Path
 ) -> None:
-    folder, draft = tmp_path / "learning", models / "draft.gguf"
+    folder = tmp_path / "learning"
+    draft = models / "draft.gguf"
     with learning(_NOTES) as (engine, learner, _, loaded):
         learner.between_answers()
         folder.mkdir()
@@ -344,13 +347,15 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
 def test_the_process_that_learns_ends_by_itself_or_with_its_input(
     models: Path, folder: Path, minutes: float, closes: bool
 ) -> None:
-    """A thread of it waits for input, at which the interpreter aborts at its usual end. Its input
-    closes too when the command that started it is killed.
+    """One of its threads waits for input, which would abort the interpreter at its usual end.
+
+    Its input also closes when the command that started it is killed.
     """
     pytest.importorskip("jax")
     paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
-    task, pipe = json.dumps(paths | {"minutes": minutes}, default=str), subprocess.PIPE
+    task = json.dumps(paths | {"minutes": minutes}, default=str)
     command = (*online_learning.COMMAND, task)
+    pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -362,7 +367,7 @@ def test_the_process_that_learns_ends_by_itself_or_with_its_input(
 
 
 def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path) -> None:
-    """Several requests come at once; each lesson brings other weights."""
+    """Several requests come at once, and each lesson brings other weights."""
     pytest.importorskip("starlette")
     from tests.helpers.server import FIXED, running
 
