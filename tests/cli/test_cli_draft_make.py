@@ -155,7 +155,7 @@ def test_what_cannot_be_made_or_used_is_refused_before_a_text_is_written(
     mamba = write_tiny_model(tmp_path / "m.gguf", TinyConfig(architecture="mamba"))
     make = ("draft", "make", "--prompts", asked, "-q", *MACHINE, "-m")
     for command, code, words in (
-        ((*make, target, "--tokens", "1200", "--kind", "pruned"), 4, "it has 2 layers only"),
+        ((*make, target, "--tokens", "1200", "--kind", "pruned"), 4, "it has only 2 layers"),
         ((*make, target, "-md", target, "--kind", "heads"), 2, "goes with --kind distilled"),
         ((*make, mamba), 5, "recurrent state"),
         (("run", "-m", target, "--draft", "heads", "abc"), 2, f"make -m {target}` makes them"),
