@@ -371,7 +371,9 @@ def search(
     """
     rng = np.random.default_rng(seed)
     speedups: dict[Layers, float] = {}
-    log_agreements = np.zeros(n_layer)  # without one layer
+    # Of the model without one layer. Where layers do their harm independently of one another, the
+    # agreements multiply, so their logarithms add up.
+    log_agreements = np.zeros(n_layer)
     n_steps = n_layer - 1 + _PATIENCE
 
     def judge(left_out: Layers) -> float:
@@ -380,7 +382,7 @@ def search(
         return found
 
     def independent_speedup(left_out: Layers) -> float:
-        """Return the speed-up if each layer did its harm independently of the others."""
+        """Return the speed-up that a set would have if its layers did their harm independently."""
         log_agreement = sum(log_agreements[layer] for layer in left_out)
         return speedup(len(left_out), math.exp(log_agreement))
 
