@@ -1,12 +1,12 @@
 """Fits a draft model to a target's own text, with JAX, and writes it as a GGUF file.
 
-Training changes only the scales of the blocks of its quantised matrices (see `gguf_weights`), with
-the rest of the file as it is. It minimises the cross-entropy with the target's distribution where
-that is known, as in DistillSpec (Zhou et al., arXiv:2310.08461), and else with the tokens that the
-target chose. Ten to twenty thousand tokens are enough for a gain.
+Training changes only the scales of the blocks of its quantised matrices (see `gguf_weights`). It
+minimises the cross-entropy with the target's distribution where that is known, as in DistillSpec
+(Zhou et al., arXiv:2310.08461), otherwise with the tokens that the target chose. About ten thousand
+tokens are enough for a gain.
 
-The transformer is written here once more, for Llama, Qwen2, Qwen3 and Gemma 3, since llama.cpp
-computes no gradients.
+llama.cpp computes no gradients, so this module implements the transformer again, for Llama, Qwen2,
+Qwen3 and Gemma 3.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from specgen.models.files import parts_of
 #: The architectures that `specgen.train.distillation` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
-#: In gemma3 every sixth layer sees the whole text, unless the file gives another period.
+#: In gemma3 every sixth layer sees all of the text, unless the file has another period.
 _GEMMA3_PERIOD = 6
 #: The base of RoPE in the other layers.
 _GEMMA3_LOCAL_BASE = 10_000.0
@@ -47,7 +47,7 @@ class Hyperparameters:
     n_head: int
     n_head_kv: int
     head_size: int
-    #: Added to the mean square under the root by which a norm divides.
+    #: Added to the mean square in RMS norms, so that the division is always defined.
     norm_epsilon: float
     #: For each layer, the base of RoPE's frequencies.
     rope_bases: tuple[float, ...]

@@ -1,15 +1,16 @@
 """Pruned drafts: the target without some of its layers, chosen by Bayesian optimisation.
 
-A model usually survives without a few of its layers: each adds to the hidden states it reads, so
-that the next layer can read these instead. What is left is a faster model that often agrees with
-the whole one. Which layers to leave out is searched for as in Draft & Verify (Zhang et al.,
-arXiv:2309.08168): a Gaussian process, fitted to the speed-ups of the sets judged so far, picks the
-set with the largest expected improvement to be judged next.
+A model usually works without a few of its layers: each layer only adds to the hidden states that
+it reads, so the next layer can read these states instead. The result is a faster model that often
+agrees with the complete one. The search for the layers to leave out follows Draft & Verify (Zhang
+et al., arXiv:2309.08168): a Gaussian process, fitted to the speed-ups of the sets judged so far,
+picks the set with the largest expected improvement to be judged next.
 
-To judge a set takes one pass over a few hundred tokens of the target's own answers (SWIFT, Xia et
-al., arXiv:2410.06916). No file is written for it: llama.cpp calls back with the output of each
-layer, and that of a left-out layer is replaced by its input. The logits are, bit for bit, those of
-a file without these layers. The chosen draft is such a file, and drafts like any other model.
+Judging a set takes one pass over a few hundred tokens of the target's own answers (SWIFT, Xia et
+al., arXiv:2410.06916). No file is written for that: llama.cpp calls back with the output of each
+layer, and the output of a left-out layer is replaced by its input. The logits are, bit for bit,
+those of a file without these layers. In the end, such a file is written for the best set, and used
+like any other draft model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from specgen.train.training_loop import Budget
 
 #: Layers of a model, by their numbers.
 Layers: TypeAlias = frozenset[int]
-#: The share of positions at which the model without some layers picks the whole model's token.
+#: The share of tokens that the model predicts correctly without some layers.
 Agreement: TypeAlias = Callable[[Layers], float]
 #: The expected speed-up, given the number of left-out layers and the agreement.
 Speedup: TypeAlias = Callable[[int, float], float]
@@ -47,9 +48,9 @@ _PromptAndAnswer: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 #: Architectures whose layers are all alike. In others a layer's number decides what it computes.
 _ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2")
-#: Metadata that makes the layers of these architectures differ, too, if it is more than 1.
+#: If one of these metadata is more than 1, the layers of these architectures differ as well.
 _NUMBERS = ("leading_dense_block_count", "nextn_predict_layers", "interleave_moe_layer_step")
-#: Metadata that makes them differ if it is a list, with a value for each layer.
+#: The same if one of these is a list, with a value for each layer.
 _LISTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _LEAST_LAYERS = 4
 #: Answer tokens that a set of layers is judged by.
@@ -72,7 +73,7 @@ class Pruned:
 
     #: The layers left out, in ascending order.
     left_out: tuple[int, ...]
-    #: The number of layers of the whole target.
+    #: The number of layers of the complete target.
     n_layer: int
     #: The share of held-back tokens on which it agrees with the target.
     agreement: float
@@ -202,7 +203,7 @@ def judged_texts(
     *,
     held_back: bool,
 ) -> list[_PromptAndAnswer]:
-    """Return prompts and the beginnings of their answers, `n_tokens` answer tokens at most in all.
+    """Return prompts and the beginnings of their answers, up to `n_tokens` answer tokens in total.
 
     Raises:
         UsageError: If there are none.
@@ -370,7 +371,9 @@ def search(
     """
     rng = np.random.default_rng(seed)
     speedups: dict[Layers, float] = {}
-    log_agreements = np.zeros(n_layer)  # without one layer
+    # Of the model without one layer. Where layers do their harm independently of one another, the
+    # agreements multiply, so their logarithms add up.
+    log_agreements = np.zeros(n_layer)
     n_steps = n_layer - 1 + _PATIENCE
 
     def judge(left_out: Layers) -> float:
@@ -379,7 +382,7 @@ def search(
         return found
 
     def independent_speedup(left_out: Layers) -> float:
-        """Return the speed-up if each layer did its harm independently of the others."""
+        """Return the speed-up that a set would have if its layers did their harm independently."""
         log_agreement = sum(log_agreements[layer] for layer in left_out)
         return speedup(len(left_out), math.exp(log_agreement))
 
@@ -465,7 +468,7 @@ def _expected_improvements(
         candidates: The sets to choose from.
         independent: float64[n_judged + n_candidates], the speed-ups of judged sets and candidates
             if layers did their harm independently.
-        n_layer: The number of layers of the whole model.
+        n_layer: The number of layers of the complete model.
     """
     n_judged = len(speedups)
     judged_speedups = np.array(list(speedups.values()))

@@ -158,7 +158,7 @@ def write_text(
         folder: Where answers are written.
         budget: The time.
         n_least: The fewest new tokens. If there are fewer when the time is over, the target goes
-            on until `latest_s`, and the beginnings of unfinished answers are kept, too.
+            on until `latest_s`, and the beginnings of unfinished answers are kept as well.
         latest_s: See `n_least`.
 
     Returns:
@@ -569,7 +569,7 @@ def pack_split(texts: Sequence[TrainingText]) -> tuple[PackedRows, PackedRows]:
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> PackedRows:
     """Pack texts into few rows.
 
-    An answer that is too long is cut, and a text with too long a prompt left out.
+    Answers that are too long are cut, and texts whose prompts are too long are left out.
     """
     rows = _distributed(texts, n_columns)
     n_top = N_TOP if all(text.top_tokens is not None for text in texts) else 0
