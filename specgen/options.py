@@ -136,7 +136,7 @@ class DraftOptions:
     max_tokens: int | None = _drafting(
         None,
         "--draft-max --draft-n",
-        "The most tokens to draft in a round; 0 drafts nothing.",
+        "Maximum number of tokens to draft in a round; 0 drafts nothing.",
         min=0,
         max=128,
         show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
@@ -152,7 +152,7 @@ class DraftOptions:
     tree_depth: int | None = _drafting(
         None,
         "--tree-depth",
-        "The greatest depth of a tree.",
+        "Maximum depth of a tree.",
         min=1,
         show_default=False,
     )
@@ -428,7 +428,7 @@ class PrefixOptions:
     max_bytes: int | None = _prompt(
         None,
         "--prefix-store-size",
-        "The largest size of the store; the least recently used prefixes are deleted first.",
+        "Maximum size of the store; the least recently used prefixes are deleted first.",
         metavar="SIZE",
         parse=parse_size,
         show_default="a tenth of the free disk space, at most 20G",
@@ -467,7 +467,8 @@ class GenerationOptions:
     max_tokens: int = _answer(
         -1,
         "--max-tokens --predict --n-predict -n",
-        "The most tokens to generate; -1 goes on until the text ends or the context is full.",
+        "Maximum number of tokens to generate; -1 goes on until the text ends or the context is "
+        "full.",
         min=-1,
     )
     stop: tuple[str, ...] = _answer(

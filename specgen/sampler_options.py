@@ -140,7 +140,7 @@ class SamplerOptions:
     repeat_last_n: int = _repetition(
         64,
         "--repeat-last-n",
-        "How many of the last tokens the penalties look at; -1 means all.",
+        "Number of last tokens that the penalties look at; -1 means all.",
         min=-1,
     )
     repeat_penalty: float = _repetition(
@@ -182,7 +182,7 @@ class SamplerOptions:
     dry_last_n: int = _repetition(
         64,
         "--dry-penalty-last-n",
-        "DRY: how many of the last tokens to look at; -1 means all, 0 is off.",
+        "DRY: number of last tokens to look at; -1 means all, 0 is off.",
         min=-1,
     )
     dry_breakers: tuple[str, ...] = _repetition(
