@@ -29,9 +29,9 @@ class SpecgenError(Exception):
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        #: One line for the user: what happened.
+        #: What happened, in one line for the user.
         self.message = message
-        #: What to do next, if that is known.
+        #: What to do next; None if that is not known.
         self.hint = hint
 
 

@@ -248,10 +248,15 @@ class ReasonCount:
 
 
 def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
-    """Say how many of an answer's rounds drafted nothing, and why."""
-    n_undrafted = sum(each.n_rounds for each in reasons)
+    """Return a sentence that says how many of an answer's rounds drafted nothing, and why.
+
+    Args:
+        reasons: The reasons, with their numbers of rounds.
+        n_rounds: The number of all rounds of the answer.
+    """
+    n_undrafted = sum(reason.n_rounds for reason in reasons)
     rounds = "1 round" if n_rounds == 1 else f"{n_rounds} rounds"
-    why = "; ".join(f"{each.text} ({each.n_rounds})" for each in reasons)
+    why = "; ".join(f"{reason.text} ({reason.n_rounds})" for reason in reasons)
     return f"{n_undrafted} of {rounds} drafted nothing: {why}"
 
 
@@ -361,5 +366,5 @@ EVENT_TYPES: tuple[type[Event], ...] = get_args(Event)
 
 
 def to_json_object(event: Event) -> dict[str, Any]:
-    """Return an event as a line of `specgen run --json`."""
+    """Return an event as the JSON object that `specgen run --json` writes."""
     return {"event": event.event, **dataclasses.asdict(event)}

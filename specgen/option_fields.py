@@ -1,7 +1,7 @@
-"""How options are declared: as fields of dataclasses, with all that the command line needs.
+"""Declares options as fields of dataclasses, with everything that the command line needs.
 
-`specgen/options.py` and `specgen/sampler_options.py` declare most of them;
-`specgen/cli/flags/typer_groups.py` makes options of the command line from the fields.
+`specgen/options.py` and `specgen/sampler_options.py` declare most of them, and
+`specgen/cli/flags/typer_groups.py` turns the fields into options of the command line.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ def option(
 
     Args:
         default: The value of the field if the option is not given.
-        spellings: The option's names on the command line, separated by spaces, the readable one
-            first.
+        spellings: The option's names on the command line, separated by spaces, with the most
+            readable one first.
         help: The text in `--help` and docs/cli.md.
-        panel: The heading of the option there.
-        metavar: What stands for its value there; by default the name of its type.
-        min: The least value.
-        max: The largest value.
-        parse: From the given text to the value, or from a tuple of texts if the field is a tuple.
-            Raises `ValueError` with the message to show.
-        show_default: The default in words, or False to show none.
+        panel: The heading there under which the option is listed.
+        metavar: The placeholder for its value there; None: the name of its type.
+        min: The minimum value.
+        max: The maximum value.
+        parse: Converts the given text to the value; if the field is a tuple, converts a tuple of
+            texts. It raises `ValueError` with a message for the user.
+        show_default: The default in words, or False to show no default.
         envvar: An environment variable that sets the option.
-        autocompletion: From the beginning of a value to the values that a shell suggests.
-        count: Whether the value is how many times the option is given.
+        autocompletion: Takes the beginning of a value, and returns the values that a shell
+            suggests.
+        count: Whether the value is the number of times that the option is given.
+
+    Returns:
+        The dataclass field.
     """
     settings = {
         "panel": panel,
@@ -60,13 +64,14 @@ def option(
 
 
 def utf8(given: Any) -> Any:
-    """Return a text, or several, as they are.
+    """Return the value of an option, a text or several, if it is valid UTF-8.
 
     Raises:
-        ValueError: They are not UTF-8: other bytes arrive as lone surrogates.
+        ValueError: If it is not. Python passes other bytes on as lone surrogates.
     """
+    text = given if isinstance(given, str) else "".join(given)
     try:
-        (given if isinstance(given, str) else "".join(given)).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"it is not UTF-8 at character {error.start}; check the terminal's locale"

@@ -1,6 +1,6 @@
 """Every option of a run: its default, and its spellings and help on the command line.
 
-An option is a field that `option_fields.option` declares; the options of samplers are in
+An option is a field that is declared with `option_fields.option`. The options of samplers are in
 `sampler_options`.
 """
 
@@ -21,7 +21,7 @@ from specgen.sampler_options import DEFAULT_SAMPLERS as DEFAULT_SAMPLERS
 from specgen.sampler_options import SamplerName as SamplerName
 from specgen.sampler_options import SamplerOptions as SamplerOptions
 
-#: What drafts: a model file, n-grams of the text so far, or nothing.
+#: What drafts: the file of a draft model, "ngram" for repetitions of the text so far, or "none".
 DraftSource: TypeAlias = Path | str
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
@@ -34,17 +34,19 @@ KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 Show: TypeAlias = Literal["accepted", "all", "rounds", "none"]
 
-#: The draft model's temperature, relative to the target's: a small model is less sure where it is
-#: right.
+#: The default temperature of the draft model, relative to the target's. It is lower, because a
+#: small model is less sure even where it is right.
 DRAFT_TEMPERATURE = 0.85
-#: With the policy `fixed`: the length of drafts, and the least probability of a token.
+#: The default length of drafts with the policy `fixed`.
 FIXED_LENGTH = 3
+#: The default minimum probability of a drafted token with the policy `fixed`.
 FIXED_P_MIN = 0.5
-#: With other policies, the longest draft: longer ones are rarely accepted as a whole.
+#: The default maximum length of drafts with other policies. Longer drafts are rarely accepted as a
+#: whole.
 LONGEST_DRAFT = 16
-#: The shortest and the longest run of tokens that n-grams compare, with the policy `fixed` and with
-#: others.
+#: The default lengths of the shortest and the longest n-gram with the policy `fixed`.
 FIXED_NGRAMS = (4, 8)
+#: The same with other policies.
 NGRAMS = (2, 32)
 
 
@@ -55,26 +57,27 @@ NGRAMS = (2, 32)
 class TreeShape:
     """The shape of a draft."""
 
-    #: ``levels``: a tree with a fixed number of children at each depth; ``walks``: independent
-    #: drafts.
+    #: ``auto``: a tree where that should save time; ``off``: a chain; ``levels``: a tree with a
+    #: fixed number of children at each depth; ``walks``: independent drafts.
     kind: Literal["auto", "off", "levels", "walks"]
-    #: The number of children at each depth; or how many walks, and their length.
+    #: For ``levels``, the number of children at each depth; for ``walks``, their number and length.
     numbers: tuple[int, ...] = ()
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every draft has this shape, as far as there is something to draft."""
+        """Whether the shape of drafts is fixed, instead of chosen for each draft."""
         return self.kind in {"levels", "walks"}
 
     @property
     def n_nodes(self) -> int:
-        """The number of tokens."""
+        """The number of tokens in a draft of a fixed shape."""
+        # For levels, the number of nodes at each depth; for walks, the last one is that of all.
         products = list(accumulate(self.numbers, mul))
         return products[-1] if self.kind == "walks" else sum(products)
 
     @property
     def n_levels(self) -> int:
-        """The depth."""
+        """The depth of a draft of a fixed shape."""
         return self.numbers[1] if self.kind == "walks" else len(self.numbers)
 
     def __str__(self) -> str:
@@ -85,7 +88,7 @@ class TreeShape:
 
 
 AUTO_TREE = TreeShape("auto")
-#: The most tokens of a fixed shape: more rows of logits are rarely worth their memory.
+#: The maximum number of tokens in a fixed shape. More rows of logits are rarely worth their memory.
 LARGEST_TREE = 64
 
 
@@ -93,7 +96,7 @@ def parse_tree(text: str) -> TreeShape:
     """Parse a shape in the spelling of `--tree`.
 
     Raises:
-        ValueError: It is not a shape, or too large; with the message to show.
+        ValueError: If it is not a shape, or too large. The error has the message for the user.
     """
     text = text.strip().lower()
     if text == "auto":
@@ -133,7 +136,7 @@ class DraftOptions:
     max_tokens: int | None = _drafting(
         None,
         "--draft-max --draft-n",
-        "The most tokens to draft in a round; 0 drafts nothing.",
+        "Maximum number of tokens to draft in a round; 0 drafts nothing.",
         min=0,
         max=128,
         show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
@@ -149,7 +152,7 @@ class DraftOptions:
     tree_depth: int | None = _drafting(
         None,
         "--tree-depth",
-        "The greatest depth of a tree.",
+        "Maximum depth of a tree.",
         min=1,
         show_default=False,
     )
@@ -237,7 +240,7 @@ class DraftOptions:
 
     @property
     def n_max(self) -> int:
-        """The most tokens of a draft."""
+        """The maximum number of tokens in a draft."""
         if self.tree.is_fixed:
             return self.tree.n_nodes
         if self.max_tokens is not None:
@@ -246,19 +249,22 @@ class DraftOptions:
 
     @property
     def grows_trees(self) -> bool:
-        """Whether drafts may branch: in a shape that was asked for, or where costs decide."""
+        """Whether drafts may branch: in a requested shape, or where that should save time."""
         return self.tree.is_fixed or (self.tree.kind == "auto" and self.policy == "cost")
 
     @property
     def stops_below(self) -> float:
-        """The probability of the draft's most likely token below which drafting stops."""
+        """Drafting stops if the draft model's most likely token is less likely than this."""
         if self.p_min is not None:
             return self.p_min
         return FIXED_P_MIN if self.policy == "fixed" else 0.0
 
     @property
     def ngrams_of(self) -> tuple[int, int]:
-        """The shortest and the longest run of tokens that n-grams compare."""
+        """The lengths of the shortest and the longest n-gram.
+
+        If only one of them is set, it overrides the default of the other where they conflict.
+        """
         shortest, longest = FIXED_NGRAMS if self.policy == "fixed" else NGRAMS
         if self.ngram_min is not None:
             shortest = self.ngram_min
@@ -270,17 +276,17 @@ class DraftOptions:
 
     @property
     def adds_ngrams(self) -> bool:
-        """Whether repetitions are drafted too, beside a draft model's tokens."""
+        """Whether repetitions are drafted in addition to a draft model's tokens."""
         return self.is_by_cost if self.ngrams is None else self.ngrams
 
     @property
     def policy_in_use(self) -> PolicyName:
-        """What decides how much is drafted: a shape that was asked for is a fixed draft."""
+        """The policy that decides how much is drafted; for a requested shape it is `fixed`."""
         return "fixed" if self.tree.is_fixed else self.policy
 
     @property
     def is_by_cost(self) -> bool:
-        """Whether costs decide how much is drafted."""
+        """Whether the policy in use is `cost`."""
         return self.policy_in_use == "cost"
 
 
@@ -289,15 +295,18 @@ class DraftOptions:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Machines that compute a model's layers, by llama.cpp's RPC."""
+    """Machines that compute layers of a model, through llama.cpp's RPC."""
 
-    #: Each as ``host:port``.
+    #: The address of each machine, as ``host:port``.
     endpoints: tuple[str, ...]
-    #: The shares of their devices, in order; without any, their free memory decides.
+    #: The share of the model for each of their devices, in order. If empty, the shares follow from
+    #: their free memory.
     tensor_split: tuple[float, ...] = ()
-    #: Whether this machine computes the logits: they are larger than the hidden states.
+    #: Whether the logits are computed on this machine. Then only hidden states, which are smaller,
+    #: have to be sent.
     output_here: bool = False
-    #: How long a call may wait for them, in seconds. It has no influence on what a decode costs.
+    #: The maximum number of seconds that a call waits for a machine. It is not compared, since it
+    #: does not change what a decode costs.
     timeout_s: float = field(default=60.0, compare=False)
 
 
@@ -306,7 +315,7 @@ _machine = partial(option, panel="Machine")
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """How a model is loaded, and its context created."""
+    """How a model is loaded, and how its context is created."""
 
     n_ctx: int | None = _machine(
         None,
@@ -347,16 +356,17 @@ class ContextOptions:
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
     cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
+    #: Other machines that compute layers of the model.
     workers: Workers | None = None
-    #: A chat template (Jinja) in place of the model's own.
+    #: A chat template (Jinja) that replaces the model's own.
     chat_template: str | None = field(default=None, compare=False)
-    #: More variables for the chat template.
+    #: Additional variables for the chat template.
     template_variables: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Whose kernels compute on the CPU, and whether weights packed for specgen's are kept."""
+    """Which kernels compute on the CPU, and whether weights packed for specgen's are stored."""
 
     choice: KernelChoice = _machine(
         "auto",
@@ -376,7 +386,7 @@ class KernelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The contexts of the two models, and whose kernels compute on the CPU for both."""
+    """The context options of the two models, and the kernels that both of them use."""
 
     target: ContextOptions
     draft: ContextOptions
@@ -390,14 +400,15 @@ def parse_size(text: str) -> int:
     """Parse a number of bytes with a unit, such as 500M or 20G.
 
     Raises:
-        ValueError: It is not a size; with the message to show.
+        ValueError: If it is not a size. The error has the message for the user.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None:
         raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
-    base = 1024 if found[3] else 1000
-    exponent = " kmgt".index(found[2] or " ")
-    return int(float(found[1]) * base**exponent)
+    number, unit, binary = match.groups()
+    base = 1024 if binary else 1000
+    exponent = " kmgt".index(unit or " ")
+    return int(float(number) * base**exponent)
 
 
 _prompt = partial(option, panel="Prompt")
@@ -417,7 +428,7 @@ class PrefixOptions:
     max_bytes: int | None = _prompt(
         None,
         "--prefix-store-size",
-        "The largest size of the store; the least recently used prefixes are deleted first.",
+        "Maximum size of the store; the least recently used prefixes are deleted first.",
         metavar="SIZE",
         parse=parse_size,
         show_default="a tenth of the free disk space, at most 20G",
@@ -429,18 +440,20 @@ class PrefixOptions:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like."""
+    """The form that an answer, or calls of functions in it, must have."""
 
-    #: llama.cpp's GBNF, a JSON schema, or llguidance's form of Lark.
+    #: The language of the grammar: llama.cpp's GBNF, JSON Schema, or llguidance's variant of Lark.
     form: Literal["gbnf", "json_schema", "lark"]
+    #: The grammar in that language.
     text: str
     #: Whether the answer has to be a call.
     is_call: bool = False
-    #: If there is a mark, the grammar holds after each one, and other text is free.
+    #: If not empty, the grammar describes what follows each such mark, and other text is free.
     mark: str = ""
-    #: Whether it holds only after a mark at the beginning of the text.
+    #: Whether a mark counts only at the beginning of the text.
     is_first: bool = False
-    #: A pattern for how a call without a mark begins a text; it follows the rule `bare`.
+    #: A pattern for the beginning of a text that is a call without a mark. Such a call follows the
+    #: grammar's rule `bare`. If empty, there are no such calls.
     bare_start: str = ""
 
 
@@ -449,12 +462,13 @@ _answer = partial(option, panel="Answer")
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """When an answer ends, and what is reported of it."""
+    """When an answer ends, and what is reported about it."""
 
     max_tokens: int = _answer(
         -1,
         "--max-tokens --predict --n-predict -n",
-        "The most tokens to generate; -1 goes on until the text ends or the context is full.",
+        "Maximum number of tokens to generate; -1 goes on until the text ends or the context is "
+        "full.",
         min=-1,
     )
     stop: tuple[str, ...] = _answer(
@@ -474,18 +488,20 @@ class GenerationOptions:
         metavar="N",
         show_default="none",
     )
+    #: The grammar that the answer follows, if there is one.
     grammar: Grammar | None = None
-    #: Control tokens, by their entries in the token table, that are shown in the text and that the
-    #: grammar may ask for.
+    #: Control tokens, by their entries in the token table, that are shown in the text, so that the
+    #: grammar can contain them.
     shown_controls: tuple[str, ...] = ()
-    #: The answer ends before a line, after the first, that begins with fewer spaces and tabs.
+    #: If positive, the answer ends before any line but the first that begins with fewer spaces and
+    #: tabs than this.
     n_indent: int = 0
-    #: Whether a prefix of the prompt may come from the cache.
+    #: Whether a prefix of the prompt may be taken from the cache.
     uses_cache: bool = True
-    #: Whether each piece of the prompt that is prefilled is an event.
+    #: Whether there is an event for each chunk of the prompt that is prefilled.
     reports_reading: bool = False
-    #: Whether these events have the log-probabilities of the prompt's tokens. Tokens from the cache
-    #: have none.
+    #: Whether these events include the log-probabilities of the prompt's tokens. Tokens from the
+    #: cache have none.
     prompt_logprobs: bool = False
 
 
@@ -494,12 +510,15 @@ class GenerationOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The models that the user named; None for those that were not named."""
+    """The models that the user named."""
 
+    #: The target; None if it was not named.
     target: str | None
+    #: The draft; None if it was not named.
     draft: str | None
+    #: The name of a pair of a target and a draft; None if it was not named.
     pair: str | None
-    #: What drafts for the draft model, what drafts for that one, and so on.
+    #: What drafts for the draft model, then what drafts for that one, and so on.
     helpers: tuple[str, ...] = ()
 
 
@@ -507,12 +526,12 @@ def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> Model
     """Return the choice of models in which each draft drafts for the one before it.
 
     Args:
-        target: The target, for which the first draft drafts.
-        drafts: The drafts.
-        pair: A pair of a target and a draft.
+        target: The name of the target, for which the first draft drafts.
+        drafts: The names of the drafts.
+        pair: The name of a pair of a target and a draft.
 
     Raises:
-        UsageError: One of the drafts has no use.
+        UsageError: If one of the drafts could not be used.
     """
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
@@ -526,21 +545,24 @@ def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> Model
 class SessionOptions:
     """Everything that decides what a session does."""
 
+    #: The model file of the target.
     target: Path
+    #: What drafts.
     draft: DraftSource = "ngram"
     sampler: SamplerOptions = field(default_factory=SamplerOptions)
     drafting: DraftOptions = field(default_factory=DraftOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     target_context: ContextOptions = field(default_factory=ContextOptions)
     draft_context: ContextOptions = field(default_factory=ContextOptions)
-    #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
+    #: What drafts for the draft model, then what drafts for that one, and so on; n-grams come last.
     helpers: tuple[DraftSource, ...] = ()
     #: The folder for lookup indexes; None disables them.
     cache: Path | None = None
-    #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
+    #: The folder for the target's answers and what drafters learnt from them; None: these are not
+    #: kept.
     learning: Path | None = None
-    #: Where a prompt is kept as it was computed, so that the next session can skip it; None keeps
-    #: none.
+    #: The file for the computed state of a prompt, so that the next session can skip its prefill;
+    #: None: it is not kept.
     prompt_cache: Path | None = None
-    #: Which prefixes of prompts are stored in the folder `cache`; None stores none.
+    #: Which prefixes of prompts are stored in the folder `cache`; None: no prefixes.
     prefixes: PrefixOptions | None = None

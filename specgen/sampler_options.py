@@ -13,12 +13,12 @@ from typing import Literal, TypeAlias, get_args
 from specgen.option_fields import option as option
 from specgen.option_fields import utf8 as utf8
 
-#: The samplers by llama.cpp's names, in its order.
+#: The samplers by their names in llama.cpp, in its order.
 SamplerName: TypeAlias = Literal[
     "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"
 ]
 DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
-#: llama.cpp's letters for them.
+#: llama.cpp's letters for the samplers.
 _LETTERS: dict[str, SamplerName] = {
     "e": "penalties",
     "d": "dry",
@@ -30,7 +30,7 @@ _LETTERS: dict[str, SamplerName] = {
     "x": "xtc",
     "t": "temperature",
 }
-#: llama.cpp's other names; it also takes names with hyphens, and without any sign between words.
+#: Other names for them in llama.cpp, which also accepts names with hyphens, and with words joined.
 _ALIASES: dict[str, SamplerName] = {
     "nucleus": "top_p",
     "temp": "temperature",
@@ -41,8 +41,10 @@ _ALIASES: dict[str, SamplerName] = {
 _ALIASES |= {
     name.replace("_", separator): name for name in DEFAULT_SAMPLERS for separator in ("_", "-", "")
 }
-#: Logits are float32: factors near its largest number (3e38) would make infinities.
+#: The maximum for factors and biases. Logits are float32, so that values near its largest number
+#: (3e38) would give infinities.
 LARGEST_FACTOR = 1e30
+#: llama.cpp's escapes in sequence breakers.
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
@@ -62,13 +64,17 @@ def _parse_bias(text: str) -> tuple[int, float]:
 
 
 def _parse_breakers(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts, with escapes replaced as llama.cpp replaces them."""
+    """Parse sequence breakers, with escapes as in llama.cpp; "none" means no breakers.
+
+    Raises:
+        ValueError: If a breaker is empty or not UTF-8. The error has the message for the user.
+    """
     if "" in texts:
         raise ValueError("a breaker is empty; for no breakers at all, give none")
     if "none" in texts:
         return ()
     return tuple(
-        re.sub(r"\\([nrt\"'\\])", lambda found: _ESCAPES[found[1]], text) for text in utf8(texts)
+        re.sub(r"\\([nrt\"'\\])", lambda match: _ESCAPES[match[1]], text) for text in utf8(texts)
     )
 
 
@@ -79,7 +85,7 @@ _more_sampling = partial(option, panel="Sampling: more of llama.cpp's samplers")
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """How a token is sampled from logits. Names and meanings are llama.cpp's."""
+    """How tokens are sampled from logits, with llama.cpp's names and meanings."""
 
     temperature: float = _sampling(
         0.0,
@@ -114,7 +120,7 @@ class SamplerOptions:
         min=-1,
         max=2**63 - 1,
     )
-    #: A sampler that is not named does nothing; without the temperature, it is 1.
+    #: A sampler that is not in the list is off. If "temperature" is not, the temperature is 1.
     samplers: tuple[SamplerName, ...] = _sampling(
         DEFAULT_SAMPLERS,
         "--samplers --sampler-seq --sampling-seq",
@@ -134,7 +140,7 @@ class SamplerOptions:
     repeat_last_n: int = _repetition(
         64,
         "--repeat-last-n",
-        "How many of the last tokens the penalties look at; -1 means all.",
+        "Number of last tokens that the penalties look at; -1 means all.",
         min=-1,
     )
     repeat_penalty: float = _repetition(
@@ -176,7 +182,7 @@ class SamplerOptions:
     dry_last_n: int = _repetition(
         64,
         "--dry-penalty-last-n",
-        "DRY: how many of the last tokens to look at; -1 means all, 0 is off.",
+        "DRY: number of last tokens to look at; -1 means all, 0 is off.",
         min=-1,
     )
     dry_breakers: tuple[str, ...] = _repetition(
@@ -230,7 +236,7 @@ class SamplerOptions:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken, of those that the samplers leave."""
+        """Whether the most likely token that the samplers leave is always taken."""
         has_temperature = "temperature" in self.samplers
         return has_temperature and self.temperature <= 0.0 and self.dynatemp_range <= 0.0
 
@@ -242,10 +248,11 @@ def parse_samplers(text: str) -> tuple[SamplerName, ...]:
         text: Names or aliases, separated by semicolons or commas, or letters (``edskypmxt``).
 
     Raises:
-        ValueError: There is no such sampler; with the message to show.
+        ValueError: If there is no such sampler. The error has the message for the user.
     """
     words = [word.strip() for word in text.replace(",", ";").lower().split(";")]
     names = [word for word in words if word]
+    # A single word that is not a name may consist of letters.
     if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):
         return tuple(_LETTERS[letter] for letter in names[0])
     for name in names:

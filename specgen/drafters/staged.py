@@ -113,7 +113,7 @@ class SecondDraft:
         plan = self._policy.plan(
             Offer(
                 n_left=n_room + 1,
-                n_most=n_max,
+                n_max=n_max,
                 found=found,
                 drafter=drafters.model_name,
                 price=price,

@@ -46,11 +46,11 @@ def speculative_round(
     temperature: float,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Run one round, and return the tokens that it adds to the text: 1 to n_draft + 1.
+    """Run one round, and return the tokens that it adds to the text: 1 to n_draft + 1 of them.
 
-    Before and after the round, each KV cache holds a prefix of the text without its last token.
+    Before and after a round, each KV cache holds a prefix of the text, without its last token.
     """
-    # To drop tokens, a model with a recurrent state goes back to the last checkpoint.
+    # To drop tokens later, a model with a recurrent state goes back to this checkpoint.
     target.checkpoint(0)
     draft.checkpoint(0)
 
@@ -81,8 +81,8 @@ def speculative_round(
         next_probs = residual / residual.sum()
     next_token = sample(next_probs, rng)
 
-    # Roll back: drop the rejected tokens from both caches. (If all were accepted, the draft's cache
-    # still lacks the last one, which the next round decodes.)
+    # Roll back: drop the rejected tokens from both caches. (If all were accepted, the last one is
+    # not in the draft's cache yet. The next round decodes it.)
     n_kept = len(text) + n_accepted
     target.remove(0, n_kept)
     draft.remove(0, n_kept)
@@ -92,10 +92,17 @@ def speculative_round(
 def next_token_probs(
     backend: Backend, text: Sequence[int], n_last: int, temperature: float
 ) -> ProbArray:
-    """Decode the tokens that the cache lacks, of which there are at least n_last.
+    """Decode the tokens of a text that are not in the cache yet.
+
+    Args:
+        backend: The model and its cache.
+        text: The text. At least n_last of its tokens are not in the cache.
+        n_last: The number of tokens, at the end of the text, to return a distribution for.
+        temperature: The temperature; 0 gives the most likely token probability 1.
 
     Returns:
-        float64[n_last, n_vocab]: the distributions of the token after each of the last n_last.
+        float64[n_last, n_vocab]: for each of the last n_last tokens, the distribution of the token
+        after it.
     """
     n_cached = backend.length(0)
     logits = backend.decode(Batch.of(text[n_cached:], n_cached, n_last))  # float32[n_last, n_vocab]
@@ -126,15 +133,15 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt, until the text ends or the context is full.
 
-    Both caches must be empty, and the draft's at least as large as the target's.
+    Both caches must be empty, and the draft's must be at least as large as the target's.
     """
     prefill(target, prompt[:-1])
     prefill(draft, prompt[:-1])
     text = list(prompt)
     # The last token of the text is not decoded, so it needs no cell of the cache.
-    n_longest = min(len(prompt) + max_tokens, target.n_ctx + 1)
-    while len(text) < n_longest:
-        n_room = n_longest - len(text) - 1  # besides the token that the target adds
+    max_length = min(len(prompt) + max_tokens, target.n_ctx + 1)
+    while len(text) < max_length:
+        n_room = max_length - len(text) - 1  # without the token that the target adds
         for token in speculative_round(target, draft, text, min(n_draft, n_room), temperature, rng):
             if target.vocabulary.is_end(token):
                 return
@@ -143,7 +150,7 @@ def generate(
 
 
 def prefill(backend: Backend, tokens: Sequence[int]) -> None:
-    """Decode the beginning of a prompt into an empty cache, a batch at a time."""
+    """Decode the beginning of a prompt into an empty cache, one batch at a time."""
     for start in range(0, len(tokens), backend.n_batch):
         backend.decode(Batch.of(tokens[start : start + backend.n_batch], start))
 
@@ -166,7 +173,12 @@ def opened(file: Path) -> Iterator[LlamaBackend]:
 def write_continuation(
     target: LlamaBackend, draft: LlamaBackend, prompt: str, temperature: float, seed: int
 ) -> None:
-    """Write what follows a prompt to stdout, as it is generated."""
+    """Write the continuation of a prompt to stdout while it is generated.
+
+    Raises:
+        PairError: If the two models have different vocabularies.
+        PromptError: If the prompt is empty.
+    """
     vocabulary = target.vocabulary
     if list(vocabulary.token_entries()) != list(draft.vocabulary.token_entries()):
         raise PairError(
@@ -184,7 +196,7 @@ def write_continuation(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program with the arguments of the command line."""
+    """Run the program with these arguments; None: those of the command line."""
     parser = argparse.ArgumentParser(description="Speculative sampling in its plainest form.")
     parser.add_argument("target", type=Path, help="the GGUF file of the model to sample from")
     parser.add_argument("draft", type=Path, help="a smaller model with the same vocabulary")

@@ -1,6 +1,6 @@
-"""A whole answer: its prompt is decoded in chunks, then come the rounds, then the summary.
+"""A whole answer: the prefill in chunks, then rounds until it ends, then the summary.
 
-Where an answer ends is decided in `method/answer_state.py`.
+`method/answer_state.py` decides where an answer ends.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from specgen.method.drafter import never
 from specgen.method.loop import DecodedBatch, Loop
 from specgen.system.arrays import Logits
 
-#: The most tokens of a prompt between two rounds of answers, which wait, or in the batch of a round
-#: while costs are not known.
+#: The maximum number of prompt tokens that are decoded between two rounds of other answers, which
+#: wait meanwhile, or within the batch of a round while the costs of batches are unknown.
 N_PREFILL_ALONGSIDE = 32
-#: After this many tokens of later chunks, a chunk counts half.
-_N_HALF_LIFE = 8192
-#: The expected growth with depth counts as this many tokens.
-_N_EXPECTED = 128
-#: At this depth a token takes twice as long as at the beginning, in models of 1.5B.
-_N_DOUBLING = 5000.0
-#: Tokens of the shortest answer that is compared with plain decoding.
-_SHORTEST_COMPARED = 30
+#: A chunk's weight halves with every so many tokens that are decoded after it.
+_HALF_LIFE_TOKENS = 8192
+#: The prior guess of how the time grows with depth counts as this many tokens.
+_PRIOR_TOKENS = 128
+#: The depth at which a token takes twice as long as at the beginning, in models with 1.5B
+#: parameters.
+_DOUBLING_DEPTH = 5000.0
+#: Shorter answers are not compared with plain decoding, because the result would be mostly noise.
+_MIN_COMPARED_TOKENS = 30
 
 
 class PrefillCosts:
     """What the prefill of prompts costs.
 
-    A token takes longer the deeper it is, since attention sees all tokens before it. The time is a
-    line, flat_s + growth_s * depth, fitted to the latest chunks by least squares. While these were
-    all of one depth, the slope is a guess (`_N_DOUBLING`).
+    The later a token is in its prompt, the longer it takes, since attention reads all tokens before
+    it. The seconds per token are a line, flat_s + growth_s * depth, fitted to recent chunks by
+    least squares. As long as all chunks had the same depth, the slope is a guess
+    (`_DOUBLING_DEPTH`).
     """
 
     def __init__(self) -> None:
-        # Sums over tokens, in which old chunks fade. Depth is in units of `_N_DOUBLING`.
+        # Sums over tokens, in which old chunks fade. Depths are in units of `_DOUBLING_DEPTH`.
         self._n = 0.0
         self._depth = 0.0
         self._depth_squared = 0.0
@@ -54,36 +56,45 @@ class PrefillCosts:
         n: int,
         seconds: float,
     ) -> None:
-        """Learn from a chunk of `n` tokens after the first `start` ones."""
+        """Learn from a chunk.
+
+        Args:
+            start: The number of tokens before the chunk.
+            n: The number of its tokens.
+            seconds: The time that they took. Chunks without a measured time are ignored.
+        """
         if n <= 0 or not seconds > 0.0:
             return
-        depth = (start + n / 2) / _N_DOUBLING
-        kept = 0.5 ** (n / _N_HALF_LIFE)
-        self._n = kept * self._n + n
-        self._depth = kept * self._depth + n * depth
-        self._depth_squared = kept * self._depth_squared + n * depth**2
-        self._seconds = kept * self._seconds + seconds
-        self._seconds_by_depth = kept * self._seconds_by_depth + seconds * depth
+        depth = (start + n / 2) / _DOUBLING_DEPTH  # of the chunk's middle
+        decay = 0.5 ** (n / _HALF_LIFE_TOKENS)
+        self._n = decay * self._n + n
+        self._depth = decay * self._depth + n * depth
+        self._depth_squared = decay * self._depth_squared + n * depth**2
+        self._seconds = decay * self._seconds + seconds
+        self._seconds_by_depth = decay * self._seconds_by_depth + seconds * depth
 
     def seconds(self, start: int, end: int) -> float:
-        """Return the expected seconds from one position to another; 0 while nothing is known."""
+        """Return the expected seconds for the tokens from `start` to `end`, exclusive.
+
+        It is 0 while nothing is known.
+        """
         if not self._n or end <= start:
             return 0.0
-        # The least-squares slope. An observation of `_N_EXPECTED` tokens at depth -1, where a token
-        # would take no time, pulls it towards the guess that a token takes twice as long at depth 1
-        # as at depth 0.
-        n = self._n + _N_EXPECTED
-        depth = self._depth - _N_EXPECTED
-        depth_squared = self._depth_squared + _N_EXPECTED
+        # The least-squares slope. The guess is that a token takes twice as long at depth 1 as at
+        # depth 0, so that a token at depth -1 would take no time: `_PRIOR_TOKENS` tokens at depth
+        # -1 with 0 seconds are added to what was observed.
+        n = self._n + _PRIOR_TOKENS
+        depth = self._depth - _PRIOR_TOKENS
+        depth_squared = self._depth_squared + _PRIOR_TOKENS
         growth_s = n * self._seconds_by_depth - depth * self._seconds
         growth_s = max(0.0, growth_s / (n * depth_squared - depth**2))
         flat_s = max(0.0, (self._seconds - growth_s * self._depth) / self._n)
-        token_s = flat_s + growth_s * (start + end) / 2 / _N_DOUBLING  # at the mean depth
+        token_s = flat_s + growth_s * (start + end) / 2 / _DOUBLING_DEPTH  # at the mean depth
         return (end - start) * token_s
 
 
 class AnswerLoop(Loop):
-    """A loop that also decodes the prompts of its answers, and summarises the answers."""
+    """The loop, with the prefill of its answers' prompts and the summaries of its answers."""
 
     @functools.cached_property
     def prefill_costs(self) -> PrefillCosts:
@@ -91,7 +102,11 @@ class AnswerLoop(Loop):
         return PrefillCosts()
 
     def run(self, answer: AnswerState) -> Iterator[Event]:
-        """Generate a whole answer, and yield its events. Raise the error that ends it early."""
+        """Generate a whole answer, and yield its events.
+
+        Raises:
+            SpecgenError: If an error ended the answer (`AnswerState.failure`).
+        """
         while not answer.is_finished:
             if answer.is_started:
                 yield from self.round([answer])
@@ -103,31 +118,32 @@ class AnswerLoop(Loop):
     def finish(self, answer: AnswerState, costs: CostTable) -> FinishedEvent:
         """Return the summary of a finished answer.
 
-        It is compared with plain decoding, by the `costs` of the target's batches, if it had drafts
-        and is not so short that noise would decide.
+        If tokens were drafted, and the answer is long enough, it includes an estimate of the
+        speed-up over plain decoding. This is based on `costs`, the costs of the target's batches.
         """
-        token_s = None
-        if answer.stats.n_drafted and answer.n_answer >= _SHORTEST_COMPARED:
-            token_s = answer.stats.priced_token_s(costs)
-        return answer.finished_event(self.now_s, token_s)
+        plain_token_s = None
+        if answer.stats.n_drafted and answer.n_answer >= _MIN_COMPARED_TOKENS:
+            plain_token_s = answer.stats.priced_token_s(costs)
+        return answer.finished_event(self.now_s, plain_token_s)
 
     # --- prefill --------------------------------------------------------------------------------
 
     def prefill(
         self,
         answer: AnswerState,
-        n_most: int | None = None,
+        n_max: int | None = None,
         is_unwanted: Callable[[], bool] = never,
     ) -> list[Event]:
-        """Decode a chunk of a prompt; after the last one, commit the first token.
+        """Decode the next chunk of a prompt; after the last one, commit the first token.
 
         Args:
-            answer: The answer, whose prompt is not decoded yet.
-            n_most: The most tokens of the chunk.
-            is_unwanted: Asked during the decode, which ends with the answer if it returns True.
+            answer: The answer, whose prompt is not completely decoded yet.
+            n_max: The maximum number of tokens in the chunk; None: as many as the target takes.
+            is_unwanted: Called during the decode. Once it returns True, the decode stops, and the
+                answer ends as interrupted.
 
         Returns:
-            The events.
+            The events of the chunk.
         """
         if answer.is_finished:
             return []
@@ -136,11 +152,11 @@ class AnswerLoop(Loop):
         events = self.begin_prefill(answer, started_s)
         if self._interrupted() and not answer.is_finished:
             events += answer.interrupt(self.now_s)
-        logits: Logits | None = None
-        scored: tuple[Piece, ...] = ()
-        if not answer.is_finished:
+        last_logits: Logits | None = None
+        scored_pieces: tuple[Piece, ...] = ()
+        if not answer.is_finished:  # forced tokens, or the interruption, may have ended it
             is_scored = answer.options.prompt_logprobs
-            batch, is_last = self._prefill_chunk(answer, n_most, is_scored=is_scored)
+            batch, is_last = self._prefill_chunk(answer, n_max, is_scored=is_scored)
             self.target.is_unwanted = lambda: self._interrupted() or is_unwanted()
             try:
                 rows = self.decode_text(answer, batch)
@@ -149,33 +165,46 @@ class AnswerLoop(Loop):
             finally:
                 self.target.is_unwanted = None
             if is_scored:
-                scored = answer.scored_prompt(batch.positions[0], rows)
+                scored_pieces = answer.scored_prompt(batch.positions[0], rows)
             if is_last:
-                logits = rows[-1:]
+                last_logits = rows[-1:]
         target_s = self.target.decode_s - decode_s_before
-        return events + self.finish_prefill_chunk(answer, logits, target_s, started_s, scored)
+        events += self.finish_prefill_chunk(
+            answer,
+            last_logits,
+            target_s,
+            started_s,
+            scored_pieces,
+        )
+        return events
 
     def _prefill_chunk(
         self,
         answer: AnswerState,
-        n_most: int | None,
+        n_max: int | None,
         *,
         is_scored: bool,
     ) -> tuple[Batch, bool]:
-        """Return a chunk of a prompt, and whether it is the last one.
+        """Return the next chunk of a prompt, and whether it is the last one.
 
-        States to which the text may go back are marked in the cache.
+        The state before the chunk is kept in the cache where a later text may go back to it.
+
+        Args:
+            answer: The answer.
+            n_max: The maximum number of tokens; None: as many as the target takes.
+            is_scored: Whether all tokens of the prompt need logits, for their log-probabilities.
         """
         first = answer.slot.first
         n_rows_max = self.target.n_batch
-        if is_scored:  # every row wants logits
+        if is_scored:
             n_rows_max = min(n_rows_max, self.target.n_outputs)
         if self.target.length(first) in answer.prefill_stops:
             self.target.anchor(first)
         batch = Batch()
-        is_last = self.add_prefill_chunk(batch, answer, min(n_most or n_rows_max, n_rows_max))
+        is_last = self.add_prefill_chunk(batch, answer, min(n_max or n_rows_max, n_rows_max))
         if is_scored:
             batch.wants_logits = [True] * len(batch)
+        # So that a recurrent state can go back to here. A small chunk is quickly decoded again.
         if answer.n_prefilled > 0 and len(batch) > N_PREFILL_ALONGSIDE:
             self.target.checkpoint(first)
         return batch, is_last
@@ -188,57 +217,69 @@ class AnswerLoop(Loop):
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> DecodedBatch:
-        """Decode a round's batch, and in it as much of a prompt as costs allow.
+        """Decode a round's batch together with as much of another answer's prompt as costs allow.
 
-        A row has the same logits in any batch. The first two arguments bound, this is a `Decode`.
+        This is exact, since a row has the same logits in any batch. With the first two arguments
+        bound, it is a `Decode` for `Loop.round`.
 
         Args:
             answer: The answer whose prompt is decoded.
             costs: The costs of the target's batches.
-            batch: The round's batch, to which rows of the prompt are added.
+            batch: The round's batch. Rows of the prompt are added to it.
             active: The answers of the round.
-            events: The events of the round, to which those of `answer` are added.
+            events: The events of the round. Those of `answer` are added to it.
+
+        Returns:
+            The decoded batch, with the prefill's share of the time in `other_s`.
         """
-        n_own = len(batch)
+        n_round_rows = len(batch)
         decode_s_before = self.target.decode_s
         events += self.begin_prefill(answer, self.clock())
-        n_most = self._rows_alongside(n_own, costs)
+        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs)
         is_last = False
-        if n_most > 0 and not answer.is_finished:
-            is_last = self.add_prefill_chunk(batch, answer, n_most)
+        if n_prompt_rows_max > 0 and not answer.is_finished:
+            is_last = self.add_prefill_chunk(batch, answer, n_prompt_rows_max)
 
         decoded = self.decode(batch, active, events)
-        n_all = len(batch)
-        if n_all == n_own:
+        n_rows = len(batch)
+        if n_rows == n_round_rows:  # nothing was added
             return decoded
 
-        own_share = n_own / n_all
+        # The round pays what its rows would have cost alone, the prefill the rest.
+        round_share = n_round_rows / n_rows
         if costs:
-            own_share = costs.seconds(n_own) / costs.seconds(n_all)
-        prefill_s = (self.target.decode_s - decode_s_before) * (1.0 - min(1.0, own_share))
-        logits = decoded.logits[-1:] if is_last else None
+            round_share = costs.seconds(n_round_rows) / costs.seconds(n_rows)
+        prefill_s = (self.target.decode_s - decode_s_before) * (1.0 - min(1.0, round_share))
+        last_logits = decoded.logits[-1:] if is_last else None
         started_s = self.clock() - prefill_s
         try:
-            events += self.finish_prefill_chunk(answer, logits, prefill_s, started_s)
+            events += self.finish_prefill_chunk(answer, last_logits, prefill_s, started_s)
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
             answer.failure = error
         return DecodedBatch(decoded.logits, decoded.hidden, prefill_s)
 
-    def _rows_alongside(self, n_own: int, costs: CostTable) -> int:
-        """Return how many rows of a prompt fit beside `n_own` rows of a round.
+    def _rows_alongside(self, n_round_rows: int, costs: CostTable) -> int:
+        """Return the maximum number of prompt rows in the batch of a round.
 
-        They take as long as the round's own rows: running answers keep half of their pace.
+        The batch may take twice as long with them, so that running answers keep half their speed.
         """
         n_batch = self.target.n_batch
-        n_most = N_PREFILL_ALONGSIDE
+        n_max = N_PREFILL_ALONGSIDE
         if costs:
-            limit_s = 2 * costs.seconds(n_own)
+            limit_s = 2 * costs.seconds(n_round_rows)
             sizes = range(1, n_batch)
-            n_most = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_own + n))
-        return min(n_most, n_batch - n_own)
+            # The number of sizes within the limit, which is also the largest of them.
+            n_max = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_round_rows + n))
+        return min(n_max, n_batch - n_round_rows)
 
     def begin_prefill(self, answer: AnswerState, started_s: float) -> list[Event]:
-        """Note when a prefill begins, and commit what a grammar forces before any logits."""
+        """Record that a prefill begins, and commit the tokens that a grammar forces at the start.
+
+        Later calls do nothing.
+
+        Returns:
+            A progress event, if the answer reports its prefill, and the event of forced tokens.
+        """
         if answer.prefill_started_s is not None:
             return []
         answer.prefill_started_s = started_s
@@ -256,17 +297,19 @@ class AnswerLoop(Loop):
         self,
         batch: Batch,
         answer: AnswerState,
-        n_most: int,
+        n_max: int,
     ) -> bool:
-        """Add the next tokens of a text that the cache lacks to a batch.
+        """Add to a batch the next tokens of a text that are not in the cache yet.
+
+        The chunk has at most `n_max` tokens and ends at the next of the answer's `prefill_stops`.
 
         Returns:
-            Whether these are the last ones, whose last row wants logits.
+            Whether the chunk reaches the end of the text. Only then its last row wants logits.
         """
         first = answer.slot.first
         start = self.target.length(first)
-        stops = [stop - start for stop in answer.prefill_stops if stop > start]
-        n_tokens = min([n_most, *stops])
+        lengths_to_stops = [stop - start for stop in answer.prefill_stops if stop > start]
+        n_tokens = min([n_max, *lengths_to_stops])
         for offset, token in enumerate(answer.tokens[start : start + n_tokens]):
             batch.add(token, start + offset, (first,), False)
         is_last = start + n_tokens >= len(answer.tokens)
@@ -276,45 +319,67 @@ class AnswerLoop(Loop):
     def finish_prefill_chunk(
         self,
         answer: AnswerState,
-        logits: Logits | None,
+        last_logits: Logits | None,
         target_s: float,
         started_s: float,
-        scored: tuple[Piece, ...] = (),
+        scored_pieces: tuple[Piece, ...] = (),
     ) -> list[Event]:
-        """Record a chunk of a prompt; after the last one, commit the first token.
+        """Record that a chunk was decoded; after the last one, commit the first token.
 
         Args:
             answer: The answer.
-            logits: The logits after the last chunk, float32[1, n_vocab]; None after others.
-            target_s: The seconds that the chunk took of the target.
-            started_s: When it began, by the clock.
-            scored: Its tokens, if with log-probabilities.
+            last_logits: The logits after the end of the prompt, float32[1, n_vocab]; None if this
+                chunk is not the last one.
+            target_s: The seconds that the target took for the chunk.
+            started_s: The clock's time when the chunk began.
+            scored_pieces: The chunk's tokens with log-probabilities, if these were requested.
 
         Returns:
-            The events.
+            A progress event, then the event of the first token. After the last chunk there is a
+            progress event only if it was requested or has log-probabilities.
         """
-        stats = answer.stats
-        n_held = self.target.length(answer.slot.first)
-        self.prefill_costs.observe(answer.n_prefilled, n_held - answer.n_prefilled, target_s)
-        answer.n_prefilled = min(n_held, answer.n_prompt)
+        n_in_cache = self.target.length(answer.slot.first)
+        n_decoded = n_in_cache - answer.n_prefilled
+        self.prefill_costs.observe(answer.n_prefilled, n_decoded, target_s)
+        answer.n_prefilled = min(n_in_cache, answer.n_prompt)  # forced tokens may follow the prompt
         events: list[Event] = []
-        if logits is not None and answer.options.max_tokens == 0:
+        if last_logits is not None:
+            events = self._commit_first_token(answer, last_logits)
+        self._record_prefill_times(answer, target_s, started_s)
+
+        is_last = answer.is_started or answer.is_finished
+        if is_last and not (scored_pieces or answer.options.reports_reading):
+            return events
+        return [self._reading_event(answer, scored_pieces), *events]
+
+    def _commit_first_token(self, answer: AnswerState, logits: Logits) -> list[Event]:
+        """Commit the token after the prompt, unless the answer may have no tokens at all."""
+        if answer.options.max_tokens == 0:
             answer.finish("length")
-        elif logits is not None:
-            verdict = self.verify(answer, NO_DRAFT, logits)
-            events += answer.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
-            answer.is_started = True
+            return []
+        verdict = self.verify(answer, NO_DRAFT, logits)
+        events = answer.commit_verdict(NO_DRAFT, verdict, logits, self.now_s)
+        answer.is_started = True
+        return events
+
+    def _record_prefill_times(
+        self,
+        answer: AnswerState,
+        target_s: float,
+        started_s: float,
+    ) -> None:
         now_s = self.clock()
+        stats = answer.stats
         stats.add_prompt(target_s, now_s - started_s, len(answer.tokens) - answer.n_prompt)
         if answer.is_started and stats.time_to_first_token_s is None:
             assert answer.prefill_started_s is not None
             stats.time_to_first_token_s = now_s - answer.prefill_started_s
-        is_over = answer.is_started or answer.is_finished
-        if is_over and not (scored or answer.options.reports_reading):
-            return events
-        return [self._reading_event(answer, scored), *events]
 
-    def _reading_event(self, answer: AnswerState, scored: tuple[Piece, ...] = ()) -> ReadingEvent:
+    def _reading_event(
+        self,
+        answer: AnswerState,
+        scored_pieces: tuple[Piece, ...] = (),
+    ) -> ReadingEvent:
         return ReadingEvent(
             sequence=answer.index,
             time_s=self.now_s,
@@ -324,5 +389,5 @@ class AnswerLoop(Loop):
             n_cached_tokens=answer.n_cached,
             n_loaded_tokens=answer.n_loaded,
             spent_s=answer.stats.wall_s,
-            pieces=scored,
+            pieces=scored_pieces,
         )

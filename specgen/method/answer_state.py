@@ -39,13 +39,28 @@ from specgen.text.sampling.raw_probabilities import log_probabilities
 from specgen.text.text_stream import TextStream
 from specgen.text.vocabulary import Vocabulary
 
-#: The expected tokens of an answer that has just begun: for so few, a prefill of the draft model
-#: does not pay off.
-_N_EXPECTED = 8
+#: The expected number of tokens of an answer that has just begun: so few that a prefill of the
+#: draft model does not pay off yet.
+_N_EXPECTED_MIN = 8
+#: What `FinishedEvent.estimate` says.
 _ESTIMATE = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"
-#: A speed-up may exceed the tokens per pass by this factor before it counts as impossible.
+#: An estimated speed-up may exceed the mean number of tokens per round, its upper limit, by this
+#: factor before it counts as impossible.
 _LEEWAY = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class _SpeedupEstimate:
+    """An answer's speed-up over plain decoding."""
+
+    #: The seconds per token without drafting; None if unknown.
+    plain_token_s: float | None
+    #: Without drafting, the answer's tokens after the prompt would take this many times longer;
+    #: None if unknown.
+    speedup: float | None = None
+    #: Where the estimate comes from, or why there is none; None if nothing was drafted.
+    source: str | None = None
 
 
 def interrupted_event(
@@ -53,7 +68,13 @@ def interrupted_event(
     time_s: float,
     n_prompt: int,
 ) -> FinishedEvent:
-    """Return the summary of an answer that was interrupted before it began."""
+    """Return the summary of an answer that was interrupted before it began.
+
+    Args:
+        index: The number of the answer.
+        time_s: The time of the event.
+        n_prompt: The number of prompt tokens.
+    """
     return FinishedEvent(
         sequence=index,
         time_s=time_s,
@@ -72,11 +93,13 @@ def interrupted_event(
 class AnswerState:
     """The state of one answer, which the loop changes."""
 
+    # What the answer is generated with.
+
     vocabulary: Vocabulary
     options: GenerationOptions
-    #: The most tokens, prompt and answer together.
+    #: The maximum number of tokens, prompt and answer together.
     n_ctx: int
-    #: What drafts; None if nothing does, or if drafting failed (`why_undrafted`).
+    #: The drafters; None if there are none, or if drafting failed (`why_undrafted`).
     cascade: Cascade | None
     policy: Policy
     verifier: Verifier
@@ -93,34 +116,39 @@ class AnswerState:
     ends: frozenset[int] = frozenset()
     #: Takes the target's hidden states, if a drafter reads them.
     hidden_states: HiddenStateSink | None = None
+    #: Why there is no cascade.
     why_undrafted: Literal["off", "failed"] = "off"
 
-    #: All committed tokens, prompt and answer: those of `text_state`.
+    # What was generated so far.
+
+    #: All committed tokens, prompt and answer. This is the list of `text_state`, not a copy.
     tokens: list[int] = field(init=False)
-    #: The answer's characters, without what may be the beginning of a stop string.
+    #: The answer's characters. It holds back what may be the beginning of a stop string.
     text: TextStream = field(init=False)
     #: The prompt's characters, for prompts with log-probabilities.
     _prompt_text: TextStream = field(init=False)
     stats: AnswerStats = field(default_factory=AnswerStats)
-    #: Why and by what the answer ended; None while it goes on.
+    #: Why the answer ended; None while it goes on, and if an error ended it.
     finish_reason: FinishReason | None = None
+    #: The stop string or the end token that ended the answer, if one did.
     stopped_by: str | None = None
-    #: The error that ended it.
+    #: The error that ended the answer, if one did.
     failure: SpecgenError | None = None
     #: The number of prompt tokens.
     n_prompt: int = field(init=False)
-    #: The prompt tokens that the cache held already, and those of them that came from the disk.
+    #: The number of prompt tokens that were in the cache before the prefill.
     n_cached: int = 0
+    #: How many of these were loaded from the disk.
     n_loaded: int = 0
-    #: The prompt tokens that the cache holds now.
+    #: The number of prompt tokens that are in the cache now.
     n_prefilled: int = 0
-    #: Lengths of the text at which a chunk of the prompt ends, so that its state can be kept.
+    #: Positions at which a chunk of the prompt has to end, so that the state there can be kept.
     prefill_stops: tuple[int, ...] = ()
     #: The clock's time when the prefill began; None before.
     prefill_started_s: float | None = None
-    #: Whether the prompt is decoded, and the first token committed.
+    #: Whether the prompt is decoded and the first token after it is committed.
     is_started: bool = False
-    #: The number of the answer's tokens, without the one that ended it.
+    #: The number of the answer's tokens. An end token that ended it does not count.
     n_answer: int = 0
 
     def __post_init__(self) -> None:
@@ -133,43 +161,47 @@ class AnswerState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer ended, also by a failure."""
+        """Whether the answer has ended, normally or with an error."""
         return self.finish_reason is not None or self.failure is not None
 
     @property
     def answer(self) -> list[int]:
-        """The answer's tokens, without the one that ended it."""
+        """The answer's tokens, without an end token that ended it."""
         return self.tokens[self.n_prompt : self.n_prompt + self.n_answer]
 
-    def offer(self, n_most: int) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens.
+    def offer(self, n_rows_max: int) -> Offer:
+        """Return what a policy needs to know before a round, with the proposal of the free drafter.
 
-        The free drafter proposes now.
+        Args:
+            n_rows_max: The maximum number of drafted tokens in the target's batch.
         """
         cascade = self.cascade
-        assert cascade is not None, "something drafts"
+        assert cascade is not None, "there are no drafters"
         n_context_left = max(0, self.n_ctx - len(self.tokens))
+        # The maximum number of drafted tokens that the answer can still take.
         n_draftable = n_context_left
-        if self.options.max_tokens >= 0:  # the target adds a token of its own
-            n_answer_left = self.options.max_tokens - self.n_answer - 1
-            n_draftable = min(n_draftable, max(0, n_answer_left))
-        # The answer is expected to get as many tokens again: long answers tend to go on for longer.
-        n_left = min(max(_N_EXPECTED, self.n_answer), n_draftable + 1)
-        n_nodes = min(n_most, self.policy.n_max, n_context_left)
-        n_chain = min(n_nodes, n_draftable)
-        found = cascade.look_up(self.tokens, n_chain)
+        if self.options.max_tokens >= 0:
+            n_answer_left = self.options.max_tokens - self.n_answer
+            # The target adds one token of its own to those of the draft.
+            n_draftable = min(n_draftable, max(0, n_answer_left - 1))
+        # The answer is expected to get twice as long: long answers tend to go on for longer.
+        n_expected = min(max(_N_EXPECTED_MIN, self.n_answer), n_draftable + 1)
+        # The limit of the answer concerns each branch of a tree, the other limits all its nodes.
+        n_nodes_max = min(n_rows_max, self.policy.n_max, n_context_left)
+        n_chain_max = min(n_nodes_max, n_draftable)
+        found = cascade.look_up(self.tokens, n_chain_max)
         price = FREE
         if cascade.model is not None:
             price = cascade.model.price(len(self.tokens))
-        return Offer(n_left, n_chain, found, cascade.model_name, price, n_nodes)
+        return Offer(n_expected, n_chain_max, found, cascade.model_name, price, n_nodes_max)
 
     # --- commit ---------------------------------------------------------------------------------
 
     def commit(self, token: int) -> str:
-        """Add the target's next token, and return the text that may be shown.
+        """Add the next token of the text, and return the text that can be shown now.
 
-        If the answer ends here, `finish_reason` is set. Only here can its content end it, a token
-        at a time, so that a draft cannot move the end.
+        If the token ends the answer, `finish_reason` is set. Tokens are added one at a time, so
+        that the answer ends at the same token with and without a draft.
         """
         self.text_state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
@@ -195,28 +227,31 @@ class AnswerState:
         now_s: float,
         result: RoundResult | None = None,
     ) -> list[Event]:
-        """Commit the accepted path, the target's token and forced ones, up to the answer's end.
+        """Commit the accepted tokens, the target's token, then forced tokens.
+
+        Where the answer ends, the tokens after it are dropped.
 
         Args:
-            draft: The draft, perhaps none.
-            verdict: What the verifier says about it.
+            draft: The draft; `NO_DRAFT` if there was none.
+            verdict: The verifier's verdict on the draft.
             logits: The logits at the root and at each node, float32[1 + n, n_vocab].
             now_s: The time of the events.
             result: The round; None for the token after the prompt.
 
         Returns:
-            The events.
+            The events of the draft and its verdict, if there was a draft, then that of the tokens.
         """
         round_number = 0 if result is None else self.stats.n_rounds + 1
-        own_kind: TokenKind = "plain"
+        target_kind: TokenKind = "plain"
         events: list[Event] = []
         if len(draft):
-            is_leaf = not draft.children[verdict.path[-1] if verdict.path else ROOT]
-            own_kind = "bonus" if is_leaf else "corrected"
-            events += self._draft_events(draft, verdict, own_kind, now_s, round_number)
+            last_accepted = verdict.path[-1] if verdict.path else ROOT
+            # After a leaf nothing was drafted that the target's token could correct.
+            target_kind = "corrected" if draft.children[last_accepted] else "bonus"
+            events += self._draft_events(draft, verdict, target_kind, now_s, round_number)
 
         pieces: list[Piece] = []
-        row = 0  # the logits from which the token was chosen
+        row = 0  # of the logits from which the next token was chosen
         for node in verdict.path:
             token = draft.tokens[node]
             piece = Piece(token, self.commit(token), "accepted", draft.origins[node])
@@ -226,18 +261,23 @@ class AnswerState:
                 break
         if self.finish_reason is None:
             token = verdict.next_token
-            piece = Piece(token, self.commit(token), own_kind, "target")
+            piece = Piece(token, self.commit(token), target_kind, "target")
             pieces.append(self._with_logprobs(piece, logits[row]))
         if self.text_state.has_grammar:
             pieces += self._commit_forced()
         return [*events, self._committed_event(pieces, now_s, round_number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:
-        """Commit what the grammar forces before the prefill; return the event, if there is one."""
+        """Commit the tokens that the grammar forces at the start of the answer.
+
+        Returns:
+            The event of these tokens; empty if there are none.
+        """
         pieces = self._commit_forced() if self.options.max_tokens else []
         return [self._committed_event(pieces, now_s)] if pieces else []
 
     def _commit_forced(self) -> list[Piece]:
+        """Commit tokens as long as the grammar allows only one, and return them."""
         pieces: list[Piece] = []
         while not self.is_finished:
             token = self.text_state.forced()
@@ -248,16 +288,21 @@ class AnswerState:
         return pieces
 
     def interrupt(self, now_s: float) -> list[Event]:
-        """End the answer here; return the event of the text that was held back, if there is any."""
+        """End the answer here.
+
+        Returns:
+            The event of the text that was held back; empty if there is none.
+        """
         self.finish("interrupted")
         text = self.text.flush()
         if not text:
             return []
+        # The held-back text becomes that of the last token, which is not committed again.
         piece = Piece(self.tokens[-1], text, "plain", "target")
         return [self._committed_event([piece], now_s, self.stats.n_rounds)]
 
     def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
-        """End the answer. If it is called again, the first reason stays."""
+        """End the answer. Later calls do nothing: the first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self.stopped_by = stopped_by
@@ -268,11 +313,16 @@ class AnswerState:
         self,
         draft: Draft,
         verdict: Verdict,
-        own_kind: TokenKind,
+        target_kind: TokenKind,
         now_s: float,
         round_number: int,
     ) -> list[Event]:
-        """Return the events of a draft and of its verdict; called before the commit."""
+        """Return the events of a draft and of its verdict.
+
+        The rejected branches are shown as continuations of the text, so call this before the
+        commit.
+        """
+        # The number of independent walks that share each node.
         n_walks = Counter(node for walk in draft.walks for node in walk)
         nodes = tuple(
             DraftNode(
@@ -294,25 +344,29 @@ class AnswerState:
             verdict.path,
             rejected,
             verdict.next_token,
-            own_kind,
+            target_kind,
         )
         return [drafted, verified]
 
     def _rejected_branches(
         self, draft: Draft, accepted: tuple[int, ...]
     ) -> tuple[RejectedBranch, ...]:
-        """Return the rejected branches, one for each leaf. One may start inside a character."""
+        """Return the rejected end of each path through the draft that has one.
+
+        The text of a branch is decoded after that of the accepted tokens before it, since it may
+        start in the middle of a character.
+        """
         if len(accepted) == len(draft):
             return ()
         branches: list[RejectedBranch] = []
         for path in draft.paths():
             rejected = tuple([node for node in path if node not in accepted])
             if rejected:
-                data = [self.vocabulary.token_bytes(draft.tokens[node]) for node in path]
-                n_kept = len(path) - len(rejected)
-                kept_bytes = b"".join(data[:n_kept])
-                rejected_bytes = b"".join(data[n_kept:])
-                text = self.text.preview(kept_bytes, rejected_bytes)
+                path_bytes = [self.vocabulary.token_bytes(draft.tokens[node]) for node in path]
+                n_accepted = len(path) - len(rejected)
+                accepted_bytes = b"".join(path_bytes[:n_accepted])
+                rejected_bytes = b"".join(path_bytes[n_accepted:])
+                text = self.text.preview(accepted_bytes, rejected_bytes)
                 branches.append(RejectedBranch(rejected, text))
         return tuple(branches)
 
@@ -339,30 +393,22 @@ class AnswerState:
         )
 
     def finished_event(self, time_s: float, plain_token_s: float | None) -> FinishedEvent:
-        """Return the summary.
+        """Return the summary of the answer, with its counts, times and estimated speed-up.
 
         Args:
             time_s: The time of the event.
-            plain_token_s: The seconds of a token without a draft, if that is known.
+            plain_token_s: The estimated seconds per token without drafting; None if unknown.
         """
         stats = self.stats
         n_tokens = len(self.tokens) - self.n_prompt
+        ended_by_token = n_tokens > self.n_answer  # only an end token is missing in `n_answer`
         tokens_per_s = stats.speed(n_tokens)
-        speedup = None
-        estimate = None
-        if plain_token_s:
-            estimate = _ESTIMATE
-            if tokens_per_s:
-                speedup = tokens_per_s * plain_token_s
-        if speedup and speedup > _LEEWAY * (stats.mean_accepted_length or math.inf):
-            # It is more than drafting can give: the machine is less busy by now.
-            plain_token_s = None
-            speedup = None
-            estimate = _NOT_KNOWN
+        estimate = self._estimate_speedup(tokens_per_s, plain_token_s)
+        plain_token_s = estimate.plain_token_s
         speedup_range = None
-        if speedup is not None:
+        if estimate.speedup is not None:
             error = 1.0 + stats.speedup_error()
-            speedup_range = (speedup / error, speedup * error)
+            speedup_range = (estimate.speedup / error, estimate.speedup * error)
         return FinishedEvent(
             sequence=self.index,
             time_s=time_s,
@@ -374,19 +420,36 @@ class AnswerState:
             n_cached_tokens=self.n_cached,
             n_tokens=self.n_answer,
             tokens_per_s=tokens_per_s,
-            ends_grammar=n_tokens > self.n_answer and self.text_state.has_grammar,
+            ends_grammar=ended_by_token and self.text_state.has_grammar,
             plain_tokens_per_s=1.0 / plain_token_s if plain_token_s else None,
-            estimated_speedup=speedup,
+            estimated_speedup=estimate.speedup,
             estimated_speedup_range=speedup_range,
             estimated_whole_speedup=stats.whole_speedup(n_tokens, plain_token_s),
-            estimate=estimate,
+            estimate=estimate.source,
             **stats.figures(),
         )
+
+    def _estimate_speedup(
+        self,
+        tokens_per_s: float | None,
+        plain_token_s: float | None,
+    ) -> _SpeedupEstimate:
+        """Compare the answer's speed with plain decoding, as far as both are known."""
+        if not plain_token_s:
+            return _SpeedupEstimate(plain_token_s)
+        if not tokens_per_s:
+            return _SpeedupEstimate(plain_token_s, source=_ESTIMATE)
+        speedup = tokens_per_s * plain_token_s
+        max_speedup = _LEEWAY * (self.stats.mean_accepted_length or math.inf)
+        if speedup > max_speedup:
+            # Plain decoding was measured while the machine was slower than it is now.
+            return _SpeedupEstimate(None, source=_NOT_KNOWN)
+        return _SpeedupEstimate(plain_token_s, speedup, _ESTIMATE)
 
     # --- log-probabilities ----------------------------------------------------------------------
 
     def _with_logprobs(self, piece: Piece, row: Logits) -> Piece:
-        """Return the piece with log-probabilities by a row of logits, if they are asked for."""
+        """Return the piece with log-probabilities from a row of logits, if they were requested."""
         n_top = self.options.logprobs
         if n_top is None:
             return piece
@@ -394,30 +457,34 @@ class AnswerState:
         if piece.token_id not in tokens:
             tokens.append(piece.token_id)
         logprobs = tuple(map(self._token_logprob, tokens, log_probabilities(row, tokens)))
-        own = logprobs[tokens.index(piece.token_id)]
-        return replace(piece, logprob=own.logprob, top_logprobs=logprobs)
+        piece_logprob = logprobs[tokens.index(piece.token_id)].logprob
+        return replace(piece, logprob=piece_logprob, top_logprobs=logprobs)
 
     def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        """Return a token with its text and bytes. Invalid UTF-8 is written as escapes."""
         data = self.vocabulary.token_bytes(token)
         text = data.decode("utf-8", "backslashreplace") or self.vocabulary.token_text(token)
         return TokenLogprob(token, text, logprob, tuple(data))
 
     def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
-        """Return the prompt's tokens with log-probabilities, if they are asked for.
+        """Return the next tokens of the prompt, with log-probabilities if they were requested.
+
+        Row i of `logits` scores the token at `start` + i + 1. No row scores the first token of the
+        prompt, which gets the probability 1.
 
         Args:
-            start: The position of the first row's token.
-            logits: The logits after the tokens from there on, float32[n, n_vocab]. Each row scores
-                the token after it; the first token of the prompt has probability 1.
+            start: The position of the token to which the first row belongs.
+            logits: The logits after the tokens from `start` on, float32[n, n_vocab].
         """
         first = start + 1 if start > 0 else 0
+        # After the end of the prompt the last row scores the answer's first token.
         end = min(start + len(logits) + 1, self.n_prompt)
         pieces: list[Piece] = []
         for position in range(first, end):
             token = self.tokens[position]
             shown = self._prompt_text.push(self.vocabulary.token_bytes(token))
             piece = Piece(token, shown, "forced", "prompt")
-            if position == 0:
+            if position == 0:  # probability 1
                 piece = replace(piece, top_logprobs=(self._token_logprob(token, 0.0),))
             else:
                 piece = self._with_logprobs(piece, logits[position - 1 - start])

@@ -13,21 +13,22 @@ from specgen.events import FinishedEvent, ReasonCount
 from specgen.method.cost_table import CostTable
 from specgen.method.policy import RoundResult
 
-#: The least equal decodes of one size, and in all, from which their noise is learnt.
+#: The noise of decodes is measured on batch sizes that occurred at least this many times...
 _MIN_OF_A_SIZE = 3
+#: ...if there are at least this many such decodes in all.
 _MIN_DECODES = 6
-#: The noise of a decode that is assumed otherwise, as a share of its time.
-_USUAL_NOISE = 0.1
-#: The least uncertainty of a comparison with plain decoding, whose price was measured at another
-#: moment.
-_LEAST_ERROR = 0.1
+#: The noise that is assumed otherwise, as a share of a decode's time.
+_DEFAULT_NOISE = 0.1
+#: The minimum error of a comparison with plain decoding, as a share of the speed-up: plain decoding
+#: was measured at another moment.
+_MIN_ERROR = 0.1
 
 
 @dataclass(slots=True)
 class AnswerStats:
     """Counts and times, in seconds, of one answer.
 
-    Fields and properties with the name of a field of `FinishedEvent` have its meaning.
+    Fields and properties that `FinishedEvent` has too are documented there.
     """
 
     n_rounds: int = 0
@@ -44,19 +45,19 @@ class AnswerStats:
     target_s: float = 0.0
     wall_s: float = 0.0
     time_to_first_token_s: float | None = None
-    #: Tokens committed in rounds, without forced ones.
+    #: The number of tokens that were committed in rounds, without forced ones.
     n_round_tokens: int = 0
-    #: The same by the number of sequences that shared the round.
+    #: The same, by the number of sequences that shared the round.
     n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    #: `wall_s` when the prompt was decoded and its token committed.
+    #: The value of `wall_s` at the end of the prefill, with the first token committed.
     start_s: float = 0.0
-    #: The number of committed tokens then.
+    #: The number of the answer's tokens at that moment.
     n_start_tokens: int = 0
-    #: The target's decode times by the number of rows.
+    #: The seconds of each decode of the target, by its number of rows.
     target_s_by_rows: defaultdict[int, list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    #: Rounds without a draft, by the name of the reason.
+    #: The number of rounds without a draft, by the name of the reason.
     _undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
     def add_prompt(
@@ -65,7 +66,13 @@ class AnswerStats:
         wall_s: float,
         n_tokens: int,
     ) -> None:
-        """Add a chunk of the prompt; `n_tokens` tokens are committed after it."""
+        """Add a chunk of the prompt.
+
+        Args:
+            target_s: The seconds that the target took.
+            wall_s: The seconds of the whole step.
+            n_tokens: The number of the answer's tokens that are committed by now.
+        """
         self.prompt_s += target_s
         self.target_s += target_s
         self.wall_s += wall_s
@@ -73,8 +80,10 @@ class AnswerStats:
         self.n_start_tokens = n_tokens
 
     def add_round(self, result: RoundResult) -> None:
-        """Add a round; the sequences share its batch's time equally."""
-        n_committed = min(len(result.path) + 1, len(result.committed))  # the others were forced
+        """Add a round. The time of its batch is divided equally among its sequences."""
+        # The accepted tokens and the target's own, unless the answer ended before. What was
+        # committed beyond these was forced.
+        n_committed = min(len(result.path) + 1, len(result.committed))
         self.n_rounds += 1
         self.n_round_tokens += n_committed
         self.rounds_by_tokens[max(0, n_committed - 1)] += 1
@@ -92,61 +101,80 @@ class AnswerStats:
         ranks = result.draft.ranks
         self.n_drafted += len(depths)
         self.n_accepted += len(accepted)
-        self.drafted_by_depth.update(set(depths))
+        self.drafted_by_depth.update(set(depths))  # once for each level of a tree
         self.accepted_by_depth.update(range(len(accepted)))
         self.drafted_by_rank.update(ranks)
-        self.accepted_by_rank.update(map(ranks.__getitem__, accepted))
+        self.accepted_by_rank.update(ranks[node] for node in accepted)
 
     def _add_undrafted(self, result: RoundResult) -> None:
         reason = result.plan.reason
-        before = self._undrafted.get(reason)
-        n_before = 0 if before is None else before.n_rounds
-        self._undrafted[reason] = ReasonCount(reason, result.plan.why, n_before + 1)
+        previous = self._undrafted.get(reason)
+        n_previous = 0 if previous is None else previous.n_rounds
+        # The wording may have changed: the latest one counts.
+        self._undrafted[reason] = ReasonCount(reason, result.plan.why, n_previous + 1)
 
     @property
     def undrafted(self) -> tuple[ReasonCount, ...]:
-        """Why rounds drafted nothing, the most frequent reason first."""
+        """The reasons why rounds had no draft, the most frequent one first."""
         by_rounds = operator.attrgetter("n_rounds")
         return tuple(sorted(self._undrafted.values(), key=by_rounds, reverse=True))
 
     @property
     def loop_s(self) -> float:
-        """The time that neither the target nor the draft took."""
+        """The seconds that were spent neither in the target nor on drafting."""
         return max(0.0, self.wall_s - self.draft_s - self.target_s)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of drafted positions at which a token was accepted."""
+        """The share of drafted positions at which a token was accepted; None without a draft."""
         n_drafted = sum(self.drafted_by_depth.values())
         return self.n_accepted / n_drafted if n_drafted else None
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """The tokens of a round, on average."""
+        """The mean number of tokens per round, without forced ones; None before the first round."""
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `FinishedEvent` that are known here; counters become tuples."""
+        """Return the fields of `FinishedEvent` that have the same name here.
+
+        A counter becomes a tuple, with the count of n at index n.
+        """
         figures: dict[str, Any] = {}
-        for each in fields(FinishedEvent):
-            if hasattr(self, each.name):
-                value = getattr(self, each.name)
+        for event_field in fields(FinishedEvent):
+            name = event_field.name
+            if hasattr(self, name):
+                value = getattr(self, name)
                 if isinstance(value, Counter):
                     value = tuple(value[n] for n in range(max(value, default=-1) + 1))
-                figures[each.name] = value
+                figures[name] = value
         return figures
 
     def speed(self, n_tokens: int) -> float | None:
-        """Return the tokens per second after the prompt, and the tokens that came with it.
+        """Return the tokens per second after the prefill and the tokens that were committed in it.
 
-        It is None if there are no other tokens among all `n_tokens` of the answer.
+        Args:
+            n_tokens: The number of all tokens of the answer.
+
+        Returns:
+            The speed; None if all tokens were committed in the prefill.
         """
         if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Return the speed-up of the answer with its prompt, which only the target has to read."""
+        """Return the speed-up of the whole answer, including its prefill.
+
+        Plain decoding would need only the target's part of the prefill.
+
+        Args:
+            n_tokens: The number of all tokens of the answer.
+            plain_token_s: The seconds per token without drafting; None if unknown.
+
+        Returns:
+            The speed-up; None if it is unknown.
+        """
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         plain_s = self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s
@@ -155,36 +183,37 @@ class AnswerStats:
     def speedup_error(self) -> float:
         """Return two standard errors of the speed-up, as a share of it.
 
-        Plain decoding counts as one measurement, this answer as all its rounds. Both vary as equal
-        decodes do here, without the sixth at either end.
+        The noise of a single decode is taken from how much decodes of the same size vary in this
+        answer. Plain decoding counts as one measurement, the answer as one for each round.
         """
-        ratios: list[float] = []
+        log_ratios: list[float] = []
         for times_s in self.target_s_by_rows.values():
             if len(times_s) >= _MIN_OF_A_SIZE and min(times_s) > 0.0:
-                usual_s = statistics.median(times_s)
-                ratios += [math.log(seconds / usual_s) for seconds in times_s]
-        noise = _USUAL_NOISE
-        if len(ratios) >= _MIN_DECODES:
-            sixths = statistics.quantiles(ratios, n=6, method="inclusive")
+                median_s = statistics.median(times_s)
+                log_ratios += [math.log(seconds / median_s) for seconds in times_s]
+        noise = _DEFAULT_NOISE
+        if len(log_ratios) >= _MIN_DECODES:
+            # Without the sixth at either end, two thirds are left: one standard deviation each way.
+            sixths = statistics.quantiles(log_ratios, n=6, method="inclusive")
             noise = (sixths[-1] - sixths[0]) / 2
         n_rounds = max(1, self.n_rounds)
-        return max(_LEAST_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
+        return max(_MIN_ERROR, 2.0 * noise * math.sqrt(1 + 1 / n_rounds))
 
     def priced_token_s(self, costs: CostTable) -> float | None:
-        """Return the mean time of a token without drafts; None if nothing was measured.
+        """Return the estimated seconds per token without drafting; None if nothing was measured.
 
-        It follows from the costs of the target's batches, at the machine's speed during this
-        answer, shared by the sequences of each round.
+        Each token is priced as its sequence's share of a batch with one row for each sequence of
+        its round, then corrected for how fast the machine was during this answer.
         """
         if not costs or not self.n_round_tokens:
             return None
-        # What the decodes of this answer should have taken by the table, and what they took.
+        # The seconds of this answer's decodes, according to the table and in fact.
         expected_s = sum(
             len(times_s) * costs.seconds(n_rows)
             for n_rows, times_s in self.target_s_by_rows.items()
         )
         observed_s = sum(map(sum, self.target_s_by_rows.values()))
-        # What the tokens would have taken one by one.
+        # The seconds of the same tokens without drafting, according to the table.
         plain_s = sum(
             n_tokens * costs.seconds(n) / n for n, n_tokens in self.n_tokens_by_sequences.items()
         )

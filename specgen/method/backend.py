@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 #: How a backend drops the end of a sequence.
 #:
-#: - "cells": it drops single cells (attention, also with sliding windows);
-#: - "snapshots": it goes back to one of the states after the last few rows;
-#: - "states": it restores a copy of the state at the checkpoint, and decodes tokens again from
-#:   there.
+#: - "cells": it drops single cells (attention, even with sliding windows);
+#: - "snapshots": it goes back to the state after one of the last few rows;
+#: - "states": it restores a copy of the state at the checkpoint, and decodes the tokens after it
+#:   again.
 Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 
 
@@ -29,14 +29,13 @@ class Batch:
     """Rows to decode together, one for each token."""
 
     tokens: list[int] = field(default_factory=list)
-    #: The position of each token in its text.
+    #: The position of each token in its sequences.
     positions: list[int] = field(default_factory=list)
     #: The sequences that each token belongs to. It sees their cells at smaller positions.
     sequences: list[tuple[int, ...]] = field(default_factory=list)
     #: Whether the logits of each row will be read.
     wants_logits: list[bool] = field(default_factory=list)
-    #: For MTP layers: the state before each token, float32[n_embd], or None for zeros. Empty
-    #: otherwise.
+    #: For MTP layers only: the hidden state before each token, float32[n_embd], or None for zeros.
     hidden: list[Hidden | None] = field(default_factory=list)
 
     @staticmethod
@@ -46,7 +45,14 @@ class Batch:
         n_wanted: int = 0,
         sequence: int = 0,
     ) -> Batch:
-        """Return rows of a text, from position `start` on; the last `n_wanted` want logits."""
+        """Return rows for tokens of one sequence.
+
+        Args:
+            tokens: The tokens.
+            start: The position of the first one.
+            n_wanted: The number of rows, at the end of the batch, whose logits will be read.
+            sequence: The sequence.
+        """
         n = len(tokens)
         wants_logits = [row >= n - n_wanted for row in range(n)]
         return Batch([*tokens], [*range(start, start + n)], [(sequence,)] * n, wants_logits)
@@ -61,7 +67,7 @@ class Batch:
         sequences: tuple[int, ...],
         wants: bool,
     ) -> None:
-        """Add a row."""
+        """Add a row; `wants` is whether its logits will be read."""
         self.tokens.append(token)
         self.positions.append(position)
         self.sequences.append(sequences)
@@ -80,24 +86,25 @@ class Batch:
 class Backend(Protocol):
     """A model and its KV cache."""
 
-    #: The values of a row of logits.
+    #: The number of values in a row of logits.
     n_vocab: int
-    #: The cells of the cache.
+    #: The number of cells in the cache.
     n_ctx: int
-    #: The most rows of a prompt that are decoded at once.
+    #: The maximum number of prompt rows in a batch.
     n_batch: int
-    #: The most rows of a batch that may want logits.
+    #: The maximum number of rows in a batch that may want logits.
     n_outputs: int
-    #: The sequences are 0 to `n_sequences` - 1. They may share cells, which trees need, if
+    #: The sequences are 0 to `n_sequences` - 1. They can share cells, as trees require, only if
     #: `rollback` is "cells".
     n_sequences: int
+    #: How the end of a sequence is dropped.
     rollback: Rollback
-    #: All rows that were decoded so far, with those that a rollback decoded again.
+    #: The number of rows that were decoded so far, including those that a rollback decoded again.
     n_decoded_rows: int
-    #: Whether decodes take less time while batches keep their size.
+    #: Whether decodes are faster as long as the size of batches does not change.
     replays_graphs: bool
-    #: If it is set, it is asked during decodes, where that is possible (not on a GPU). If it
-    #: returns True, the decode ends with a `DecodeEndedError`, and the text is as it was before.
+    #: If set, it is called during decodes where that is possible (not on a GPU). Once it returns
+    #: True, the decode ends with a `DecodeEndedError`, and the text is as it was before.
     is_unwanted: Callable[[], bool] | None
 
     @property
@@ -106,7 +113,7 @@ class Backend(Protocol):
 
     @property
     def decode_s(self) -> float:
-        """The seconds of all decodes and rollbacks so far."""
+        """The total seconds of all decodes and rollbacks so far."""
 
     def decode(self, batch: Batch) -> Logits:
         """Extend the cache by a batch.
@@ -123,9 +130,9 @@ class Backend(Protocol):
         """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode.
 
         Args:
-            batch: The rows; at most `n_outputs` without `all_rows`.
-            all_rows: Return the states of all rows, as a draft reads them; otherwise the final
-                states of the rows that want logits.
+            batch: The rows. Without `all_rows` there may be at most `n_outputs`.
+            all_rows: Whether to return the states of all rows, in the form that draft models read.
+                Otherwise the final states of the rows that want logits are returned.
 
         Raises:
             BackendError: If the batch could not be decoded, or if there are no hidden states.
@@ -135,24 +142,27 @@ class Backend(Protocol):
         """Return the number of tokens in a sequence."""
 
     def text(self, sequence: int) -> Sequence[int]:
-        """Return the tokens of a sequence, not to be kept.
+        """Return the tokens of a sequence, a view that later decodes change.
 
-        After a failed decode, these may be only the first ones.
+        After a failed decode, tokens at the end may be missing.
         """
 
     def checkpoint(self, sequence: int) -> None:
-        """Announce that tokens from here on may be dropped, so that `remove` must be cheap.
+        """Announce that the tokens to come may be dropped again, so that `remove` should be cheap.
 
-        It is called before a draft is decoded.
+        The loop calls it before it decodes a draft.
         """
 
     def anchor(self, sequence: int) -> None:
-        """Keep the present state of a text until the next anchor: `remove` can go back to it."""
+        """Keep the current state of a sequence, so that `remove` can go back to it.
+
+        It is kept until the next anchor.
+        """
 
     def way_back(self, sequence: int, n: int) -> int:
-        """Return the most of a text's first `n` tokens that `remove` can go back to for free.
+        """Return how many of a sequence's first `n` tokens `remove` can keep at no cost.
 
-        That is without decoding them again.
+        At no cost means: without decoding any of them again.
         """
 
     def copy(
@@ -162,14 +172,17 @@ class Backend(Protocol):
         start: int = 0,
         end: int = -1,
     ) -> None:
-        """Let cells of `source` belong to `destination`, too: `start` to `end`, or to the end."""
+        """Let the cells of `source` from `start` to `end` also belong to `destination`.
+
+        The default `end` is the end of the sequence.
+        """
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from position `start` on.
 
         Raises:
-            RollbackError: If the cache cannot, perhaps only in the next decode. The state of the
-                cache is unknown then.
+            RollbackError: If the cache cannot drop them. The error may come only with the next
+                decode. The state of the cache is undefined then.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The drafters of one text, in the order in which they are asked."""
+"""The drafters of one text: a free one that is asked first, and one that decodes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from specgen.method.text_state import TextState
 
 @dataclass(slots=True)
 class Cascade:
-    """What drafts for one text: a free drafter, one that decodes, or both.
+    """The drafters of one text: a free one, one that decodes, or both.
 
-    In each round `look_up` comes first, so that the plan, which `propose` carries out, knows what
-    was found for free.
+    In each round, `look_up` asks the free drafter first. Then a policy makes a plan, knowing what
+    was found, and `propose` carries it out.
     """
 
     #: A drafter that decodes nothing (n-grams).
     free: Drafter | None = None
     #: A drafter that decodes (a draft model).
     model: Drafter | None = None
-    #: The text, whose grammar what is found must obey; None if there is no grammar to obey.
+    #: The text, for its grammar, which cuts what the free drafter finds; None for no grammar.
     state: TextState | None = None
 
     @property
@@ -42,12 +42,16 @@ class Cascade:
 
         Args:
             context: The committed tokens, then `n_drafted` drafted ones.
-            n_max: The most tokens to find.
+            n_max: The maximum number of tokens to find.
             n_drafted: The number of tokens at the end of `context` that are not committed.
+
+        Raises:
+            BackendError: If the free drafter asks for a decode.
         """
         if self.free is None or n_max < 1:
             return NO_DRAFT
         try:
+            # A drafter that needs no decode returns its draft at once, without yielding.
             next(self.free.propose(context, RoundPlan("fixed", n_max), n_drafted))
         except StopIteration as ended:
             found: Draft = ended.value
@@ -75,7 +79,7 @@ class Cascade:
                 drafter.observe(result)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all but the first `n_tokens` of the text; another text follows these."""
+        """Forget all but the first `n_tokens` of the text, since another text follows them."""
         for drafter in (self.free, self.model):
             if drafter is not None:
                 drafter.rewind(n_tokens)

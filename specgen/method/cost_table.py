@@ -1,8 +1,8 @@
 """What decodes cost: `CostTable`, and the `Price` of drafting that follows from it.
 
-Costs are observed, since they are jagged (one more row may double the time, or cost nothing) and
-differ between machines. `specgen.session.calibration` measures them for the first time, and
-`specgen.session.measurement_store` keeps them.
+Costs are measured, not modelled: they are jagged (one more row may double the time, or cost
+nothing) and differ between machines. `specgen.session.calibration` measures them for the first
+time, and `specgen.session.measurement_store` keeps them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 from specgen.system.arrays import interpolate
 
-# A decode that takes d times the expected seconds corrects the entry of its size by a power of d,
-# and the machine's speed by another. Work of other programs changes the machine's speed, but hardly
-# what one size costs relative to another.
+# If a decode takes d times as long as expected, the entry of its size is multiplied by one power of
+# d, and the slowness of the machine by another. The latter adapts faster: other programs slow the
+# machine down, but hardly change what one size costs relative to another.
+#: The exponent for the entry of a size that was observed often.
 _SIZE_RATE = 0.05
+#: The exponent for the slowness of the machine.
 _SPEED_RATE = 0.2
-#: The largest d that counts: a machine that is busy for a moment says nothing about the model.
+#: The limit for d: a machine that is busy for a moment reveals nothing about the model.
 _MAX_DEVIATION = 1.5
-#: A measured size counts as this many observations.
+#: A size from the calibration counts as this many observations.
 _N_MEASURED = 20
 
 
@@ -31,8 +33,8 @@ class Price:
     first_s: float
     #: Each further token.
     next_s: float
-    #: Once, before the first token: the prefill of what the drafter has not read yet, beyond the
-    #: last round's tokens. It is an investment in later rounds, and `seconds` leaves it out.
+    #: The prefill before the first token, of what the drafter has not decoded yet, apart from the
+    #: last round's tokens. It is an investment in later rounds, and not part of `seconds`.
     prefill_s: float = 0.0
 
     def seconds(self, n_drafted: int) -> float:
@@ -53,12 +55,12 @@ class CostTable:
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
         measured = sorted((seconds or {}).items())
-        #: The seconds of each known size, at the machine's speed when it was measured.
+        #: The seconds of each known size, while the machine's slowness is 1.
         self._seconds = {n: size_s for n, size_s in measured if n > 0 and size_s > 0.0}
         self._n_observed = dict.fromkeys(self._seconds, _N_MEASURED)
-        #: The machine's present seconds over those of the table.
+        #: The current seconds of decodes divided by those in the table.
         self._slowness = 1.0
-        #: The number of sequences that the last decode served at once.
+        #: The number of sequences that shared the last decode.
         self.n_sharing = 1
 
     def __bool__(self) -> bool:
@@ -67,14 +69,14 @@ class CostTable:
 
     @property
     def known(self) -> dict[int, float]:
-        """The seconds of each known size, at the machine's present speed."""
+        """The seconds of each known size, at the machine's current speed."""
         return {n_rows: seconds * self._slowness for n_rows, seconds in self._seconds.items()}
 
     def seconds(self, n_rows: int) -> float:
-        """Return the expected seconds of a batch; 0 for no rows.
+        """Return the expected seconds of a batch of `n_rows` rows; 0 for no rows.
 
         Raises:
-            LookupError: If no size is known.
+            LookupError: If the cost of no size is known.
         """
         known = self._seconds
         if n_rows <= 0:
@@ -90,29 +92,31 @@ class CostTable:
         return self._slowness * interpolate(n_rows, sizes, [known[size] for size in sizes])
 
     def seconds_each(self, n_rows: int) -> float:
-        """Return one sequence's share of a decode in which all sequences have `n_rows` rows.
+        """Return one sequence's share of the seconds of a batch in which each has `n_rows` rows.
 
-        It is 0 while nothing is known.
+        The number of sequences is that of the last decode. The result is 0 while nothing is known.
         """
         if not self._seconds:
             return 0.0
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def share_of_batch(self, n_drafted: int, n_rows: int) -> float:
-        """Return one sequence's share of the cost of a batch.
+        """Return one sequence's share of the cost of a batch, between 0 and 1.
+
+        Without drafts the batch would have one row for each sequence. That cost is shared equally,
+        the rest in proportion to drafted rows.
 
         Args:
-            n_drafted: The sequence's drafted rows.
-            n_rows: All rows of the batch. Without drafts it would have one row for each sequence:
-                these are shared equally, and the others in proportion to drafted rows.
+            n_drafted: The number of rows that the sequence drafted.
+            n_rows: The number of all rows in the batch.
         """
         n_plain = self.n_sharing
         if n_plain == 1 or n_rows <= n_plain:
             return 1.0 / n_plain
         plain_s = self.seconds(n_plain)
         batch_s = max(plain_s, self.seconds(n_rows))
-        share_of_drafts = n_drafted / (n_rows - n_plain)
-        return (plain_s / n_plain + share_of_drafts * (batch_s - plain_s)) / batch_s
+        share_of_drafted = n_drafted / (n_rows - n_plain)
+        return (plain_s / n_plain + share_of_drafted * (batch_s - plain_s)) / batch_s
 
     def price_of_draft(
         self,
@@ -120,12 +124,13 @@ class CostTable:
         n_usual: int,
         n_extra_steps: int = 0,
     ) -> Price:
-        """Return the price of a draft by a model with these costs.
+        """Return the price of drafting with a model that has these costs.
 
         Args:
-            n_unread: Tokens of the text that the model decodes before its first draft step.
-            n_usual: The most of these that belong to a round. The others are prefill.
-            n_extra_steps: Decodes of a single token between the two.
+            n_unread: The number of tokens that the model has to decode before its first draft step.
+            n_usual: How many of these at most are part of the price of every round. The others
+                count as prefill.
+            n_extra_steps: The number of further decodes, of one token each, before the first step.
         """
         first_s = self.seconds_each(min(n_unread, n_usual))
         next_s = self.seconds_each(1)
@@ -133,7 +138,7 @@ class CostTable:
         return Price(first_s + n_extra_steps * next_s, next_s, prefill_s)
 
     def set_seconds(self, n_rows: int, seconds: float) -> None:
-        """Replace what is known of a size by a measurement."""
+        """Replace the entry of a size with a measurement."""
         if n_rows > 0 and seconds > 0.0:
             self._seconds[n_rows] = seconds / self._slowness
 
@@ -143,7 +148,13 @@ class CostTable:
         seconds: float,
         n_sharing: int = 1,
     ) -> None:
-        """Learn from a decode of `n_rows` rows, which served `n_sharing` sequences."""
+        """Learn from a decode.
+
+        Args:
+            n_rows: The number of rows in the batch.
+            seconds: The time that it took. A decode without a measured time is ignored.
+            n_sharing: The number of sequences that shared the batch.
+        """
         if n_rows <= 0 or not seconds > 0.0:
             return
         self.n_sharing = n_sharing
@@ -151,11 +162,11 @@ class CostTable:
         expected_s = self.seconds(n_rows) if self._seconds else seconds
         deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, seconds / expected_s))
 
-        # The first observations of a size count more than later ones.
+        # The first observations of a size change its entry more than later ones.
         n_seen = self._n_observed.get(n_rows, 0)
         self._n_observed[n_rows] = n_seen + 1
         rate = max(_SIZE_RATE, 1 / (n_seen + 3))
         corrected_s = expected_s * deviation**rate
         self._seconds[n_rows] = corrected_s / self._slowness
-        if is_known:  # the cost of a new size was only a rough guess by the other ones
+        if is_known:  # the expected cost of a new size was only interpolated
             self._slowness *= deviation**_SPEED_RATE

@@ -1,6 +1,6 @@
 """A draft: the small tree of tokens that the target checks in one batch.
 
-`pack` puts a draft into a batch of the target, `keep_path` drops what was rejected from its cache.
+`pack` adds a draft to a batch of the target, `keep_path` drops what was rejected from the cache.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from specgen.method.backend import Backend, Batch
 from specgen.text.sampling.distribution import Distribution
 
-#: Parent of the nodes that follow the last committed token. Its logits are row 0, those of node i
-#: are row i + 1.
+#: The parent of the nodes that follow the last committed token. Row 0 of a draft's logits belongs
+#: to it, and row i + 1 to node i.
 ROOT = -1
 
 
@@ -33,30 +33,30 @@ class Draft:
     #: The drafter's probability of each token, where it has one. Policies and the display use it,
     #: verifiers do not.
     probabilities: tuple[float | None, ...]
-    #: What each token was sampled from at random, given its earlier siblings; None for a token that
-    #: was chosen deterministically (an argmax, an n-gram match). Testing a token against a
-    #: distribution that it was not sampled from would bias the text. So would leaving out a sampled
-    #: token because of what it is.
+    #: The distribution from which each token was sampled, given its earlier siblings; None for a
+    #: token that was chosen deterministically (an argmax, an n-gram match). To verify a token with
+    #: a distribution that it was not sampled from would bias the text. So would leaving out a
+    #: sampled token because of its value.
     distributions: tuple[Distribution | None, ...]
     #: Chains that were sampled independently of each other, in the order in which they were
     #: sampled: the nodes of each, from a child of the root down. Chains share the nodes of a common
     #: prefix, so a token that was sampled twice is decoded once and judged twice.
     walks: tuple[tuple[int, ...], ...] = ()
-    #: The drafter's largest probability at each draft step. In a chain, entry i is from the step
-    #: before token i; one more step may have ended the draft.
+    #: The drafter's largest probability at each draft step. In a chain, entry i belongs to the step
+    #: that drafted token i, and a last entry may belong to a step whose token was not kept.
     step_confidences: tuple[float, ...] = field(default=(), compare=False)
-    #: What a cheaper drafter guessed of this draft, in words for the display.
+    #: For the display: which part of this draft a cheaper drafter guessed, in words.
     guesses: str = field(default="", compare=False)
     #: The depth of each node, from 0.
     depths: Sequence[int] = field(init=False, repr=False, compare=False)
     #: The rank of each node among its siblings, from 0.
     ranks: Sequence[int] = field(init=False, repr=False, compare=False)
-    #: The children of each node, in the order in which they were drafted. Those of `ROOT`, -1, come
-    #: last.
+    #: The children of each node, in the order in which they were drafted. `ROOT` is -1, so its
+    #: children are the last entry.
     children: Sequence[Sequence[int]] = field(init=False, repr=False, compare=False)
     #: Whether each node is the only child of the one before.
     is_chain: bool = field(init=False, repr=False, compare=False)
-    #: Whether any token was sampled at random. No node of such a draft is left out.
+    #: Whether any token was sampled at random. No node of such a draft may be left out.
     is_sampled: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +91,10 @@ class Draft:
         distributions: Sequence[Distribution | None] = (),
         step_confidences: Sequence[float] = (),
     ) -> Draft:
-        """Return a draft with one branch; see the fields of the class."""
+        """Return a draft with one branch, whose tokens all have the same origin.
+
+        The other arguments are fields of the class. Empty ones mean None for each token.
+        """
         n = len(tokens)
         return cls(
             tuple(tokens),
@@ -114,13 +117,13 @@ class Draft:
         return nodes[::-1]
 
     def text(self, node: int) -> tuple[int, ...]:
-        """Return the tokens from a child of the root down to `node`, inclusive."""
+        """Return the tokens from a child of the root down to `node`, inclusive; none for `ROOT`."""
         if self.is_chain:
             return self.tokens[: node + 1]
-        return tuple([self.tokens[each] for each in self.path(node)])
+        return tuple([self.tokens[ancestor] for ancestor in self.path(node)])
 
     def paths(self) -> list[list[int]]:
-        """Return the path to each leaf; a single empty path if there is no draft."""
+        """Return the path to each leaf; a single empty path if the draft is empty."""
         leaves = [node for node in range(len(self.tokens)) if not self.children[node]]
         return [self.path(leaf) for leaf in leaves] or [[]]
 
@@ -129,7 +132,10 @@ class Draft:
         return self.only(range(min(n, len(self.tokens))))
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """Return a draft of these nodes, in this order, in which parents come first.
+        """Return a draft of these nodes, in this order.
+
+        Args:
+            nodes: The nodes. Parents have to come before their children.
 
         Raises:
             ValueError: If a node of independent walks is left out.
@@ -158,15 +164,19 @@ NO_DRAFT = Draft((), (), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The sequence ids that one text has in a cache, one for each branch of a draft."""
+    """The consecutive sequences of one text in a cache: one for each branch of a draft."""
 
-    #: The sequence that holds the committed text, and the draft's first branch.
+    #: The sequence that holds the committed text and the draft's first branch.
     first: int = 0
     #: The number of sequences, `first` included.
     n_branches: int = 1
 
     def paths(self, draft: Draft) -> dict[int, list[int]]:
-        """Return a draft's paths by the sequences that hold them, `first` being the first."""
+        """Return a draft's paths by the sequence that holds each of them.
+
+        Raises:
+            ValueError: If there are more paths than sequences.
+        """
         paths = draft.paths()
         if len(paths) > self.n_branches:
             raise ValueError(
@@ -184,17 +194,17 @@ def pack(
 ) -> range:
     """Add a text's rows to a batch: the pending tokens, then the draft.
 
-    Logits are wanted of the last pending token, which is the draft's root, and of every node.
+    The last pending token, which is the root of the draft, and every node want logits.
 
     Args:
-        batch: The target's batch, which may hold rows of other texts.
-        backend: The target, which shares the text's cells with the branches of the draft.
+        batch: The target's batch, which may already have rows of other texts.
+        backend: The target. The branches of the draft get to share the text's cells in its cache.
         slot: The text's sequences.
-        pending: The committed tokens that the cache lacks, at least one.
-        draft: The draft, perhaps none.
+        pending: The committed tokens that are not in the cache yet, at least one.
+        draft: The draft, which may be empty.
 
     Returns:
-        The row numbers of the pending tokens.
+        The rows of the pending tokens in the batch.
     """
     n_past = backend.length(slot.first)
     if len(draft):
@@ -228,15 +238,16 @@ def keep_path(
 ) -> None:
     """Drop a decoded draft from the cache, except for the accepted `path`."""
     if len(path) == len(draft.tokens):
-        return  # all was accepted, so there was one branch
+        return  # everything was accepted, so there is only one branch
     paths = slot.paths(draft)
-    n_before = backend.length(slot.first) - len(paths[slot.first])
+    # The first sequence holds the committed text and the first branch.
+    n_committed = backend.length(slot.first) - len(paths[slot.first])
     if path:
-        accepted = next(sequence for sequence, nodes in paths.items() if path[-1] in nodes)
-        if accepted != slot.first:
-            backend.remove(slot.first, n_before)
-            backend.copy(accepted, slot.first, n_before, n_before + len(path))
-    backend.remove(slot.first, n_before + len(path))
+        accepted_sequence = next(sequence for sequence, nodes in paths.items() if path[-1] in nodes)
+        if accepted_sequence != slot.first:  # replace the first branch with the accepted one
+            backend.remove(slot.first, n_committed)
+            backend.copy(accepted_sequence, slot.first, n_committed, n_committed + len(path))
+    backend.remove(slot.first, n_committed + len(path))
     for sequence in paths:
         if sequence != slot.first:
             backend.remove(sequence)

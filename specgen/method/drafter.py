@@ -1,4 +1,4 @@
-"""What a drafter is to the loop, and how the drafts of several sequences are made together."""
+"""The interface between the loop and drafters, and drafting for several sequences at once."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Clock: TypeAlias = Callable[[], float]
 
 
 def never() -> bool:
-    """Return False: nothing is interrupted."""
+    """Return False: the default for callbacks that can stop something."""
     return False
 
 
 class HiddenStateSink(Protocol):
     """Takes the target's hidden states of one text from the loop, for a drafter that reads them."""
 
-    #: Whether it takes the states of every row, also of the prompt's. Otherwise it takes the final
-    #: states of rows that have logits, in rounds only.
+    #: Whether it takes the states of every row, even those of the prompt. Otherwise it takes the
+    #: final states of rows with logits, and only in rounds.
     all_rows: ClassVar[bool]
 
     def keep_states(
@@ -56,14 +56,16 @@ class HiddenStateSink(Protocol):
         Args:
             rows: The states, float32[n, n_embd].
             text: The text's tokens.
-            n_decoded: The number of tokens, from the beginning of the text, that are decoded.
+            n_decoded: The number of tokens at the beginning of the text that are decoded by now.
+                The last row belongs to the last of them.
         """
 
 
 class Drafter(Protocol):
     """Proposes drafts for one sequence.
 
-    It never changes the text, only how soon that comes. If it fails, the loop goes on without it.
+    A drafter never changes the text, only how fast it is generated. If it fails, the loop goes on
+    without it.
     """
 
     #: Takes the target's hidden states, if the drafter reads any.
@@ -71,10 +73,10 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str:
-        """The origin of its tokens."""
+        """The name that its tokens have as their origin."""
 
     def price(self, n_context: int) -> Price:
-        """Return what drafting would cost now, after a text of `n_context` tokens."""
+        """Return the current price of drafting after a text of `n_context` tokens."""
 
     def propose(
         self,
@@ -85,9 +87,10 @@ class Drafter(Protocol):
         """Draft tokens that follow `context`, as far as `plan.after_draft_step` allows.
 
         Args:
-            context: All committed tokens, then `n_drafted` tokens that another drafter proposed. It
-                is the caller's list, and only grows from call to call, unless `rewind` is called.
-            plan: The plan, which allows at most `plan.n_max` >= 1 tokens.
+            context: All committed tokens, then `n_drafted` tokens that another drafter proposed.
+                The list belongs to the caller. It only grows from call to call, unless `rewind` is
+                called.
+            plan: The plan, which allows at most `plan.n_max` tokens, one or more.
             n_drafted: The number of tokens at the end of `context` that are not committed.
         """
 
@@ -98,14 +101,17 @@ class Drafter(Protocol):
     def rewind(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens` of the text.
 
-        Only drafters that serve other drafters are asked to.
+        This is called only for drafters that draft for another drafter.
+
+        Raises:
+            BackendError: Always, unless a drafter overrides it.
         """
         raise BackendError(f"{self.name} cannot go back to {n_tokens} tokens")
 
 
 def ready(draft: Draft) -> Drafting:
-    """Return a draft in progress that needs no decode."""
-    yield from ()
+    """Return a draft in progress that is finished and needs no decode."""
+    yield from ()  # makes this function a generator
     return draft
 
 
@@ -116,23 +122,29 @@ class Proposal:
     drafting: Drafting
     #: The finished draft.
     draft: Draft = NO_DRAFT
-    #: What the drafter, or one of its decodes, raised.
+    #: The exception that the drafter or one of its decodes raised.
     error: Exception | None = None
-    #: Seconds of the model's decodes, and of all drafting: of shared batches the sequence's share.
+    #: The seconds of decodes; of a shared batch, the sequence's share.
     model_s: float = 0.0
+    #: The seconds of all drafting, including `model_s`.
     seconds: float = 0.0
-    #: The decode that the drafting waits for; None once it is done.
+    #: The decode that the drafter waits for; None once the drafting has ended.
     ask: Ask | None = None
 
     def resume(self, logits: Logits | None, clock: Clock) -> None:
-        """Continue with the logits that were asked for, up to the next decode or the end."""
+        """Continue up to the next decode or the end.
+
+        Args:
+            logits: The logits that the drafter asked for; None to start it.
+            clock: The clock.
+        """
         started_s = clock()
         self.ask = None
         try:
             self.ask = next(self.drafting) if logits is None else self.drafting.send(logits)
         except StopIteration as ended:
             self.draft = ended.value
-        except Exception as error:  # noqa: BLE001 - also a bug in a drafter
+        except Exception as error:  # noqa: BLE001 - even a bug in a drafter
             self.error = error
         self.seconds += clock() - started_s
 
@@ -142,17 +154,25 @@ def propose_together(
     clock: Clock,
     interrupted: Callable[[], bool] = never,
 ) -> list[Proposal]:
-    """Make drafts side by side: the decodes that they need in one cache become one batch.
+    """Make several drafts at once: decodes that they need in the same cache become one batch.
 
-    A drafting that raises gets an `error`, and the others go on. The error of a decode is that of
-    all draftings that asked for it. Once `interrupted` returns True between decodes, the draftings
-    that are not done have no draft.
+    If a drafter raises, its proposal gets the `error`, and the others go on. If a decode fails, all
+    proposals that waited for it get the error.
+
+    Args:
+        draftings: The drafts in progress.
+        clock: The clock.
+        interrupted: Called between decodes. Once it returns True, the drafts that are not finished
+            stay empty.
+
+    Returns:
+        A proposal for each of `draftings`.
     """
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         proposal.resume(None, clock)
     n_sharing = sum(proposal.ask is not None for proposal in proposals)
-    while waiting := [(each, each.ask) for each in proposals if each.ask is not None]:
+    while waiting := _waiting(proposals):
         if interrupted():
             for proposal, _ in waiting:
                 proposal.drafting.close()
@@ -161,19 +181,30 @@ def propose_together(
     return proposals
 
 
+def _waiting(proposals: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
+    """Return the proposals that wait for a decode, each with that decode."""
+    return [(proposal, proposal.ask) for proposal in proposals if proposal.ask is not None]
+
+
 def _decode_next(
     waiting: Sequence[tuple[Proposal, Ask]],
     n_sharing: int,
     clock: Clock,
 ) -> None:
-    """Decode what the first drafting waits for, with what fits of the others in the same cache."""
-    together = _in_one_batch(waiting)
-    _, first_ask = together[0]
+    """Decode what the first proposal waits for, together with others in the same cache.
+
+    Args:
+        waiting: The proposals that wait for a decode.
+        n_sharing: The number of sequences that draft, for the cost table.
+        clock: The clock.
+    """
+    members = _in_one_batch(waiting)
+    _, first_ask = members[0]
     backend = first_ask.backend
     batch = first_ask.batch
-    if len(together) > 1:
+    if len(members) > 1:
         batch = Batch()
-        for _, ask in together:
+        for _, ask in members:
             batch.extend(ask.batch)
 
     started_s = clock()
@@ -182,15 +213,15 @@ def _decode_next(
         logits = backend.decode(batch)
         model_s = backend.decode_s - decode_s_before
         first_ask.costs.observe(len(batch), model_s, n_sharing)
-    except Exception as error:  # noqa: BLE001 - drafting ends, and not the answers
-        for proposal, _ in together:
+    except Exception as error:  # noqa: BLE001 - drafting ends, the answers go on
+        for proposal, _ in members:
             proposal.ask = None
             proposal.error = error
         return
     seconds = clock() - started_s
 
-    first_row = 0
-    for proposal, ask in together:
+    first_row = 0  # of the proposal's logits
+    for proposal, ask in members:
         share = len(ask.batch) / len(batch)
         proposal.model_s += share * model_s
         proposal.seconds += share * seconds
@@ -200,26 +231,27 @@ def _decode_next(
 
 
 def _in_one_batch(waiting: Sequence[tuple[Proposal, Ask]]) -> list[tuple[Proposal, Ask]]:
-    """Return the first drafting that waits, and those whose rows fit into its batch."""
+    """Return the first proposal that waits, and those whose decodes fit into the same batch."""
     first, *others = waiting
-    backend = first[1].backend
+    _, first_ask = first
+    backend = first_ask.backend
     n_rows_max = max(backend.n_batch, backend.n_outputs)
-    n_rows = len(first[1].batch)
-    n_wanted = sum(first[1].batch.wants_logits)
-    together = [first]
+    n_rows = len(first_ask.batch)
+    n_wanted = sum(first_ask.batch.wants_logits)
+    members = [first]
     for proposal, ask in others:
-        n_rows_then = n_rows + len(ask.batch)
-        n_wanted_then = n_wanted + sum(ask.batch.wants_logits)
-        has_room = n_rows_then <= n_rows_max and n_wanted_then <= backend.n_outputs
+        new_n_rows = n_rows + len(ask.batch)
+        new_n_wanted = n_wanted + sum(ask.batch.wants_logits)
+        has_room = new_n_rows <= n_rows_max and new_n_wanted <= backend.n_outputs
         if ask.backend is backend and has_room:
-            together.append((proposal, ask))
-            n_rows = n_rows_then
-            n_wanted = n_wanted_then
-    return together
+            members.append((proposal, ask))
+            n_rows = new_n_rows
+            n_wanted = new_n_wanted
+    return members
 
 
 def draft_alone(drafting: Drafting) -> Draft:
-    """Make a draft, or raise its error."""
+    """Finish a single draft, and return it. Any error of the drafter or of a decode is raised."""
     (proposal,) = propose_together([drafting], lambda: 0.0)
     if proposal.error is not None:
         raise proposal.error
@@ -231,9 +263,17 @@ def invalid_draft_error(
     n_max: int,
     n_vocab: int,
 ) -> BackendError | None:
-    """Return an error unless a proposal is a draft of at most `n_max` tokens of the vocabulary.
+    """Return an error if a drafter did not return a draft that can be decoded.
 
-    Decoding anything else would fail for all answers of the batch.
+    Decoding anything else would fail for all answers in the batch.
+
+    Args:
+        draft: What the drafter returned.
+        n_max: The maximum number of tokens.
+        n_vocab: The size of the vocabulary.
+
+    Returns:
+        The error; None if this is a draft of at most `n_max` tokens of the vocabulary.
     """
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else [draft]
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)

@@ -1,4 +1,4 @@
-"""The target's hidden states along a text, for drafts that read them."""
+"""The target's hidden states along a text, for drafters that read them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specgen.method.backend import Backend
 from specgen.system.arrays import Hidden
 from specgen.text.overlap import common_prefix_length
 
-#: The most states that wait for a draft to read them.
-_N_UNREAD = 256
-#: The most states that were read and are kept, for a text that is rolled back.
-_N_KEPT = 32
+#: The maximum number of states that are stored until a drafter reads them.
+_MAX_UNREAD = 256
+#: The number of read states that are kept in case the text is rolled back.
+_N_KEPT_READ = 32
 
 
 class HiddenStateBuffer:
@@ -26,8 +26,9 @@ class HiddenStateBuffer:
     def __init__(self) -> None:
         #: The text that the target decoded.
         self.tokens: list[int] = []
-        #: The states after its tokens from `first` on, float32[n_embd] each.
+        #: The states after the tokens from index `first` on, float32[n_embd] each.
         self.states: list[Hidden] = []
+        #: The index of the first token whose state is stored.
         self.first = 0
 
     @property
@@ -42,7 +43,12 @@ class HiddenStateBuffer:
         return self.states[index - self.first]
 
     def begin(self, text: Sequence[int], others: Iterable[HiddenStateBuffer] = ()) -> None:
-        """Begin another text, with what this buffer, or one of `others`, knows of its prefix."""
+        """Begin another text, with the states of its longest prefix in this or another buffer.
+
+        Args:
+            text: The tokens of the text.
+            others: Other buffers to look for a prefix in.
+        """
         lengths = {buffer: common_prefix_length(buffer.tokens, text) for buffer in (self, *others)}
         best = max(lengths, key=lengths.__getitem__)
         self.tokens = best.tokens[:]
@@ -57,7 +63,7 @@ class HiddenStateBuffer:
         n_decoded: int,
     ) -> None:
         """Store copies of states; see `HiddenStateSink.keep_states`."""
-        start = n_decoded - len(rows)
+        start = n_decoded - len(rows)  # the index of the first row's token
         if start > len(self.tokens):  # the states of some tokens are missing
             self.states.clear()
             self.first = start
@@ -65,11 +71,11 @@ class HiddenStateBuffer:
             self.rewind(start)
         self.tokens.extend(text[len(self.tokens) : n_decoded])
         self.states.extend(rows.copy())
-        self._drop(len(self.states) - _N_UNREAD)
+        self._drop(len(self.states) - _MAX_UNREAD)
 
     def forget(self, n_tokens: int) -> None:
-        """Forget the states after the first `n_tokens` tokens, except for the last few of them."""
-        self._drop(n_tokens - _N_KEPT - self.first)
+        """Forget the states of the first `n_tokens` tokens, except for the last few of them."""
+        self._drop(n_tokens - _N_KEPT_READ - self.first)
 
     def rewind(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens` of the text."""
@@ -87,26 +93,27 @@ class HiddenStateBuffer:
 
 @runtime_checkable
 class StatesBackend(Backend, Protocol):
-    """A context of a draft that reads the target's states, one for each row (`Batch.hidden`)."""
+    """A draft model's backend that reads a hidden state with each row (`Batch.hidden`)."""
 
     @property
     def hidden_states_by_slot(self) -> Sequence[HiddenStateBuffer]:
-        """The target's states along the text of each slot."""
+        """The target's hidden states along the text of each slot."""
 
     def state(self, sequence: int) -> Hidden:
-        """Return the state of a sequence's last row that wanted logits, float32[n_embd].
+        """Return the hidden state of a sequence's last row that wanted logits, float32[n_embd].
 
-        The next row reads it.
+        The next row has to be decoded with it.
         """
 
 
 class LastHiddenState:
-    """The target's final hidden state after the last token, from which decoder heads draft."""
+    """The target's final hidden state after the last token, which decoder heads draft from."""
 
     all_rows: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        #: The number of tokens that the target decoded, and the state, float32[n_embd].
+        #: The number of tokens that the target decoded, and the state after them, float32[n_embd];
+        #: None before the first round.
         self.last: tuple[int, Hidden] | None = None
 
     def keep_states(

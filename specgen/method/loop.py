@@ -29,30 +29,31 @@ from specgen.text.sampling.distribution import Distribution
 if TYPE_CHECKING:
     from specgen.method.answer_state import AnswerState
 
-#: The most committed tokens in a round's batch; more are decoded before.
+#: The maximum number of one answer's pending tokens in a round's batch. If there are more, they are
+#: decoded before.
 _MAX_PENDING = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedBatch:
-    """What the decode of a round's batch returned."""
+    """The result of decoding a round's batch."""
 
     #: The logits of the rows that want them, float32[n_wanted, n_vocab].
     logits: Logits
-    #: The hidden states, float32[n, n_embd], if a drafter needs them.
+    #: The hidden states, float32[n, n_embd], if a drafter reads them.
     hidden: Hidden | None = None
-    #: The seconds of other work in the same batch.
+    #: The seconds of the decode that belong to other work, such as the prefill of another answer.
     other_s: float = 0.0
 
 
-#: Decodes a round's batch for its answers, and adds to the round's events.
+#: Decodes a round's batch for its answers, and may add events to those of the round.
 Decode: TypeAlias = Callable[[Batch, Sequence["AnswerState"], list[Event]], DecodedBatch]
 #: An answer, and its part of a round.
 _Turn: TypeAlias = tuple["AnswerState", RoundResult]
 
 
 class Loop:
-    """Rounds with one target, repeated by whoever holds the answers (`method/answer_loop.py`)."""
+    """The rounds of one target; `method/answer_loop.py` repeats them until answers end."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class Loop:
         Args:
             target: The target model with its cache.
             clock: Returns the seconds of a monotonic clock.
-            interrupted: Asked between decodes. Once it returns True, answers finish with what they
-                have.
+            interrupted: Called between decodes. Once it returns True, answers end with the text
+                that they have.
         """
         self.target = target
         self.clock = clock
@@ -75,7 +76,7 @@ class Loop:
 
     @property
     def now_s(self) -> float:
-        """The seconds since the loop was made: the time of events."""
+        """The seconds since the loop was created, which is the time of events."""
         return self.clock() - self._started_s
 
     def round(self, answers: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
@@ -91,15 +92,15 @@ class Loop:
                       Algorithm 1, `ResidualVerifier`, from norm(max(0, p - q)), or from p after the
                       whole draft
             commit    x becomes x y_1 ... y_k t; the cache forgets the other rows
-            learn     how much was accepted, and what it took
+            learn     how much was accepted, and how long it took
 
         The drafts of all answers are packed into one batch, and verified one by one. If an answer's
         grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
         others go on.
 
         Args:
-            answers: The answers, which are started (their prompts are decoded).
-            decode: Decodes the batch; by default the target alone.
+            answers: The answers. Their prompts have to be decoded.
+            decode: Decodes the batch, perhaps together with other work; None: `Loop.decode`.
 
         Returns:
             The events of the round.
@@ -127,19 +128,23 @@ class Loop:
             first_row = end_row
 
         wall_s = self.clock() - started_s - decoded.other_s
-        for answer in active:  # they share the batch's time equally
+        for answer in active:  # the time is divided equally
             answer.stats.wall_s += wall_s / len(active)
         return events
 
     # --- plan -----------------------------------------------------------------------------------
 
     def _plan(self, answer: AnswerState, n_sequences: int) -> RoundResult:
-        """Plan the answer's draft, for which its free drafter proposes already."""
+        """Ask the answer's free drafter, and plan the draft.
+
+        Returns:
+            The result of the round so far.
+        """
         if answer.cascade is None:
             return RoundResult(RoundPlan(answer.why_undrafted))
         started_s = self.clock()
         try:
-            # The root wants logits, too.
+            # An equal share of the rows with logits, without the row of the root.
             offer = answer.offer(self.target.n_outputs // n_sequences - 1)
             plan = answer.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
@@ -161,10 +166,11 @@ class Loop:
             started_s = self.clock()
             self._take_proposal(answer, result, proposal)
             seconds = proposal.seconds + self.clock() - started_s
-            # Decoder heads, which read the last hidden state alone, ask for no decode: all of their
-            # time counts as one.
-            asks_for_decodes = answer.hidden_states is None or answer.hidden_states.all_rows
-            result.model_s = proposal.model_s if asks_for_decodes else seconds
+            # Decoder heads, which read only the last hidden state, compute without asking for
+            # decodes: all their drafting counts as time of the model.
+            sink = answer.hidden_states
+            is_decoder_head = sink is not None and not sink.all_rows
+            result.model_s = seconds if is_decoder_head else proposal.model_s
             result.draft_s += seconds
 
     def _take_proposal(
@@ -173,7 +179,7 @@ class Loop:
         result: RoundResult,
         proposal: Proposal,
     ) -> None:
-        """Cut what was proposed to the draft that is verified, or note why there is none."""
+        """Cut a proposal down to the draft that is verified, or record why there is none."""
         plan = result.plan
         proposed = proposal.draft
         result.error = proposal.error or invalid_draft_error(
@@ -185,7 +191,7 @@ class Loop:
             result.plan = replace(plan, reason="failed")
             return
         allowed = proposed
-        # Sampled drafts obey the grammar already, and must not be cut.
+        # A sampled draft was sampled within the grammar, and must not be cut.
         if answer.text_state.has_grammar and not proposed.is_sampled:
             allowed = answer.text_state.within_grammar(proposed)
         result.draft = plan.stop.cut(allowed)
@@ -198,8 +204,8 @@ class Loop:
     def _pack(self, turns: Sequence[_Turn]) -> Batch:
         """Return the batch of a round: for each answer its pending tokens, then its draft.
 
-        Pending tokens are committed, and missing in the cache. Usually that is only the last one.
-        If a grammar forced more of them than fit, all but the last are decoded first.
+        Pending tokens are committed but not in the cache yet. Usually that is only the last token.
+        If a grammar forced more tokens than fit into the batch, all but the last are decoded first.
         """
         target = self.target
         batch = Batch()
@@ -207,15 +213,17 @@ class Loop:
         for answer, result in turns:
             tokens = answer.tokens
             last = len(tokens) - 1
-            n_held = target.length(answer.slot.first)
+            n_in_cache = target.length(answer.slot.first)
             n_pending_max = min(n_rows_each - len(result.draft), _MAX_PENDING)
-            if last - n_held >= max(1, n_pending_max):
-                self._decode_silently(answer, n_held, last)
-                n_held = last
+            n_pending_before_last = last - n_in_cache
+            if n_pending_before_last >= max(1, n_pending_max):
+                self._decode_silently(answer, n_in_cache, last)
+                n_in_cache = last
             n_rows_before = len(batch.tokens)
-            result.rows = pack(batch, target, answer.slot, tokens[n_held:], result.draft)
+            result.rows = pack(batch, target, answer.slot, tokens[n_in_cache:], result.draft)
             if answer.hidden_states is not None and not answer.hidden_states.all_rows:
-                # Only rows with logits have hidden states: of the pending tokens, the last one.
+                # Only rows with logits have hidden states. The first one of this answer is that of
+                # its last pending token.
                 n_wanted = sum(batch.wants_logits[:n_rows_before])
                 result.rows = range(n_wanted, n_wanted + 1)
         return batch
@@ -226,7 +234,7 @@ class Loop:
         start: int,
         end: int,
     ) -> None:
-        """Decode tokens of a text without logits, in as many batches as they need."""
+        """Decode an answer's tokens from `start` to `end`, exclusive, without logits."""
         while start < end:
             batch_end = min(end, start + self.target.n_batch)
             batch = Batch()
@@ -242,18 +250,18 @@ class Loop:
         decode: Decode,
         events: list[Event],
     ) -> DecodedBatch:
-        """Decode a round's batch, and note what it took."""
+        """Decode a round's batch with `decode`, and record its seconds and rows in the results."""
         target = self.target
-        n_own_rows = len(batch.tokens)
+        n_round_rows = len(batch.tokens)
         decode_s_before = target.decode_s
         n_decoded_before = target.n_decoded_rows
 
         decoded = decode(batch, [answer for answer, _ in turns], events)
 
         target_s = target.decode_s - decode_s_before - decoded.other_s
-        # `decode` may have added rows of other texts. Restoring a recurrent state decodes some rows
-        # again.
-        n_other_rows = len(batch.tokens) - n_own_rows
+        # `decode` may have added rows of other answers, which are not counted. The rows that were
+        # decoded again to restore a recurrent state are counted.
+        n_other_rows = len(batch.tokens) - n_round_rows
         n_rows = target.n_decoded_rows - n_decoded_before - n_other_rows
         for _, result in turns:
             result.target_s = target_s
@@ -267,19 +275,24 @@ class Loop:
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> DecodedBatch:
-        """Decode a round's batch, with hidden states if the answers' draft reads them."""
-        sinks = (answer.hidden_states for answer in active)
-        sink = next((each for each in sinks if each is not None), None)  # one draft serves all
-        if sink is None:
+        """Decode a round's batch, with hidden states if the answers' drafters read them.
+
+        This is the default `Decode`; it adds no events.
+        """
+        # All answers have the same kind of drafter, so the first sink stands for all.
+        sinks = [answer.hidden_states for answer in active if answer.hidden_states is not None]
+        if not sinks:
             return DecodedBatch(self.target.decode(batch))
+        sink = sinks[0]
         if not sink.all_rows and len(batch.tokens) > self.target.n_outputs:
+            # `decode_hidden` does not take so many rows. The drafter misses a round.
             return DecodedBatch(self.target.decode(batch))
         return DecodedBatch(*self.target.decode_hidden(batch, all_rows=sink.all_rows))
 
     def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
-        """Decode rows of one text outside of rounds.
+        """Decode rows of one answer outside of rounds, and return the logits that they want.
 
-        Their hidden states are kept for drafters that read those of all rows.
+        A drafter that reads the hidden states of all rows gets those of these rows.
         """
         hidden_states = answer.hidden_states
         if hidden_states is None or not hidden_states.all_rows:
@@ -297,7 +310,17 @@ class Loop:
         logits: Logits,
         hidden: Hidden | None,
     ) -> list[Event]:
-        """Verify a draft, commit what is accepted, and learn from it."""
+        """Verify an answer's draft, commit the accepted tokens, and learn from the round.
+
+        Args:
+            answer: The answer.
+            result: The round so far: its plan, draft and times.
+            logits: The logits at the root and at each node of the draft, float32[1 + n, n_vocab].
+            hidden: The hidden states of the whole batch, if a drafter reads them.
+
+        Returns:
+            The events; empty if the answer failed.
+        """
         draft = result.draft
         n_before = len(answer.tokens)
         try:
@@ -309,12 +332,13 @@ class Loop:
         result.path = verdict.path
         result.committed = tuple(answer.tokens[n_before:])
 
-        # The cache, and the hidden states, keep what belongs to the text.
-        kept = verdict.path[: len(result.committed)]  # the text may end on the path
-        keep_path(self.target, answer.slot, draft, kept)
+        # The cache and the hidden states keep only what belongs to the text.
+        kept_path = verdict.path[: len(result.committed)]  # the answer may have ended on the path
+        keep_path(self.target, answer.slot, draft, kept_path)
         if hidden is not None and answer.hidden_states is not None:
-            rows = [*result.rows, *(result.rows[-1] + 1 + node for node in kept)]
-            answer.hidden_states.keep_states(hidden[rows], answer.tokens, n_before + len(kept))
+            kept_states = hidden[_rows_of_text(result, kept_path)]
+            n_decoded = n_before + len(kept_path)
+            answer.hidden_states.keep_states(kept_states, answer.tokens, n_decoded)
 
         answer.stats.add_round(result)
         answer.policy.observe(result)
@@ -327,21 +351,23 @@ class Loop:
         draft: Draft,
         logits: Logits,
     ) -> Verdict:
-        """Judge a draft.
+        """Return the verdict of the answer's verifier on a draft.
 
         Args:
-            answer: The answer whose samplers and grammar turn logits into distributions.
-            draft: The draft, perhaps none.
+            answer: The answer, whose samplers and grammar turn logits into distributions.
+            draft: The draft; `NO_DRAFT` to get only the target's next token.
             logits: The logits at the root and at each node, float32[1 + n, n_vocab].
 
         Raises:
             BackendError: If the grammar allows no token, or a logit is not a number.
         """
+        #: Nodes after which the grammar allows no token.
         dead_ends: set[int] = set()
 
         def target(node: int) -> Distribution:
+            """Return the target's distribution after a node."""
             if node != ROOT and answer.vocabulary.is_end(draft.tokens[node]):
-                # Nothing follows the end of a text: a token that is chosen here is never committed.
+                # Nothing follows the end of a text. Any token will do, since it is never committed.
                 return Distribution.certain(draft.tokens[node])
             try:
                 return answer.sampling.distribution(logits[node + 1], draft.text(node))
@@ -357,7 +383,13 @@ class Loop:
         return verdict
 
     def _tell_drafters(self, answer: AnswerState, result: RoundResult) -> list[Event]:
-        """Let the drafters learn from a round. If they failed, drafting ends, not the answer."""
+        """Let the drafters learn from a round.
+
+        If a drafter failed in this round or fails now, the answer goes on without drafting.
+
+        Returns:
+            A notice of the failure; empty without one.
+        """
         try:
             if result.error is not None:
                 raise result.error
@@ -366,17 +398,33 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
             answer.cascade = None
             answer.why_undrafted = "failed"
-            what = error.message if isinstance(error, SpecgenError) else repr(error)
-            message = f"drafting failed, going on without a draft: {what}"
+            cause = error.message if isinstance(error, SpecgenError) else repr(error)
+            message = f"drafting failed, going on without a draft: {cause}"
             detail = "".join(traceback.format_exception(error))
             return [NoticeEvent(answer.index, self.now_s, message, detail)]
         return []
 
 
+def _rows_of_text(result: RoundResult, kept_path: Sequence[int]) -> list[int]:
+    """Return the rows of the hidden states that belong to the text after a round.
+
+    The rows of an answer are those of its pending tokens, then one for each node of the draft.
+    """
+    first_node_row = result.rows[-1] + 1
+    return [*result.rows, *(first_node_row + node for node in kept_path)]
+
+
 def _why_nothing_is_left(proposed: Draft, allowed: Draft) -> ReasonName:
-    """Return the reason why nothing of a proposal is verified."""
+    """Return the reason why nothing of a proposal is verified.
+
+    Args:
+        proposed: What the drafter proposed.
+        allowed: The part of it that the grammar allows.
+    """
     if len(proposed) and not len(allowed):
         return "grammar"
-    if len(proposed) or proposed.step_confidences:
+    if (
+        len(proposed) or proposed.step_confidences
+    ):  # draft steps were made, but none was sure enough
         return "unsure"
     return "not ready"

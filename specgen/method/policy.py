@@ -2,18 +2,19 @@
 
 There are three policies:
 
-- `FixedPolicy` always drafts the same number of tokens, or stops where the draft becomes unsure;
-- `ThresholdPolicy` drafts while the whole draft stays likely enough, and moves that threshold;
+- `FixedPolicy` always drafts the same number of tokens, or stops where the drafter becomes unsure;
+- `ThresholdPolicy` drafts while the whole draft is likely enough, and adapts that threshold;
 - `CostAwarePolicy`, the default, drafts as many tokens as are expected to save time. It knows what
-  a decode costs (`cost_table.py`) and how often tokens of some confidence are accepted
-  (`acceptance.py`). Where nothing is expected to save time, nothing is drafted, apart from a trial
-  now and then, which a `CreditGate` has to afford.
+  a decode costs (`cost_table.py`) and how often tokens with some confidence are accepted
+  (`acceptance.py`). If no draft is expected to save time, nothing is drafted, apart from occasional
+  trials, which a `CreditGate` has to afford.
 
-The words of all of them:
+They share these terms:
 
     draft step               one use of a drafter's distribution for the next position
     confidence               the largest probability there: how sure the drafter is
-    acceptance               how often tokens of that confidence are accepted, if all before are
+    acceptance               how often tokens with that confidence are accepted, if all tokens
+                             before them are
     cumulative acceptance    the probability that all tokens so far are accepted: the product of
                              their acceptances
 """
@@ -40,52 +41,56 @@ from specgen.method.stopping import (
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
-#: The least expected gain of a draft, over its cost: only the cost is certain.
+#: The expected gain of a draft has to exceed its cost by this factor, since only the cost is
+#: certain.
 _MARGIN = 1.1
-#: The same for a prefill, since how long the answer gets is a guess.
+#: The same for the cost of a prefill: how long the answer gets is a guess.
 _PREFILL_MARGIN = 2.0
-#: A round's weight in averages. At first all rounds count equally, and a plain decode as four.
+#: The weight of the latest round in averages, once there were many rounds.
 _RATE = 0.06
+#: At first all rounds count equally, and the plain decode before them as this many rounds.
 _N_PLAIN = 4
-#: Rounds until a plain decode is made: its cost is what everything is compared with.
-_MAX_STALE = 64
-#: Rounds for which the values of draft steps are used.
-_MAX_AGE = 4
+#: After this many rounds with drafts, one round is a plain decode, to measure again the cost that
+#: everything is compared with.
+_MAX_DRAFTING_ROUNDS = 64
+#: The values of draft steps are computed again after this many rounds.
+_VALUES_LIFETIME = 4
 #: The share of all time that goes to a drafter's credit.
 _CREDIT_SHARE = 0.014
-#: A drafter's largest credit, in plain decodes. A round that costs more than this over plain
-#: decoding was disturbed, and counts as if it had cost this much.
+#: A drafter's maximum credit, in plain decodes. It also limits what a single round may cost over
+#: plain decoding: a round that took longer was disturbed.
 _MAX_CREDIT = 16.0
-#: The debt at which a drafter is put aside, in plain decodes.
+#: The debt, in plain decodes, above which a drafter is put aside.
 _MAX_DEBT = 4.0
-#: The longest prefill, over the answer's time so far; in a trial a quarter of it.
+#: The maximum time of a prefill, relative to the answer's time so far. Trials may take a quarter.
 _MAX_PREFILL = 2.0
-#: The tokens of a trial, and the largest share of the answer's time for trials.
-_N_TRIED = 3
-_MAX_TRIED = 0.1
-#: A single trial says little: there must be credit for this many.
+#: The number of tokens in a trial.
+_TRIAL_TOKENS = 3
+#: The maximum share of the answer's expected time that trials may take.
+_MAX_TRIAL_SHARE = 0.1
+#: A single trial reveals little: the credit must suffice for this many.
 _N_TRIALS = 3
-#: The expected gain of plans that are not expected to gain anything.
+#: The expected gain in seconds of plans that are not expected to save time.
 _NO_GAIN = -math.inf
-#: The share of drafted tokens that `ThresholdPolicy` wants to see rejected.
-_REJECTED = 0.25
+#: The share of rejected tokens that `ThresholdPolicy` aims at.
+_TARGET_REJECTION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What is known before a round."""
+    """What a policy knows before a round."""
 
-    #: The tokens that the answer is expected to get still.
+    #: How many more tokens the answer is expected to get.
     n_left: int
-    #: The most tokens that may be drafted in a row now.
-    n_most: int
-    #: What was found without a decode.
+    #: The maximum number of tokens in a row that may be drafted in this round.
+    n_max: int
+    #: The draft that was found without a decode.
     found: Draft = NO_DRAFT
     #: The name of the drafter that decodes, if there is one.
     drafter: str | None = None
-    #: The price of its draft.
+    #: The price of that drafter's draft.
     price: Price = FREE
-    #: The most nodes of a tree; None: `n_most`.
+    #: The maximum number of nodes in a tree; None: `n_max`.
     n_nodes: int | None = None
 
 
@@ -93,27 +98,27 @@ class Offer:
 class RoundPlan:
     """What one sequence drafts in a round, and why.
 
-    It is either `found`, without a decode, or at most `n_max` tokens of `drafter`.
+    The draft is either `found`, or up to `n_max` tokens from `drafter`.
     """
 
     #: The reason for this plan.
     reason: ReasonName
-    #: The most tokens, or nodes of a tree, that the drafter drafts.
+    #: The maximum number of tokens, or of nodes in a tree, that the drafter may draft.
     n_max: int = 0
-    #: What was found without a decode, if that is to be verified.
+    #: The draft that was found without a decode, if it is to be verified.
     found: Draft = NO_DRAFT
-    #: How far the drafter goes; it also cuts the finished draft.
+    #: Decides where the drafter stops, and which part of the finished draft is verified.
     stop: StoppingRule = field(default_factory=StoppingRule)
-    #: The drafter that decodes, if one may draft.
+    #: The drafter that decodes, if it may draft.
     drafter: str | None = None
     #: The seconds of prefill in the drafter's price: an investment in later rounds.
     prefill_s: float = 0.0
-    #: The first tokens of the draft that repeat the end of the text, whatever `stop` says: a
-    #: drafter with another vocabulary begins before the end.
+    #: The number of tokens at the start of the draft that only repeat the end of the text, so that
+    #: `stop` does not apply to them. A drafter with another vocabulary begins before the end.
     n_given: int = 0
-    #: The reason in words, if there is more to say than `REASONS` does.
+    #: The reason in words, if it is more specific than the text in `REASONS`.
     detail: str = ""
-    #: The most levels of a tree; None: `n_max`.
+    #: The maximum number of levels in a tree; None: `n_max`.
     n_deepest: int | None = None
 
     @property
@@ -123,7 +128,7 @@ class RoundPlan:
 
     @property
     def n_tokens_max(self) -> int:
-        """The most tokens of the draft, found or drafted; 0 if nothing is drafted."""
+        """The maximum number of tokens in the draft; 0 if nothing is drafted."""
         return len(self.found) + self.n_max
 
     def after_draft_step(
@@ -132,13 +137,13 @@ class RoundPlan:
         cumulative_acceptance: float,
         confidence: float,
     ) -> DraftStep:
-        """Decide whether the next token is drafted, and whether another draft step follows.
+        """Decide whether the next token joins the draft, and whether another draft step follows.
 
-        The token is not known yet: what it is never decides whether it is drafted.
+        The token is not chosen yet, since its value must not influence whether it is drafted.
 
         Args:
-            n_drafted: The tokens that were drafted before, in a row.
-            cumulative_acceptance: That of the step before; 1 at first.
+            n_drafted: The number of tokens that were drafted before it, in a row.
+            cumulative_acceptance: The cumulative acceptance after the previous step; 1 at first.
             confidence: The drafter's largest probability for the next token.
         """
         has_room_after = n_drafted + 1 < self.n_max
@@ -158,7 +163,7 @@ class RoundPlan:
 
 @dataclass(slots=True)
 class RoundResult:
-    """A round of one sequence, which the steps of the round fill in."""
+    """A round of one sequence, filled in by the steps of the round."""
 
     plan: RoundPlan
     #: The draft that is verified.
@@ -167,39 +172,41 @@ class RoundResult:
     path: tuple[int, ...] = ()
     #: The seconds of all drafting.
     draft_s: float = 0.0
-    #: The seconds and rows of the target's batch, which `n_sequences` share.
+    #: The seconds of the target's batch, which `n_sequences` sequences share.
     target_s: float = 0.0
+    #: The number of rows in that batch.
     n_rows: int = 0
     #: The tokens that the round added to the text.
     committed: tuple[int, ...] = ()
-    #: What was found and what was drafted, uncut.
+    #: What the drafters found and drafted, before it was cut.
     proposed: tuple[Draft, ...] = ()
+    #: The number of sequences in the round.
     n_sequences: int = 1
     #: The seconds of the draft model's decodes, a part of `draft_s`.
     model_s: float = 0.0
-    #: The rows of hidden states before the draft.
+    #: The rows of the pending tokens, among the rows that have hidden states.
     rows: range = range(1)
-    #: What a drafter raised.
+    #: The exception that a drafter raised.
     error: Exception | None = None
 
 
 class Policy(Protocol):
     """Decides for one sequence how much is drafted."""
 
-    #: The most tokens that it ever drafts in a round.
+    #: The maximum number of tokens that are drafted in any round.
     n_max: int
 
     def plan(self, offer: Offer) -> RoundPlan:
-        """Return the plan of a round; called once a round."""
+        """Return the plan of a round. It is called once per round."""
 
     def observe(self, result: RoundResult) -> None:
-        """Learn from the round that was planned last."""
+        """Learn from the result of the last plan."""
 
 
 class FixedPolicy:
-    """Drafts a fixed number of tokens, fewer where the draft becomes unsure.
+    """Drafts a fixed number of tokens, or fewer where the drafter becomes unsure.
 
-    What was found without a decode comes first.
+    A draft that was found without a decode is preferred to that of the model.
     """
 
     def __init__(self, options: DraftOptions) -> None:
@@ -209,8 +216,8 @@ class FixedPolicy:
         self._stop = StoppingRule(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
-        """Return a plan for what was found, else for the model's draft."""
-        n_max = min(self.n_max, offer.n_most)
+        """Return a plan for what was found, or else for the model's draft."""
+        n_max = min(self.n_max, offer.n_max)
         if n_max < 1:
             return RoundPlan("no room")
         reason = "fixed"
@@ -227,7 +234,7 @@ class FixedPolicy:
         n_deepest = None
         if self._is_tree and offer.n_nodes is not None:
             n_max = min(self.n_max, offer.n_nodes)
-            n_deepest = offer.n_most  # the tokens that are left limit the tree's levels
+            n_deepest = offer.n_max  # the tokens left in the answer limit only the tree's levels
         return RoundPlan(
             reason,
             n_max,
@@ -242,10 +249,10 @@ class FixedPolicy:
 
 
 class ThresholdPolicy(FixedPolicy):
-    """Drafts while the product of the tokens' probabilities stays above a bound.
+    """Drafts while the product of the tokens' probabilities is above a bound.
 
-    The bound moves so that in the long run a quarter of the drafted tokens is rejected (Mamou et
-    al., arXiv:2405.04304).
+    The bound is adapted so that in the long run a quarter of the drafted tokens is rejected (Mamou
+    et al., arXiv:2405.04304).
     """
 
     def __init__(self, options: DraftOptions) -> None:
@@ -253,27 +260,27 @@ class ThresholdPolicy(FixedPolicy):
         self._stop = replace(self._stop, bound=0.3, needs_confidence=True)
 
     def observe(self, result: RoundResult) -> None:
-        """Raise the bound if more than a quarter was rejected, else lower it."""
+        """Raise the bound if more than a quarter was rejected, otherwise lower it."""
         n_drafted = len(result.draft)
-        # If nothing was sure enough, nothing is learnt, and the bound falls slowly.
+        # If nothing was drafted, the bound falls slowly, so that drafting starts again.
         excess = -0.025
         if n_drafted:
-            excess = 1.0 - len(result.path) / n_drafted - _REJECTED
+            excess = 1.0 - len(result.path) / n_drafted - _TARGET_REJECTION
         bound = self._stop.bound * math.exp(0.4 * excess)
         self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
 
 
 class CreditGate:
-    """Decides whether a drafter may lose time: its credit, in plain decodes.
+    """Decides whether a drafter may lose time, by its credit, which is counted in plain decodes.
 
-    A drafter earns what its rounds save over plain decoding, and a small share of all time. It pays
-    for rounds that take longer. So it is in one of three states:
+    A drafter earns the time that its rounds save over plain decoding, and a small share of all
+    time. It pays for rounds that take longer. So it is in one of three states:
 
-    - in credit: it may pay for trials, drafts that are not expected to save time;
-    - in debt: it drafts only where that is expected to save time;
-    - put aside, once its debt exceeds `_MAX_DEBT`: it waits until its share has paid for enough.
+    - in credit: it can pay for trials, which are drafts that are not expected to save time;
+    - in debt: it drafts only if that is expected to save time;
+    - put aside, if its debt exceeds `_MAX_DEBT`: it waits until its share of time has paid enough.
 
-    The credit is kept with the drafter's counts. Debt that it made in other texts is forgiven.
+    The credit is stored with the drafter's counts. A new text begins without debt.
     """
 
     def __init__(self, counts: AcceptanceCounts) -> None:
@@ -285,15 +292,20 @@ class CreditGate:
         return self._counts.credit < -_MAX_DEBT
 
     def seconds(self, plain_s: float) -> float:
-        """Return the seconds that it may lose, if a plain decode takes `plain_s`."""
+        """Return the seconds that the drafter may lose, if a plain decode takes `plain_s`."""
         return self._counts.credit * plain_s
 
     def forgive_debt(self) -> None:
-        """Begin another text."""
+        """Begin another text, with no debt from earlier ones."""
         self._counts.credit = max(0.0, self._counts.credit)
 
     def settle(self, n_tokens: int, n_saved: float) -> None:
-        """Settle a round of `n_tokens` tokens, in which the drafter saved `n_saved` decodes."""
+        """Settle a round of `n_tokens` tokens.
+
+        Args:
+            n_tokens: The tokens of the round; the drafter earns its share of the time for them.
+            n_saved: The time that the drafter saved, in plain decodes; negative if it lost time.
+        """
         credit = self._counts.credit + n_saved + _CREDIT_SHARE * n_tokens
         self._counts.credit = min(_MAX_CREDIT, credit)
 
@@ -304,14 +316,15 @@ class RecentRounds:
     def __init__(self) -> None:
         #: The seconds of all rounds.
         self.elapsed_s = 0.0
-        #: The average tokens of a round.
+        #: The average number of tokens per round.
         self.n_tokens = 1.0
-        #: The average seconds of a round; 0 before the first one.
+        #: The average seconds per round; 0 before the first one.
         self._round_s = 0.0
+        #: The number of rounds so far.
         self.n_rounds = 0
 
     def token_s(self, plain_s: float) -> float:
-        """Return the average seconds of a token; at first those of a plain decode."""
+        """Return the average seconds per token; before the first round those of a plain decode."""
         return (self._round_s or plain_s) / self.n_tokens
 
     def add(
@@ -321,7 +334,7 @@ class RecentRounds:
         plain_s: float,
     ) -> None:
         """Add a round. The averages start with plain decodes of `plain_s` seconds."""
-        # Seconds and tokens are averaged apart: the mean of their ratios would be a different
+        # Seconds and tokens are averaged separately: the mean of their ratios would be another
         # figure.
         self._round_s = self._round_s or plain_s
         self.n_rounds += 1
@@ -332,15 +345,15 @@ class RecentRounds:
 
 
 class CostAwarePolicy:
-    """Drafts the tokens that are expected to save more time than they cost; that may be none.
+    """Drafts the tokens that are expected to save more time than they cost, if there are any.
 
-    A token is worth the time that it would take otherwise: that of a plain decode, or less if
-    recent rounds were faster. It costs decodes of the drafter and a row of the target's batch. A
-    draft of a fixed length adds the sum, over its tokens, of their cumulative acceptances
-    (Leviathan et al., arXiv:2211.17192, section 3.4).
+    An accepted token saves the time that it would take otherwise: that of a plain decode, or less
+    if recent rounds were faster. It costs draft steps and a row of the target's batch. The expected
+    number of accepted tokens is the sum of the drafted tokens' cumulative acceptances (Leviathan et
+    al., arXiv:2211.17192, section 3.4).
 
-    Most learning is free: tokens that were not worth verifying are compared with the text that
-    follows.
+    Most learning is free: drafted tokens that were not worth verifying are compared with the text
+    that follows.
     """
 
     def __init__(
@@ -349,36 +362,36 @@ class CostAwarePolicy:
         costs: CostTable,
         acceptance: MutableMapping[str, AcceptanceRates] | None = None,
     ) -> None:
-        """Decide for one text.
+        """Begin a text.
 
         Args:
-            options: The options of drafting.
+            options: The draft options.
             costs: The costs of the target's batches, which texts may share.
             acceptance: The acceptance rates in all texts, by origin, which texts may share.
         """
         self.n_max = options.n_max
         self._p_min = options.stops_below
         self._costs = costs
-        self._known = {} if acceptance is None else acceptance
+        self._shared_rates = {} if acceptance is None else acceptance
         #: The acceptance rates in this text, by origin.
-        self._here: dict[str, AcceptanceRates] = {}
+        self._text_rates: dict[str, AcceptanceRates] = {}
         #: The values of the model's draft steps, at most a few rounds old; empty if they have to be
         #: computed.
         self._values: list[list[float]] = []
-        #: Rounds since the last one without a draft.
-        self._n_stale = 0
+        #: The number of rounds since the last one without a draft.
+        self._n_drafting_rounds = 0
         self._recent = RecentRounds()
 
     def plan(self, offer: Offer) -> RoundPlan:
-        """Return the better one of the plans for what was found and for the model's draft."""
-        self._n_stale += 1
+        """Return the better of two plans: to verify what was found, or to let the model draft."""
+        self._n_drafting_rounds += 1
         if not self._costs:
             return RoundPlan("costs unknown")
-        if self._n_stale > _MAX_STALE:
+        if self._n_drafting_rounds > _MAX_DRAFTING_ROUNDS:
             return RoundPlan("plain decode")
-        if min(self.n_max, offer.n_most) < 1:
+        if min(self.n_max, offer.n_max) < 1:
             return RoundPlan("no room")
-        # A sequence pays its part of a batch in which all draft as much as it does.
+        # The sequence's share of a batch in which all sequences draft as much as this one.
         rows_s = [self._costs.seconds_each(n) for n in range(1, self.n_max + 2)]
         plain_s = self._plain_s
         stop = CostAwareStopping(
@@ -398,7 +411,7 @@ class CostAwarePolicy:
         return model_plan
 
     def _plan_found(self, found: Draft, stop: CostAwareStopping) -> RoundPlan:
-        """Plan to verify the best part of what was found; if there is none, say why."""
+        """Plan to verify the best part of what was found. A plan without a draft tells why."""
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
         rates = self.acceptance_of(found.origins[0])
@@ -417,7 +430,8 @@ class CostAwarePolicy:
     ) -> tuple[RoundPlan, float]:
         """Return the plan for the drafter that decodes, and its expected gain in seconds.
 
-        Trials, and plans without a draft, have `_NO_GAIN`: anything that was found is better.
+        The gain of trials and of plans without a draft is `_NO_GAIN`, so that any draft that was
+        found is preferred to them.
         """
         price = offer.price
         rates = self.acceptance_of(drafter)
@@ -426,23 +440,24 @@ class CostAwarePolicy:
             self._values = draft_step_values(stop.extra_s, price.next_s, stop.token_s, rates)
         plan = RoundPlan(
             "model",
-            n_max=min(self.n_max, offer.n_most),
+            n_max=min(self.n_max, offer.n_max),
             stop=replace(stop, values=self._values),
             drafter=drafter,
             prefill_s=price.prefill_s,
         )
         gain_s = self._expected_gain_s(price, offer.n_left)
-        pays = gain_s > 0.0 or price == FREE  # a draft for nothing is judged once it is known
+        # A free draft is made in any case; which part of it pays is decided once it is known.
+        pays = gain_s > 0.0 or price == FREE
         if gate.is_put_aside:
             return RoundPlan("put aside", stop=stop), _NO_GAIN
-        # A long prefill has to wait until the answer has taken long enough.
+        # A long prefill has to wait until the answer itself has taken some time.
         if pays and price.prefill_s <= _MAX_PREFILL * self._recent.elapsed_s:
             return plan, gain_s
         if not pays and self._can_never_pay(price, stop):
             detail = self._too_costly(price, stop)
             return RoundPlan("row cost", stop=stop, detail=detail), _NO_GAIN
         if self._affords_trial(offer, stop, gate):
-            n_max = min(plan.n_max, _N_TRIED)
+            n_max = min(plan.n_max, _TRIAL_TOKENS)
             always = StoppingRule(needs_confidence=True)
             return replace(plan, reason="trial", n_max=n_max, stop=always), _NO_GAIN
         if price.prefill_s > 0.0:
@@ -452,14 +467,18 @@ class CostAwarePolicy:
         return RoundPlan("acceptance", stop=stop, detail=detail), _NO_GAIN
 
     def _expected_gain_s(self, price: Price, n_left: int) -> float:
-        """Return what a draft is expected to save, its prefill spread over the rounds to come."""
+        """Return the seconds that a draft is expected to save.
+
+        The cost of a prefill is spread over the expected number of rounds left in the answer.
+        """
         n_rounds = max(1.0, n_left / max(1.0, self._recent.n_tokens))
-        # The value counts `next_s` for each draft step, but the first one takes `first_s`.
+        # The value of the first draft step, at cumulative acceptance 1. It includes the cost
+        # `next_s` of every step, but the first one costs `first_s`.
         gain_s = self._values[0][-1] + price.next_s - price.first_s
         return gain_s - _PREFILL_MARGIN * price.prefill_s / n_rounds
 
     def _can_never_pay(self, price: Price, stop: CostAwareStopping) -> bool:
-        """Return whether no draft would save time even if all of it were accepted."""
+        """Return whether a draft would not save time even if all of it were accepted."""
         plain_s = self._plain_s
         return all(
             n * plain_s <= stop.extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
@@ -471,40 +490,41 @@ class CostAwarePolicy:
         stop: CostAwareStopping,
         gate: CreditGate,
     ) -> bool:
-        """Return whether the credit, and the answer's time, allow trials of a few tokens."""
+        """Return whether the drafter's credit and the answer's time suffice for a few trials."""
         price = offer.price
         plain_s = self._plain_s
-        n_tried = min(self.n_max, _N_TRIED)
-        trials_s = price.prefill_s + _N_TRIALS * (price.seconds(n_tried) + stop.extra_s[n_tried])
+        n_tokens = min(self.n_max, _TRIAL_TOKENS)
+        trial_s = price.seconds(n_tokens) + stop.extra_s[n_tokens]
+        trials_s = price.prefill_s + _N_TRIALS * trial_s
         answer_s = self._recent.elapsed_s + offer.n_left * plain_s
-        longest_s = min(
+        max_trials_s = min(
             gate.seconds(plain_s),
             _MAX_PREFILL / 4 * self._recent.elapsed_s,
-            _MAX_TRIED * answer_s,
+            _MAX_TRIAL_SHARE * answer_s,
         )
-        return trials_s <= longest_s
+        return trials_s <= max_trials_s
 
     def observe(self, result: RoundResult) -> None:
-        """Learn what decodes cost and what is accepted, and settle what the round saved."""
+        """Learn what decodes cost and what is accepted, and settle the time that was saved."""
         plan = result.plan
         self._costs.observe(result.n_rows, result.target_s, result.n_sequences)
         if plan.drafter is not None:
-            confidences = [each.step_confidences for each in result.proposed]
+            confidences = [draft.step_confidences for draft in result.proposed]
             self.acceptance_of(plan.drafter).see(itertools.chain(*confidences))
         judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
         if not len(result.draft):
-            self._n_stale = 0
+            self._n_drafting_rounds = 0
         if self._costs:
             self._settle(result)
 
     def _settle(self, result: RoundResult) -> None:
-        """Count the time of a round, and let its drafter earn or pay the difference."""
+        """Count the time of a round, and let its drafter earn what it saved or pay what it lost."""
         plan = result.plan
         plain_s = self._plain_s
-        # Forced tokens count, too, and so do accepted ones after the end of the answer.
+        # Forced tokens count too, and so do accepted tokens after the end of the answer.
         n_tokens = max(1, len(result.committed), len(result.path) + 1)
         share = self._costs.share_of_batch(len(result.draft), result.n_rows)
-        # Prefill is an investment in later rounds, and is charged to trials only.
+        # A prefill is an investment in later rounds. Only a trial has to pay for it.
         round_s = max(0.0, result.draft_s - plan.prefill_s) + result.target_s * share
         round_s = min(round_s, (n_tokens + _MAX_CREDIT) * plain_s)
         charged_s = round_s
@@ -514,29 +534,33 @@ class CostAwarePolicy:
         drafted_by = plan.drafter
         if drafted_by is None and len(plan.found):
             drafted_by = plan.found.origins[0]
-        for origin, rates in self._here.items():
+        # All drafters get their share of time; the one that drafted settles the round.
+        for origin, rates in self._text_rates.items():
             n_saved = n_tokens - charged_s / plain_s if origin == drafted_by else 0.0
             CreditGate(rates.counts).settle(n_tokens, n_saved)
 
         self._recent.add(round_s, n_tokens, plain_s)
-        if self._recent.n_rounds % _MAX_AGE == 0:
+        if self._recent.n_rounds % _VALUES_LIFETIME == 0:
             self._values = []
 
     @property
     def _plain_s(self) -> float:
-        """The seconds of a plain decode, shared by the sequences of a round."""
+        """One sequence's share of the seconds of a plain decode."""
         return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
 
     def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
-        """Return the acceptance rates, in this text, of tokens with `rank` better siblings."""
+        """Return the acceptance rates, in this text, of tokens with `rank` better siblings.
+
+        They share their counts with other texts.
+        """
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
-        here = self._here.get(name)
-        if here is None:
-            counts = self._known.setdefault(name, AcceptanceRates(name)).counts
+        rates = self._text_rates.get(name)
+        if rates is None:  # the first time in this text
+            counts = self._shared_rates.setdefault(name, AcceptanceRates(name)).counts
             CreditGate(counts).forgive_debt()
-            here = AcceptanceRates(name, counts)
-            self._here[name] = here
-        return here
+            rates = AcceptanceRates(name, counts)
+            self._text_rates[name] = rates
+        return rates
 
     def _too_rarely(self, rates: AcceptanceRates, stop: CostAwareStopping) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
@@ -550,6 +574,6 @@ class CostAwarePolicy:
         )
 
     def _row_cost(self, stop: CostAwareStopping) -> str:
-        """Return what another row costs, in tokens."""
-        # A batch of two may have been measured faster than one row, by noise.
+        """Return the cost of another row, in plain decodes, for a message."""
+        # By noise, a batch of two may have been measured as faster than one row.
         return f"{max(0.0, stop.extra_s[1]) / self._plain_s:.2f}"

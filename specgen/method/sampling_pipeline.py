@@ -12,9 +12,10 @@ from specgen.text.sampling.raw_probabilities import likeliest
 
 
 class SamplingPipeline:
-    """Turns a row of logits into the distribution of the next token, by samplers and grammar.
+    """Applies samplers and grammar to a row of logits, to get the distribution of the next token.
 
-    A row, float32[n_vocab], comes after the text and the drafted tokens of a `path`.
+    A row, float32[n_vocab], belongs to the position after the text and a `path`: drafted tokens
+    that follow the text.
     """
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
@@ -23,7 +24,7 @@ class SamplingPipeline:
         self._depends_on_text = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """Return the distribution after the text and `path`.
+        """Return the distribution of the token after the text and `path`.
 
         Raises:
             BackendError: If the grammar allows no token, or a logit is not a number.
@@ -36,7 +37,7 @@ class SamplingPipeline:
             return self._sampler.distribution(logits, self._state.history(path, n_history))
         forced = grammar.forced()
         if forced is not None:
-            # The mask alone may allow several end tokens: drafter and verifier take the same one.
+            # Where several end tokens are allowed, drafter and verifier must choose the same one.
             return Distribution.certain(forced)
         return self._sampler.distribution(
             grammar.adjust_logits(logits),
@@ -50,19 +51,24 @@ class SamplingPipeline:
         path: Sequence[int],
         n: int,
     ) -> tuple[list[int], list[float]]:
-        """Return the n likeliest tokens after the text and `path`, and their probabilities."""
+        """Return the n most likely tokens after the text and `path`, and their probabilities.
+
+        The probabilities are those at temperature 1: they tell how sure the model is.
+        """
         grammar = self._state.grammar(path) if self._state.has_grammar else None
         if n <= self._sampler.n_likeliest and (grammar is None or grammar.is_free):
             return likeliest(logits, n)
         source = self.distribution(logits, path)
         order = best(source.probs, n)
+        # The samplers choose the tokens. Their probabilities are rescaled, so that the first one
+        # has the largest probability of the row.
         scale = self.top_probability(logits, path) / source.probs[order[0]]
         return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        """Return the largest probability of a token at temperature 1.
+        """Return the largest probability of any token at temperature 1, without the samplers.
 
-        It is 1 if the grammar forces the token.
+        If the grammar forces the next token, the result is 1.
         """
         if self._state.forced(path) is not None:
             return 1.0

@@ -1,4 +1,4 @@
-"""How far a draft goes: by thresholds, or as long as another token is expected to save time."""
+"""Where a draft stops: at thresholds, or once no further token is expected to save time."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.method.acceptance import LEAST_RATE, AcceptanceRates, Rates
+from specgen.method.acceptance import MIN_RATE, AcceptanceRates, Rates
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import interpolate
 
-#: The logarithms of the cumulative acceptance at which the values of draft steps are computed.
+#: The values of draft steps are computed at these logarithms of the cumulative acceptance.
 _LOG_GRID = np.linspace(math.log(0.01), 0.0, 20)
-_GRID: list[float] = _LOG_GRID.tolist()
+#: The same as a list, in which single values are looked up faster.
+_LOG_GRID_LIST: list[float] = _LOG_GRID.tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """What follows from one draft step: from the drafter's distribution of the next token."""
+    """The decision after a draft step, which gave the drafter's distribution of the next token."""
 
     #: Whether the token at this position joins the draft.
     keep_token: bool
-    #: Whether another draft step, which takes a decode of the drafter, is worth its time.
+    #: Whether to make another draft step, which takes a decode of the drafter.
     continue_drafting: bool
-    #: The probability that the target accepts all tokens up to this one.
+    #: The probability that the target accepts all tokens up to and including this one.
     cumulative_acceptance: float
 
 
 @dataclass(frozen=True, slots=True)
 class StoppingRule:
-    """Stops a draft by thresholds for its probabilities, which need no costs."""
+    """Stops a draft at thresholds for its probabilities, without considering costs."""
 
-    #: A token's least probability, as in llama.cpp.
+    #: The minimum probability of a token, as in llama.cpp.
     p_min: float = 0.0
-    #: Drafts of fewer tokens are not verified.
+    #: Drafts with fewer tokens than this are not verified.
     n_min: int = 0
-    #: The least product of the probabilities of all tokens.
+    #: The minimum product of the probabilities of all tokens.
     bound: float = 0.0
     #: Whether a draft step needs the drafter's confidence, which takes a pass over the logits.
     needs_confidence: bool = False
@@ -50,11 +51,11 @@ class StoppingRule:
         cumulative_acceptance: float,
         confidence: float,
     ) -> DraftStep:
-        """Decide about the next token, of which only the confidence is known.
+        """Decide about the next token, which is not chosen yet.
 
         Args:
-            n_drafted: The tokens that were drafted before.
-            cumulative_acceptance: That of the step before; 1 at first.
+            n_drafted: The number of tokens that were drafted before it.
+            cumulative_acceptance: The cumulative acceptance after the previous step; 1 at first.
             confidence: The drafter's largest probability for the next token.
         """
         cumulative_acceptance *= confidence
@@ -62,15 +63,16 @@ class StoppingRule:
         return DraftStep(keep_token, True, cumulative_acceptance)
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes that are worth verifying, the likeliest first.
+        """Return the part of a draft that is worth verifying.
 
-        A sampled draft stays as it is: to choose among its tokens would bias the text.
+        A sampled draft is returned unchanged, since choosing among its tokens would bias the text.
         """
         if draft.is_sampled:
             return draft
         if draft.is_chain and self.bound > 0.0:
-            known = (1.0 if each is None else each for each in draft.probabilities)
-            products = itertools.accumulate(known, operator.mul)
+            # Tokens without a probability count as certain.
+            known_probs = (1.0 if prob is None else prob for prob in draft.probabilities)
+            products = itertools.accumulate(known_probs, operator.mul)
             draft = draft.first(sum(product >= self.bound for product in products))
         return draft if len(draft) >= self.n_min else NO_DRAFT
 
@@ -79,8 +81,9 @@ class StoppingRule:
 class CostAwareStopping(StoppingRule):
     """Drafts as long as another token is expected to save time: optimal stopping."""
 
-    #: The drafter, by the name of its acceptance rates.
+    #: The origin of the drafter's tokens, by which `rates` finds its acceptance rates.
     origin: str
+    #: Returns acceptance rates, given an origin and a rank.
     rates: Rates
     #: The seconds that an accepted token saves.
     token_s: float
@@ -88,7 +91,7 @@ class CostAwareStopping(StoppingRule):
     extra_s: Sequence[float]
     #: The seconds of a draft step.
     next_s: float = 0.0
-    #: The values of draft steps; see `draft_step_values`. Without them, nothing is drafted.
+    #: The values of draft steps, from `draft_step_values`. If empty, nothing is drafted.
     values: Sequence[Sequence[float]] = ()
     needs_confidence: bool = True
 
@@ -98,32 +101,41 @@ class CostAwareStopping(StoppingRule):
         cumulative_acceptance: float,
         confidence: float,
     ) -> DraftStep:
-        """Decide about the next token by what it, and draft steps after it, are worth."""
+        """Decide about the next token by the time that it and further draft steps should save."""
         if not self.values:
             return DraftStep(False, False, cumulative_acceptance)
         cumulative_acceptance *= self.rates(self.origin, 0).acceptance(confidence)
         row_s = self.extra_s[n_drafted + 1] - self.extra_s[n_drafted]
         gain_s = cumulative_acceptance * self.token_s - row_s
         next_step_s = self.value(n_drafted + 1, cumulative_acceptance)
+        # A token that costs more than it saves may still be worth keeping for those after it.
         keep_token = confidence >= self.p_min and gain_s + max(0.0, next_step_s) > 0.0
         return DraftStep(keep_token, next_step_s > 0.0, cumulative_acceptance)
 
     def value(self, n_drafted: int, cumulative_acceptance: float) -> float:
-        """Return the seconds that a draft step is expected to save; below 0 it does not pay."""
-        log_acceptance = math.log(max(cumulative_acceptance, LEAST_RATE))
-        return interpolate(log_acceptance, _GRID, self.values[n_drafted])
+        """Return the seconds that a draft step is expected to save; negative if it loses time.
+
+        Args:
+            n_drafted: The number of tokens that were drafted before it.
+            cumulative_acceptance: The cumulative acceptance of these tokens.
+        """
+        log_acceptance = math.log(max(cumulative_acceptance, MIN_RATE))
+        return interpolate(log_acceptance, _LOG_GRID_LIST, self.values[n_drafted])
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the nodes that are worth verifying, the likeliest first; see `StoppingRule`."""
+        """Return the part of a draft that saves most time, with the likeliest nodes first.
+
+        A sampled draft is returned unchanged; see `StoppingRule`.
+        """
         if draft.is_sampled:
             return draft
         return draft.only(self.best_nodes(self.cumulative_acceptances(draft)))
 
     def best_nodes(self, cumulative_acceptances: Sequence[float]) -> list[int]:
-        """Return the nodes that are worth most together, the likeliest first.
+        """Return the nodes that save most time together, the likeliest first.
 
-        Cumulative acceptances fall along a path, so the n likeliest nodes form a tree, and the best
-        one of n nodes (Sequoia, arXiv:2402.12374).
+        Cumulative acceptances fall along each path. So the n likeliest nodes form a tree, which is
+        the best tree with n nodes (Sequoia, arXiv:2402.12374).
         """
         nodes = range(len(cumulative_acceptances))
         order = sorted(nodes, key=cumulative_acceptances.__getitem__, reverse=True)
@@ -135,7 +147,7 @@ class CostAwareStopping(StoppingRule):
         return self._savings_s(self.cumulative_acceptances(draft))[-1]
 
     def _savings_s(self, cumulative_acceptances: Sequence[float]) -> list[float]:
-        """Return the seconds that verifying none, one, two, ... of the nodes should save."""
+        """Return the seconds that verifying the first n nodes should save, at index n."""
         n_accepted = itertools.accumulate(cumulative_acceptances, initial=0.0)
         return [
             n * self.token_s - batch_s for n, batch_s in zip(n_accepted, self.extra_s, strict=False)
@@ -143,15 +155,15 @@ class CostAwareStopping(StoppingRule):
 
     def cumulative_acceptances(self, draft: Draft) -> list[float]:
         """Return, for each node, the probability that it and its ancestors are accepted."""
-        found: list[float] = []
+        cumulative_acceptances: list[float] = []
         for node, parent in enumerate(draft.parents):
             rates = self.rates(draft.origins[node], draft.ranks[node])
             probability = draft.probabilities[node]
             acceptance = rates.acceptance(1.0 if probability is None else probability)
             if parent != ROOT:
-                acceptance *= found[parent]
-            found.append(acceptance)
-        return found
+                acceptance *= cumulative_acceptances[parent]
+            cumulative_acceptances.append(acceptance)
+        return cumulative_acceptances
 
 
 def draft_step_values(
@@ -160,7 +172,7 @@ def draft_step_values(
     token_s: float,
     rates: AcceptanceRates,
 ) -> list[list[float]]:
-    """Return what draft steps are worth, in seconds, by dynamic programming from the longest draft.
+    """Return the seconds that draft steps should save, by dynamic programming from the last one.
 
     With n tokens drafted, whose cumulative acceptance is W, the value of a draft step is
 
@@ -168,7 +180,8 @@ def draft_step_values(
                   max(0, W acceptance[b] token_s - (extra_s[n + 1] - extra_s[n])
                          + max(0, V(n + 1, W acceptance[b])))
 
-    and V(n_max, W) = 0: make the step, then add the token or not, then make another step or not.
+    and V(n_max, W) = 0. In words: make the step, then keep the token or not, then make another step
+    or not.
 
     Args:
         extra_s: The seconds that n drafted tokens add to the target's batch, at index n.
@@ -177,7 +190,7 @@ def draft_step_values(
         rates: The drafter's acceptance rates, by bin of confidence.
 
     Returns:
-        For each n, V(n, W) at the logarithms of W in `_GRID`.
+        For each n, V(n, W) at the logarithms of W in `_LOG_GRID`.
     """
     frequencies = rates.frequencies()
     # Axes: W on the grid, bin b. A drafted token turns W into W acceptance[b].
@@ -188,4 +201,4 @@ def draft_step_values(
         # max(0, V(n + 1, W acceptance[b])), interpolated on the grid
         after_s = np.interp(log_acceptances, _LOG_GRID, np.maximum(values[-1], 0.0))
         values.append(np.maximum(after_s + gains_s - row_s, 0.0) @ frequencies - next_s)
-    return [each.tolist() for each in reversed(values)]
+    return [step_values.tolist() for step_values in reversed(values)]

@@ -10,43 +10,47 @@ from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import TokenArray
 from specgen.text.grammar.base import GrammarState
 
-#: The room for tokens after the prompt; there is more if a text outgrows it.
-_ROOM = 512
+#: How many tokens after the prompt the history buffer has room for at first.
+_INITIAL_ROOM = 512
 
 
 class TextState:
     """The committed tokens of one text, and the state of its grammar.
 
-    Penalties see the prompt, the grammar does not.
+    The prompt counts for penalties, but not for the grammar.
     """
 
     def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
-        #: All committed tokens, prompt and answer. Read only; `commit` adds to it.
+        #: All committed tokens, prompt and answer. Only `commit` may change the list.
         self.tokens: list[int] = list(prompt)
         self._grammar = grammar
         self.has_grammar = grammar is not None
-        #: The tokens as samplers see them. The first `_n_shown` are those of the text; others may
-        #: be left from an earlier path.
-        self._history = np.zeros(len(prompt) + _ROOM, np.int64)
-        self._n_shown = 0
+        #: The tokens as an array, for samplers. Only the first `_n_copied` are sure to be those of
+        #: the text: the others may be left over from an earlier path.
+        self._history = np.zeros(len(prompt) + _INITIAL_ROOM, np.int64)
+        self._n_copied = 0
 
     def commit(self, token: int) -> None:
-        """Add a token to the text. Raise `ValueError` if the grammar does not allow it."""
-        before = self._grammar
-        if before is not None:
-            self._grammar = before.after(token)
-            before.forget()
+        """Add a token to the text.
+
+        Raises:
+            ValueError: If the grammar does not allow it.
+        """
+        previous = self._grammar
+        if previous is not None:
+            self._grammar = previous.after(token)
+            previous.forget()
         self.tokens.append(token)
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """Return the last tokens of the text and `path`, valid until the next call.
+        """Return the last tokens of the text with `path` after it.
 
         Args:
             path: The drafted tokens after the text.
-            n_last: The number of tokens; -1 for all.
+            n_last: The maximum number of tokens; -1 for all.
 
         Returns:
-            The tokens, int64[m].
+            The tokens, int64[m]: a view that is valid until the next call.
         """
         if n_last == 0:
             return self._history[:0]
@@ -54,14 +58,19 @@ class TextState:
         end = n_text + len(path)
         if end > len(self._history):
             self._history = np.resize(self._history, 2 * end)
-        self._history[self._n_shown : n_text] = self.tokens[self._n_shown :]
-        self._n_shown = n_text
+        # Append what was committed since the last call, then the path.
+        self._history[self._n_copied : n_text] = self.tokens[self._n_copied :]
+        self._n_copied = n_text
         self._history[n_text:end] = path
         start = 0 if n_last < 0 else max(0, end - n_last)
         return self._history[start:end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
-        """Return the state of the grammar after the text and `path`."""
+        """Return the state of the grammar after the text and `path`; None without a grammar.
+
+        Raises:
+            ValueError: If the grammar does not allow a token of `path`.
+        """
         state = self._grammar
         if state is not None:
             for token in path:
@@ -69,15 +78,25 @@ class TextState:
         return state
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
-        """Return the token after the text and `path`, if the grammar allows only one."""
+        """Return the only token that the grammar allows after the text and `path`.
+
+        Returns:
+            The token; None if there are several, or no grammar.
+        """
         grammar = self.grammar(path)
         return grammar.forced() if grammar is not None else None
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
-        """Return the nodes of a draft that the grammar allows after the text and `before`."""
+        """Return the part of a draft that the grammar allows after the text and `before`.
+
+        Args:
+            draft: The draft. It must not be sampled.
+            before: Drafted tokens between the text and this draft.
+        """
         try:
+            #: The state of the grammar after each node that it allows.
             states = {ROOT: self.grammar(before)}
-        except ValueError:
+        except ValueError:  # it does not allow `before`
             return NO_DRAFT
         for node, token in enumerate(draft.tokens):
             state = states.get(draft.parents[node])

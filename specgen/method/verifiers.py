@@ -1,8 +1,8 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-All are exact: the text is distributed as if the target had written it alone. In this module the
-*target's* distribution after a node is the one that its logits give, with samplers and grammar; the
-*draft's* is the one that a drafted token was sampled from.
+All are exact: the text has the same distribution as if the target had generated it alone. In this
+module the *target's* distribution after a node is that of its logits after samplers and grammar.
+The *draft's* is the one from which a drafted token was sampled.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from specgen.text.sampling.distribution import Distribution
 if TYPE_CHECKING:
     from specgen.options import VerifierName
 
-#: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
+#: The steps of the bisection for SpecTr's rho, enough for the precision of a float.
 _N_HALVINGS = 50
 
-#: Returns the target's distribution after a node of the draft, or after `ROOT`. Each call runs the
-#: samplers.
+#: Returns the target's distribution after a node of the draft, or after `ROOT`. It is costly, since
+#: each call runs the samplers.
 TargetAt: TypeAlias = Callable[[int], Distribution]
-#: The accepted node, if there is one, and what the next token is sampled from otherwise.
+#: The accepted node, or None, and the distribution from which the next token is sampled in that
+#: case.
 Choice: TypeAlias = tuple[int | None, Distribution]
 Rng: TypeAlias = np.random.Generator
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier says about a draft."""
+    """The result of verifying a draft."""
 
     #: The accepted nodes, from a child of the root down.
     path: tuple[int, ...]
-    #: The target's own token after them.
+    #: The target's own token after the path.
     next_token: int
 
 
 class Verifier(Protocol):
-    """Judges drafts."""
+    """Decides which tokens of a draft are accepted."""
 
     @property
     def wants_sampled_drafts(self) -> bool:
-        """Whether drafters should sample their tokens at random, and not take the likeliest."""
+        """Whether drafters should sample their tokens instead of taking the most likely ones."""
 
     def verify(
         self,
@@ -54,7 +55,13 @@ class Verifier(Protocol):
         target: TargetAt,
         rng: Rng,
     ) -> Verdict:
-        """Return the accepted path through a draft, and the token after it."""
+        """Return the accepted path through a draft, and the token after it.
+
+        Args:
+            draft: The draft, which may be empty.
+            target: Returns the target's distribution after a node.
+            rng: The source of randomness.
+        """
 
 
 class ResidualVerifier:
@@ -66,8 +73,8 @@ class ResidualVerifier:
 
     Leviathan et al., arXiv:2211.17192, Algorithm 1, and Chen et al., arXiv:2302.01318, Algorithm 2;
     for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be
-    sampled without replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). Of independent walks,
-    each sampled token is tried.
+    sampled without replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). If several independent
+    walks sampled the same token, it is tried once for each of them.
     """
 
     wants_sampled_drafts = True
@@ -78,7 +85,7 @@ class ResidualVerifier:
         target: TargetAt,
         rng: Rng,
     ) -> Verdict:
-        """Walk down from the root as long as `choose` accepts one of the next nodes."""
+        """Walk down the draft from the root, as long as `choose` accepts one of the next nodes."""
         path: list[int] = []
         node = ROOT
         walks = draft.walks
@@ -86,7 +93,7 @@ class ResidualVerifier:
             depth = len(path)
             candidates = draft.children[node]
             if draft.walks:
-                # The next node of each walk that continues here; walks may share a node.
+                # The next node of each walk that goes through `node`; walks may share nodes.
                 candidates = [walk[depth] for walk in walks if len(walk) > depth]
             accepted, after = self.choose(draft, candidates, target(node), rng)
             if accepted is None:
@@ -107,16 +114,19 @@ class ResidualVerifier:
         Args:
             draft: The draft.
             candidates: The nodes that may come next.
-            target: The target's distribution there.
+            target: The target's distribution at their position.
             rng: The source of randomness.
+
+        Returns:
+            The accepted node, or None and the residual distribution.
         """
         for node in candidates:
             token = draft.tokens[node]
             source = sampled_from(draft, node)
             if rng.random() * source.probability(token) < target.probability(token):
                 return node, target
-            # The residual. It is empty only if target and draft are equal up to rounding, and then
-            # the target itself is right.
+            # Go on with the residual. It is empty only if target and draft are equal up to
+            # rounding, and then the target's distribution itself is correct.
             target = target.minus(source) or target
         return None, target
 
@@ -124,8 +134,8 @@ class ResidualVerifier:
 class MatchVerifier(ResidualVerifier):
     """Samples the target's token first, and accepts the drafted child that equals it, if any.
 
-    At temperature 0 the token is the argmax. A seed gives the same text with and without a draft.
-    No verifier accepts more of a draft that was not sampled.
+    At temperature 0 the token is the argmax. With the same seed, the text is the same with and
+    without drafts. For drafts that were not sampled, no verifier accepts more tokens.
     """
 
     wants_sampled_drafts = False
@@ -137,7 +147,7 @@ class MatchVerifier(ResidualVerifier):
         target: Distribution,
         rng: Rng,
     ) -> Choice:
-        """Return the candidate with the token that is sampled from the target."""
+        """Return the candidate with the sampled token, or None and that token."""
         token = target.sample(rng)
         accepted = next((node for node in candidates if draft.tokens[node] == token), None)
         return accepted, Distribution.certain(token)
@@ -158,7 +168,7 @@ class SpecTrVerifier(ResidualVerifier):
 
         normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta)
 
-    rho is the least number for which no token is accepted too often:
+    rho is the smallest number for which no token is accepted too often:
     1 - (1 - beta)^k <= rho beta.
     """
 
@@ -173,40 +183,40 @@ class SpecTrVerifier(ResidualVerifier):
         if not draft.walks or not candidates:
             return super().choose(draft, candidates, target, rng)
         k = len(candidates)
-        source = sampled_from(draft, candidates[0])  # that of all candidates
+        source = sampled_from(draft, candidates[0])  # the same for all candidates
         target_probs = target.probs
         draft_probs = source.probabilities(target.token_ids)
-        rho = _least_rho(target_probs, draft_probs, k)
+        rho = _min_rho(target_probs, draft_probs, k)
         for node in candidates:
             token = draft.tokens[node]
             if rng.random() < target.probability(token) / (rho * source.probability(token)):
                 return node, target
-        # All were rejected: take from the target what was accepted on average.
+        # All were rejected: subtract from the target what would be accepted on average.
         accepted_probs = np.minimum(draft_probs, target_probs / rho)
         beta = float(accepted_probs.sum())
         scale = (1.0 - (1.0 - beta) ** k) / beta if beta > 0.0 else 0.0
-        # Nothing is left only if everything was accepted, up to rounding.
+        # Nothing is left only if, up to rounding, every token would be accepted.
         return None, target.reweighted(target_probs - accepted_probs * scale) or target
 
 
-def _least_rho(
+def _min_rho(
     target_probs: ProbArray,
     draft_probs: ProbArray,
     k: int,
 ) -> float:
-    """Return SpecTr's least rho, up to rounding and never below it, by bisection.
+    """Find SpecTr's smallest rho by bisection; the result is never smaller than it.
 
     Args:
         target_probs: The target's probabilities, float64[m].
         draft_probs: The draft's probabilities of the same tokens, float64[m].
-        k: The number of independent drafts. rho = k always suffices, since
+        k: The number of independent drafts. The result is at most k, since
             1 - (1 - beta)^k <= k beta.
     """
     low = 1.0
     high = float(k)
     if k == 1:
         return high
-    for _ in range(_N_HALVINGS):  # the difference has one sign change
+    for _ in range(_N_HALVINGS):  # the two sides of the inequality cross only once
         middle = 0.5 * (low + high)
         beta = float(np.minimum(draft_probs, target_probs / middle).sum())
         if 1.0 - (1.0 - beta) ** k <= middle * beta:
@@ -217,7 +227,7 @@ def _least_rho(
 
 
 class BlockVerifier(ResidualVerifier):
-    """Judges a sampled chain as a block.
+    """Verifies a sampled chain as a whole block.
 
     On average this never accepts fewer tokens than judging them one by one (Sun et al.,
     arXiv:2403.10444, Algorithm 2).
@@ -239,7 +249,7 @@ class BlockVerifier(ResidualVerifier):
         target: TargetAt,
         rng: Rng,
     ) -> Verdict:
-        """Accept blocks, and a sibling between them, until a token is rejected."""
+        """Verify a block, then the siblings after it, then the next block, until a rejection."""
         if draft.walks:
             return super().verify(draft, target, rng)
         path: list[int] = []
@@ -259,7 +269,7 @@ class BlockVerifier(ResidualVerifier):
 
 
 def _only_children(draft: Draft, node: int) -> list[int]:
-    """Return the nodes below `node` until there is none, or there are siblings."""
+    """Return the chain of only children below `node`; it may be empty."""
     block: list[int] = []
     children = draft.children[node]
     while len(children) == 1:
@@ -275,7 +285,7 @@ def _accept_block(
     before: int,
     rng: Rng,
 ) -> tuple[int, Distribution]:
-    """Judge a block as `BlockVerifier` describes, in the notation of the paper.
+    """Verify a block as described in `BlockVerifier`, in the notation of the paper.
 
     Args:
         draft: The draft.
@@ -285,11 +295,11 @@ def _accept_block(
         rng: The source of randomness.
 
     Returns:
-        How many nodes are accepted, and what the token after them is sampled from.
+        The number of accepted nodes, and the distribution of the token after them.
     """
     after = target(before)
     ratio = 1.0  # r(i)
-    # The longest prefix that was accepted so far, with its r(i) and the target after it.
+    # The longest prefix accepted so far, its r(i), and the target's distribution after it.
     n_accepted = 0
     accepted_ratio = ratio
     after_accepted = after
@@ -304,7 +314,7 @@ def _accept_block(
             acceptance = ratio  # h(i) of the whole chain
         else:
             excess = after.excess(sampled_from(draft, block[i]), ratio)  # s(i)
-            # Where it is 0 and the ratio 1, the next prefix is accepted with certainty.
+            # If it is 0 and the ratio is 1 (0 / 0), the next prefix is certain to be accepted.
             acceptance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
         if rng.random() < acceptance:
             n_accepted = i
@@ -317,14 +327,17 @@ def _accept_block(
 
 
 def sampled_from(draft: Draft, node: int) -> Distribution:
-    """Return what a node's token was sampled from: certainty if it was not sampled at random."""
+    """Return the distribution from which a node's token was sampled.
+
+    A token that was not sampled at random has probability 1.
+    """
     return draft.distributions[node] or Distribution.certain(draft.tokens[node])
 
 
 class AutoVerifier:
-    """Picks the verifier that accepts most, by how a draft was made.
+    """Picks the verifier that accepts most tokens, depending on how a draft was made.
 
-    To pick it by the draft's tokens would bias the text.
+    To pick it depending on the draft's tokens would bias the text.
     """
 
     wants_sampled_drafts = True

@@ -1,35 +1,35 @@
-"""How far two sequences agree, and whether a text ends in the middle of a mark."""
+"""Compares sequences from the start, and finds the beginning of a mark at the end of a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import AnyStr
 
-#: How many items are compared at once: prompts may have many thousands of tokens.
+#: The number of items that are compared at once, since prompts may have many thousands of tokens.
 _CHUNK = 256
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many items two sequences have in common at their start."""
-    longest = min(len(one), len(other))
+    """Return the number of items that two sequences have in common at their start."""
+    max_length = min(len(one), len(other))
     length = 0
     # Whole chunks first: comparing two lists is much faster than comparing their items.
-    while length < longest and (
+    while length < max_length and (
         list(one[length : length + _CHUNK]) == list(other[length : length + _CHUNK])
     ):
         length += _CHUNK
-    while length < longest and one[length] == other[length]:
+    while length < max_length and one[length] == other[length]:
         length += 1
-    return min(length, longest)
+    return min(length, max_length)  # the last chunk may have been shorter
 
 
 def partial_match_length(text: AnyStr, mark: AnyStr) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark.
+    """Return the number of characters at the end of a text that may be the beginning of a mark.
 
     A complete mark does not count.
     """
-    longest = min(len(text), len(mark) - 1)
-    for length in range(longest, 0, -1):
+    max_length = min(len(text), len(mark) - 1)
+    for length in range(max_length, 0, -1):
         if text.endswith(mark[:length]):
             return length
     return 0

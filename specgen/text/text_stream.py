@@ -1,4 +1,4 @@
-"""The text of tokens as it may be shown, up to a stop string."""
+"""The text of tokens as it can be shown, up to a stop string."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ class TextStream:
     U+FFFD.
 
     Args:
-        stops: Strings that end the text, none of them empty.
-        n_indent: If positive, a line after the first also ends the text where it begins with fewer
-            spaces and tabs than this.
+        stops: Strings that end the text; none may be empty.
+        n_indent: If positive, the text also ends before any line but the first that begins with
+            fewer spaces and tabs than this.
+
+    Raises:
+        ValueError: If a stop string is empty.
     """
 
     def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
@@ -28,14 +31,16 @@ class TextStream:
             raise ValueError("a stop string is empty")
         self._decoder = _Decoder(errors="replace")
         self._stops = tuple(stops)
-        #: The start of a line with too little indentation; group 1 is what follows the
-        #: indentation, if that is known already.
+        #: Matches the start of a line with too little indentation. Group 1 is the character after
+        #: the indentation; it is empty at the end of the text, where more indentation may follow.
         self._dedent: re.Pattern[str] | None = None
         if n_indent:
             self._dedent = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=([^ \t])|\Z)")
+        #: Text that is held back.
         self._held = ""
+        #: The pieces of text that were shown.
         self._shown: list[str] = []
-        #: The stop string that was found.
+        #: The stop string that was found; None as long as there is none.
         self.stopped_by: str | None = None
 
     @property
@@ -44,11 +49,16 @@ class TextStream:
         return "".join(self._shown)
 
     def flush(self) -> str:
-        """Return the rest, at the end of the text; incomplete characters become U+FFFD."""
+        """End the text, and return the rest of it; an incomplete character becomes U+FFFD."""
         return self.push(b"", final=True)
 
     def push(self, token_bytes: bytes, *, final: bool = False) -> str:
-        """Take the bytes of a token; return the text that may be shown now."""
+        """Add the bytes of a token, and return the text that can be shown now.
+
+        Args:
+            token_bytes: The bytes; incomplete characters may be at either end.
+            final: Whether these are the last ones, so that nothing has to be held back.
+        """
         text = self._decoder.decode(token_bytes, final)
         if self.stopped_by is not None:
             return ""
@@ -64,9 +74,14 @@ class TextStream:
         return text
 
     def _find_stop(self, text: str) -> int:
-        """Note the first stop string in a text, and return how many characters to hold back."""
+        """Look for the first stop string in a text, and set `stopped_by` if there is one.
+
+        Returns:
+            The number of characters at the end of the text that must not be shown: those from the
+            stop string on, or those that may be the beginning of one.
+        """
         n_held = 0
-        hits: list[tuple[int, str]] = []
+        hits: list[tuple[int, str]] = []  # the index of each stop string that was found
         for stop in self._stops:
             index = text.find(stop)
             if index >= 0:
@@ -74,7 +89,7 @@ class TextStream:
             n_held = max(n_held, partial_match_length(text, stop))
         dedent = None if self._dedent is None else self._dedent.search(text)
         if dedent is not None:
-            if dedent[1]:
+            if dedent[1]:  # otherwise more indentation may follow
                 hits.append((dedent.start(), "\n"))
             n_held = max(n_held, len(text) - dedent.start())
         if not hits:
@@ -83,7 +98,10 @@ class TextStream:
         return len(text) - index
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
-        """Return how the bytes of a token would read after this text and some more bytes."""
+        """Return the text of some bytes, as if they came after this text and the bytes `before`.
+
+        The stream itself does not change.
+        """
         decoder = _Decoder(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)

@@ -28,27 +28,27 @@ class Vocabulary(Protocol):
 
         Args:
             text: The text.
-            add_special: Put a beginning-of-text token first, if `add_bos`.
-            parse_special: Read the names of control tokens as these tokens.
+            add_special: Whether to put a beginning-of-text token first, if `add_bos` is True.
+            parse_special: Whether names of control tokens in the text become these tokens.
         """
 
     def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]:
-        """Tokenize a text that is in the middle of another one."""
+        """Tokenize a text as a part in the middle of a longer text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token adds to the text; none for control tokens."""
+        """Return the bytes that a token adds to the text; none for control tokens."""
 
     def token_text(self, token_id: int) -> str:
-        """Return the token's entry in the token table, for comparisons and messages."""
+        """Return a token's entry in the token table, for comparisons and messages."""
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot).
+        """Return the tokens that begin a text (bos), end a text (eos) and end a turn (eot).
 
-        A token that the model does not have is -1.
+        The token is -1 if the model does not have one.
         """
 
     def is_end(self, token_id: int) -> bool:
-        """Return whether the token ends a text."""
+        """Return whether a token ends a text."""
 
     def end_tokens(self) -> Sequence[int]:
         """Return all tokens that end a text."""

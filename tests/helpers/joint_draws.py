@@ -196,7 +196,7 @@ class _Mark:
     def restore(self, sequence: AnswerState) -> None:
         state = sequence.text_state
         del state.tokens[self.n_tokens :]
-        state._n_shown = min(state._n_shown, self.n_tokens)  # noqa: SLF001
+        state._n_copied = min(state._n_copied, self.n_tokens)  # noqa: SLF001
         state._grammar = self._grammar  # noqa: SLF001
         drafter = self._drafter
         if sequence.cascade is not None and sequence.cascade.free is not None:
@@ -229,7 +229,7 @@ class _UpTo:
         self.observe = inner.observe
 
     def plan(self, offer: Offer) -> RoundPlan:
-        return self._inner.plan(replace(offer, n_most=min(self.n_max, offer.n_most)))
+        return self._inner.plan(replace(offer, n_max=min(self.n_max, offer.n_max)))
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class EitherDraft(FixedPolicy):
     """Takes three tokens of n-grams, or where they find fewer two of the model."""
 
     def plan(self, offer: Offer) -> RoundPlan:
-        n_max = min(self.n_max, offer.n_most)
+        n_max = min(self.n_max, offer.n_max)
         found = offer.found.first(3)
         if n_max < 1:
             return RoundPlan("no room")

@@ -41,11 +41,11 @@ def offer(
     found: Sequence[int] = (),
     drafter: str | None = "model",
     price: Price = CHEAP,
-    n_most: int = 16,
+    n_max: int = 16,
     n_left: int = 100,
 ) -> Offer:
     draft = Draft.chain(found, "ngram", [0.95] * len(found)) if found else NO_DRAFT
-    return Offer(n_left, n_most, draft, drafter, price)
+    return Offer(n_left, n_max, draft, drafter, price)
 
 
 def after(policy: Policy, n_rounds: int, asked: Offer, *, right: bool = False) -> RoundPlan:
@@ -91,7 +91,7 @@ PLANS: dict[ReasonName, Callable[[], RoundPlan]] = {
     "threshold": lambda: ThresholdPolicy(DraftOptions(policy="threshold")).plan(offer()),
     "costs unknown": lambda: by_cost({}).plan(offer()),
     "plain decode": lambda: after(by_cost(), 64, offer(), right=True),
-    "no room": lambda: by_cost().plan(offer(n_most=0)),
+    "no room": lambda: by_cost().plan(offer(n_max=0)),
     "nothing found": lambda: by_cost().plan(offer(drafter=None)),
     "prefill": lambda: by_cost().plan(offer(price=Price(0.05, 0.05, 9.0))),
     "row cost": lambda: by_cost({n: 1.0 * n for n in range(1, 18)}).plan(offer()),

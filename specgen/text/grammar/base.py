@@ -1,10 +1,11 @@
 """The states of a grammar: what constrained decoding needs from every implementation.
 
-Each node of a draft tree has a state of its own. So a state is a value, and `after` returns the
-next one. It keeps the states that follow it, so that drafter and verifier get the same objects and
-the work is done once; a state does not know the one before it. The loop holds only the state at the
-end of the text and lets the one before `forget`, so that states of the past and of rejected
-branches are freed. (Weak references would lose the drafter's states before the verifier asks.)
+Each node of a draft tree needs its own state, so states are immutable, and `after` returns the next
+one. A state caches the states that follow it, so that drafter and verifier get the same objects and
+the work is done only once. It does not know the state before it. The loop holds only the state at
+the end of the text, and calls `forget` on the one before, so that states of the past and of
+rejected branches are freed. (With weak references, the drafter's states would be gone before the
+verifier needs them.)
 """
 
 from __future__ import annotations
@@ -27,45 +28,47 @@ class GrammarState(Protocol):
         return False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        """Return which of these tokens may come next, bool[m]; perhaps none of them.
+        """Return which of these tokens may come next, bool[m].
 
         End-of-text tokens are allowed exactly where the text may end.
 
         Raises:
-            ValueError: An id is not in the vocabulary.
+            ValueError: If a token is not in the vocabulary.
         """
 
     def adjust_logits(self, logits: Logits) -> Logits:
-        """Return the row of logits, changed where the model's choice would be lost by the mask.
+        """Return the logits, adjusted where the mask alone would distort the model's intention.
 
-        See `llguidance_grammar` on the ends of numbers.
+        By default, nothing is adjusted. `llguidance_grammar` does it at the end of numbers.
         """
         return logits
 
     def after(self, token_id: int) -> GrammarState:
-        """Return the state one token later. After the end of the text no token is allowed.
+        """Return the state after a token. After an end-of-text token, no token is allowed.
 
         Raises:
-            ValueError: The token is not allowed.
+            ValueError: If the token is not allowed.
         """
 
     def forget(self) -> None:
-        """Drop the states that follow: the first state of a long text would keep them all."""
+        """Drop the cached states that follow this one, which would otherwise all be kept alive."""
         return
 
     def forced(self) -> int | None:
         """Return the token that has to come next: the only one that is allowed.
 
-        If only end-of-text tokens are allowed, it is the first of them. None if there is a choice.
+        Returns:
+            The token. If only end-of-text tokens are allowed, the first of them. None if there is a
+            choice, or no token is allowed.
         """
         return None
 
 
 def checked_ids(token_ids: TokenArray, n_tokens: int) -> TokenArray:
-    """Return these tokens.
+    """Return these tokens as int64, if they are in a vocabulary of `n_tokens` tokens.
 
     Raises:
-        ValueError: One of them is not in a vocabulary of `n_tokens`.
+        ValueError: If one of them is not.
     """
     token_ids = np.asarray(token_ids, np.int64)
     if not len(token_ids):

@@ -1,8 +1,8 @@
-"""Grammars that hold in a part of an answer: after thoughts, or from the mark of a call on.
+"""Grammars for a part of an answer: after thoughts, or from the mark of a call on.
 
-The text before is free, and its states only look for marks: they allow all tokens without a mask.
-Like the states of any grammar they depend on the text alone, in a draft as in the text. A token
-that completes a mark and goes on after it is allowed if the grammar takes what is after it.
+The text before that part is free. Its states allow all tokens, without a mask, and only look for
+marks. Like those of any grammar, they depend only on the text, whether it is committed or drafted.
+A token may complete a mark and go on after it, if the grammar allows what comes after the mark.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _BARE_RULES = "start: bare /(?s:.)+/?"
 _MARKED_RULES = "start: lead answer /(?s:.)+/?\nlead[suffix={mark}]: /(?s:.*)/"
 #: The white space that may be around thoughts, marks and calls.
 _SPACE_RULE = "SPACE: /[ \\n]{1,4}/"
-#: Stands in a mark or a form for what differs from call to call: an id, a number, or a name.
+#: A placeholder in marks and forms for what differs from call to call: an id, a number, or a name.
 ANY: Final = "\ufffc"
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks around the thoughts and the answers of a family of models."""
+    """The marks that a family of models writes around its thoughts and answers."""
 
     #: The mark before thoughts.
     begin: str
@@ -43,9 +43,9 @@ class ThoughtMarks:
     before: tuple[str, ...] = ()
     #: Marks after an answer.
     after: tuple[str, ...] = ()
-    #: Marks before an answer that end with this are not before calls.
+    #: A mark before an answer that ends with this is never before a call.
     final: str = ""
-    #: Whether the prompt has opened thoughts already, or closed them.
+    #: Whether the answer may begin with thoughts, or the prompt opened them, or closed them.
     state: Literal["may come", "open", "over"] = "may come"
 
     @property
@@ -55,7 +55,7 @@ class ThoughtMarks:
 
     @property
     def first(self) -> tuple[str, ...]:
-        """What an answer with such marks begins with."""
+        """The possible beginnings of an answer that has marks."""
         return (self.begin, *(mark.partition(ANY)[0] for mark in self.around))
 
 
@@ -64,10 +64,16 @@ def grammar_start(
     vocabulary: Vocabulary,
     thoughts: ThoughtMarks | None = None,
 ) -> GrammarState:
-    """Return the state of a grammar before an answer, whose thoughts are free.
+    """Return the state of a grammar at the start of an answer. Thoughts are free.
+
+    Args:
+        grammar: The grammar. If it has a mark but does not require a call, the answer is a free
+            text in which calls follow the grammar. Otherwise the whole answer follows it.
+        vocabulary: The tokens.
+        thoughts: The marks of thoughts; None for a model without them.
 
     Raises:
-        UsageError: The grammar is not valid, or no text follows it.
+        UsageError: If the grammar is not valid, or no text follows it.
     """
     if grammar.mark and not grammar.is_call:
         return _free_text_start(grammar, vocabulary, thoughts)
@@ -76,29 +82,34 @@ def grammar_start(
 
 @dataclass(frozen=True, slots=True)
 class _Watched(GrammarState):
-    """A state that is replaced by another one where the text asks for that."""
+    """A grammar's state, with a function that decides after each token how to go on.
 
-    #: The state of the grammar.
-    inner: GrammarState
-    #: From the grammar's next state and the tokens since the watch began to the next state.
+    That function can return the grammar's next state, the same watched again, or that of another
+    grammar.
+    """
+
+    #: The watched state.
+    state: GrammarState
+    #: Takes the grammar's next state and the tokens since the watch began; returns the state to
+    #: use.
     follow: Callable[[GrammarState, tuple[int, ...]], GrammarState]
-    #: The tokens so far.
+    #: The tokens since the watch began.
     tokens: tuple[int, ...] = ()
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        return self.inner.allows(token_ids)
+        return self.state.allows(token_ids)
 
     def adjust_logits(self, logits: Logits) -> Logits:
-        return self.inner.adjust_logits(logits)
+        return self.state.adjust_logits(logits)
 
     def after(self, token_id: int) -> GrammarState:
-        return self.follow(self.inner.after(token_id), (*self.tokens, token_id))
+        return self.follow(self.state.after(token_id), (*self.tokens, token_id))
 
     def forget(self) -> None:
-        self.inner.forget()
+        self.state.forget()
 
     def forced(self) -> int | None:
-        return self.inner.forced()
+        return self.state.forced()
 
 
 # --- an answer that follows a grammar, after its thoughts
@@ -107,8 +118,8 @@ class _Watched(GrammarState):
 class _ConstrainedAnswer:
     """An answer that follows a grammar, after its thoughts.
 
-    After a call only other calls may come: a token that begins neither ends the answer. (A mask
-    that allows calls and the end would turn the beginning of a text into a call.)
+    After a call only another call may come. A token that does not begin one ends the answer. (If a
+    mask allowed only calls and the end, the beginning of a text would be turned into a call.)
     """
 
     def __init__(
@@ -120,7 +131,7 @@ class _ConstrainedAnswer:
         self._vocabulary = vocabulary
         self._thoughts = thoughts
         self._grammar = LlguidanceGrammar(vocabulary, grammar, _answer_rules(grammar, thoughts))
-        #: The state between calls, if the answer is made of calls.
+        #: The state between calls, if the answer consists of calls.
         self._between_calls: GrammarState | None = None
         if grammar.mark:
             end_of_text = LlguidanceGrammar(vocabulary, Grammar("lark", 'start: ""')).start
@@ -134,8 +145,9 @@ class _ConstrainedAnswer:
         if thoughts is None or thoughts.state == "over":
             return self._in_answer(self._grammar.start)
         if thoughts.state == "open":
-            begun = self._vocabulary.tokenize_inside(thoughts.begin, parse_special=True)
-            return self._in_thoughts(tuple(begun), thoughts)
+            # The prompt ends with this mark.
+            begin_tokens = self._vocabulary.tokenize_inside(thoughts.begin, parse_special=True)
+            return self._in_thoughts(tuple(begin_tokens), thoughts)
         return _Watched(self._grammar.start, partial(self._before_answer, thoughts))
 
     def _before_answer(
@@ -144,29 +156,53 @@ class _ConstrainedAnswer:
         state: GrammarState,
         tokens: tuple[int, ...],
     ) -> GrammarState:
-        """Return the state after the first tokens, in which thoughts may begin."""
+        """Return the state after the first tokens of an answer, which may begin thoughts.
+
+        Args:
+            thoughts: The marks of thoughts.
+            state: The state of the grammar after these tokens.
+            tokens: All tokens of the answer so far.
+        """
         text = b"".join(map(self._vocabulary.token_bytes, tokens)).lstrip()
         begin = thoughts.begin.encode()
         if text.startswith(begin):
             return self._in_thoughts(tokens, thoughts)
-        if begin.startswith(text):
+        if begin.startswith(text):  # perhaps only a part of the mark
             return _Watched(state, partial(self._before_answer, thoughts), tokens)
         return self._in_answer(state)
 
-    def _in_thoughts(self, begun: tuple[int, ...], thoughts: ThoughtMarks) -> GrammarState:
-        """Return the state in thoughts that began with some tokens."""
-        at_end: dict[bytes, AfterMark] = {thoughts.end.encode(): partial(self._answer, begun)}
-        return MarkedText(self._vocabulary, at_end, may_end=False).plain
+    def _in_thoughts(
+        self,
+        begin_tokens: tuple[int, ...],
+        thoughts: ThoughtMarks,
+    ) -> GrammarState:
+        """Return the state within thoughts, which began with `begin_tokens`."""
+        end_mark: dict[bytes, AfterMark] = {
+            thoughts.end.encode(): partial(self._answer, begin_tokens)
+        }
+        return MarkedText(self._vocabulary, end_mark, may_end=False).plain
 
-    def _answer(self, begun: tuple[int, ...], tokens: tuple[int, ...]) -> GrammarState | None:
-        """Return the state after a mark, where the answer begins, or another call.
+    def _answer(
+        self,
+        begin_tokens: tuple[int, ...],
+        mark_tokens: tuple[int, ...],
+    ) -> GrammarState | None:
+        """Return the state after a mark, where the answer or another call begins.
 
-        The grammar does not get the thoughts, but the tokens with which they begin and end.
+        The grammar skips the thoughts: it gets only the tokens of the marks around them.
+
+        Args:
+            begin_tokens: The tokens that began the thoughts; none before another call.
+            mark_tokens: The tokens that contain the mark.
+
+        Returns:
+            The state; None if the grammar does not allow these tokens.
         """
-        state = self._grammar.after_tokens((*begun, *tokens))
+        state = self._grammar.after_tokens((*begin_tokens, *mark_tokens))
         return None if state is None else self._in_answer(state)
 
     def _in_answer(self, state: GrammarState, _tokens: tuple[int, ...] = ()) -> GrammarState:
+        """Return the state within the answer: that of the grammar, or between calls."""
         if self._between_calls is None:
             return state
         if state.allows(self._grammar.ends).any():
@@ -175,23 +211,26 @@ class _ConstrainedAnswer:
 
 
 def _answer_rules(grammar: Grammar, thoughts: ThoughtMarks | None) -> str:
-    """Return rules, in llguidance's form of Lark, for an answer with thoughts before it."""
+    """Return rules, in llguidance's form of Lark, for an answer with thoughts before it.
+
+    They refer to the grammar as `answer`. If nothing surrounds the answer, the text is empty.
+    """
     rules = ""
     if thoughts is not None:
         rules = _rules_around(thoughts, is_call=grammar.is_call)
-    if grammar.mark:  # another call may be on a line of its own
+    if grammar.mark:  # white space may come first, since another call may be on its own line
         whole = rules.removeprefix("start:") or " answer"
         rules = f"start: SPACE? whole\nwhole:{whole}"
     return f"{rules}\n{_SPACE_RULE}" if rules else ""
 
 
 def _rules_around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
-    """Return rules for thoughts, and for the marks around an answer; none if there are none."""
+    """Return rules for thoughts and for the marks around an answer; empty if there are none."""
     before = thoughts.before
     if is_call:
         if thoughts.final:
             before = tuple(mark for mark in before if not mark.endswith(thoughts.final))
-        before += thoughts.after  # a text before calls may be empty
+        before += thoughts.after  # an empty text may come before calls
     lead = _optional_marks(before)
     trail = _optional_marks(thoughts.after)
     if thoughts.state == "over":
@@ -208,11 +247,11 @@ def _rules_around(thoughts: ThoughtMarks, *, is_call: bool) -> str:
 
 
 def _optional_marks(marks: tuple[str, ...]) -> str:
-    """Return an expression for up to two of these marks."""
+    """Return an expression for up to two of these marks, with `NAME` in place of `ANY`."""
     if not marks:
         return ""
-    written = [" NAME ".join(map(literal, mark.split(ANY))) for mark in marks]
-    return f"(({' | '.join(written)}) SPACE?){{0,2}}"
+    expressions = [" NAME ".join(map(literal, mark.split(ANY))) for mark in marks]
+    return f"(({' | '.join(expressions)}) SPACE?){{0,2}}"
 
 
 # --- a free text with calls
@@ -223,9 +262,9 @@ def _free_text_start(
     vocabulary: Vocabulary,
     thoughts: ThoughtMarks | None,
 ) -> GrammarState:
-    """Return the state of a free text in which the grammar holds from each mark on.
+    """Return the state of a free text in which each mark begins a call that follows the grammar.
 
-    If the grammar cannot be followed, the whole text is free.
+    If llguidance cannot follow the grammar, the whole text is free.
     """
     rules = _MARKED_RULES.format(mark=literal(grammar.mark))
     try:
@@ -242,11 +281,11 @@ class _TextWithCalls:
     """A free text with calls.
 
     Args:
-        grammar: What a call looks like after its mark.
+        grammar: The mark of calls, and how calls without a mark begin.
         vocabulary: The tokens.
-        thoughts: The marks of thoughts, in which there are no calls.
-        marked: The grammar of calls with a mark.
-        bare: The grammar of calls without a mark, at the beginning of the text.
+        thoughts: The marks of thoughts, in which marks of calls do not count.
+        marked: The grammar of a call with its mark, and any text after it.
+        bare: The grammar of a call without a mark, at the beginning of the text.
     """
 
     def __init__(
@@ -284,17 +323,22 @@ class _TextWithCalls:
             self.start = self._in_thoughts
 
     def _call(self, tokens: tuple[int, ...]) -> GrammarState | None:
-        """Return the state after the mark of a call."""
+        """Return the state after the tokens that contain a call's mark; None if not allowed."""
         state = self._marked.after_tokens(tokens)
         return None if state is None else _Watched(state, self._in_call)
 
     def _in_call(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
+        """Return the state within a call, or that of the free text once the call is over."""
         if self._is_over(state):
             return self._text.after_token(tokens[-1])
         return _Watched(state, self._in_call)
 
     def _beginning(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
-        """Return the state after the first tokens, which may begin a call without a mark."""
+        """Return the state after the first tokens of the text, which may begin a bare call.
+
+        While the grammar of bare calls allows these tokens, but they do not match `bare_start` yet,
+        the text stays free and is still watched.
+        """
         if self._bare is None:
             return state
         bare_state = self._bare.after_tokens(tokens)
@@ -306,9 +350,11 @@ class _TextWithCalls:
         return _Watched(state, self._beginning, tokens)
 
     def _in_bare_call(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
-        if self._is_over(state):  # another such call may follow
+        """Return the state within a call without a mark, or after it."""
+        if self._is_over(state):  # another bare call may follow
             return _Watched(self._text.after_token(tokens[-1]), self._beginning)
         return _Watched(state, self._in_bare_call)
 
     def _is_over(self, state: GrammarState) -> bool:
+        """Return whether a call is complete: its grammar allows the end of the text."""
         return bool(state.allows(self._marked.ends).any())

@@ -1,8 +1,8 @@
-"""JSON schemas (draft 2020-12) as grammars, which llguidance reads.
+"""Turns JSON schemas (draft 2020-12) into grammars for llguidance.
 
-JSON is written on one line, with properties in the schema's order, and objects are closed
-(`closed_objects`). Keywords that llguidance does not know are replaced by others. What no grammar
-can enforce is refused, or left out by name.
+JSON is generated on one line, with properties in the schema's order, and objects are closed
+(`closed_objects`). Keywords that llguidance does not support are replaced with others. A schema
+with parts that no grammar can enforce is refused, or these parts are left out and named.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from specgen.text.grammar.schema_parts import (
 )
 from specgen.text.grammar.schema_size import check_size
 
-#: The standard's formats that llguidance does not know; other unknown formats are annotations.
+#: The formats of the standard that llguidance does not support. Formats that neither knows are only
+#: annotations.
 _IGNORED_FORMATS = frozenset(
     [
         *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
         *("json-pointer", "relative-json-pointer", "regex"),
     ]
 )
-#: llguidance's messages.
+#: Patterns for llguidance's messages.
 _IGNORES_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _IGNORES_FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?$")
 _OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
-#: Keywords that are checked together with a pattern.
+#: Keywords that llguidance combines with a pattern.
 _LENGTHS = ("minLength", "maxLength", "format")
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
-#: Each dependency doubles the forms of an object.
+#: The maximum number of dependencies of an object, since each one doubles its forms.
 _MAX_DEPENDENCIES = 4
-#: The most characters that a message shows of a problem, and of a pattern.
+#: The maximum number of characters of a problem, and of a pattern or a type, in a message.
 _MAX_SHOWN_PROBLEM = 300
 _MAX_SHOWN_PATTERN = 60
 
@@ -59,7 +60,7 @@ def schema_grammar(schema: str) -> Grammar:
     References to other documents are never fetched.
 
     Raises:
-        UsageError: The text is not a schema, nothing conforms to it, or it cannot be enforced.
+        UsageError: If the text is not a schema, nothing conforms to it, or it cannot be enforced.
     """
     grammar, left_out = lenient_schema_grammar(schema)
     if left_out:
@@ -76,14 +77,14 @@ def lenient_schema_grammar(
 
     Args:
         schema: The text of the schema.
-        is_open: Close only those objects for which the schema says so.
+        is_open: Whether to leave objects open unless the schema closes them.
 
     Returns:
-        The grammar, and the names of what it does not enforce: keywords, or the whole schema, which
-        any object then conforms to.
+        The grammar, and the names of what it does not enforce, such as keywords. If llguidance
+        refuses the whole schema, the grammar allows any object, and the only name tells why.
 
     Raises:
-        UsageError: The text is not a schema.
+        UsageError: If the text is not a schema.
     """
     root = _parse(schema)
     left_out: list[str] = []
@@ -91,8 +92,8 @@ def lenient_schema_grammar(
         _leave_out_unknown_type(part, root, left_out)
         _leave_out_bad_patterns(part, left_out)
         _replace_unknown_keywords(part)
-    closed = set() if is_open else close_objects(root)
-    choices = ChoiceWriter(root, closed, left_out)
+    closed_ids = set() if is_open else close_objects(root)
+    choices = ChoiceWriter(root, closed_ids, left_out)
     for part in list(parts(root)):
         _leave_out_property_counts(part, left_out)
         choices.rewrite(part)
@@ -103,10 +104,15 @@ def lenient_schema_grammar(
         return any_object, (f"it ({_readable('; '.join(messages))})",)
     for message in messages:
         left_out += _names_in(message)
-    return grammar, tuple(dict.fromkeys(left_out))
+    return grammar, tuple(dict.fromkeys(left_out))  # without duplicates
 
 
 def _parse(text: str) -> Part:
+    """Parse a schema; ``true`` and ``{}`` become any object, ``false`` a schema for no value.
+
+    Raises:
+        UsageError: If the text is not a schema, or is too large.
+    """
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
@@ -129,7 +135,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _names_in(message: str) -> list[str]:
-    """Return the names of what llguidance ignores, from its message."""
+    """Return the names of what llguidance ignores, from one of its warnings."""
     keywords = _IGNORES_KEYWORDS.search(message)
     if keywords is not None:
         return re.findall('"([^"]*)"', keywords[1])
@@ -143,7 +149,7 @@ def _names_in(message: str) -> list[str]:
 
 
 def _readable(problem: str) -> str:
-    """Return llguidance's message as we show it."""
+    """Return llguidance's message in a form for users."""
     reference = _OUTER_REFERENCE.search(problem)
     if reference is not None:
         return f"$ref {reference[1]!r} leads out of the schema"
@@ -158,6 +164,7 @@ def _leave_out_unknown_type(
     root: Part,
     left_out: list[str],
 ) -> None:
+    """Leave out a type that does not exist. Raise `UsageError` if it is that of the root."""
     given = part.get("type", [])
     types = given if isinstance(given, list) else [given]
     unknown = [json.dumps(each)[:_MAX_SHOWN_PATTERN] for each in types if str(each) not in TYPES]
@@ -170,7 +177,7 @@ def _leave_out_unknown_type(
 
 
 def _leave_out_bad_patterns(part: Part, left_out: list[str]) -> None:
-    """Leave out patterns that llguidance cannot follow."""
+    """Leave out patterns of strings and property names that llguidance cannot follow."""
     pattern = part.get("pattern")
     if isinstance(pattern, str):
         lengths = {keyword: part[keyword] for keyword in _LENGTHS if keyword in part}
@@ -188,24 +195,28 @@ def _leave_out_bad_patterns(part: Part, left_out: list[str]) -> None:
 
 
 def _problem(**keywords: Any) -> str:
+    """Return why llguidance cannot follow a schema with these keywords; empty if it can."""
     return _readable(problem_following(Grammar("json_schema", json.dumps(keywords))))
 
 
 def _leave_out_property_counts(part: Part, left_out: list[str]) -> None:
     """Leave out limits on the number of properties that llguidance would not enforce.
 
-    It does not count optional properties that are listed.
+    It does not count listed properties that are optional.
     """
     n_required = len(required(part))
     has_optional = not properties(part).keys() <= set(required(part))
-    least = int_keyword(part, "minProperties")
-    most = part.get("maxProperties")
-    is_limited = most is not None or least > n_required
+    min_properties = int_keyword(part, "minProperties")
+    max_properties = part.get("maxProperties")
+    is_limited = max_properties is not None or min_properties > n_required
     if not has_optional or not is_limited:
         return
-    # These it enforces: at least one optional property, at most one, or exactly one.
+    # In a closed object llguidance enforces limits that allow at most, or demand at least, one
+    # optional property.
     is_closed = part.get("additionalProperties") is False and "patternProperties" not in part
-    if is_closed and least <= n_required + 1 and most in (None, n_required + 1):
+    allows_min = min_properties <= n_required + 1
+    allows_max = max_properties in (None, n_required + 1)
+    if is_closed and allows_min and allows_max:
         return
     for keyword in ("minProperties", "maxProperties"):
         if keyword in part:
@@ -217,6 +228,7 @@ def _leave_out_property_counts(part: Part, left_out: list[str]) -> None:
 
 
 def _replace_unknown_keywords(part: Part) -> None:
+    """Replace keywords that llguidance does not support, where others mean the same."""
     if part.get("uniqueItems") is False:
         del part["uniqueItems"]
     _replace_property_names(part)
@@ -225,7 +237,7 @@ def _replace_unknown_keywords(part: Part) -> None:
 
 
 def _replace_property_names(part: Part) -> None:
-    """Write `propertyNames` as properties or patterns, if the object is a map from such names."""
+    """Replace `propertyNames` with properties or patterns, if the object lists no others."""
     names = part.get("propertyNames")
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return
@@ -247,13 +259,16 @@ def _replace_property_names(part: Part) -> None:
 
 
 def _replace_not(part: Part) -> None:
-    """Write `not`, if it bans the presence of properties, as properties that are false."""
+    """Replace a `not` that only forbids properties with properties whose schema is `false`.
+
+    That is `not` with one required property, or with an `anyOf` of such schemas.
+    """
     banned = part.get("not")
     if not isinstance(banned, dict) or part.get("type", "object") != "object":
         return
     options = as_list(banned["anyOf"]) if banned.keys() == {"anyOf"} else [banned]
     names = [only_required(option) for option in options]
-    if any(len(each) != 1 for each in names):
+    if any(len(required_names) != 1 for required_names in names):
         return
     del part["not"]
     part["type"] = "object"
@@ -261,7 +276,7 @@ def _replace_not(part: Part) -> None:
 
 
 def _replace_dependencies(part: Part) -> None:
-    """Write what a property requires as a choice: it is absent, or the requirement holds."""
+    """Replace each dependency on a property with a choice: it is absent, or the rest holds."""
     keywords = [name for name in _DEPENDENCIES if isinstance(part.get(name), dict)]
     dependencies = [item for keyword in keywords for item in part[keyword].items()]
     if not dependencies or len(dependencies) > _MAX_DEPENDENCIES:
@@ -270,7 +285,9 @@ def _replace_dependencies(part: Part) -> None:
         del part[keyword]
     choices: list[Any] = []
     for name, needed in dependencies:
-        then = {"required": [name, *needed]} if isinstance(needed, list) else needed
-        present = {"allOf": [{"required": [name]}, then]}
-        choices.append({"anyOf": [{"properties": {name: False}}, present]})
+        # Other properties that are required, or a schema for the whole object.
+        requirement = {"required": [name, *needed]} if isinstance(needed, list) else needed
+        if_absent = {"properties": {name: False}}
+        if_present = {"allOf": [{"required": [name]}, requirement]}
+        choices.append({"anyOf": [if_absent, if_present]})
     part["allOf"] = [*as_list(part.get("allOf")), *choices]

@@ -1,8 +1,8 @@
-"""Grammars that llguidance follows: JSON schemas, GBNF, and its own form of Lark.
+"""Grammars for llguidance: JSON schemas, GBNF, and its variant of Lark.
 
 llguidance (https://github.com/guidance-ai/llguidance) finds all allowed tokens in tens of
 microseconds, and copies a state in a few. Where a text is forced, it allows only the tokens that
-the model's own tokenizer makes of it.
+the model's tokenizer makes of that text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from specgen.text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-#: How JSON is written: a space after commas and colons, and no other white space, which models
-#: write without end. Strings may escape any character, as in "K\u00f6ln". What llguidance cannot
-#: enforce, it reports as a warning.
+#: The format of JSON: a space after commas and colons, and no other white space, which models tend
+#: to repeat endlessly. Strings may escape any character, as in "K\u00f6ln". With `lenient`,
+#: llguidance reports what it cannot enforce as a warning.
 JSON_FORM: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -37,23 +37,28 @@ JSON_FORM: Any = {
     "lenient": True,
 }
 _BITS_PER_WORD = 32
-#: In GBNF a text may be written in any tokens, also where it is forced.
+#: In GBNF a text may consist of any tokens, even where it is forced.
 _GBNF_OPTIONS = '%llguidance {"no_forcing": true}\n'
-#: The most items that llguidance's parser keeps for a step of a GBNF grammar: about 25 ms.
+#: The maximum number of items that llguidance's parser keeps in a step of a GBNF grammar, which
+#: limits a step to about 25 ms.
 _MAX_ITEMS = 500_000
-#: The most digits in a row of a number, where it may end: models may write digits without end.
-#: Each integer of 18 digits fits into 64 bits, and each number of 64 bits can be written with 17.
+#: The maximum number of digits in a row in a number that may end there, since models may repeat
+#: digits endlessly. Every integer with 18 digits fits into 64 bits, and 17 digits are enough for
+#: every float64.
 _MAX_DIGITS = 18
 #: What may follow a number in JSON.
 _AFTER_NUMBERS = list(b",]}")
-#: How many compiled grammars are kept for a vocabulary.
+#: The maximum number of compiled grammars that are kept for a vocabulary.
 _MAX_COMPILED = 16
-#: From this many tokens on, all tokens of a GBNF grammar are checked at once.
-_CHECKED_AT_ONCE = 512
-#: A pattern is tried with a part of the work that llguidance may do for a token, since a token may
-#: have many bytes.
+#: For this many tokens or more, the mask of a GBNF grammar is computed. Fewer are checked one by
+#: one.
+_MIN_FOR_MASK = 512
+#: The limit on llguidance's work per byte in a trial. It is only a part of its limit per token,
+#: since a token may have many bytes.
 _TRIAL_FUEL = 50_000
+#: The number of bytes in a trial.
 _TRIAL_BYTES = 24
+#: A step that varies the bytes of a trial: it takes the allowed bytes at multiples of this index.
 _TRIAL_STRIDE = 31
 _CANNOT_FOLLOW = "the grammar cannot be followed: "
 _CANNOT_GO_ON = "the grammar cannot be followed any further: "
@@ -65,11 +70,11 @@ class LlguidanceGrammar:
     Args:
         vocabulary: The tokens.
         grammar: The grammar.
-        rules: In llguidance's form of Lark, rules for the whole text, which refer to the grammar as
-            `answer`. Without them the text is what the grammar describes.
+        rules: Rules for the whole text, in llguidance's variant of Lark, that refer to the grammar
+            as `answer`. If empty, the whole text has to follow the grammar.
 
     Raises:
-        UsageError: The grammar is not valid, or no text follows it.
+        UsageError: If the grammar is not valid, or no text follows it.
     """
 
     def __init__(
@@ -85,23 +90,27 @@ class LlguidanceGrammar:
                 "the model has no end-of-text token, so it cannot follow a grammar or a schema"
             )
         self.n_tokens = vocabulary.n_tokens
-        #: In GBNF each character is a terminal, which makes a mask of all tokens expensive (4 ms in
-        #: a JSON string). So a few tokens are checked one by one.
+        #: In GBNF each character is a terminal, which makes a mask of all tokens expensive (4 ms
+        #: within a JSON string). So a few tokens are checked one by one instead.
         self.is_gbnf = grammar.form == "gbnf"
         source = _whole_grammar(grammar, rules, vocabulary)
         with _translated_panics(UsageError, _CANNOT_FOLLOW):
             self.tokenizer = tokenizer_of(vocabulary)
         compiled = self.tokenizer.compiled
-        found = compiled.get(source)
-        if found is None:
-            found = self._compile(source)
-            compiled[source] = found
+        entry = compiled.get(source)
+        if entry is None:
+            entry = self._compile(source)
+            compiled[source] = entry
             for oldest in list(compiled)[:-_MAX_COMPILED]:
-                compiled.pop(oldest, None)
-        self._matcher, self._first_allowed = found
+                compiled.pop(oldest, None)  # another thread may have removed it
+        self._matcher, self._first_allowed = entry
 
     def _compile(self, source: Grammar) -> tuple[LLMatcher, BoolArray]:
-        """Return the matcher at the start of a text, and which tokens it allows there."""
+        """Return a matcher at the start of a text, and the tokens that it allows: bool[n_tokens].
+
+        Raises:
+            UsageError: If the grammar is not valid, or no text follows it.
+        """
         from llguidance import LLMatcher, LLParserLimits
 
         max_items = _MAX_ITEMS if self.is_gbnf else None
@@ -111,8 +120,8 @@ class LlguidanceGrammar:
             matcher = LLMatcher(own, _compiled_text(source), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(_CANNOT_FOLLOW + _first_line(matcher.get_error()))
-        # The first mask is computed here, where only the sender waits, not in a round that other
-        # requests share.
+        # The first mask is computed here, where only this request waits for it, and not in a round
+        # that it shares with others.
         try:
             first_allowed = _State(self, matcher).mask()
         except BackendError as error:
@@ -123,7 +132,7 @@ class LlguidanceGrammar:
 
     @property
     def start(self) -> GrammarState:
-        """The state at the start of a text: a new one each time, as it keeps all that follow it."""
+        """A new state at the start of a text. It is not shared, since it caches those after it."""
         return _State(self, self._matcher.deep_copy(), allowed=self._first_allowed)
 
     def after_tokens(self, tokens: Sequence[int]) -> GrammarState | None:
@@ -139,26 +148,27 @@ def _whole_grammar(
     rules: str,
     vocabulary: Vocabulary,
 ) -> Grammar:
-    """Return a grammar with the rules around it."""
+    """Return the grammar of the whole text: `grammar` with `rules` around it, if there are any."""
     if grammar.form == "gbnf":
         lark = GbnfReader(grammar.text, vocabulary).read()
         if rules:
             lark = _with_rules(lark, rules)
         return Grammar("lark", _GBNF_OPTIONS + lark)
     if rules:
-        own = in_lark(grammar) if grammar.form == "json_schema" else grammar.text
-        return Grammar("lark", _with_rules(own, rules))
+        lark = in_lark(grammar) if grammar.form == "json_schema" else grammar.text
+        return Grammar("lark", _with_rules(lark, rules))
     return grammar
 
 
 def _with_rules(lark: str, rules: str) -> str:
+    """Return rules that refer to `answer`, with the start rule of `lark` renamed to it."""
     return f"{rules}\nanswer:{lark.removeprefix('start:')}"
 
 
 class _State(GrammarState):
     """The state of a grammar after a text.
 
-    Its matcher never advances: the states that follow have copies.
+    Its matcher never advances: the states after it get copies.
     """
 
     __slots__ = (
@@ -183,43 +193,48 @@ class _State(GrammarState):
     ) -> None:
         self._grammar = grammar
         self._matcher = matcher
-        #: bool[n_tokens]: which tokens may come next, once that is known.
+        #: bool[n_tokens]: which tokens may come next; None until it is computed.
         self._allowed = allowed
-        #: How many digits the text ends with; 0 in GBNF, where numbers may be of any length.
+        #: The number of digits at the end of the text; 0 in GBNF, where numbers may have any
+        #: length.
         self._n_digits = n_digits
-        #: int64[n]: the allowed tokens that end a number here, if a number may end.
+        #: int64[n]: the allowed tokens that end a number here; None if no number may end here.
         self._number_ends: TokenArray | None = None
+        #: The states after tokens that were asked for, by token.
         self._children: dict[int, GrammarState] = {}
+        #: The forced token, if `_is_forced_known`; None if no token is forced.
         self._forced: int | None = None
         self._is_forced_known = False
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = checked_ids(token_ids, self._grammar.n_tokens)
-        if self._checks_one_by_one() and len(token_ids) < _CHECKED_AT_ONCE:
-            return self._checked(token_ids)
-        found: BoolArray = self.mask()[token_ids]
-        return found
+        if self._checks_one_by_one() and len(token_ids) < _MIN_FOR_MASK:
+            return self._check_one_by_one(token_ids)
+        is_allowed: BoolArray = self.mask()[token_ids]
+        return is_allowed
 
     def _checks_one_by_one(self) -> bool:
+        """Return whether that is cheaper for a few tokens than the mask of all tokens."""
         return self._grammar.is_gbnf and self._allowed is None
 
-    def _checked(self, token_ids: TokenArray) -> BoolArray:
+    def _check_one_by_one(self, token_ids: TokenArray) -> BoolArray:
+        """Return which of these tokens may come next, bool[m], without the mask of all tokens."""
         matcher = self._matcher.deep_copy()
         ends = set(self._grammar.ends.tolist())
         with _translated_panics(BackendError, _CANNOT_GO_ON):
             may_end = matcher.is_accepting()
-            found = [
+            is_allowed = [
                 may_end if token in ends else matcher.validate_tokens([token]) == 1
                 for token in token_ids.tolist()
             ]
-        return np.array(found, np.bool_)
+        return np.array(is_allowed, np.bool_)
 
     def adjust_logits(self, logits: Logits) -> Logits:
-        """Return the row, in which a number ends where the model wants anything but a digit.
+        """Return logits with which a number ends if the model prefers anything but another digit.
 
-        The best token that ends the number gets the score of the best forbidden token that does not
-        begin with a digit. With the mask alone, "99.50" before a comma that is not allowed went on
-        as "99.500000000000004000e-01".
+        The best token that ends the number gets the logit of the best forbidden token that does not
+        begin with a digit, if that is higher. With the mask alone, where the model wanted a comma
+        after "99.50" that is not allowed, it went on with "99.500000000000004000e-01".
         """
         if not self._n_digits:
             return logits
@@ -227,10 +242,10 @@ class _State(GrammarState):
         if self._number_ends is None:
             return logits
         is_other = ~is_allowed & (self._grammar.tokenizer.n_leading_digits == 0)
-        end = self._number_ends[logits[self._number_ends].argmax()]
+        best_end = self._number_ends[logits[self._number_ends].argmax()]
         logits = logits.copy()
-        wish = logits.max(where=is_other[: len(logits)], initial=-np.inf)
-        logits[end] = max(logits[end], wish)
+        other_logit = logits.max(where=is_other[: len(logits)], initial=-np.inf)
+        logits[best_end] = max(logits[best_end], other_logit)
         return logits
 
     def after(self, token_id: int) -> GrammarState:
@@ -249,11 +264,12 @@ class _State(GrammarState):
         return self._children[token_id]
 
     def _n_digits_after(self, token_id: int) -> int:
+        """Return the number of digits at the end of the text after a token."""
         if self._grammar.is_gbnf:
             return 0
         piece = self._grammar.tokenizer.pieces[token_id]
         n_digits = len(piece) - len(piece.rstrip(DIGITS))
-        if n_digits == len(piece):
+        if n_digits == len(piece):  # the whole token is digits, so those before it count too
             n_digits += self._n_digits
         return n_digits
 
@@ -267,10 +283,11 @@ class _State(GrammarState):
         return self._forced
 
     def _find_forced(self) -> int | None:
+        """Compute the result of `forced`."""
         if self._checks_one_by_one():
-            # If two characters may come next, no token is forced, and no mask is needed.
+            # If two different characters may come next, nothing is forced. This saves the mask.
             letters = self._grammar.tokenizer.letters
-            if np.count_nonzero(self._checked(letters)) > 1:
+            if np.count_nonzero(self._check_one_by_one(letters)) > 1:
                 return None
         allowed = self.mask()
         n_allowed = int(np.count_nonzero(allowed))
@@ -278,7 +295,7 @@ class _State(GrammarState):
             return int(allowed.argmax())
         ends = self._grammar.ends
         allowed_ends = ends[allowed[ends]]
-        if n_allowed and n_allowed == len(allowed_ends):
+        if n_allowed and n_allowed == len(allowed_ends):  # only end-of-text tokens
             return int(allowed_ends[0])
         return None
 
@@ -291,8 +308,9 @@ class _State(GrammarState):
         return self._allowed
 
     def _compute_mask(self) -> BoolArray:
+        """Return the mask that llguidance computes, without the limit on numbers."""
         n_tokens = self._grammar.n_tokens
-        n_words = -(-n_tokens // _BITS_PER_WORD)
+        n_words = -(-n_tokens // _BITS_PER_WORD)  # rounded up
         words = np.zeros(n_words, np.uint32)
         # Two threads must not use one matcher at the same time, but each may use a copy.
         matcher = self._matcher.deep_copy()
@@ -302,19 +320,21 @@ class _State(GrammarState):
             raise _failure(matcher)
         bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
         allowed = bits.view(np.bool_)
-        if not matcher.is_accepting():  # where no token is left, llguidance allows the end
+        if not matcher.is_accepting():  # if nothing else is allowed, llguidance allows the end
             allowed[self._grammar.ends] = False
         return allowed
 
     def _limit_number(self, allowed: BoolArray) -> None:
         """Find the tokens that end a number, and forbid those that make it too long.
 
-        Where a quote is allowed the digits are in a string, not in a number.
+        Args:
+            allowed: The mask, which is changed in place.
         """
         tokenizer = self._grammar.tokenizer
         token_ids = np.flatnonzero(allowed)
         first_bytes = tokenizer.first_bytes[token_ids]
         is_end = np.isin(first_bytes, _AFTER_NUMBERS) | np.isin(token_ids, self._grammar.ends)
+        # Where a quote is allowed, the digits are in a string, and not in a number.
         if is_end.any() and ord('"') not in first_bytes:
             self._number_ends = token_ids[is_end]
             n_left = max(0, _MAX_DIGITS - self._n_digits)
@@ -325,10 +345,11 @@ class _State(GrammarState):
 
 
 def validate(grammar: Grammar) -> tuple[bool, list[str]]:
-    """Ask llguidance about a grammar.
+    """Ask llguidance whether it accepts a grammar.
 
     Returns:
-        Whether llguidance refuses it, and why; if not, warnings that name what it ignores.
+        Whether it refuses the grammar, and messages: the reasons, or else warnings that name what
+        it ignores.
     """
     from llguidance import LLMatcher
 
@@ -341,12 +362,12 @@ def validate(grammar: Grammar) -> tuple[bool, list[str]]:
 
 @functools.lru_cache(maxsize=1000)
 def problem_following(grammar: Grammar) -> str:
-    """Follow a grammar for some bytes, and return why llguidance cannot.
+    """Try a grammar: follow it for some bytes.
 
-    Patterns can grow too large while they are followed.
+    This finds patterns that llguidance accepts, but that grow too large while it follows them.
 
     Returns:
-        llguidance's message; empty if there is no problem.
+        llguidance's message, if it refuses the grammar or cannot follow it; otherwise empty.
     """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -366,7 +387,10 @@ def problem_following(grammar: Grammar) -> str:
 
 @contextlib.contextmanager
 def _translated_panics(kind: type[SpecgenError], message: str = "") -> Iterator[None]:
-    """Translate a bug in llguidance, which it reports by an exception that has no public name."""
+    """Translate a panic (a bug in llguidance) into a `SpecgenError` of this kind.
+
+    The class of a panic has no public name, and is not an `Exception`.
+    """
     try:
         yield
     except BaseException as error:
@@ -383,16 +407,16 @@ def _first_line(text: str) -> str:
     return text.strip().split("\n", maxsplit=1)[0]
 
 
-# --- llguidance's form of Lark
+# --- llguidance's variant of Lark
 
 
 def literal(text: str) -> str:
-    """Return a text as a literal of Lark, which has JSON's form."""
+    """Return a text as a literal in Lark, which is written like a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def in_lark(schema: Grammar) -> str:
-    """Return a JSON schema as the right-hand side of a rule of Lark."""
+    """Return a JSON schema as the right-hand side of a rule in Lark."""
     return f"%json {json.dumps({**json.loads(schema.text), 'x-guidance': JSON_FORM})}"
 
 

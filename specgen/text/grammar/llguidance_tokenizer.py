@@ -1,4 +1,4 @@
-"""The tokens of a model, for llguidance."""
+"""The tokens of a model, in the form that llguidance needs."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 DIGITS = b"0123456789"
-#: The first byte of the names of tokens that add nothing to the text.
+#: llguidance's first byte for the names of special tokens, which add nothing to the text.
 _SPECIAL = b"\xff"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarTokenizer:
-    """A vocabulary as llguidance knows it, and what grammars need to know about its tokens."""
+    """A vocabulary as llguidance's tokenizer, and what grammars need to know about its tokens."""
 
+    #: llguidance's tokenizer.
     own: LLTokenizer
-    #: The bytes of each token; a name that no text has for tokens that add nothing to the text.
+    #: The bytes of each token. Tokens that add nothing to the text have a name that no text
+    #: contains.
     pieces: list[bytes]
-    #: int64[n]: the tokens that are a single ASCII character.
+    #: int64[n]: the tokens that consist of a single ASCII character.
     letters: TokenArray
     #: uint8[n_tokens]: the first byte of each token.
     first_bytes: np.ndarray[tuple[int], np.dtype[np.uint8]]
-    #: int64[n_tokens]: how many digits each token begins with.
+    #: int64[n_tokens]: the number of digits at the beginning of each token.
     n_leading_digits: TokenArray
-    #: The latest grammars, compiled, and bool[n_tokens] tokens that may come first in them: each
-    #: request of an agent has the same tools.
+    #: The latest compiled grammars, each with the tokens that may come first, bool[n_tokens]. They
+    #: are kept because all requests of an agent have the same tools.
     compiled: dict[Grammar, tuple[LLMatcher, BoolArray]] = field(default_factory=dict)
 
 
 _tokenizers: weakref.WeakKeyDictionary[Vocabulary, GrammarTokenizer] = weakref.WeakKeyDictionary()
-#: Making a tokenizer takes up to a second, and two threads may want the same one.
+#: Creating a tokenizer takes up to a second, and two threads may need the same one.
 _lock = threading.Lock()
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> GrammarTokenizer:
-    """Return the tokenizer of a vocabulary, which is made once."""
+    """Return the tokenizer of a vocabulary, which is created only once."""
     with _lock:
-        found = _tokenizers.get(vocabulary)
-        if found is None:
-            found = _made(vocabulary)
-            _tokenizers[vocabulary] = found
-        return found
+        tokenizer = _tokenizers.get(vocabulary)
+        if tokenizer is None:
+            tokenizer = _create_tokenizer(vocabulary)
+            _tokenizers[vocabulary] = tokenizer
+        return tokenizer
 
 
-def _made(vocabulary: Vocabulary) -> GrammarTokenizer:
+def _create_tokenizer(vocabulary: Vocabulary) -> GrammarTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     adapter = _VocabularyAdapter(vocabulary)
@@ -78,9 +80,10 @@ def _made(vocabulary: Vocabulary) -> GrammarTokenizer:
 
 
 class _VocabularyAdapter:
-    """A vocabulary with the attributes that llguidance's `TokenizerWrapper` asks for."""
+    """A vocabulary with the attributes that llguidance's `TokenizerWrapper` reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        # A weak reference, so that `_tokenizers` does not keep the vocabulary alive.
         self._vocabulary = weakref.ref(vocabulary)
         ends = list(vocabulary.end_tokens())
         self.eos_token_id = ends[0]
@@ -94,7 +97,10 @@ class _VocabularyAdapter:
         self.special_token_ids = [token_id for token_id, piece in enumerate(pieces) if not piece]
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens that the model's own tokenizer makes of a text that is forced."""
+        """Tokenize a forced text as the model's tokenizer does.
+
+        Names of control tokens in it count as text if they would add nothing to the text.
+        """
         vocabulary = self._vocabulary()
         if vocabulary is None or not isinstance(text, str):
             raise TypeError("a text is wanted, while the vocabulary is open")

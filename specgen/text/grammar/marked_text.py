@@ -1,4 +1,4 @@
-"""Free text in which marks are looked for, such as those of a call or of thoughts."""
+"""Free text up to a mark, such as the one that begins a call or thoughts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specgen.text.grammar.base import ENDED, GrammarState, checked_ids
 from specgen.text.overlap import partial_match_length
 from specgen.text.vocabulary import Vocabulary
 
-#: From the tokens that end with a mark to the state after them; None if what comes after the mark
-#: in the last of these tokens is not allowed.
+#: Takes the tokens that contain a mark and returns the state after them. The last token may go on
+#: after the mark: the result is None if that is not allowed.
 AfterMark: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
 
@@ -23,9 +23,9 @@ class MarkedText:
 
     Args:
         vocabulary: The tokens.
-        after_marks: The marks, and the state after each.
-        otherwise: The state after a text that begins with none of the marks; None if a mark may
-            also come later.
+        after_marks: The marks, with a function for the state after each of them.
+        otherwise: If given, a mark counts only at the beginning of the text (after white space),
+            and this is the state once the text has begun differently.
         may_end: Whether the text may end before a mark.
     """
 
@@ -41,68 +41,84 @@ class MarkedText:
         self._after_marks = after_marks
         self._otherwise = otherwise
         self._ends = frozenset(vocabulary.end_tokens())
+        #: The state after an end token; None if it is not allowed.
         self._at_end = ENDED if may_end else None
         self.n_tokens = vocabulary.n_tokens
-        #: Tokens that may be forbidden: those that may complete a mark, and end-of-text tokens.
+        #: The only tokens that may be forbidden: those that may complete a mark, and end tokens.
         self.doubtful = set(self._ends)
         for mark in after_marks:
             self.doubtful.update(_completing_tokens(vocabulary, mark))
-        #: The state in which no mark has begun.
+        #: The state in which the text does not end with the beginning of a mark.
         self.plain = _MarkedTextState(self, b"", ())
 
     def next(
         self,
-        begun: bytes,
-        tokens: tuple[int, ...],
+        partial_mark: bytes,
+        partial_tokens: tuple[int, ...],
         token: int,
     ) -> GrammarState | None:
         """Return the state after a token; None if the token is not allowed.
 
         Args:
-            begun: The beginning of a mark with which the text ends so far.
-            tokens: The tokens that it is in.
+            partial_mark: The beginning of a mark that the text ends with; empty if there is none.
+            partial_tokens: The tokens that contain `partial_mark`.
             token: The next token.
         """
         if token in self._ends:
             return self._at_end
         piece = self._vocabulary.token_bytes(token)
-        text = begun + piece
+        text = partial_mark + piece
+        # The token completes a mark.
         for mark, after_mark in self._after_marks.items():
             if mark not in text:
                 continue
-            is_late = text.partition(mark)[0].strip() != b""
-            if self._otherwise is not None and is_late:
+            has_text_before = text.partition(mark)[0].strip() != b""
+            if self._otherwise is not None and has_text_before:
                 return self._otherwise
-            return after_mark((*tokens, token))
-        n_begun = max((partial_match_length(text, mark) for mark in self._after_marks), default=0)
-        if self._otherwise is not None and n_begun < len(text.strip()):
+            return after_mark((*partial_tokens, token))
+        # The text goes on without a mark, but may end with the beginning of one.
+        n_partial = max((partial_match_length(text, mark) for mark in self._after_marks), default=0)
+        if self._otherwise is not None and n_partial < len(text.strip()):
             return self._otherwise
-        if n_begun == 0:
+        if n_partial == 0:
             return self.plain
-        in_tokens = (*tokens, token) if n_begun > len(piece) else (token,)
-        return _MarkedTextState(self, text[-n_begun:], in_tokens)
+        begins_earlier = n_partial > len(piece)
+        tokens = (*partial_tokens, token) if begins_earlier else (token,)
+        return _MarkedTextState(self, text[-n_partial:], tokens)
 
     def after_token(self, token: int) -> GrammarState:
-        """Return the state after a token that completes no mark."""
+        """Return the state after other content, such as a call, that ended with `token`.
+
+        The token may end with the beginning of a mark.
+        """
         return self._otherwise or self.next(b"", (), token) or self.plain
 
 
 class _MarkedTextState(GrammarState):
-    """The state of a free text that ends with the beginning of a mark, or with none."""
+    """The state of a free text that may end with the beginning of a mark."""
 
-    __slots__ = ("__weakref__", "_begun", "_children", "_forbidden", "_text", "_tokens")
+    __slots__ = (
+        "__weakref__",
+        "_children",
+        "_forbidden",
+        "_partial_mark",
+        "_partial_tokens",
+        "_text",
+    )
 
     def __init__(
         self,
         text: MarkedText,
-        begun: bytes,
-        tokens: tuple[int, ...],
+        partial_mark: bytes,
+        partial_tokens: tuple[int, ...],
     ) -> None:
         self._text = text
-        self._begun = begun
-        self._tokens = tokens
+        #: The beginning of a mark that the text ends with, and the tokens that contain it.
+        self._partial_mark = partial_mark
+        self._partial_tokens = partial_tokens
+        #: The states after tokens that were asked for, by token.
         self._children: dict[int, GrammarState] = {}
-        #: int64[n]: the tokens that may not come next, once they are known.
+        #: int64[n]: the tokens that may not come next; None until they are computed.
         self._forbidden: TokenArray | None = None
 
     @property
@@ -114,7 +130,7 @@ class _MarkedTextState(GrammarState):
             forbidden = [
                 token
                 for token in sorted(self._text.doubtful)
-                if self._text.next(self._begun, self._tokens, token) is None
+                if self._text.next(self._partial_mark, self._partial_tokens, token) is None
             ]
             self._forbidden = np.array(forbidden, np.int64)
         return self._forbidden
@@ -124,29 +140,35 @@ class _MarkedTextState(GrammarState):
         return np.isin(token_ids, self._forbidden_tokens(), invert=True)
 
     def after(self, token_id: int) -> GrammarState:
-        found = self._children.get(token_id)
-        if found is None:
-            found = self._text.next(self._begun, self._tokens, token_id)
-            if found is None:
+        state = self._children.get(token_id)
+        if state is None:
+            state = self._text.next(self._partial_mark, self._partial_tokens, token_id)
+            if state is None:
                 raise ValueError(f"the grammar does not allow token {token_id} here")
-            if found is not self._text.plain:
-                self._children[token_id] = found
-        return found
+            if state is not self._text.plain:  # which needs no cache
+                self._children[token_id] = state
+        return state
 
     def forget(self) -> None:
         self._children = {}
 
 
-_found: weakref.WeakKeyDictionary[Vocabulary, dict[bytes, list[int]]] = weakref.WeakKeyDictionary()
+#: For each vocabulary and mark, the result of `_completing_tokens`, which takes a pass over all
+#: tokens.
+_completing: weakref.WeakKeyDictionary[Vocabulary, dict[bytes, list[int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _completing_tokens(vocabulary: Vocabulary, mark: bytes) -> list[int]:
-    """Return the tokens that contain a mark, or begin with an end of it."""
-    by_mark = _found.setdefault(vocabulary, {})
+    """Return the tokens that contain a mark, or may complete it: they start with its last bytes."""
+    by_mark = _completing.setdefault(vocabulary, {})
     if mark not in by_mark:
-        ends = tuple(mark[n:] for n in range(len(mark)))
+        suffixes = tuple(mark[n:] for n in range(len(mark)))
         pieces = map(vocabulary.token_bytes, range(vocabulary.n_tokens))
         by_mark[mark] = [
-            token for token, piece in enumerate(pieces) if piece.startswith(ends) or mark in piece
+            token
+            for token, piece in enumerate(pieces)
+            if piece.startswith(suffixes) or mark in piece
         ]
     return by_mark[mark]

@@ -1,7 +1,7 @@
-"""What JSON schemas say: their parts, and the types, values and properties of a part.
+"""Reads JSON schemas: their parts, and the types, values and properties that a part allows.
 
-Schemas come from outside, so a keyword may have a value of any kind. A value of a wrong kind is
-treated here as if the keyword were absent.
+Schemas come from users, so a keyword may have a value of any kind. If the kind is wrong, the
+keyword is treated as absent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-#: A schema that is an object, so neither `true` nor `false`.
+#: A schema, or a schema within one, that is an object, as opposed to `true` or `false`.
 Part: TypeAlias = dict[str, Any]
 
-#: Keywords for schemas within a schema that describe the same value as it does.
+#: Keywords whose schemas describe the same value as the schema that they are in.
 IN_PLACE = ("allOf", "anyOf", "oneOf")
 #: Keywords about properties that are not listed by name.
 ABOUT_UNLISTED = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties"])
@@ -24,16 +24,17 @@ ABOUT_PROPERTIES = ABOUT_UNLISTED | {
     *("properties", "required", "minProperties", "maxProperties", "propertyNames"),
     *("not", "if", "dependencies", "dependentRequired", "dependentSchemas"),
 }
-#: Keywords that constrain a value, other than its type and schemas in place.
+#: Keywords that constrain a value, apart from `type`, `$ref` and `IN_PLACE`.
 CONSTRAINTS = ABOUT_PROPERTIES | {
     *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
     *("pattern", "minLength", "maxLength", "format", "enum", "const", "multipleOf"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
 TYPES = frozenset(["null", "boolean", "number", "integer", "string", "array", "object"])
-#: How deep two schemas are compared, and how many references are followed from one to the next.
+#: How many levels of properties are compared in two schemas, and how many references are followed
+#: in a row.
 MAX_DEPTH = 8
-#: The types of values that Python's JSON reader makes.
+#: The JSON Schema types of the simple values that Python's JSON reader returns.
 _PYTHON_TYPES: dict[type, str] = {
     bool: "boolean",
     int: "integer",
@@ -43,42 +44,51 @@ _PYTHON_TYPES: dict[type, str] = {
 
 
 def parts(schema: Any) -> Iterator[Part]:
-    """Yield a schema and all schemas within it."""
-    todo = [schema]
-    while todo:
-        part = todo.pop()
+    """Yield a schema and all schemas within it, except for those that are `true` or `false`."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
         if not isinstance(part, dict):
             continue
         yield part
-        todo += [part.get("items"), part.get("additionalProperties")]
+        # Keywords with a single schema. (`items` may also have a list of them.)
+        pending += [part.get("items"), part.get("additionalProperties")]
+        # Keywords with a list of schemas.
         for keyword in ("items", "prefixItems", *IN_PLACE):
-            todo += as_list(part.get(keyword))
+            pending += as_list(part.get(keyword))
+        # Keywords with schemas by name.
         for keyword in ("properties", "patternProperties", "$defs", "definitions"):
-            named = part.get(keyword)
-            if isinstance(named, dict):
-                todo += named.values()
+            schemas_by_name = part.get(keyword)
+            if isinstance(schemas_by_name, dict):
+                pending += schemas_by_name.values()
 
 
 def same_value_parts(root: Part, group: Iterable[Part]) -> dict[int, Part]:
-    """Return some schemas, and all others that describe the same value, by their `id`."""
-    found: dict[int, Part] = {}
-    todo = deque(group)
-    while todo:
-        part = todo.popleft()
-        found[id(part)] = part
-        inner = [each for keyword in IN_PLACE for each in as_list(part.get(keyword))]
-        inner += [part.get("then"), part.get("else")]
+    """Return a group of schemas and all schemas within them for the same value, by their `id`.
+
+    References are followed.
+    """
+    parts_by_id: dict[int, Part] = {}
+    pending = deque(group)
+    while pending:
+        part = pending.popleft()
+        parts_by_id[id(part)] = part
+        in_place = [schema for keyword in IN_PLACE for schema in as_list(part.get(keyword))]
+        in_place += [part.get("then"), part.get("else")]
         if "$ref" in part:
-            inner.append(resolved(root, part))
-        todo.extend(each for each in inner if isinstance(each, dict) and id(each) not in found)
-    return found
+            in_place.append(resolved(root, part))
+        for schema in in_place:
+            if isinstance(schema, dict) and id(schema) not in parts_by_id:
+                pending.append(schema)
+    return parts_by_id
 
 
 def resolved(root: Part, schema: Any) -> Any:
     """Follow the references of a schema, within the root schema.
 
     Returns:
-        The schema that is referred to; `{}`, which allows everything, if it cannot be found.
+        The schema itself if it is not a reference, or else the schema that is referred to. If that
+        cannot be found, `{}`, which allows everything.
     """
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
@@ -88,26 +98,27 @@ def resolved(root: Part, schema: Any) -> Any:
 
 
 def _referenced(root: Part, reference: str) -> Any:
+    """Return what a JSON pointer, such as ``#/$defs/name``, refers to; `{}` if there is nothing."""
     base, _, pointer = reference.partition("#")
     if base not in ("", root.get("$id"), root.get("id")):
         return {}
-    found: Any = root
-    for escaped in unquote(pointer).split("/")[1:]:
+    value: Any = root
+    for escaped in unquote(pointer).split("/")[1:]:  # nothing is before the first slash
         name = escaped.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            found = {str(index): each for index, each in enumerate(found)}
-        if not isinstance(found, dict):
+        if isinstance(value, list):
+            value = {str(index): item for index, item in enumerate(value)}
+        if not isinstance(value, dict):
             return {}
-        found = found.get(name, {})
-    return found
+        value = value.get(name, {})
+    return value
 
 
 def types_of(schema: Any) -> set[str]:
-    """Return the types that conforming values may have; an integer is a number too."""
+    """Return the types that conforming values may have; "number" includes "integer"."""
     if not isinstance(schema, dict):
         return set(TYPES)
     given = schema.get("type")
-    if not given:
+    if not given:  # then only an enum or a constant limits the types
         types = {_PYTHON_TYPES[type(json.loads(value))] for value in only_values(schema)}
     elif isinstance(given, list):
         types = set(map(str, given))
@@ -119,7 +130,10 @@ def types_of(schema: Any) -> set[str]:
 
 
 def only_values(schema: Part) -> set[str]:
-    """Return the only values that conform, as JSON; nothing if these are not known."""
+    """Return the values of an enum or a constant, as JSON.
+
+    The set is empty if the schema has neither, or if one of the values is not simple.
+    """
     values = [schema["const"]] if "const" in schema else as_list(schema.get("enum"))
     if all(value is None or isinstance(value, (str, int)) for value in values):
         return set(map(json.dumps, values))
@@ -140,7 +154,10 @@ def required(schema: Any) -> list[str]:
 
 
 def only_required(schema: Any) -> list[str]:
-    """Return the properties that a schema requires, if it says nothing else."""
+    """Return the required properties of a schema that requires properties and does nothing else.
+
+    For any other schema, the list is empty.
+    """
     if not isinstance(schema, dict) or schema.keys() - {"title", "description"} != {"required"}:
         return []
     return required(schema)
@@ -152,23 +169,28 @@ def property_schema(
     *,
     is_open: bool = False,
 ) -> Any:
-    """Return the schema of a property; for one that is not listed, whether the object may have it.
+    """Return the schema of a property.
 
     Args:
         schema: The schema of the object.
         name: The name of the property.
-        is_open: Whether the object may have others than those that are listed, whatever it says.
+        is_open: Whether to assume that the object may have properties that are not listed, even if
+            the schema excludes them.
+
+    Returns:
+        The schema of a listed property. For another one the schema `true` or `false`: whether the
+        object may have it.
     """
     takes_others = schema.get("additionalProperties") is not False or "patternProperties" in schema
     return properties(schema).get(name, is_open or takes_others)
 
 
 def int_keyword(part: Part, keyword: str) -> int:
-    """Return the number that a keyword gives, or 0."""
+    """Return the integer value of a keyword; 0 if it has none."""
     given = part.get(keyword, 0)
     return given if isinstance(given, int) else 0
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list as it is, and an empty one for anything else."""
+    """Return the value if it is a list; otherwise an empty list."""
     return value if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""How large a JSON schema is, for llguidance."""
+"""Refuses JSON schemas that are too large for llguidance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 from specgen.errors import UsageError
 from specgen.text.grammar.schema_parts import Part, properties, required
 
-#: The most parts of a schema: its values, the characters of its patterns with repetitions written
-#: out, and a tenth of each `multipleOf`. For larger ones llguidance takes minutes, or fails in the
-#: middle of an answer.
+#: The maximum number of parts in a schema: its values, the characters of its patterns with
+#: repetitions written out, and a tenth of each `multipleOf`. For larger schemas llguidance takes
+#: minutes, or fails in the middle of an answer.
 _MAX_PARTS = 10_000
-#: The most optional properties of an object, any of which may come next: with more of them
-#: llguidance ends the text.
+#: The divisor for `multipleOf`.
+_MULTIPLES_PER_PART = 10
+#: The maximum number of optional properties in an object. With more of them llguidance ends the
+#: text.
 _MAX_OPTIONAL = 500
 #: An item of a regular expression: an escape, a class, a repetition (groups 1 and 2), or a
 #: character.
@@ -27,10 +29,11 @@ def check_size(schema: Part) -> None:
     """Check that a schema is small enough.
 
     Raises:
-        UsageError: It is too large.
+        UsageError: If it is too large.
     """
     n_parts = 0
     multiples = [1]
+    #: Whether a value may have to conform to several schemas, and so to several `multipleOf`.
     joins_schemas = False
     for keyword, value in _values_within(schema):
         n_parts += 1 + sum(map(_pattern_size, _patterns(keyword, value)))
@@ -40,9 +43,9 @@ def check_size(schema: Part) -> None:
                 joins_schemas = True
         elif keyword == "multipleOf" and type(value) in (int, float) and abs(value) < math.inf:
             multiples.append(_coefficient(value))
-    # A multiple of several numbers is one of their least common multiple.
+    # A multiple of several numbers is a multiple of their least common multiple.
     total = math.lcm(*multiples) if joins_schemas else sum(multiples)
-    n_parts += total // 10
+    n_parts += total // _MULTIPLES_PER_PART
     if n_parts > _MAX_PARTS:
         raise UsageError(
             f"the JSON schema is too large: more than {_MAX_PARTS} parts, counting the repetitions "
@@ -51,15 +54,15 @@ def check_size(schema: Part) -> None:
 
 
 def _values_within(schema: Part) -> Iterator[tuple[str, Any]]:
-    """Yield every value within a schema, with its keyword; none for the values of lists."""
-    todo: list[tuple[str, Any]] = [("", schema)]
-    while todo:
-        keyword, value = todo.pop()
+    """Yield every value within a schema, with its keyword; items of lists have an empty keyword."""
+    pending: list[tuple[str, Any]] = [("", schema)]
+    while pending:
+        keyword, value = pending.pop()
         yield keyword, value
         if isinstance(value, dict):
-            todo += value.items()
+            pending += value.items()
         elif isinstance(value, list):
-            todo += (("", each) for each in value)
+            pending += (("", item) for item in value)
 
 
 def _check_optional_properties(part: Part) -> None:
@@ -78,6 +81,7 @@ def _coefficient(number: float) -> int:
 
 
 def _patterns(keyword: str, value: Any) -> list[str]:
+    """Return the regular expressions in the value of a keyword."""
     if keyword == "pattern" and isinstance(value, str):
         return [value]
     if keyword == "patternProperties" and isinstance(value, dict):
@@ -86,16 +90,19 @@ def _patterns(keyword: str, value: Any) -> list[str]:
 
 
 def _pattern_size(pattern: str) -> int:
-    """Count the characters and classes of a pattern with repetitions written out, up to a limit."""
-    limit = 10 * _MAX_PARTS
-    group_sizes = [0]  # of the groups that are open, the outermost first
+    """Count the characters and classes of a pattern, with repetitions written out.
+
+    Nested repetitions can make this number astronomical, so counting stops at a limit.
+    """
+    limit = 10 * _MAX_PARTS  # far too large for any schema
+    group_sizes = [0]  # of the open groups, the outermost first
     last_size = 0  # of the last item, which a repetition would repeat
-    for found in _PATTERN_ITEM.finditer(pattern):
-        item = found[0]
-        if found[1] is not None:
-            times = max(int(number[:10]) for number in found.groups() if number)
-            group_sizes[-1] += last_size * max(0, times - 1)
-            last_size *= times
+    for match in _PATTERN_ITEM.finditer(pattern):
+        item = match[0]
+        if match[1] is not None:  # a repetition; the first copy of its item is counted already
+            n_times = max(int(number[:10]) for number in match.groups() if number)
+            group_sizes[-1] += last_size * max(0, n_times - 1)
+            last_size *= n_times
         elif item == "(":
             group_sizes.append(0)
         elif item == ")" and len(group_sizes) > 1:

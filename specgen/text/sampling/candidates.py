@@ -1,8 +1,8 @@
-"""The tokens that the samplers of a chain have left, with their scores.
+"""The tokens that are left at some point of a sampler chain, with their scores.
 
-A vocabulary has 150 thousand tokens, and a usual chain keeps forty. So candidates begin as the row
-of logits itself, and the first sampler that drops tokens picks the few that it keeps, without
-sorting the others.
+A vocabulary has 150 thousand tokens, of which a typical chain keeps forty. So candidates begin as
+the row of logits itself, and the first sampler that drops tokens picks the few that it keeps,
+without sorting the others.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from specgen.errors import NoTokenAllowedError
 from specgen.system.arrays import BoolArray, ProbArray, Scores, TokenArray, best
 from specgen.text.sampling.distribution import Distribution
 
-#: A grammar: from int64[n] token ids to whether each may come next, bool[n].
+#: A grammar: returns which of int64[n] tokens may come next, bool[n].
 Allows: TypeAlias = Callable[[TokenArray], BoolArray]
 
-#: A grammar is asked about this many of the best tokens, then about as many times more, then about
-#: all of them.
+#: A grammar is first asked about at least this many of the best tokens.
 _FIRST_ASKED = 16
+#: If not enough of them are allowed, it is asked about this many times more, then about all tokens.
 _ASKED_GROWTH = 8
 
 
 class Candidates(NamedTuple):
-    """Tokens and their scores, either ranked (equals by ascending id) or by ascending id.
+    """Tokens and their scores, in one of two orders: by descending score, or by ascending id.
 
-    A score of minus infinity means that the token cannot be sampled.
+    Tokens with equal scores are always in the order of their ids. A score of minus infinity means
+    that the token cannot be sampled.
     """
 
-    #: float[m]. For the whole vocabulary this is the row of logits itself: it is never written to.
+    #: The scores, float[m]. For a whole vocabulary this is the row of logits itself, so never write
+    #: to it.
     scores: Scores
-    #: int64[m]; None for the whole vocabulary, whose ids are 0 to m - 1.
+    #: The token ids, int64[m]; None for a whole vocabulary, whose ids are 0 to m - 1.
     token_ids: TokenArray | None
-    #: How many candidates llama.cpp would count, with those of minus infinity. Dynamic temperature
-    #: depends on it.
+    #: The number of candidates that llama.cpp would count here, including those with a score of
+    #: minus infinity. Dynamic temperature depends on it.
     size: int
-    #: Whether the scores descend.
+    #: Whether the order is that of descending scores.
     is_ranked: bool
 
     @classmethod
@@ -52,13 +54,19 @@ class Candidates(NamedTuple):
         size: int,
         is_ranked: bool,
     ) -> Candidates:
-        """Return the candidates at int64[n] positions, which are in the order of `is_ranked`."""
+        """Return some of the candidates, with float64 scores.
+
+        Args:
+            positions: Their positions, int64[n], in the new order.
+            size: The new `size`.
+            is_ranked: Whether the new order is that of descending scores.
+        """
         scores = self.scores[positions].astype(np.float64)
         token_ids = positions if self.token_ids is None else self.token_ids[positions]
         return Candidates(scores, token_ids, size, is_ranked)
 
     def first(self, n: int) -> Candidates:
-        """Return the n best of ranked candidates."""
+        """Return the n best candidates, if the candidates are ranked."""
         assert self.is_ranked
         assert self.token_ids is not None
         return Candidates(self.scores[:n], self.token_ids[:n], n, is_ranked=True)
@@ -72,7 +80,7 @@ class Candidates(NamedTuple):
         return float(self.scores[0] if self.is_ranked else self.scores.max())
 
     def by_id(self) -> Candidates:
-        """Return the candidates by ascending id."""
+        """Return the candidates in the order of ascending ids."""
         if not self.is_ranked:
             return self
         assert self.token_ids is not None
@@ -84,7 +92,7 @@ class Candidates(NamedTuple):
     def softmax(self, temperature: float) -> Distribution:
         """Return the distribution at a temperature above 0.
 
-        Tokens with a probability too small for a float64 are left out.
+        Tokens whose probability is too small for a float64 are left out.
         """
         # In place: for a whole vocabulary new arrays cost as much as the arithmetic.
         probs: ProbArray = self.scores.astype(np.float64)
@@ -105,16 +113,16 @@ class Candidates(NamedTuple):
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """Return the possible tokens of a row that a grammar allows.
+    """Return the tokens of a row that a grammar allows and whose score is finite.
 
     Raises:
-        NoTokenAllowedError: There is none.
+        NoTokenAllowedError: If there is none.
     """
     possible = np.flatnonzero(scores > -np.inf)
     kept = possible[allows(possible)]
     if not len(kept):
         raise NoTokenAllowedError
-    # The scores keep the row's type, so that samplers compute the same as with a whole row.
+    # The scores keep the type of the row, so that samplers compute as they do with a whole row.
     return Candidates(scores[kept], kept, len(scores), is_ranked=False)
 
 
@@ -123,10 +131,12 @@ def allowed_top_k(
     allows: Allows,
     k: int,
 ) -> Candidates:
-    """Return the k best tokens of a row that a grammar allows, asking about the best ones first.
+    """Return the k best tokens of a row that a grammar allows; fewer if it allows fewer.
+
+    The grammar is asked about the best tokens first, since asking about all of them is slow.
 
     Raises:
-        NoTokenAllowedError: There is none.
+        NoTokenAllowedError: If it allows none.
     """
     size = min(k, len(scores))
     n_asked = max(k, _FIRST_ASKED)
@@ -135,6 +145,6 @@ def allowed_top_k(
         kept = asked[allows(asked)][:k]
         if len(kept) == k:
             return Candidates.whole(scores).take(kept, size, is_ranked=True)
-    possible = allowed(scores, allows)
-    kept = possible.ids()[best(possible.scores, k)]
+    all_allowed = allowed(scores, allows)
+    kept = all_allowed.ids()[best(all_allowed.scores, k)]
     return Candidates.whole(scores).take(kept, size, is_ranked=True)

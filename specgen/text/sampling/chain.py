@@ -1,6 +1,6 @@
 """The chain of samplers: from a row of logits to the distribution that a token is sampled from.
 
-Logit biases come first, then `SamplerOptions.samplers`; those that are switched off cost nothing.
+Logit biases come first, then `SamplerOptions.samplers`. Samplers that are off cost nothing.
 """
 
 from __future__ import annotations
@@ -27,50 +27,54 @@ from specgen.text.sampling.steps import (
     chain_steps,
 )
 
-#: The history for samplers that do not depend on the text.
+#: An empty history, for chains that do not depend on the text.
 NO_HISTORY: TokenArray = np.zeros(0, np.int64)
 NO_HISTORY.flags.writeable = False
 
 
 class Sampler:
-    """A chain of samplers, made once for its options.
+    """A chain of samplers, built once from its options.
 
-    It has no state, so that one sampler serves all branches of a draft tree.
+    It has no state, so one sampler serves all branches of a draft tree.
     """
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
         self.options = options
         self.breakers = breakers
         steps = chain_steps(options, breakers or DryBreakers())
-        #: How many of the last tokens of the text the chain depends on; -1 means all of them.
+        #: The number of tokens at the end of the text that the chain depends on; -1 means all.
         self.n_history = _longest_history(steps)
-        #: Adjustments at the start of the chain change the row itself, and are undone afterwards.
+        #: Adjustments at the start of the chain. They are made in the row itself, and then undone.
         self._adjustments: list[Adjustment] = []
         for step in steps:
             if not isinstance(step, Adjustment):
                 break
             self._adjustments.append(step)
+        #: The other steps.
         self._steps = steps[len(self._adjustments) :]
-        #: Whether the chain keeps only its most likely token: the temperature is 0 or less.
+        #: Whether the chain keeps only its most likely token, because the temperature is 0.
         self.greedy = options.greedy
-        #: Whether that is the best token of the adjusted row, so that nothing need be computed.
+        #: Whether that is always the best token of the adjusted row, so that no step has to run.
         self._takes_best = self.greedy and all(map(_keeps_best, self._steps))
-        #: A temperature at the end of the chain is left to the softmax.
+        #: The temperature at the end of the chain, if there is one, which the softmax applies.
         self._temperature = 1.0
         last = self._steps[-1] if self._steps else None
         if isinstance(last, Temperature) and last.value > 0.0:
             self._temperature = last.value
             self._steps.pop()
-        #: How many of a row's most likely tokens the chain keeps, in the same proportion.
+        #: The number of a row's most likely tokens that the chain keeps in any case, and whose
+        #: probabilities it changes by no more than a common factor.
         self.n_likeliest = self._count_unchanged()
 
     def _count_unchanged(self) -> int:
+        """Compute `n_likeliest`."""
         if self._adjustments:
             return 0
         n_unchanged = 1 if self._takes_best else 0
         if self._temperature == 1.0:
-            kept = [step.n_best if isinstance(step, Transform) else 0 for step in self._steps]
-            n_unchanged = max(n_unchanged, min(kept, default=0))
+            # Only top-k keeps a fixed number of tokens.
+            n_kept = [step.n_best if isinstance(step, Transform) else 0 for step in self._steps]
+            n_unchanged = max(n_unchanged, min(n_kept, default=0))
         return n_unchanged
 
     @property
@@ -86,32 +90,33 @@ class Sampler:
     ) -> Distribution:
         """Return the chain's distribution for a row of logits.
 
-        XTC gives the mixture of its two outcomes: exact, and without a random number.
+        For XTC, which is applied at random, it is the exact mixture of both outcomes.
 
         Args:
-            logits: float32[n_vocab]. It is written to, and restored.
-            history: The last tokens of the text, int64[n]: at least `n_history`, if there are so
-                many.
-            allows: A grammar, which is asked about as few tokens as possible.
+            logits: The row, float32[n_vocab]. It is changed in place, and restored at the end.
+            history: The last tokens of the text, int64[n]: at least `n_history` of them, if the
+                text has that many.
+            allows: A grammar. It is asked about as few tokens as possible.
 
         Raises:
-            BackendError: The largest logit is not finite, or biases leave no token.
-            NoTokenAllowedError: The grammar allows no token.
+            BackendError: If the largest logit is not finite, or biases leave no token.
+            NoTokenAllowedError: If the grammar allows no token.
         """
         if not self._adjustments:
             return self._after_adjustments(logits, history, allows)
-        undo: list[tuple[TokenArray, Logits]] = []
+        #: The tokens that each adjustment changed, with their logits before it.
+        changes: list[tuple[TokenArray, Logits]] = []
         try:
             for adjustment in self._adjustments:
                 token_ids, amounts = _within(*adjustment.affected(history), len(logits))
-                before = logits[token_ids]
-                undo.append((token_ids, before))
+                old_logits = logits[token_ids]
+                changes.append((token_ids, old_logits))
                 with np.errstate(over="ignore"):  # a large penalty gives minus infinity
-                    logits[token_ids] = adjustment.change(before, amounts)
+                    logits[token_ids] = adjustment.change(old_logits, amounts)
             return self._after_adjustments(logits, history, allows)
         finally:
-            for token_ids, before in reversed(undo):
-                logits[token_ids] = before
+            for token_ids, old_logits in reversed(changes):
+                logits[token_ids] = old_logits
 
     def _after_adjustments(
         self,
@@ -119,20 +124,25 @@ class Sampler:
         history: TokenArray,
         allows: Allows | None,
     ) -> Distribution:
-        """Return the distribution for a row in which the first adjustments are made."""
+        """Run the steps after the first adjustments, which are made in the row already.
+
+        The arguments and errors are those of `distribution`.
+        """
         best_id = int(logits.argmax())
         top = float(logits[best_id])
         if top == -np.inf and self._adjustments:
             raise BackendError("the logit biases and penalties leave no token to choose")
         if not math.isfinite(top):
             raise not_finite(top)
+        # Greedy: the best token that the grammar allows. It is usually the best of all.
         if self._takes_best:
             if allows is not None and not allows(np.array([best_id]))[0]:
                 best_id = int(allowed_top_k(logits, allows, 1).ids()[0])
             return Distribution.certain(best_id)
-        if allows is None:
-            return self._run(Candidates.whole(logits), 0, history)
-        candidates, n_done = self._masked(logits, history, allows)
+        candidates = Candidates.whole(logits)
+        n_done = 0
+        if allows is not None:
+            candidates, n_done = self._masked(logits, history, allows)
         return self._run(candidates, n_done, history)
 
     def _masked(
@@ -141,18 +151,19 @@ class Sampler:
         history: TokenArray,
         allows: Allows,
     ) -> tuple[Candidates, int]:
-        """Apply a grammar's mask, as late in the chain as possible.
+        """Apply a grammar's mask as late in the chain as possible.
 
         Returns:
-            The candidates after the mask and the first steps, and the number of these steps.
+            The candidates after the mask and all steps before it, and the number of steps done.
         """
         candidates = Candidates.whole(logits)
         for n_done, step in enumerate(self._steps):
             if isinstance(step, Transform) and step.n_best:
+                # Top-k and the mask together ask the grammar about few tokens.
                 return allowed_top_k(candidates.scores, allows, step.n_best), n_done + 1
             if not isinstance(step, (Adjustment, Temperature)):
                 return allowed(candidates.scores, allows), n_done
-            # Adjustments and temperatures treat each token by itself, so the mask may come later.
+            # Adjustments and temperatures treat each token separately, so the mask can wait.
             candidates = _applied(step, candidates, history)
         return allowed(candidates.scores, allows), len(self._steps)
 
@@ -162,17 +173,18 @@ class Sampler:
         n_done: int,
         history: TokenArray,
     ) -> Distribution:
-        """Run the steps after the first `n_done`."""
-        for n, step in enumerate(self._steps[n_done:], n_done + 1):
+        """Run the steps after the first `n_done` ones, and return the distribution."""
+        for n_steps, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Exclusion):
                 candidates = _applied(step, candidates, history)
                 continue
             without_top = samplers.xtc(candidates, step.threshold)
             if without_top is not candidates:
+                # XTC would choose at random. Both ways are followed, and mixed.
                 return mixture(
                     step.probability,
-                    self._run(without_top, n, history),
-                    self._run(candidates, n, history),
+                    self._run(without_top, n_steps, history),
+                    self._run(candidates, n_steps, history),
                 )
         return candidates.softmax(self._temperature)
 
@@ -194,6 +206,7 @@ def mixture(
 
 
 def _longest_history(steps: Sequence[Step]) -> int:
+    """Return the number of last tokens that any step depends on; -1 means all."""
     lengths = [step.n_history for step in steps if isinstance(step, Adjustment)]
     if min(lengths, default=0) < 0:
         return -1
@@ -201,6 +214,7 @@ def _longest_history(steps: Sequence[Step]) -> int:
 
 
 def _keeps_best(step: Step) -> bool:
+    """Return whether the best candidate is always the best one after a step, too."""
     return isinstance(step, Temperature) or (isinstance(step, Transform) and step.keeps_best)
 
 
@@ -209,6 +223,7 @@ def _applied(
     candidates: Candidates,
     history: TokenArray,
 ) -> Candidates:
+    """Return the candidates after a step."""
     if isinstance(step, Transform):
         return step.apply(candidates)
     if isinstance(step, Temperature):
@@ -221,7 +236,7 @@ def _adjusted(
     step: Adjustment,
     history: TokenArray,
 ) -> Candidates:
-    """Return the candidates by id, with new scores for the tokens that a step affects."""
+    """Return the candidates in the order of ids, with new scores for those that a step affects."""
     candidates = candidates.by_id()
     token_ids, amounts = step.affected(history)
     scores = candidates.scores.astype(np.float64)
@@ -241,7 +256,10 @@ def _within(
     amounts: ProbArray,
     n_vocab: int,
 ) -> tuple[TokenArray, ProbArray]:
-    """Drop the ids that the row does not have: two models may share only some tokens."""
+    """Drop the ids that a row does not have, from ascending `token_ids` and their `amounts`.
+
+    The vocabularies of target and draft may differ in size.
+    """
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
         return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))

@@ -14,15 +14,15 @@ from specgen.system.arrays import ProbArray, TokenArray
 class Distribution:
     """The tokens that may come next, and their probabilities."""
 
-    #: int64[m], strictly increasing.
+    #: The token ids, int64[m], strictly increasing.
     token_ids: TokenArray
-    #: float64[m], all positive; their sum is 1.
+    #: The probabilities, float64[m], all positive, with sum 1.
     probs: ProbArray
 
     @staticmethod
-    @lru_cache(maxsize=4096)  # greedy decoding takes one for each token
+    @lru_cache(maxsize=4096)  # greedy decoding needs one for each token
     def certain(token_id: int) -> Distribution:
-        """Return the distribution of a token that is certain to come next."""
+        """Return the distribution in which one token has probability 1."""
         distribution = Distribution(np.array((token_id,), np.int64), np.ones(1))
         distribution.token_ids.flags.writeable = False
         distribution.probs.flags.writeable = False
@@ -38,7 +38,7 @@ class Distribution:
     def probabilities(self, token_ids: TokenArray) -> ProbArray:
         """Return the probabilities of int64[n] tokens, float64[n]."""
         positions = self.token_ids.searchsorted(token_ids)
-        positions[positions == len(self.token_ids)] = 0
+        positions[positions == len(self.token_ids)] = 0  # any valid index: the ids differ there
         return np.where(self.token_ids[positions] == token_ids, self.probs[positions], 0.0)
 
     @property
@@ -49,8 +49,8 @@ class Distribution:
     def sample(self, rng: np.random.Generator) -> int:
         """Sample a token, with one uniform random number.
 
-        A certain token takes no random number, so that plain and speculative decoding sample equal
-        tokens if their generators have equal states.
+        If there is only one token, no random number is used. So decoding with and without drafts
+        samples the same tokens from the same seed.
         """
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
@@ -62,7 +62,7 @@ class Distribution:
         """Return the residual after a rejected draft: normalize(max(0, scale * self - other)).
 
         Returns:
-            The residual; None if nothing is left.
+            The residual; None if it is 0 everywhere.
         """
         return self.reweighted(scale * self.probs - other.probabilities(self.token_ids))
 
@@ -72,10 +72,10 @@ class Distribution:
         return float(np.maximum(difference, 0.0).sum())
 
     def reweighted(self, weights: ProbArray) -> Distribution | None:
-        """Return these tokens with probabilities proportional to weights, float64[m].
+        """Return the same tokens with probabilities proportional to new weights, float64[m].
 
         Returns:
-            The distribution, without tokens whose weight is not positive; None if none is left.
+            The distribution, without tokens whose weight is not positive; None if no token is left.
         """
         kept = weights > 0.0
         if not kept.any():

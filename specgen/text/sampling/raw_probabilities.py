@@ -1,4 +1,4 @@
-"""The probabilities that a row of logits means by itself: before samplers, at temperature 1."""
+"""The probabilities of a row of logits before any sampler, at temperature 1."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy as np
 from specgen.errors import BackendError
 from specgen.system.arrays import Logits, best
 
-#: The kernel library's function for `likeliest`, once the library is attached. Its source says what
-#: it computes, and how exactly.
+#: The kernel library's function for `likeliest`; None until the library is attached. Its source
+#: documents what it computes, and its precision.
 native_likeliest: Callable[..., float] | None = None
-#: The most tokens that it is asked for. The types of its results are made here, once, because
-#: making them takes longer than calling it.
-_MOST_NATIVE = 64
-_TokenBuffer = ctypes.c_int32 * _MOST_NATIVE
-_ScoreBuffer = ctypes.c_float * _MOST_NATIVE
+#: The maximum number of tokens that the library is asked for.
+_MAX_NATIVE = 64
+# The types of its results are created once, since that takes longer than calling the function.
+_TokenBuffer = ctypes.c_int32 * _MAX_NATIVE
+_ScoreBuffer = ctypes.c_float * _MAX_NATIVE
 
 
 def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     """Return the n most likely tokens of a row, and their probabilities.
 
     Args:
-        logits: float32[n_vocab].
-        n: How many tokens to return. Among equals, lower ids come first.
+        logits: The row, float32[n_vocab].
+        n: The number of tokens. Among tokens with equal logits, lower ids come first.
 
     Raises:
-        BackendError: The largest logit is not finite.
+        BackendError: If the largest logit is not finite.
     """
-    if native_likeliest is not None and n <= _MOST_NATIVE and logits.flags.carray:
+    if native_likeliest is not None and n <= _MAX_NATIVE and logits.flags.carray:
         row = ctypes.c_float.from_buffer(logits.data)
         token_ids = _TokenBuffer()
         scores = _ScoreBuffer()
         total = native_likeliest(ctypes.addressof(row), len(logits), n, token_ids, scores)
-        if 0.0 < total < math.inf:
-            found = [token_id for token_id in token_ids[:n] if token_id >= 0]
-            return found, _probabilities(scores[: len(found)], total)
+        if 0.0 < total < math.inf:  # otherwise a logit is not finite; NumPy finds out below
+            likeliest_ids = [token_id for token_id in token_ids[:n] if token_id >= 0]
+            return likeliest_ids, _probabilities(scores[: len(likeliest_ids)], total)
     return numpy_likeliest(logits, n)
 
 
@@ -53,7 +53,12 @@ def numpy_likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
 
 
 def _probabilities(logits: Sequence[float], total: float) -> list[float]:
-    """Return probabilities from logits, the largest first, and the sum of exp(logit - largest)."""
+    """Return the probabilities of some tokens of a row.
+
+    Args:
+        logits: Their logits. The first one is the largest of the row.
+        total: The sum of exp(logit - largest) over the whole row.
+    """
     return [math.exp(logit - logits[0]) / total for logit in logits]
 
 
@@ -61,7 +66,7 @@ def log_probabilities(logits: Logits, token_ids: Iterable[int]) -> list[float]:
     """Return the natural logarithms of some tokens' probabilities.
 
     Args:
-        logits: float32[n_vocab].
+        logits: The row, float32[n_vocab].
         token_ids: The tokens.
     """
     top = float(logits.max())

@@ -1,6 +1,6 @@
-"""The samplers, as pure functions: each computes what the llama.cpp sampler of its name does.
+"""The samplers as pure functions, each equivalent to the llama.cpp sampler that it names.
 
-`steps.py` connects them with the options; DRY has a module of its own, `dry.py`.
+`steps.py` connects them with the options. DRY is in `dry.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 from specgen.system.arrays import ProbArray, Scores, TokenArray, best
 from specgen.text.sampling.candidates import Candidates
 
-#: How many tokens of a whole vocabulary are sorted at first, if a sampler keeps a share of the
-#: probability; eight times as many each time that these are not enough.
+#: A sampler that keeps a share of the probability first sorts this many tokens of a vocabulary.
 _NUCLEUS_START = 512
+#: Whenever these are not enough, it sorts this many times more.
 _NUCLEUS_GROWTH = 8
 
 
-# --- biases and penalties: these get and return the scores of the affected tokens only, in the
-# precision that the scores have
+# --- biases and penalties
+# They get and return only the scores of the affected tokens, and keep their precision.
 
 
 def biases(scores: Scores, amounts: ProbArray) -> Scores:
@@ -42,20 +42,20 @@ def penalties(
 
     Args:
         scores: The scores of the tokens, float[n].
-        counts: How often each occurred, float64[n].
+        counts: The number of times that each of them occurred, float64[n].
         repeat: The factor of the repetition penalty.
-        frequency: Subtracted for each occurrence.
-        presence: Subtracted once.
+        frequency: The penalty for each occurrence.
+        presence: The penalty for any number of occurrences.
     """
     scores = np.where(scores <= 0.0, scores * repeat, scores / repeat)
     return scores - (counts.astype(scores.dtype) * frequency + presence)
 
 
 def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray]:
-    """Count the tokens among the last n.
+    """Count the occurrences of each token among the last ones.
 
     Returns:
-        The tokens, as increasing ids int64[m], and how often each occurs, float64[m].
+        The token ids, int64[m], increasing, and the number of occurrences of each, float64[m].
     """
     token_ids, counts = np.unique(last(history, last_n), return_counts=True)
     return token_ids, counts.astype(np.float64)
@@ -72,8 +72,8 @@ def last(history: TokenArray, n: int) -> TokenArray:
 def temperature(candidates: Candidates, t: float) -> Candidates:
     """Divide scores by t: llama.cpp's `temp`; t <= 0 keeps only the best token.
 
-    Among equals the lowest id is the best. Scores become float64, so that different ones stay
-    different.
+    Among tokens with equal scores, the lowest id is the best. Scores become float64, so that
+    different ones remain different.
     """
     if t <= 0.0:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
@@ -89,10 +89,10 @@ def dynamic_temperature(
     spread: float,
     exponent: float,
 ) -> Candidates:
-    """Choose the temperature by how unsure the model is: llama.cpp's `temp-ext`.
+    """Apply a temperature that depends on how unsure the model is: llama.cpp's `temp-ext`.
 
-    low + (high - low) * (entropy / largest entropy) ** exponent, where low and high are t - spread
-    and t + spread. (Zhu et al., arXiv:2309.02772, had the idea.)
+    It is low + (high - low) * (entropy / largest possible entropy) ** exponent, where low is
+    t - spread and high is t + spread. (The idea is from Zhu et al., arXiv:2309.02772.)
     """
     if candidates.size <= 1:
         return candidates
@@ -107,14 +107,14 @@ def dynamic_temperature(
 
 
 # --- samplers that drop candidates
-# They take the scores that earlier samplers left as logits. So their probabilities are those at
-# temperature 1 (unless the temperature came before), normalised over the candidates that are left.
+# They take the scores as logits. So probabilities here are at temperature 1, unless a temperature
+# was applied before, and they are normalised over the candidates that are left.
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
     """Keep the k >= 1 most likely tokens: llama.cpp's `top-k`.
 
-    Among equals the lower ids are kept.
+    Among tokens with equal scores, lower ids are kept.
     """
     if candidates.is_ranked and len(candidates.scores) <= k:
         return candidates
@@ -127,8 +127,8 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 def top_p(candidates: Candidates, p: float) -> Candidates:
     """Keep the fewest most likely tokens whose probability reaches p < 1: llama.cpp's `top-p`.
 
-    Nucleus sampling (Holtzman et al., arXiv:1904.09751). llama.cpp adds in float32, so it may
-    decide differently about a token at the very edge.
+    This is nucleus sampling (Holtzman et al., arXiv:1904.09751). llama.cpp adds in float32, so it
+    may decide differently about the last token.
     """
     if candidates.is_ranked:
         cumulative = np.exp(candidates.scores - candidates.scores[0]).cumsum()
@@ -150,9 +150,9 @@ def min_p(candidates: Candidates, p: float) -> Candidates:
 def typ_p(candidates: Candidates, p: float) -> Candidates:
     """Keep the most typical tokens, whose probability exceeds p < 1: llama.cpp's `typical`.
 
-    The most typical token is the one whose surprise -log(probability) is nearest to the entropy
-    (Meister et al., arXiv:2202.00666). Tokens of probability 0 are dropped: with them llama.cpp's
-    entropy is NaN, and its result arbitrary.
+    A token is the more typical, the nearer its surprise -log(probability) is to the entropy
+    (Meister et al., arXiv:2202.00666). Tokens with probability 0 are dropped: with them,
+    llama.cpp's entropy is NaN and its result arbitrary.
     """
     masses, total = _masses(candidates.scores)
     possible = np.flatnonzero(masses)
@@ -167,9 +167,9 @@ def typ_p(candidates: Candidates, p: float) -> Candidates:
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
     """Keep tokens within n > 0 standard deviations of the largest: llama.cpp's `top-n-sigma`.
 
-    That is score >= largest - n * deviation, over all finite scores (Tang et al.,
-    arXiv:2411.07641). llama.cpp keeps the other tokens, with a score of minus infinity, and
-    counts them.
+    That is score >= largest - n * deviation, with the deviation of all finite scores (Tang et al.,
+    arXiv:2411.07641). llama.cpp keeps the other tokens with a score of minus infinity, so they
+    still count in `size`.
     """
     if candidates.size <= 1:
         return candidates
@@ -181,21 +181,21 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float) -> Candidates:
-    """Exclude top choices, as llama.cpp's `xtc` does where its random number says so.
+    """Exclude top choices, as llama.cpp's `xtc` does if its random number is low enough.
 
     Of the tokens whose probability is at least `threshold` (at most 1/2), only the least likely one
     is kept (by p-e-w, github.com/oobabooga/text-generation-webui/pull/6335).
 
     Returns:
-        The rest; `candidates` itself if nothing is excluded.
+        The remaining candidates; `candidates` itself if nothing is excluded.
     """
     masses, total = _masses(candidates.scores)
-    # Even at threshold 0, a token that cannot be sampled is not the one that is kept.
-    least_mass = max(threshold * total, float(np.finfo(masses.dtype).tiny))
-    above = np.flatnonzero(masses >= least_mass)
+    # Even at threshold 0, the token that is kept must be one that can be sampled.
+    min_mass = max(threshold * total, float(np.finfo(masses.dtype).tiny))
+    above = np.flatnonzero(masses >= min_mass)
     if len(above) < 2:
         return candidates
-    # Among equals the last one ranks last, in either order of the candidates.
+    # Among tokens with equal scores, the last one is the least likely, so search from the end.
     from_end = int(candidates.scores[above][::-1].argmin())
     least_likely = above[len(above) - 1 - from_end]
     is_kept = np.ones(len(masses), np.bool_)
@@ -208,18 +208,19 @@ def xtc(candidates: Candidates, threshold: float) -> Candidates:
 # --- what several of them need
 
 
-def _at_least(candidates: Candidates, least: float) -> Candidates:
-    """Return the candidates whose score is finite and at least `least`."""
+def _at_least(candidates: Candidates, min_score: float) -> Candidates:
+    """Return the candidates whose score is finite and at least `min_score`."""
     scores = candidates.scores
     if candidates.is_ranked:
-        return candidates.first(len(scores) - int(scores[::-1].searchsorted(least)))
-    kept = np.flatnonzero(scores >= max(least, float(np.finfo(scores.dtype).min)))
+        n_below = int(scores[::-1].searchsorted(min_score))
+        return candidates.first(len(scores) - n_below)
+    kept = np.flatnonzero(scores >= max(min_score, float(np.finfo(scores.dtype).min)))
     return candidates.take(kept, len(kept), is_ranked=False)
 
 
 def _masses(scores: Scores) -> tuple[Scores, float]:
-    """Return probabilities that are not normalised, exp(score - largest), and their sum."""
-    with np.errstate(over="ignore"):  # from one end of float32 to the other
+    """Return unnormalised probabilities, exp(score - largest), and their sum."""
+    with np.errstate(over="ignore"):  # the difference of two scores may exceed a float32
         masses = np.exp(scores - scores.max())
     return masses, float(masses.sum(dtype=np.float64))
 
@@ -227,22 +228,24 @@ def _masses(scores: Scores) -> tuple[Scores, float]:
 def _shortest_run(
     order_by: Scores,
     masses: Scores,
-    enough: float,
+    min_total: float,
     side: Literal["left", "right"],
 ) -> TokenArray:
-    """Return the fewest positions, by descending `order_by`, that have enough mass together.
+    """Return the fewest positions, in descending order of a key, that have enough mass together.
+
+    Only as many positions as necessary are sorted.
 
     Args:
-        order_by: float[m].
+        order_by: The key, float[m].
         masses: The mass at each position, float[m].
-        enough: The mass that they reach (`side` left) or exceed (right).
-        side: See `enough`.
+        min_total: The mass that the positions have to reach or exceed.
+        side: Whether reaching it is enough ("left"), or it has to be exceeded ("right").
     """
     n = _NUCLEUS_START
     while True:
         positions = best(order_by, n)
         cumulative = masses[positions].cumsum(dtype=np.float64)
-        n_kept = int(cumulative.searchsorted(enough, side)) + 1
+        n_kept = int(cumulative.searchsorted(min_total, side)) + 1
         if n_kept <= len(positions) or n >= len(order_by):
             return positions[:n_kept]
         n *= _NUCLEUS_GROWTH

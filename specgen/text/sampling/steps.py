@@ -1,6 +1,6 @@
-"""The steps of a chain of samplers, and which of them the options ask for.
+"""The steps of a sampler chain, built from the options.
 
-A new sampler needs a name, a letter and its options in `specgen/sampler_options.py`, a function in
+A new sampler needs a name, a letter and options in `specgen/sampler_options.py`, a function in
 `samplers.py`, and a case in `_step` here.
 """
 
@@ -24,12 +24,12 @@ from specgen.text.sampling.dry import DryBreakers, dry_penalties
 class Adjustment:
     """Changes the scores of a few tokens: logit biases, penalties, DRY."""
 
-    #: From the text so far, int64[n_history], to the tokens to change, as increasing ids int64[m],
-    #: with an amount for each, float64[m].
+    #: Takes the end of the text, int64[n_history]. Returns the tokens to change, int64[m],
+    #: increasing, and an amount for each, float64[m].
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
-    #: From the scores of these tokens and the amounts to the new scores.
+    #: Takes the scores of these tokens and the amounts. Returns the new scores.
     change: Callable[[Scores, ProbArray], Scores]
-    #: How many of the last tokens of the text it depends on; -1 means all of them.
+    #: The number of tokens at the end of the text that `affected` depends on; -1 means all.
     n_history: int = 0
 
 
@@ -37,26 +37,30 @@ class Adjustment:
 class Temperature:
     """A fixed temperature."""
 
+    #: The temperature; at 0 or below, only the best token is kept.
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A sampler that depends on the candidates alone: all the others, except XTC."""
+    """Any other sampler, except XTC. It depends only on the candidates."""
 
+    #: Takes the candidates, and returns those that are left.
     apply: Callable[[Candidates], Candidates]
-    #: Whether the most likely candidate always stays, and stays the most likely one.
+    #: Whether the most likely candidate is always kept, and remains the most likely one.
     keeps_best: bool = False
-    #: For top-k: the number of candidates that it keeps, so that a grammar is asked about few
-    #: tokens. Otherwise 0.
+    #: For top-k, the number of candidates that it keeps, so that a grammar need only be asked about
+    #: a few tokens; 0 for other samplers.
     n_best: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """XTC: excludes the most likely tokens with this probability."""
+    """XTC, which excludes the most likely tokens at random."""
 
+    #: The probability that they are excluded.
     probability: float
+    #: Tokens with at least this probability are excluded, except for the least likely of them.
     threshold: float
 
 
@@ -66,7 +70,8 @@ Step: TypeAlias = Adjustment | Temperature | Transform | Exclusion
 def chain_steps(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
     """Return the steps that have an effect, in order.
 
-    Biases come first, then `SamplerOptions.samplers`, up to a temperature that leaves one token.
+    Biases come first, then the samplers of `options`, up to a temperature of 0: no sampler changes
+    anything once only one token is left.
     """
     steps: list[Step] = []
     if options.logit_bias:
@@ -85,7 +90,7 @@ def _step(
     options: SamplerOptions,
     breakers: DryBreakers,
 ) -> Step | None:
-    """Return the step of a sampler; None if the options switch it off."""
+    """Return the step of a sampler; None if the options turn it off."""
     match name:
         case "penalties" if _has_penalties(options):
             return _penalties(options)
@@ -112,9 +117,10 @@ def _step(
 
 
 def _bias(pairs: tuple[tuple[int, float], ...]) -> Adjustment:
-    numbers, amounts = zip(*pairs, strict=True)
-    token_ids, places = np.unique(np.array(numbers, np.int64), return_inverse=True)
-    # A larger bias has no other effect, and would make a float32 logit infinite.
+    """Return the step of logit biases. Several biases of one token are added up."""
+    biased_ids, amounts = zip(*pairs, strict=True)
+    token_ids, places = np.unique(np.array(biased_ids, np.int64), return_inverse=True)
+    # A larger bias would have the same effect, but make a float32 logit infinite.
     sums = np.minimum(np.bincount(places, amounts), LARGEST_FACTOR)
     return Adjustment(lambda _history: (token_ids, sums), samplers.biases)
 
