@@ -17,31 +17,35 @@ from specgen.serve.formats.parsed_request import ParsedRequest
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What a writer has to know about the answers."""
+    """The requests that are answered, and the facts that each response repeats."""
 
     #: The requests of one body, which differ in their prompts only.
     requests: Sequence[ParsedRequest]
-    #: The text of the prompt of each answer: all to the first request, then those to the next.
+    #: The prompt of each answer, as text: all answers to the first request, then the next one's.
     prompts: Sequence[str]
-    #: What the response's id is made of.
+    #: The unique part of the response's id.
     identity: str
-    #: The time, in seconds since 1970.
+    #: The time of the request, in seconds since 1970.
     created: int
     #: The name of the model.
     model: str
 
 
 class AnswerWriter(ABC):
-    """Writes answers in the form of an API, in chunks and whole."""
+    """Writes answers in the form of an API, in chunks and whole.
 
-    #: How chunks are streamed: as events, as events named by their ``type``, or as lines.
+    Answers are numbered like `AnswerContext.prompts`.
+    """
+
+    #: How chunks are streamed: as server-sent events, as such events that are named after their
+    #: ``type``, or as JSON lines.
     form: ClassVar[Literal["events", "named", "lines"]] = "events"
-    #: The event that keeps a stream open, if the API has one.
+    #: The event that keeps a stream open while nothing else is sent; None if the API has none.
     alive: ClassVar[Json | None] = None
 
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
-        #: The first request, which tells what all have in common.
+        #: The first request, for everything that all requests have in common.
         self._first = context.requests[0]
         self._answers = [
             Answer(context.requests[number // self._first.n], prompt)
@@ -49,11 +53,14 @@ class AnswerWriter(ABC):
         ]
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
-        """Return the chunks before the answers to a prompt of so many tokens."""
+        """Return the chunks that come before the answers."""
         return []
 
     def feed(self, number: int, event: Event) -> list[Json]:
-        """Return the chunks for an event of an answer. The very last chunk has the figures."""
+        """Return the chunks for an event of an answer.
+
+        The last chunk of the last answer has the figures of all.
+        """
         answer = self._answers[number]
         match event:
             case CommittedEvent():
@@ -66,12 +73,21 @@ class AnswerWriter(ABC):
         return []
 
     def is_over(self, number: int, time_s: float) -> bool:
-        """Return whether an answer is long enough, `time_s` seconds after its first token."""
+        """Return whether an answer has used up its time limit and has a line, so that it may end.
+
+        Args:
+            number: The number of the answer.
+            time_s: The time since its first token.
+        """
         limit_s = self._first.lines_s
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
     def fail(self, error: Json) -> list[Json]:
-        """Return the last chunks of a failed answer, for the body of an error in OpenAI's form."""
+        """Return the last chunks of a failed answer.
+
+        Args:
+            error: The body of an error response in OpenAI's form.
+        """
         return [error]
 
     @abstractmethod
@@ -89,14 +105,24 @@ class AnswerWriter(ABC):
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
-        """Return the chunks for additions to an answer, by an event or at its end."""
+        """Return the chunks for additions to an answer.
+
+        Args:
+            number: The number of the answer.
+            deltas: What is added to its text, thoughts and calls.
+            event: The event with the tokens; None at the end of the answer.
+        """
 
     @abstractmethod
     def _end(self, number: int) -> list[Json]:
         """Return the chunks at the end of an answer."""
 
     def _figures(self, number: int | None = None) -> Json:
-        """Return the figures of one answer, or of all, with the warnings of the request."""
+        """Return token usage, timings, drafting figures and warnings.
+
+        Args:
+            number: The number of the answer; None for all answers together.
+        """
         answers = self._answers
         if number is not None:
             answers = [answers[number]]
@@ -118,8 +144,8 @@ class AnswerWriter(ABC):
 
 def _context_warning(finished: FinishedEvent) -> str:
     n_prompt = finished.n_prompt_tokens
-    has = f"{n_prompt} tokens of the prompt and {finished.n_tokens} of the answer"
-    return f"max_tokens: the context is full, with {has}"
+    contents = f"{n_prompt} tokens of the prompt and {finished.n_tokens} of the answer"
+    return f"max_tokens: the context is full, with {contents}"
 
 
 class BlockWriter(AnswerWriter):
@@ -129,7 +155,7 @@ class BlockWriter(AnswerWriter):
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
-        #: The open block.
+        #: The block that is being written, with everything that was added to it; None if none is.
         self._block: Delta | None = None
         #: The closed blocks, in the form of the API.
         self._blocks: list[Json] = []
@@ -154,7 +180,11 @@ class BlockWriter(AnswerWriter):
         return events
 
     def _close(self, status: str = "completed") -> list[Json]:
-        """Close the open block, if there is one."""
+        """Close the open block, if there is one, and return the events for that.
+
+        Args:
+            status: Whether the block is ``completed`` or ``incomplete``.
+        """
         block = self._block
         self._block = None
         if block is None:
@@ -167,8 +197,8 @@ class BlockWriter(AnswerWriter):
 
     @abstractmethod
     def _added(self, block: Delta, text: str) -> list[Json]:
-        """Return the events for a text that was added to a block."""
+        """Return the events for a text that was just added to a block and is its end."""
 
     @abstractmethod
     def _closed(self, block: Delta, status: str) -> list[Json]:
-        """Keep a block in the form of the API, and return the events at its end."""
+        """Add a finished block to `_blocks`, and return the events at its end."""
