@@ -44,7 +44,7 @@ _COUNTERS = (
     (f"{_DRAFTS}_wasted_tokens", "Drafted tokens that were verified in vain.", ""),
     ("prefix_cache_hits", "Prompts that began with cached tokens.", ""),
     ("answers", "Answers by how they ended.", "finish_reason"),
-    ("model_loads", "How often the model was loaded.", ""),
+    ("model_loads", "Number of times the model was loaded.", ""),
 )
 _GAUGES = (
     ("estimated_gain", "How many times as fast as plain decoding, by measured costs."),
