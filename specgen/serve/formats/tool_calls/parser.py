@@ -29,6 +29,7 @@ _FENCE = "```"
 _BETWEEN_OBJECTS = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED_OBJECT = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+#: The first tag of a closing text, with the namespace that some models put before their tags.
 _FIRST_TAG = re.compile(r"\s*(?:\]<\]\S+?\[>\[)?<[^<>]*>")
 #: The maximum number of characters of a JSON object before its arguments.
 _MAX_OBJECT_HEAD = 1000
@@ -231,11 +232,11 @@ class ToolCallParser:
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
-            start = self._next_start()
+            start = self._seek_next_start()
             if start is NoMatch.UNCLEAR:
                 break
             if start is NoMatch.ABSENT:
-                content += self._take(self._n_certain())
+                content += self._take_certain()
                 break
             content += self._take(start.content_end)
             begin = start.begin - start.content_end
@@ -250,8 +251,8 @@ class ToolCallParser:
                 self._take(new_calls.end)
                 return content, new_calls.calls
 
-            # There is no call here. Take only the mark as content, since the broken text after it
-            # may contain another call.
+            # There is no call here. Take only the mark as content, or one character without a mark:
+            # the broken text after it may contain another call.
             is_call_begun = was_after_call or self._is_call_begun(begin)
             if new_calls is NoMatch.UNCLEAR and unfinished_start is None and is_call_begun:
                 unfinished_start = len(content)
@@ -281,32 +282,32 @@ class ToolCallParser:
         named = _NAMED_OBJECT.match(self._rest, begin)
         return named is not None and named[1] in self._schemas
 
-    def _n_certain(self) -> int:
-        """Return the number of characters of the rest that are content, whatever follows.
+    def _take_certain(self) -> str:
+        """Remove the part of the rest that is content whatever follows, and return it.
 
         Not certain are the beginning of a bare call, a partial mark, and white space at the end.
         """
         text = self._rest
         if self._is_last:
-            return len(text)
+            return self._take(len(text))
         if self._is_beginning and (
             _MAY_COME_BEFORE_BARE_CALL.fullmatch(text) or PYTHON_TAG.startswith(text.strip())
         ):
-            return 0
+            return ""
         marks = (self._form.mark, self._form.inner_mark)
-        n_held = max(partial_match_length(text, mark) for mark in marks)
-        n_certain = len(text[: len(text) - n_held].rstrip())
+        n_partial_mark = max(partial_match_length(text, mark) for mark in marks)
+        n_certain = len(text[: len(text) - n_partial_mark].rstrip())
         if n_certain:
             self._is_beginning = False
-        return n_certain
+        return self._take(n_certain)
 
     # --- where a call begins ----------------------------------------------------------------------
 
-    def _next_start(self) -> _CallStart | NoMatch:
-        """Return the place at which the next call may begin.
+    def _seek_next_start(self) -> _CallStart | NoMatch:
+        """Remove the text that ends the last call, and find the next place of a call.
 
         Returns:
-            `ABSENT` if the rest has none, `UNCLEAR` if more text is needed.
+            The place; `ABSENT` if the rest has none, `UNCLEAR` if more text is needed.
         """
         if self._is_after_call:
             # The next call may follow the last one without a mark.
