@@ -158,6 +158,7 @@ def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[A
 
 
 def _connect(address: str, *, verbose: bool) -> Any:
+    """Import Ray and connect it to a cluster; raise `BackendError` if no cluster answers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports nothing to others
     import ray
 
@@ -286,6 +287,7 @@ class RayBatch:
         return (lines[start : start + size] for start in range(0, len(lines), size))
 
     def _start_actors(self) -> None:
+        """Start all actors, which begin to load their models."""
         factory = self._ray.remote(Actor).options(
             num_cpus=self._placement.cpus,
             num_gpus=self._placement.gpus,

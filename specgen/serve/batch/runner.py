@@ -298,6 +298,7 @@ class BatchRun:
 
 
 def _line_error(error: SpecgenError) -> LineError:
+    """Return an error of specgen in the form for a line's result."""
     code = "failed"
     if isinstance(error, PromptError):
         code = "invalid_prompt"

@@ -166,6 +166,7 @@ class BlockWriter(AnswerWriter):
         deltas: list[Delta],
         _event: CommittedEvent | None,
     ) -> list[Json]:
+        """Continue the open block, or close it and open the next one, and return the events."""
         events: list[Json] = []
         for delta in deltas:
             if self._block is not None and delta.continues(self._block):

@@ -113,6 +113,7 @@ def _continues_last_message(fields: ChatCompletionRequest) -> bool:
 
 
 def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
+    """Return the messages for the chat template, with the roles and results that it knows."""
     builder = ConversationBuilder()
     previous_role = ""
     for turn in turns:
@@ -137,6 +138,7 @@ def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
 
 
 def _message(turn: ChatMessage, role: Role, text: str) -> Message:
+    """Return a message with its calls, in the newer and the older form, and its thoughts."""
     calls = [ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls]
     older_call = turn.function_call
     if older_call is not None:
@@ -165,6 +167,7 @@ class ChatCompletionWriter(OpenAIWriter):
         return {"delta": delta}
 
     def _answer_field(self, number: int) -> Json:
+        """Return the message with the content, the thoughts and the complete calls."""
         answer = self._answers[number]
         content = answer.text("content")
         message: Json = {"role": "assistant", "content": content}

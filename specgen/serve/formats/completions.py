@@ -113,6 +113,7 @@ def parsed_completions(
 def _with_prompt(
     request: ParsedRequest, fields: CompletionRequest, prompt: PromptInput
 ) -> ParsedRequest:
+    """Return the request with a prompt: tokens, a text, or a text with a gap."""
     if not isinstance(prompt, str):
         return replace(request, tokens=tuple(prompt))
     if request.kind == "prompt" and fields.system is not None:
@@ -210,6 +211,7 @@ class CompletionWriter(OpenAIWriter):
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
+        """Return the chunks, and count the characters for later text offsets."""
         chunks = super()._add(number, deltas, event)
         if event is not None:
             self._n_characters[number] += len(event.text)

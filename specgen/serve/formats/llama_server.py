@@ -165,6 +165,7 @@ class LlamaServerWriter(CompletionWriter):
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
+        """Return OpenAI's chunks, the first one with llama.cpp's fields about the tokens."""
         chunks = super()._add(number, deltas, event)
         pieces: tuple[Piece, ...] = ()
         if event is not None:
@@ -183,6 +184,7 @@ class LlamaServerWriter(CompletionWriter):
         return [{**self._ending_chunk(number), **own_figures(self._figures(number))}]
 
     def _whole_answer(self, number: int) -> Json:
+        """Return the whole response for one answer, or only the requested fields of it."""
         body = self._with_llama_fields(
             {
                 **self._head(self.object_type),

@@ -150,6 +150,7 @@ def _deferred_tools(fields: MessagesRequest) -> dict[str, str | None]:
 
 
 def _messages(fields: MessagesRequest, deferred: Mapping[str, str | None]) -> tuple[Message, ...]:
+    """Return the messages for the chat template; see `_add_block` for `deferred`."""
     builder = ConversationBuilder()
     for number, block in enumerate(fields.system):
         text = text_of([block])

@@ -183,6 +183,7 @@ class OllamaWriter(AnswerWriter):
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
+        """Return a line for each addition. Calls are sent with the last line, when complete."""
         lines: list[Json] = []
         for delta in deltas:
             if delta.kind == "content":

@@ -129,6 +129,7 @@ class OpenAIWriter(AnswerWriter):
         }
 
     def _head(self, object_type: str) -> Json:
+        """Return the fields that all chunks and whole responses begin with."""
         return {
             "id": f"{self.id_prefix}-{self._context.identity}",
             "object": object_type,
@@ -172,6 +173,7 @@ class OpenAIWriter(AnswerWriter):
         return self._chunk(number, {}, _ending(self._answers[number]))
 
     def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+        """Return a chunk with the progress of the prefill, if the request wants it."""
         if not self._first.generation.reports_reading:
             return []
         progress = {
@@ -214,6 +216,7 @@ class OpenAIWriter(AnswerWriter):
             self._logprobs[number].setdefault(name, []).extend(values)
 
     def _end(self, number: int) -> list[Json]:
+        """Return the last chunks of an answer: why it ended, and after all answers the figures."""
         chunks = [self._ending_chunk(number)]
         if any(answer.finished is None for answer in self._answers):
             return chunks
@@ -288,6 +291,7 @@ def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
 
 
 def _logprob_entry(token: TokenLogprob) -> Json:
+    """Return a token with its log-probability, in OpenAI's form."""
     return {
         "id": token.token_id,
         "token": token.text,

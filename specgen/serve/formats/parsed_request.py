@@ -120,6 +120,7 @@ class ParsedRequest:
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
+        """Render the prompt of a chat, perhaps with the beginning of the answer."""
         tools: list[dict[str, Any]] = []
         if self.tools is not None:
             tools += (function.definition for function in self.tools.functions)

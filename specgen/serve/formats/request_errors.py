@@ -99,6 +99,7 @@ class RequestError(Exception):
 
 
 def _status_and_code(error: SpecgenError) -> tuple[int, str | None]:
+    """Return the HTTP status of an error, and its kind for programs."""
     match error:
         case BodyError():
             return 400, "invalid_value"

@@ -263,6 +263,7 @@ class ResponsesWriter(BlockWriter):
         return self._whole
 
     def _end(self, _number: int) -> list[Json]:
+        """Close the last item, and return its events and the one with the whole response."""
         events: list[Json] = []
         if self._block is None and not self._blocks:  # clients expect an item
             self._block = Delta("content", "")
@@ -297,6 +298,7 @@ class ResponsesWriter(BlockWriter):
         }
 
     def _event(self, kind: str, **fields: Any) -> Json:
+        """Return an event with the next sequence number."""
         self._n_events += 1
         return {
             "type": f"response.{kind}",
@@ -307,6 +309,7 @@ class ResponsesWriter(BlockWriter):
     # --- items ------------------------------------------------------------------------------------
 
     def _opened(self, block: Delta) -> list[Json]:
+        """Return the events at the beginning of an item, and give the item an id."""
         block = replace(block, text="")
         self._sent_input = ""
         prefix = _ID_PREFIXES[self._item_type(block)]
@@ -320,6 +323,7 @@ class ResponsesWriter(BlockWriter):
         ]
 
     def _added(self, block: Delta, text: str) -> list[Json]:
+        """Return the event for an addition to an item; none if a call's input has not grown."""
         if block.kind != "call":
             kind = f"{_part_object(block)['type']}.delta"
             return [self._item_event(kind, logprobs=[], delta=text)]
@@ -332,6 +336,7 @@ class ResponsesWriter(BlockWriter):
         return [self._item_event(kind, delta=added)]
 
     def _closed(self, block: Delta, status: str) -> list[Json]:
+        """Add a finished item to the output, and return the events at its end."""
         if block.kind == "call":
             field = self._input_field(block)
             kind = f"{self._item_type(block)}_{field}.done"
@@ -361,6 +366,7 @@ class ResponsesWriter(BlockWriter):
         return self._event(kind, **place, **fields)
 
     def _item(self, block: Delta, status: str) -> Json:
+        """Return an item as far as it is written, with the fields of its type."""
         item: Json = {
             "id": self._item_id,
             "type": self._item_type(block),
@@ -382,6 +388,7 @@ class ResponsesWriter(BlockWriter):
         return item
 
     def _item_type(self, block: Delta) -> str:
+        """Return the type of the item that a block becomes."""
         match block.kind:
             case "content":
                 return "message"
@@ -412,6 +419,7 @@ class ResponsesWriter(BlockWriter):
 
 
 def _part_object(block: Delta) -> Json:
+    """Return the text of a block as the part of an item."""
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
     return {

@@ -50,6 +50,7 @@ class AccessCheck:
             self._allowed_hosts = {host.lower(), *_LOOPBACK_NAMES}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http":
             path = scope["path"]

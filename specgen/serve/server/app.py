@@ -198,6 +198,7 @@ async def _answer_in_thread(
     _request: HttpRequest,
     body: Json,
 ) -> Response:
+    """Answer a query: `work` makes the response from the body, in a thread."""
     return JSONResponse(await run_in_threadpool(work, model, body))
 
 

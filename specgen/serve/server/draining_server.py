@@ -95,6 +95,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _config(app: ASGIApp, options: ServerOptions, *, is_verbose: bool) -> uvicorn.Config:
+    """Return uvicorn's configuration."""
     limits = options.limits
     return uvicorn.Config(
         app,

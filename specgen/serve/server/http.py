@@ -168,6 +168,8 @@ class EventStream(StreamingResponse):
             self._keep_alive = self._encode(alive)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the values until they end, the client disconnects, or does not read for too long."""
+
         async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), self._client_s)
 
@@ -181,6 +183,7 @@ class EventStream(StreamingResponse):
     async def _encoded_events(
         self, values: AsyncIterator[Mapping[str, Any]]
     ) -> AsyncIterator[bytes]:
+        """Yield the encoded values, and the value of `alive` or a comment while there is none."""
         end: Mapping[str, Any] = {}  # what `anext` returns after the last value
         timeout_s = _FIRST_COMMENT_S
         while True:
@@ -200,6 +203,7 @@ class EventStream(StreamingResponse):
             yield b"data: [DONE]\n\n"
 
     def _encode(self, value: Mapping[str, Any]) -> bytes:
+        """Return a value as bytes, in the form of the stream."""
         data = json.dumps(value)
         if self._form == "lines":
             return f"{data}\n".encode()

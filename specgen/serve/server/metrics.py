@@ -162,6 +162,7 @@ class Metrics:
                     self._count_answer(event)
 
     def _count_draft(self, n_drafted: int, n_accepted: int) -> None:
+        """Count a draft that was verified."""
         self._figure(f"{_DRAFTS}_drafts").inc()
         self._figure(f"{_DRAFTS}_draft_tokens").inc(n_drafted)
         self._figure(f"{_DRAFTS}_accepted_tokens").inc(n_accepted)
@@ -170,6 +171,7 @@ class Metrics:
             self._figure(f"{_DRAFTS}_accepted_tokens_per_pos", position).inc()
 
     def _count_answer(self, event: FinishedEvent) -> None:
+        """Count a finished answer, and the rest of its prompt."""
         self._figure("answers", event.finish_reason).inc()
         if event.n_cached_tokens > 0:
             self._figure("prefix_cache_hits").inc()

@@ -314,6 +314,7 @@ class ModelPool:
             self._lacks_room = False
 
     async def _unload(self, pooled: PooledModel) -> None:
+        """Close a model in the loader's thread, if it is loaded."""
         model = pooled.model
         if model is None:
             return

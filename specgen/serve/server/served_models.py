@@ -106,6 +106,7 @@ class ModelLoader:
         return ModelEntry(name, open_model, n_bytes)
 
     def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
+        """Return an entry of the pool for an embedding model."""
         file = options.target
         context = options.target_context
         check_file(file)
@@ -179,6 +180,7 @@ class ModelLoader:
             return OpenedModel(session, engine, stack.pop_all(), between_answers)
 
     def _check_memory(self, name: str, n_bytes: int) -> None:
+        """Raise `MemoryLimitError` if a model needs more than `memory_bytes`."""
         if self.memory_bytes is not None and n_bytes > self.memory_bytes:
             allowed = human_bytes(int(self.memory_bytes))
             raise MemoryLimitError(

@@ -181,6 +181,7 @@ def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> st
 
 
 def _render(template: str, messages: list[Message]) -> str:
+    """Render messages and tools, without the marks of thinking blocks."""
     text = render(
         template,
         messages,

@@ -328,6 +328,7 @@ class _CallRules:
         return self._tagged_pair(parameter)
 
     def _gemma_pair(self, parameter: _Parameter) -> str:
+        """Add a rule for ``KEY:VALUE``, with a value in Gemma's style, and return its name."""
         if parameter.kind in ("integer", "number", "boolean"):
             value = self._json_value(parameter)
         elif parameter.choices:
@@ -339,6 +340,7 @@ class _CallRules:
         return self.add(f"{literal(parameter.key + ':')} {value}")
 
     def _python_pair(self, parameter: _Parameter) -> str:
+        """Add a rule for ``KEY=VALUE``, with a JSON or Python value, and return its name."""
         values = [self._json_value(parameter)]
         if parameter.choices:
             values += [literal(repr(choice)) for choice in parameter.choices]
@@ -351,6 +353,7 @@ class _CallRules:
         return self.add(f"{literal(parameter.key + '=')} ({' | '.join(values)})")
 
     def _tagged_pair(self, parameter: _Parameter) -> str:
+        """Add a rule for an argument in the texts of `ArgumentPair`, and return its name."""
         pair = self._form.pair
         assert pair is not None
         middle = pair.middles.get(parameter.kind, pair.middles["string"])

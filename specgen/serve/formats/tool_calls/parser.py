@@ -338,6 +338,7 @@ class ToolCallParser:
             The index at which the next call's name or object begins, if one follows directly;
             `ABSENT` if not, after the text was removed; `UNCLEAR` if more text is needed.
         """
+        # An object right after an object is the next call, whatever separates them.
         if self._form.keys is not None:
             n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN_OBJECTS))
             if self._rest.startswith("{", n_between):
@@ -345,22 +346,23 @@ class ToolCallParser:
             if n_between == len(self._rest) and not self._is_last:
                 return NoMatch.UNCLEAR
 
-        next_call = self._match(self._form.separator)
-        closing = self._match_closing()
-        if NoMatch.UNCLEAR in (next_call, closing) and not self._is_last:
+        # Otherwise either the text between two calls follows, or the text that ends the last one.
+        next_call_start = self._match(self._form.separator)
+        closing_end = self._match_closing()
+        if NoMatch.UNCLEAR in (next_call_start, closing_end) and not self._is_last:
             return NoMatch.UNCLEAR
-        if isinstance(next_call, int):
-            if not isinstance(closing, int):
-                return next_call
-            # Both match. At the end of the answer, it is the closing text.
-            is_end = self._is_last and not self._rest[next_call:].strip()
-            if next_call >= closing and not is_end:
-                return next_call
+        if isinstance(next_call_start, int):
+            if not isinstance(closing_end, int):
+                return next_call_start
+            # Both match, so the longer one is meant, except at the end of the answer.
+            is_end = self._is_last and not self._rest[next_call_start:].strip()
+            if next_call_start >= closing_end and not is_end:
+                return next_call_start
         self._is_after_call = False
-        if closing is NoMatch.UNCLEAR:
+        if closing_end is NoMatch.UNCLEAR:  # the answer ends within the closing text
             self._rest = ""
-        elif isinstance(closing, int):
-            self._take(closing)
+        elif isinstance(closing_end, int):
+            self._take(closing_end)
         return NoMatch.ABSENT
 
     def _match(self, literal: str) -> int | NoMatch:
@@ -390,10 +392,12 @@ class ToolCallParser:
             `ABSENT` if there is no call, or it is broken; `UNCLEAR` if more text is needed.
         """
         text = self._rest
+        # The first of several calls decides whether they are in a code fence.
         if not self._is_after_call:
             self._closing_fence = ""
             if text.lstrip().startswith(_FENCE):
                 self._closing_fence = f"\n{_FENCE}"
+        # If calls are objects, skip the rest of the opening. A bare object has no opening.
         if self._form.keys is not None and not self._is_after_call:
             object_start = self._object_start(begin)
             if object_start is NoMatch.UNCLEAR:
@@ -404,7 +408,8 @@ class ToolCallParser:
         if start == len(text):
             return NoMatch.UNCLEAR
         before = text[:begin].strip()
-        may_be_object = self._form.keys is not None or not before or _FENCE in before
+        is_bare = not before or _FENCE in before
+        may_be_object = self._form.keys is not None or is_bare
         if text[start] in "{[" and may_be_object:
             return self._read_objects(start)
         return self._read_named_call(begin)
@@ -421,10 +426,11 @@ class ToolCallParser:
         return match(before_object, self._rest, max(0, mark_start))
 
     def _read_named_call(self, begin: int) -> _NewCalls | NoMatch:
-        """Read a call that begins with the name of its function."""
+        """Read a call that begins with the name of its function, up to its arguments."""
         form = self._form
         text = self._rest
         name_start: int | NoMatch = skip_space(text, begin)
+        # The first call comes after the whole opening, of which `begin` is after the mark.
         if not self._is_after_call:
             before = text[:begin].rstrip()
             if before.endswith(form.mark):
@@ -462,6 +468,7 @@ class ToolCallParser:
         if self._object.n_read < _MAX_OBJECT_HEAD:
             head = _object_head(self._form.keys).match(text, begin, begin + _MAX_OBJECT_HEAD)
             if head is not None and head[1] in self._schemas:
+                # After the arguments, the object may have other fields.
                 closing = self._closing_fence or self._form.terminator
                 rest_of_object = ArgumentsReader("json", closing, is_open=True)
                 self._open_parts = [
@@ -477,11 +484,11 @@ class ToolCallParser:
         Returns:
             `UNCLEAR` until it is complete; `ABSENT` if anything in it is not a call.
         """
-        text = self._rest[begin + self._object.n_read :]
-        read = self._object.reader.read(text)
-        self._object.n_read += read.n_read
-        self._object.json += read.json
-        if not read.is_over:
+        unread_text = self._rest[begin + self._object.n_read :]
+        parsed = self._object.reader.read(unread_text)
+        self._object.n_read += parsed.n_read
+        self._object.json += parsed.json
+        if not parsed.is_over:
             return NoMatch.UNCLEAR
         values = json.loads(self._object.json or "null")
         if not isinstance(values, list):
@@ -530,10 +537,10 @@ def _object_head(keys: tuple[str, str] | None) -> re.Pattern[str]:
     """
     if keys == ("", ""):
         return re.compile(r'\{\s*"([^"\\]+)"\s*:\s*(?=\{)')
-    name, arguments = map(re.escape, keys or ("name", "arguments"))
-    text = r'"(?:[^"\\]|\\.)*"'
-    others = rf"(?:{text}\s*:\s*(?:{text}|[-+.\w]+)\s*,\s*)*?"
+    name_key, arguments_key = map(re.escape, keys or ("name", "arguments"))
+    string = r'"(?:[^"\\]|\\.)*"'
+    other_fields = rf"(?:{string}\s*:\s*(?:{string}|[-+.\w]+)\s*,\s*)*?"
     return re.compile(
-        rf'\{{\s*{others}"(?:{name}|name)"\s*:\s*"([^"\\]+)"\s*,\s*'
-        rf'{others}"(?:{arguments}|arguments|parameters)"\s*:\s*(?=\{{)'
+        rf'\{{\s*{other_fields}"(?:{name_key}|name)"\s*:\s*"([^"\\]+)"\s*,\s*'
+        rf'{other_fields}"(?:{arguments_key}|arguments|parameters)"\s*:\s*(?=\{{)'
     )

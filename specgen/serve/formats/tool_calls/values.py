@@ -210,6 +210,7 @@ class ArgumentsReader:
         return self._read_quote(special.end())
 
     def _read_escape(self) -> str:
+        """Read an escape if it is complete, or if no more text will come."""
         if not self._is_last and _UNFINISHED_ESCAPE.match(self._text, self._place):
             return ""
         escape = _ESCAPE.match(self._text, self._place)
@@ -218,6 +219,7 @@ class ArgumentsReader:
         return self._add_to_text(_unescaped(escape[0], self._style))
 
     def _read_quote(self, end: int) -> str:
+        """Read the quote before the index `end`, which ends the text or is a part of it."""
         meaning = self._meaning_of_quote(self._text[end:].lstrip())
         if meaning is _Quote.UNCLEAR and not self._is_last:
             return ""
@@ -283,6 +285,7 @@ class ArgumentsReader:
         return self._read_word(rest)
 
     def _read_word(self, rest: str) -> str:
+        """Read a word without quotes: a key or a value. Anything else ends the arguments."""
         word = _WORD.match(rest)
         if word is None:
             return self._end_here()
@@ -295,6 +298,7 @@ class ArgumentsReader:
         return self._begin_value(_json_word(word[0]))
 
     def _begin_text(self, quote: str) -> str:
+        """Begin a quoted text after its first quote: a key or a value."""
         self._quote = quote
         self._is_key = self._expects_key
         if self._is_key:
@@ -308,6 +312,7 @@ class ArgumentsReader:
         return bool(self._open) and self._open[-1].json == "}" and self._key is None
 
     def _open_bracket(self, bracket: str) -> str:
+        """Begin an object or a list, except where a key is expected or the nesting is too deep."""
         if self._expects_key or len(self._open) == _MAX_DEPTH:
             return self._end_here()
         # Parentheses around all arguments are an object; others are a tuple of Python.
@@ -321,6 +326,7 @@ class ArgumentsReader:
         return written
 
     def _close_bracket(self, bracket: str) -> str:
+        """Close the innermost open value that has this bracket, and all values within it."""
         levels = [level for level, each in enumerate(self._open) if each.written == bracket]
         if not levels:
             return self._end_here()

@@ -74,6 +74,7 @@ class ServerInfo:
         return self._ollama_list(loaded)
 
     def _ollama_list(self, models: Iterable[PooledModel]) -> Response:
+        """Return a list of models in Ollama's form."""
         started = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
         entries = [
             {
