@@ -65,11 +65,14 @@ class AnswerWriter(ABC):
         match event:
             case CommittedEvent():
                 deltas = answer.feed([piece.text for piece in event.pieces])
-                return self._add(number, deltas, event)
+                return self._write_deltas(number, deltas, event)
             case ReadingEvent():
-                return self._read(number, event)
+                return self._write_progress(number, event)
             case FinishedEvent():
-                return [*self._add(number, answer.finish(event), None), *self._end(number)]
+                return [
+                    *self._write_deltas(number, answer.finish(event), None),
+                    *self._write_end(number),
+                ]
         return []
 
     def is_over(self, number: int, time_s: float) -> bool:
@@ -94,18 +97,18 @@ class AnswerWriter(ABC):
     def whole(self) -> Json:
         """Return the whole response, when all answers are finished."""
 
-    def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, _number: int, _event: ReadingEvent) -> list[Json]:
         """Return the chunks about the prefill of an answer's prompt."""
         return []
 
     @abstractmethod
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
-        """Return the chunks for additions to an answer.
+        """Write additions to an answer, and return the chunks for them.
 
         Args:
             number: The number of the answer.
@@ -114,7 +117,7 @@ class AnswerWriter(ABC):
         """
 
     @abstractmethod
-    def _end(self, number: int) -> list[Json]:
+    def _write_end(self, number: int) -> list[Json]:
         """Return the chunks at the end of an answer."""
 
     def _figures(self, number: int | None = None) -> Json:
@@ -126,8 +129,8 @@ class AnswerWriter(ABC):
         answers = self._answers
         if number is not None:
             answers = [answers[number]]
-        finished = [each.finished for each in answers if each.finished is not None]
-        n_reasoning = sum(each.n_reasoning_tokens for each in answers)
+        finished = [answer.finished for answer in answers if answer.finished is not None]
+        n_reasoning = sum(answer.n_reasoning_tokens for answer in answers)
         figures = answer_figures(finished, n_reasoning, self._first.n)
         wishes = self._first.speculative
         figures["speculative"] |= {
@@ -136,7 +139,9 @@ class AnswerWriter(ABC):
             "verifier": wishes.verifier,
         }
         warnings = list(self._first.warnings)
-        warnings += (_context_warning(each) for each in finished if each.finish_reason == "context")
+        warnings += (
+            _context_warning(event) for event in finished if event.finish_reason == "context"
+        )
         if warnings:
             figures["warnings"] = warnings
         return figures
@@ -160,7 +165,7 @@ class BlockWriter(AnswerWriter):
         #: The closed blocks, in the form of the API.
         self._blocks: list[Json] = []
 
-    def _add(
+    def _write_deltas(
         self,
         _number: int,
         deltas: list[Delta],
@@ -172,15 +177,15 @@ class BlockWriter(AnswerWriter):
             if self._block is not None and delta.continues(self._block):
                 self._block = self._block.with_more(delta)
             else:
-                events += self._close()
+                events += self._close_open_block()
                 self._block = delta
-                events += self._opened(delta)
-            events += self._added(self._block, delta.text)
+                events += self._open_block(delta)
+            events += self._extend_block(self._block, delta.text)
             if delta.is_end:
-                events += self._close()
+                events += self._close_open_block()
         return events
 
-    def _close(self, status: str = "completed") -> list[Json]:
+    def _close_open_block(self, status: str = "completed") -> list[Json]:
         """Close the open block, if there is one, and return the events for that.
 
         Args:
@@ -190,16 +195,16 @@ class BlockWriter(AnswerWriter):
         self._block = None
         if block is None:
             return []
-        return self._closed(block, status)
+        return self._close_block(block, status)
 
     @abstractmethod
-    def _opened(self, block: Delta) -> list[Json]:
-        """Return the events at the beginning of a block."""
+    def _open_block(self, block: Delta) -> list[Json]:
+        """Begin a block, and return the events for that."""
 
     @abstractmethod
-    def _added(self, block: Delta, text: str) -> list[Json]:
-        """Return the events for a text that was just added to a block and is its end."""
+    def _extend_block(self, block: Delta, text: str) -> list[Json]:
+        """Return the events for `text`, which was just added at the end of a block."""
 
     @abstractmethod
-    def _closed(self, block: Delta, status: str) -> list[Json]:
+    def _close_block(self, block: Delta, status: str) -> list[Json]:
         """Add a finished block to `_blocks`, and return the events at its end."""

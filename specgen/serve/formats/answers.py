@@ -50,7 +50,7 @@ class Answer:
     def feed(self, tokens: Sequence[str]) -> list[Delta]:
         """Add the texts of tokens, and return the deltas that are certain now."""
         if self._thoughts is None:
-            return self._add("", "".join(tokens))
+            return self._add_pieces("", "".join(tokens))
         thought = ""
         answer = ""
         for token in tokens:
@@ -67,7 +67,7 @@ class Answer:
                 self.n_reasoning_tokens = 0
             else:
                 self.n_reasoning_tokens += 1
-        return self._add(thought, answer)
+        return self._add_pieces(thought, answer)
 
     def finish(self, event: FinishedEvent) -> list[Delta]:
         """End the answer, and return the remaining deltas.
@@ -81,7 +81,7 @@ class Answer:
             if self._thoughts.is_open or self._thoughts.is_past:
                 # `feed` also counts a token that ends the answer, but `n_tokens` does not.
                 max_reasoning_tokens = event.n_tokens
-            deltas += self._add(*self._thoughts.finish())
+            deltas += self._add_pieces(*self._thoughts.finish())
         self.n_reasoning_tokens = min(self.n_reasoning_tokens, max_reasoning_tokens)
         if self._calls is not None:
             is_cut = event.finish_reason != "stop" or self.stop_string is not None
@@ -89,11 +89,11 @@ class Answer:
             if self._calls_in_thoughts is not None:
                 call_deltas += self._calls_in_thoughts.finish(is_cut=is_cut)
             call_deltas += self._calls.finish(is_cut=is_cut)
-            deltas += self._merge(call_deltas)
+            deltas += self._add_to_blocks(call_deltas)
         return deltas
 
-    def _add(self, thought: str, answer: str) -> list[Delta]:
-        """Add a piece of the thinking block and a piece of the text after it."""
+    def _add_pieces(self, thought: str, answer: str) -> list[Delta]:
+        """Add a piece of the thinking block and a piece of the text after it; return the deltas."""
         if self._calls_in_thoughts is not None and self._thoughts is not None:
             is_over = self._thoughts.is_past
             thought = self._calls_in_thoughts.feed(thought, is_over=is_over)
@@ -106,9 +106,9 @@ class Answer:
             deltas += self._calls.feed(answer)
         elif answer:
             deltas.append(Delta("content", answer))
-        return self._merge(deltas)
+        return self._add_to_blocks(deltas)
 
-    def _merge(self, deltas: list[Delta]) -> list[Delta]:
+    def _add_to_blocks(self, deltas: list[Delta]) -> list[Delta]:
         """Add deltas to the blocks, and return them."""
         for delta in deltas:
             if self.blocks and delta.continues(self.blocks[-1]):

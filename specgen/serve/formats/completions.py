@@ -184,12 +184,12 @@ class CompletionWriter(OpenAIWriter):
             return []
         return [self._echo(number, text, ()) for number, text in enumerate(self._context.prompts)]
 
-    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
         chunks: list[Json] = []
         if event.pieces:
             text = "".join(piece.text for piece in event.pieces)
             chunks.append(self._echo(number, text, event.pieces))
-        return chunks + super()._read(number, event)
+        return chunks + super()._write_progress(number, event)
 
     def _echo(
         self,
@@ -205,14 +205,14 @@ class CompletionWriter(OpenAIWriter):
         self._n_characters[number] += len(text)
         return chunk
 
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
         """Return the chunks, and count the characters for later text offsets."""
-        chunks = super()._add(number, deltas, event)
+        chunks = super()._write_deltas(number, deltas, event)
         if event is not None:
             self._n_characters[number] += len(event.text)
         return chunks

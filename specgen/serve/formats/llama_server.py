@@ -159,14 +159,14 @@ class LlamaServerWriter(CompletionWriter):
             return bodies[0]
         return bodies
 
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
         """Return OpenAI's chunks, the first one with llama.cpp's fields about the tokens."""
-        chunks = super()._add(number, deltas, event)
+        chunks = super()._write_deltas(number, deltas, event)
         pieces: tuple[Piece, ...] = ()
         if event is not None:
             pieces = event.pieces
@@ -180,7 +180,7 @@ class LlamaServerWriter(CompletionWriter):
             self._probabilities[number] += entries
         return chunks
 
-    def _end(self, number: int) -> list[Json]:
+    def _write_end(self, number: int) -> list[Json]:
         return [{**self._ending_chunk(number), **own_figures(self._figures(number))}]
 
     def _whole_answer(self, number: int) -> Json:

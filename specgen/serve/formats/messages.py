@@ -252,10 +252,10 @@ class MessagesWriter(BlockWriter):
             **self._api_figures(),
         }
 
-    def _opened(self, block: Delta) -> list[Json]:
+    def _open_block(self, block: Delta) -> list[Json]:
         return [self._event("start", content_block=_block_object(replace(block, text="")))]
 
-    def _added(self, block: Delta, text: str) -> list[Json]:
+    def _extend_block(self, block: Delta, text: str) -> list[Json]:
         if not text:
             return []
         if block.kind == "call":
@@ -263,19 +263,19 @@ class MessagesWriter(BlockWriter):
         name = _block_object(block)["type"]
         return [self._event("delta", delta={"type": f"{name}_delta", name: text})]
 
-    def _closed(self, block: Delta, _status: str) -> list[Json]:
+    def _close_block(self, block: Delta, _status: str) -> list[Json]:
         events = [self._event("stop")]
         if block.kind != "call" or block.is_end:  # a whole response has only complete calls
             self._blocks.append(_block_object(block))
         return events
 
-    def _end(self, _number: int) -> list[Json]:
+    def _write_end(self, _number: int) -> list[Json]:
         last = {
             "type": "message_delta",
             "delta": self._ending(),
             **self._api_figures(),
         }
-        return [*self._close(), last, {"type": "message_stop"}]
+        return [*self._close_open_block(), last, {"type": "message_stop"}]
 
     def _event(self, kind: str, **fields: Any) -> Json:
         return {

@@ -177,7 +177,7 @@ class OllamaWriter(AnswerWriter):
             body["logprobs"] = self._logprobs
         return {**body, **self._ending()}
 
-    def _add(
+    def _write_deltas(
         self,
         _number: int,
         deltas: list[Delta],
@@ -198,7 +198,7 @@ class OllamaWriter(AnswerWriter):
             self._logprobs += entries
         return lines
 
-    def _end(self, _number: int) -> list[Json]:
+    def _write_end(self, _number: int) -> list[Json]:
         return [{**self._line("", "", self._answers[0].calls), **self._ending()}]
 
     def _line(

@@ -172,7 +172,7 @@ class OpenAIWriter(AnswerWriter):
     def _ending_chunk(self, number: int) -> Json:
         return self._chunk(number, {}, _ending(self._answers[number]))
 
-    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
         """Return a chunk with the progress of the prefill, if the request wants it."""
         if not self._first.generation.reports_reading:
             return []
@@ -184,7 +184,7 @@ class OpenAIWriter(AnswerWriter):
         }
         return [{**self._chunk(number, {}), "prompt_progress": progress}]
 
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
@@ -215,7 +215,7 @@ class OpenAIWriter(AnswerWriter):
         for name, values in logprobs.items():
             self._logprobs[number].setdefault(name, []).extend(values)
 
-    def _end(self, number: int) -> list[Json]:
+    def _write_end(self, number: int) -> list[Json]:
         """Return the last chunks of an answer: why it ended, and after all answers the figures."""
         chunks = [self._ending_chunk(number)]
         if any(answer.finished is None for answer in self._answers):

@@ -192,7 +192,7 @@ def _add_item(
 
 
 def _thought(item: ResponseItem) -> str:
-    """Return the text of a thought: in the open, from this server's hidden form, or its summary."""
+    """Return the text of a thought: as it is, from this server's hidden form, or its summary."""
     thought = text_of(item.content)
     if not thought and item.encrypted_content.startswith(_OWN_THOUGHT):
         thought = item.encrypted_content.removeprefix(_OWN_THOUGHT)
@@ -240,11 +240,13 @@ class ResponsesWriter(BlockWriter):
             **echo,
             "store": False,
         }
+        #: The number of events so far, which numbers the next one.
         self._n_events = 0
         #: The id of the open block's item.
         self._item_id = ""
         #: The part of the open call's input that was already sent in events.
         self._sent_input = ""
+        #: The whole response, at the end of the answer.
         self._whole: Json = {}
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
@@ -262,21 +264,21 @@ class ResponsesWriter(BlockWriter):
         """Return the whole response."""
         return self._whole
 
-    def _end(self, _number: int) -> list[Json]:
+    def _write_end(self, _number: int) -> list[Json]:
         """Close the last item, and return its events and the one with the whole response."""
         events: list[Json] = []
         if self._block is None and not self._blocks:  # clients expect an item
             self._block = Delta("content", "")
-            events += self._opened(self._block)
+            events += self._open_block(self._block)
         status = "completed"
         details = None
         if self._answers[0].finish_reason == "length":
             status = "incomplete"
             details = {"reason": "max_output_tokens"}
         if self._block is not None and self._block.kind == "call":  # complete calls are closed
-            events += self._close("incomplete")
+            events += self._close_open_block("incomplete")
         else:
-            events += self._close(status)
+            events += self._close_open_block(status)
         figures = self._figures()
         self._whole = {
             **self._response(status),
@@ -308,7 +310,7 @@ class ResponsesWriter(BlockWriter):
 
     # --- items ------------------------------------------------------------------------------------
 
-    def _opened(self, block: Delta) -> list[Json]:
+    def _open_block(self, block: Delta) -> list[Json]:
         """Return the events at the beginning of an item, and give the item an id."""
         block = replace(block, text="")
         self._sent_input = ""
@@ -322,7 +324,7 @@ class ResponsesWriter(BlockWriter):
             self._item_event("content_part.added", part=_part_object(block)),
         ]
 
-    def _added(self, block: Delta, text: str) -> list[Json]:
+    def _extend_block(self, block: Delta, text: str) -> list[Json]:
         """Return the event for an addition to an item; none if a call's input has not grown."""
         if block.kind != "call":
             kind = f"{_part_object(block)['type']}.delta"
@@ -335,7 +337,7 @@ class ResponsesWriter(BlockWriter):
         kind = f"{self._item_type(block)}_{self._input_field(block)}.delta"
         return [self._item_event(kind, delta=added)]
 
-    def _closed(self, block: Delta, status: str) -> list[Json]:
+    def _close_block(self, block: Delta, status: str) -> list[Json]:
         """Add a finished item to the output, and return the events at its end."""
         if block.kind == "call":
             field = self._input_field(block)
@@ -399,6 +401,7 @@ class ResponsesWriter(BlockWriter):
         return "function_call"
 
     def _input_field(self, call: Delta) -> str:
+        """Return the name of the field that has the input of a call."""
         if call.name in self._custom_tools:
             return "input"
         return "arguments"
