@@ -302,7 +302,7 @@ class RayBatch:
         try:
             self._ray.get(ready_reference)
         except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
+            cause = getattr(error, "cause", None)  # the actor's own exception
             if isinstance(cause, SpecgenError):
                 raise cause from error
             reason = _first_line(error)
@@ -387,7 +387,7 @@ class Actor:
             wall_clock=time.time,
         )
         for stats in batch.run(lines):
-            if records:
+            if records:  # the run has added results
                 yield list(records), stats
                 records.clear()
 

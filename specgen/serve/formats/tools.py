@@ -26,17 +26,18 @@ _FREE_TEXT: Schema = {
 
 
 def _flattened(value: Any) -> Any:
-    """Return a tool or a choice as one object.
+    """Return a tool or a tool choice as one flat object.
 
-    Chat completions have an object within it, ``{"type": "function", "function": {...}}``; the
-    other APIs have one object. A choice may also be just its type.
+    In chat completions it has an object within it, ``{"type": "function", "function": {...}}``; in
+    the other APIs it is flat. A choice may also be just its type. Invalid values are returned as
+    they are, for pydantic to refuse.
     """
     if isinstance(value, str):
         return {"type": value}
     if not isinstance(value, dict):
         return value
     kind = str(value.get("type", "function"))
-    inner_fields = value.get(kind)
+    inner_fields = value.get(kind)  # the object within is named after the type
     fields = {name: field for name, field in value.items() if name != kind}
     if isinstance(inner_fields, dict):
         fields |= inner_fields

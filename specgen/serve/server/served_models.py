@@ -91,6 +91,7 @@ class ModelLoader:
         if self.memory_bytes is not None:
             check_file(target)
             n_bytes = _needed_bytes(wanted, n_parallel)
+            # Generate fewer answers at once if the model does not fit otherwise.
             while n_bytes > self.memory_bytes and n_parallel > 1 and model.n_parallel is None:
                 n_parallel //= 2
                 n_bytes = _needed_bytes(wanted, n_parallel)

@@ -64,11 +64,11 @@ class CallsInThoughts:
         """Hold a character back, and return the held text that turns out to be a thought."""
         self._held += character
         self._held_deltas += self._parser.feed(character)
-        # What comes before the first call is a thought.
+        # Text before the first call is a thought.
         thought = ""
         while self._held_deltas and self._held_deltas[0].kind != "call":
             thought += self._held_deltas.pop(0).text
-        # If text follows the calls, they are thoughts as well.
+        # If text follows the calls, everything that was held back is a thought.
         if any(delta.kind == "content" and delta.text.strip() for delta in self._held_deltas):
             thought = self._held
             self._parser = self._new_parser()

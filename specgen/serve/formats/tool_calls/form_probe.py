@@ -236,15 +236,16 @@ def _candidates(one_call: str, two_calls: str | None, probe: Arguments) -> Itera
     """Yield the forms in which the template may have written the calls.
 
     Args:
-        one_call: What the template writes for one call.
-        two_calls: What it writes for two, the second one without arguments; None if it cannot.
+        one_call: The text that the template writes for one call.
+        two_calls: The text for two calls, the second one without arguments; None if the template
+            refuses two calls.
         probe: The arguments of the first call.
     """
     name_start = one_call.find(_NAME)
     if name_start < 0:
         return
     name_end = name_start + len(_NAME)
-    # Arguments as one value begin at a bracket from which a reader gets exactly the probe.
+    # If all arguments are one value, it begins at a bracket from which a reader gets the probe.
     for bracket in re.finditer(r"[{(]", one_call[name_end:]):
         arguments_start = name_end + bracket.start()
         for style in get_args(Style):
@@ -308,8 +309,9 @@ def _pairs_form(one_call: str, name_start: int, probe: Arguments) -> CallForm | 
     if not opening or not closing.strip():
         return None
 
-    # The text between key and value may depend on the type of the value. Text and number are found
-    # as they are; other values are taken to end at `closing`, so their middles have the value too.
+    # The text between a key and its value may depend on the type of the value. Only the text and
+    # the number are written as expected, so only their beginnings are known. For other types, take
+    # everything up to `closing`, from which `_without_values` removes the value.
     middles: dict[str, str] = {}
     value_starts = {"text": text_start, "number": number_start}
     for key, key_start in zip(keys, key_starts, strict=True):

@@ -295,7 +295,11 @@ class _CallRules:
         optional_rules = [pair_rules[key] for key in properties if key not in required]
         separator = _SEPARATORS[self._form.style]
 
-        before = after = arguments = ""
+        #: Optional arguments before a required one, each with a separator after it.
+        before = ""
+        #: Optional arguments after another one, each with a separator before it.
+        after = ""
+        arguments = ""
         if optional_rules:
             optional = self.add(" | ".join(optional_rules))
             before = f"({optional} {separator}){{0,{len(optional_rules)}}}"
