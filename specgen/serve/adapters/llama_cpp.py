@@ -252,20 +252,20 @@ class SpecgenDraft(LlamaDraftModel):
         """Raise `UsageError` if `llama` would fail with this draft, or does not use it."""
         n_ctx = llama.n_ctx()
         n_vocab = self.session.target.vocabulary.n_tokens
-        n_rows = min(len(llama.input_ids), len(llama.scores))
+        n_logit_rows = min(len(llama.input_ids), len(llama.scores))
         if llama.draft_model is not self:
             raise UsageError(
                 "Llama has another draft", "give Llama draft_model=<this SpecgenDraft>"
             )
-        n_other = llama.n_vocab()
-        if n_other != n_vocab:
+        n_llama_vocab = llama.n_vocab()
+        if n_llama_vocab != n_vocab:
             raise UsageError(
-                f"Llama has a model of {n_other} tokens, and the draft a target of {n_vocab}",
+                f"Llama has a model of {n_llama_vocab} tokens, and the draft a target of {n_vocab}",
                 "open the SpecgenDraft with the same target file as Llama",
             )
-        if n_rows < n_ctx:
+        if n_logit_rows < n_ctx:
             raise UsageError(
-                f"Llama has room for the logits of {n_rows} tokens in a context of {n_ctx}",
+                f"Llama has room for the logits of {n_logit_rows} tokens in a context of {n_ctx}",
                 f"open Llama with logits_all=True and n_ctx={n_ctx}, or with a smaller n_ctx",
             )
 

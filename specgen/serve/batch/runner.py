@@ -263,6 +263,7 @@ class BatchRun:
     def _write_answer(self, answer: _OpenAnswer, finished: FinishedEvent) -> None:
         """Write a finished answer, or the error if its response cannot be made."""
         line = answer.task.line
+        #: None if the error was written instead.
         result: dict[str, Any] | None = None
         with self._line_errors(line):
             response = {

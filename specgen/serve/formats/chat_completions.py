@@ -113,7 +113,10 @@ def _continues_last_message(fields: ChatCompletionRequest) -> bool:
 
 
 def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
-    """Return the messages for the chat template, with the roles and results that it knows."""
+    """Turn the messages of a body into messages for the chat template.
+
+    Roles that templates do not know are replaced, and the results of calls are joined with them.
+    """
     builder = ConversationBuilder()
     previous_role = ""
     for turn in turns:

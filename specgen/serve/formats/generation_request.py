@@ -318,7 +318,11 @@ class ChatRequest(GenerationRequest):
         )
 
     def _template_variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template, those of ``chat_template_kwargs`` last."""
+        """Return the variables of the chat template; ``chat_template_kwargs`` overrides the others.
+
+        Raises:
+            BodyError: If ``chat_template_kwargs`` has a variable that specgen sets itself.
+        """
         for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
             raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
         variables: dict[str, Any] = {}

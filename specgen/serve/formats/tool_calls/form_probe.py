@@ -459,10 +459,10 @@ def _reads_back(
 
 
 def _read_all(form: CallForm, text: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the names and the arguments of all calls in a text.
+    """Return the names and the arguments of all calls in a text, up to one that cannot be read.
 
     Returns:
-        An empty list if the text after the last call is not the form's `closing`.
+        An empty list if all calls can be read, but the form's `closing` does not follow the last.
     """
     calls: list[tuple[str, Mapping[str, Any]]] = []
     place = 0

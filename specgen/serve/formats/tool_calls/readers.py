@@ -197,6 +197,7 @@ class PairsReader:
         Returns:
             The JSON to add; `ABSENT` if there are no more pairs.
         """
+        # The key, and the text between it and the value.
         key_start = self._key_start()
         if isinstance(key_start, NoMatch):
             return key_start
@@ -209,11 +210,13 @@ class PairsReader:
             return value_start
         if self._has_lines and self._text.startswith("\n", value_start):
             value_start += 1
+        # A string in a CDATA section is not passed on as it arrives.
         rest = self._text[value_start:]
         may_become_cdata = len(rest) < len(_CDATA) and _CDATA.startswith(rest)
         if may_become_cdata and not self._is_last:
             return NoMatch.UNCLEAR
 
+        # The value. A string may end in a later piece.
         self._closing = self._pair.closing_of(key).strip()
         schema = as_mapping(self._properties.get(key))
         key_json = f"{json.dumps(key, ensure_ascii=False)}: "
