@@ -112,7 +112,7 @@ class AnswerWriter(ABC):
 
         Args:
             number: The number of the answer.
-            deltas: What is added to its text, thoughts and calls.
+            deltas: The additions to its text, thoughts and calls.
             event: The event with the tokens; None at the end of the answer.
         """
 

@@ -72,11 +72,11 @@ _SAMPLER_TYPES: dict[str, Any] = {
 def _sampler_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
     """Return the type and the declaration of the field for an option of the sampler.
 
-    The field also accepts the option's names on the command line, its plural, and another common
-    spelling of ``repeat_``.
+    The field has the option's name. It also accepts the names on the command line, a plural, and
+    ``repetition_`` in place of ``repeat_``.
     """
     option_type = type(option.default)
-    spellings = [each.replace("-", "_").lstrip("_") for each in option.metadata["spellings"]]
+    spellings = [flag.replace("-", "_").lstrip("_") for flag in option.metadata["spellings"]]
     names = AliasChoices(
         option.name,
         *spellings,

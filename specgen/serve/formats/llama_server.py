@@ -218,7 +218,7 @@ class LlamaServerWriter(CompletionWriter):
         answer = self._answers[choice["index"]]
         finished = answer.finished
         stop_type = "limit"
-        if "stop_reason" in choice:
+        if "stop_reason" in choice:  # a stop text ended the answer
             stop_type = "word"
         elif choice["finish_reason"] == "stop":
             stop_type = "eos"

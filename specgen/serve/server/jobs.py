@@ -307,11 +307,13 @@ class ServedModel:
                 if self._is_closing:
                     return
                 jobs = list(self._jobs)
+            # A round, which may begin answers that wait.
             with self._turns:
                 if not self.engine.n_busy:
                     self._opened.between_answers(True)
                 self._step()
             self._pass_on(jobs)
+            # The turn is over here, so that other models can decode before this one learns.
             if not self.engine.n_busy:
                 with self._turns:
                     self._opened.between_answers(False)

@@ -263,7 +263,7 @@ class ModelPool:
                 if pooled.model is None and await self._make_room(pooled):
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self._loader, self._load, pooled)
-                self._give(pooled)
+                self._lease_to_waiting(pooled)
         except SpecgenError as error:
             status = 503 if isinstance(error, MemoryLimitError) else 500
             message = f"{name} cannot be loaded: {error.message}"
@@ -277,7 +277,7 @@ class ModelPool:
             message = "the server failed; its log says how"
             self._refuse(pooled, RequestError(500, message, code="bug"))
 
-    def _give(self, pooled: PooledModel) -> None:
+    def _lease_to_waiting(self, pooled: PooledModel) -> None:
         """Lease a model to the requests that wait for it.
 
         If it is not loaded, that is because none of them waits any more.

@@ -387,13 +387,14 @@ class _CallRules:
     def _json_value(self, parameter: _Parameter) -> str:
         """Add a rule for the JSON value of an argument, and return its name."""
         function = parameter.function
-        # The schema of an argument may refer to definitions of the whole.
+        # The schema of an argument may refer to definitions of the function's whole schema.
         definitions = {
             name: value
             for name, value in function.parameters.items()
             if name in ("$defs", "definitions")
         }
-        schema = {**definitions, **(parameter.schema or {"type": "string"})}
+        value_schema = parameter.schema or {"type": "string"}
+        schema = {**definitions, **value_schema}
         return self._json(schema, f"{function.name}: {parameter.key}", function.name)
 
 

@@ -264,7 +264,7 @@ class ArgumentsReader:
         separators = _SEPARATORS.match(self._text, self._place)
         if separators is not None:
             self._place = separators.end()
-            if "," in separators[0]:
+            if "," in separators[0]:  # a key without a value is dropped
                 self._key = None
             return ""
         character = self._text[self._place]
@@ -419,11 +419,12 @@ def _nested_value(text: str, schema: Any, tag_prefix: str) -> Any:
     if not tag_prefix:
         return _value(text, schema)
     schema = as_mapping(schema)
-    kinds = schema.get("type", ())
+    kinds = schema.get("type", ())  # the name of a type, or several names
     elements = _elements(text, tag_prefix)
     is_empty_container = not text.strip() and kinds in ("array", "object")
     if not elements and not is_empty_container:
         return _value(text, schema)
+    # Without elements, this is true: an empty container is a list unless it may be an object.
     if "object" not in kinds and all(name == "item" for name, _ in elements):
         item_schema = schema.get("items")
         return [_nested_value(content, item_schema, tag_prefix) for _, content in elements]
