@@ -78,7 +78,7 @@ def test_the_figures_of_several_answers_add_up() -> None:
         ReasonCount("failed", "the drafter has failed", 1),
     )
     other = dataclasses.replace(FINISHED, undrafted=reasons, accepted_by_depth=(1, 2))
-    both = answer_figures([FINISHED, other], n_for_each_prompt=2)
+    both = answer_figures([FINISHED, other], n_answers_per_prompt=2)
     counts = [(each["reason"], each["n_rounds"]) for each in both["speculative"]["undrafted"]]
     assert counts == [("no room", 5), ("nothing found", 3), ("failed", 1)]
     drafts = both["speculative"]

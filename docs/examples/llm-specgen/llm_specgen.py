@@ -39,43 +39,45 @@ _SAMPLING_NAMES = (
     "presence_penalty",
     "frequency_penalty",
 )
+#: The help of the options that are not numbers.
 _TEXT_HELP = {
     "target": "A GGUF file, or a name from `specgen models list`, to answer instead",
     "draft": "What drafts: a GGUF file, a name, ngram or none; it changes no answer",
     "stop": "A text before which the answer ends",
     "grammar": "A grammar (GBNF) that the answer follows",
 }
-_LARGEST_INT = 2**31 - 1
+_MAX_INT = 2**31 - 1
 
 
 def _option_fields() -> dict[str, Any]:
-    """Return the definitions of all options, as pydantic wants them."""
+    """Return the definitions of all options: types and pydantic fields, by name."""
     fields: dict[str, Any] = {}
     # Numbers have the help and the limits of the command line.
-    known_fields = (*dataclasses.fields(SamplerOptions), *dataclasses.fields(GenerationOptions))
-    for known in known_fields:
-        if known.name in (*_SAMPLING_NAMES, "max_tokens"):
-            fields[known.name] = _number_field(known)
+    options = (*dataclasses.fields(SamplerOptions), *dataclasses.fields(GenerationOptions))
+    for option in options:
+        if option.name in (*_SAMPLING_NAMES, "max_tokens"):
+            fields[option.name] = _number_field(option)
     for name, text in _TEXT_HELP.items():
-        kind: Any = str | None
+        option_type: Any = str | None
         if name == "stop":  # Python programs may give several
-            kind = str | list[str] | None
-        fields[name] = (kind, Field(None, description=text))
+            option_type = str | list[str] | None
+        fields[name] = (option_type, Field(None, description=text))
     n_ctx_help = "The room for a prompt and its answer, in tokens"
-    fields["n_ctx"] = (int | None, Field(None, ge=1, le=_LARGEST_INT, description=n_ctx_help))
+    fields["n_ctx"] = (int | None, Field(None, ge=1, le=_MAX_INT, description=n_ctx_help))
     return fields
 
 
-def _number_field(known: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    kind = type(known.default)
-    largest = LARGEST_FACTOR if kind is float else _LARGEST_INT
+def _number_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    """Return the type and the pydantic field for a numeric option of specgen."""
+    option_type = type(option.default)
+    max_value = LARGEST_FACTOR if option_type is float else _MAX_INT
     field = Field(
         None,
-        description=known.metadata["help"],
-        ge=known.metadata.get("min", -LARGEST_FACTOR),
-        le=known.metadata.get("max", largest),
+        description=option.metadata["help"],
+        ge=option.metadata.get("min", -LARGEST_FACTOR),
+        le=option.metadata.get("max", max_value),
     )
-    return kind | None, field
+    return option_type | None, field
 
 
 #: The options of every model; the defaults are those of `specgen run`.
@@ -88,15 +90,20 @@ LlmOptions: Any = pydantic.create_model("LlmOptions", __base__=llm.Options, **_o
 class AnswerError(llm.ModelError, click.ClickException):
     """An error that ends an answer.
 
-    `llm chat` shows click's exceptions in one line, but ends with a traceback after other
-    `ModelError`s. So this is both.
+    It is both an `llm.ModelError` and click's exception: `llm chat` shows click's exceptions in one
+    line, but ends with a traceback after other errors of a model.
     """
 
 
 class SpecgenModel(llm.Model):
-    """A target with a name, and its draft. Options may name others.
+    """A model of `llm`: a target and its draft, which options may replace.
 
     Without any target, the default pair answers, as with `specgen run`.
+
+    Args:
+        model_id: The name of the model in `llm`.
+        target: A GGUF file or a name; None for the default pair.
+        draft: A GGUF file or a name; None for the draft that specgen chooses.
     """
 
     can_stream = True
@@ -116,17 +123,20 @@ class SpecgenModel(llm.Model):
         conversation: llm.Conversation | None,
     ) -> Iterator[str]:
         """Yield the pieces of an answer, and then report its token counts to `response`."""
-        given = prompt.options.model_dump(exclude_none=True)
+        options = prompt.options.model_dump(exclude_none=True)
         try:
-            target, draft = self._models(given.get("target"), given.get("draft"))
-            model = _load_once(target, draft, given.get("n_ctx"))
-            yield from _answer(model, prompt, given, response)
+            target, draft = self._models(options.get("target"), options.get("draft"))
+            model = _load_once(target, draft, options.get("n_ctx"))
+            yield from _answer(model, prompt, options, response)
         except specgen.SpecgenError as error:
             hint = f" ({error.hint})" if error.hint else ""
             raise AnswerError(f"{error.message}{hint}") from error
 
     def _models(self, target: str | None, draft: str | None) -> tuple[str, str | None]:
-        """Return the target and the draft to use, given those that the options name."""
+        """Return the target and the draft to use.
+
+        The arguments are those that the options of a prompt name; None if they name none.
+        """
         if target is None:
             target = self._target
         if target is None:
@@ -135,7 +145,7 @@ class SpecgenModel(llm.Model):
             return pair.target, draft or pair.draft
         if target == self._target:
             return target, draft or self._draft
-        return target, draft
+        return target, draft  # this model's draft does not fit another target
 
 
 @llm.hookimpl
@@ -160,21 +170,22 @@ def tell_once(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-#: Models that were used, by target, draft and context size. They stay loaded until the process
-#: ends; what they learnt is saved then.
+#: The loaded models, by target, draft and context size. They stay loaded until the process ends,
+#: when they are closed and save what they have learnt.
 loaded_models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
 _loading = threading.Lock()
 
 
 def _load_once(target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
+    """Return a loaded model, after downloading its files and loading it if necessary."""
     key = (target, draft, n_ctx)
     with _loading:
         if key in loaded_models:
             return loaded_models[key]
-        named = load_registry().models
+        registered_models = load_registry().models
         for name in (target, draft):
-            if name is not None and name in named:
-                fetch(named[name], progress=stderr_progress())
+            if name is not None and name in registered_models:
+                fetch(registered_models[name], progress=stderr_progress())
         model = specgen.load(target, draft, n_ctx=n_ctx)
         loaded_models[key] = model
         atexit.register(model.close)
@@ -187,20 +198,28 @@ def _load_once(target: str, draft: str | None, n_ctx: int | None) -> specgen.Mod
 def _answer(
     model: specgen.Model,
     prompt: llm.Prompt,
-    given: dict[str, Any],
+    options: dict[str, Any],
     response: llm.Response,
 ) -> Iterator[str]:
-    sampling = {name: given[name] for name in _SAMPLING_NAMES if name in given}
-    options: dict[str, Any] = {"sampling": SamplerOptions(**sampling)}
-    for name in ("max_tokens", "stop", "grammar"):
-        if name in given:
-            options[name] = given[name]
-    if isinstance(given.get("stop"), str):
-        options["stop"] = [given["stop"]]
-    if prompt.schema is not None:
-        options["json_schema"] = prompt.schema
+    """Yield the pieces of an answer, and then report its token counts to `response`.
 
-    answer = model.submit(_messages(prompt), **cast("specgen.AnswerOptions", options))
+    Args:
+        model: The loaded model.
+        prompt: The prompt.
+        options: The options that were given, by name.
+        response: The response of `llm`.
+    """
+    sampling = {name: options[name] for name in _SAMPLING_NAMES if name in options}
+    answer_options: dict[str, Any] = {"sampling": SamplerOptions(**sampling)}
+    for name in ("max_tokens", "stop", "grammar"):
+        if name in options:
+            answer_options[name] = options[name]
+    if isinstance(options.get("stop"), str):
+        answer_options["stop"] = [options["stop"]]
+    if prompt.schema is not None:
+        answer_options["json_schema"] = prompt.schema
+
+    answer = model.submit(_messages(prompt), **cast("specgen.AnswerOptions", answer_options))
     with contextlib.closing(model.engine.stream(answer)) as events:
         for event in events:
             if isinstance(event, specgen.CommittedEvent) and event.text:
@@ -223,9 +242,9 @@ def _answer(
 
 
 def _messages(prompt: llm.Prompt) -> str | list[specgen.Message]:
-    """Return the messages of a prompt; a single question as text.
+    """Return the messages of a prompt; a single message of the user's is returned as text.
 
-    A model without a chat template continues such a text.
+    Text also works for a model without a chat template, which continues it.
     """
     messages: list[specgen.Message] = []
     for message in prompt.messages:

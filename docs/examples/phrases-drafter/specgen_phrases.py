@@ -1,4 +1,4 @@
-"""A drafter of phrases: where the text ends with the beginning of a phrase, it drafts the rest.
+"""A drafter of phrases: if the text ends with the beginning of a phrase, it drafts the rest.
 
 `specgen run --draft phrases:FILE` reads a file with one phrase per line.
 """
@@ -24,14 +24,20 @@ from specgen.drafters.interface import (
     ready,
 )
 
-#: How likely a token of a phrase is, before acceptance is known.
+#: The assumed probability that a token of a phrase is accepted, until acceptance is measured.
 CONFIDENCE = 0.7
-#: What precedes the file in `--draft phrases:FILE`.
+#: The part of `--draft phrases:FILE` before the file.
 PREFIX = "phrases:"
 
 
 class PhraseDrafter(Drafter):
-    """Drafts the rest of a phrase: of the one whose beginning is the longest end of the text."""
+    """Drafts the rest of a phrase whose beginning is at the end of the text.
+
+    Of several phrases, it takes the one with the longest such beginning.
+
+    Args:
+        phrases: The tokens of each phrase.
+    """
 
     name = "phrases"
 
@@ -53,20 +59,21 @@ class PhraseDrafter(Drafter):
         return ready(Draft.chain(tokens, self.name, [CONFIDENCE] * len(tokens)))
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget nothing: the text is not kept."""
+        """Do nothing: the drafter keeps no state of the text."""
 
     def _rest_of_phrase(self, context: Sequence[int]) -> Sequence[int]:
-        longest = max(map(len, self._phrases), default=0)
-        for n_begun in range(longest - 1, 0, -1):
-            ending = list(context[-n_begun:])
+        """Return the tokens after the longest beginning; empty if no phrase has begun."""
+        max_length = max(map(len, self._phrases), default=0)
+        for n_matched in range(max_length - 1, 0, -1):
+            text_end = list(context[-n_matched:])
             for phrase in self._phrases:
-                if n_begun < len(phrase) and list(phrase[:n_begun]) == ending:
-                    return phrase[n_begun:]
+                if n_matched < len(phrase) and list(phrase[:n_matched]) == text_end:
+                    return phrase[n_matched:]
         return []
 
 
 class LoadedPhrases(LoadedDraft):
-    """Phrases in a target's tokens. It decodes nothing, and samples nothing at random."""
+    """The phrases of a file, in a target's tokens. Drafting from them needs no model."""
 
     is_free = True
     can_draw = False

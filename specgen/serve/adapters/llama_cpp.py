@@ -1,6 +1,7 @@
 """specgen's drafters inside llama-cpp-python: ``Llama(draft_model=SpecgenDraft(...))``.
 
-`Llama` passes only the text so far: what it accepted follows from that.
+`Llama` calls the draft with the text so far, and does not say how many draft tokens it accepted.
+That is found by comparing the text with the one before.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-#: The context size for `AnswerState`: `Llama` cuts off what does not fit its own context.
+#: The context size for `AnswerState`. `Llama` itself ends a text that fills its own context.
 _UNLIMITED = 2**31
 
 
@@ -65,28 +66,28 @@ def _warn(text: str) -> None:
 class _PendingRound:
     """A round whose draft `Llama` is verifying."""
 
-    #: The round as far as it is known.
+    #: The round, without its accepted and committed tokens.
     result: RoundResult
-    #: When the draft was handed out.
-    handed_s: float
+    #: The time at which `Llama` got the draft.
+    returned_s: float
 
 
 class SpecgenDraft(LlamaDraftModel):
     """Drafts for one `Llama` (docs/adapters.md).
 
-    It is opened before the `Llama`, whose target specgen's kernels then compute, too.
+    Open it before the `Llama`, so that specgen's kernels compute the target there, too.
 
     Args:
         target: The file or the name of the target.
-        draft: A file, a name or ``ngram``; of several, each drafts for the one before it.
-        n_ctx: How many of the last tokens a draft model sees.
+        draft: A file, a name or ``ngram``. If there are several, each drafts for the one before it.
+        n_ctx: The number of last tokens that a draft model sees.
         drafting: When and how much to draft.
         context: Options of the contexts.
-        kernels: What computes on the CPU.
-        note: Gets a sentence if drafting fails; the text goes on.
+        kernels: The kernels that compute on the CPU.
+        note: Gets a sentence if drafting fails, in which case `Llama` goes on without drafts.
 
     Raises:
-        SpecgenError: What `specgen.load` raises, or `Llama` cannot use such a draft.
+        SpecgenError: As from `specgen.load`, or if `Llama` cannot use such a draft.
     """
 
     def __init__(
@@ -110,11 +111,12 @@ class SpecgenDraft(LlamaDraftModel):
         sources = _find(target, draft)
         _choose_kernels(sources.target, kernels, note)
         self._note = note
-        #: What was drafted and accepted so far, without the last round of each text: whether its
-        #: draft was accepted is unknown.
+        #: The counts of drafted and accepted tokens. The last round of each text is left out, since
+        #: no later text shows whether its draft was accepted.
         self.tally = AnswerStats()
-        #: The present text.
+        #: The state of the current text; None before the first one.
         self._answer: AnswerState | None = None
+        #: The last round of that text; None before the first one.
         self._pending: _PendingRound | None = None
         self._is_closed = False
         context = context or ContextOptions()
@@ -137,15 +139,16 @@ class SpecgenDraft(LlamaDraftModel):
         self.close()
 
     def close(self) -> None:
-        """Free the drafter. May be called twice; a `Llama` that still uses it cannot generate."""
+        """Free the drafter. May be called twice. A `Llama` with it can no longer generate."""
         self._is_closed = True
         self._end_text()
         self._resources.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """Return the draft after a text.
+        """Return the draft tokens that may follow a text.
 
-        If the text can be the last one after a round with its draft, the drafter learns from that.
+        If the text continues the previous one as a round with the previous draft would, that round
+        is recorded, so that the drafting policy learns from it. Otherwise a new text begins.
         """
         if self._is_closed:
             raise BackendError("the draft is closed")
@@ -168,7 +171,8 @@ class SpecgenDraft(LlamaDraftModel):
         return np.array(self._pending.result.draft.tokens, dtype=np.intc)
 
     def _begin_text(self, text: Sequence[int]) -> AnswerState:
-        self._end_text()  # the caches keep the prefix that both texts share
+        """Begin a new text; the contexts keep the prefix that it shares with the last one."""
+        self._end_text()
         self._answer = DrafterFactory(self.session).new_answer(
             Prompt("", tuple(text)),
             _UNLIMITED,
@@ -178,6 +182,7 @@ class SpecgenDraft(LlamaDraftModel):
         return self._answer
 
     def _end_text(self) -> None:
+        """End the current text, which n-gram drafts may use from now on."""
         if self._answer is not None:
             self.session.ngrams.keep_text(self._answer.tokens)
         self._answer = None
@@ -189,7 +194,13 @@ class SpecgenDraft(LlamaDraftModel):
         pending: _PendingRound,
         committed: Sequence[int],
     ) -> None:
-        """Learn from a round, which has committed these tokens: the last one is the target's."""
+        """Record the result of a round.
+
+        Args:
+            answer: The state of the text before the round.
+            pending: The round.
+            committed: The tokens that it added: accepted ones, and a last one from the target.
+        """
         for token in committed:
             answer.text_state.commit(token)
         answer.n_answer += len(committed)
@@ -197,7 +208,7 @@ class SpecgenDraft(LlamaDraftModel):
         result = replace(
             pending.result,
             path=tuple(range(n_accepted)),
-            target_s=time.perf_counter() - pending.handed_s,
+            target_s=time.perf_counter() - pending.returned_s,
             committed=tuple(committed),
         )
         answer.policy.observe(result)
@@ -206,7 +217,7 @@ class SpecgenDraft(LlamaDraftModel):
         self.tally.add_round(result)
 
     def _propose(self, answer: AnswerState) -> _PendingRound:
-        """Begin a round: plan, and draft, unless drafting has failed in this text."""
+        """Begin a round: plan it, and draft unless drafting has failed in this text."""
         started_s = time.perf_counter()
         plan = RoundPlan("failed")
         draft = NO_DRAFT
@@ -221,8 +232,8 @@ class SpecgenDraft(LlamaDraftModel):
             if proposal.error is not None:
                 answer.cascade = None
                 self._note_failure(proposal.error)
-        handed_s = time.perf_counter()
-        draft_s = handed_s - started_s
+        returned_s = time.perf_counter()
+        draft_s = returned_s - started_s
         result = RoundResult(
             plan,
             draft,
@@ -231,30 +242,30 @@ class SpecgenDraft(LlamaDraftModel):
             proposed=proposed,
             model_s=draft_s,
         )
-        return _PendingRound(result, handed_s)
+        return _PendingRound(result, returned_s)
 
     def _note_failure(self, error: Exception) -> None:
         reason = error.message if isinstance(error, SpecgenError) else repr(error)
         self._note(f"drafting failed, going on without a draft: {reason}")
 
     def check(self, llama: Llama) -> None:
-        """Raise `UsageError` if `llama` would fail with this draft, or not use it."""
+        """Raise `UsageError` if `llama` would fail with this draft, or does not use it."""
         n_ctx = llama.n_ctx()
         n_vocab = self.session.target.vocabulary.n_tokens
-        n_rows = min(len(llama.input_ids), len(llama.scores))
+        n_logit_rows = min(len(llama.input_ids), len(llama.scores))
         if llama.draft_model is not self:
             raise UsageError(
                 "Llama has another draft", "give Llama draft_model=<this SpecgenDraft>"
             )
-        n_other = llama.n_vocab()
-        if n_other != n_vocab:
+        n_llama_vocab = llama.n_vocab()
+        if n_llama_vocab != n_vocab:
             raise UsageError(
-                f"Llama has a model of {n_other} tokens, and the draft a target of {n_vocab}",
+                f"Llama has a model of {n_llama_vocab} tokens, and the draft a target of {n_vocab}",
                 "open the SpecgenDraft with the same target file as Llama",
             )
-        if n_rows < n_ctx:
+        if n_logit_rows < n_ctx:
             raise UsageError(
-                f"Llama has room for the logits of {n_rows} tokens in a context of {n_ctx}",
+                f"Llama has room for the logits of {n_logit_rows} tokens in a context of {n_ctx}",
                 f"open Llama with logits_all=True and n_ctx={n_ctx}, or with a smaller n_ctx",
             )
 
@@ -264,14 +275,15 @@ def _find(target: str | Path, draft: str | Path | Sequence[str | Path]) -> Sourc
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft)
     if not drafts:
         raise UsageError("no draft is given", hint='give a model, or "ngram", which needs none')
-    names = [str(each) for each in drafts]
+    names = [str(draft_name) for draft_name in drafts]
     return find_models(staged(str(target), names, None), quiet=True)
 
 
 def _choose_kernels(target: Path, kernels: KernelChoice, note: Callable[[str], None]) -> None:
-    """Attach specgen's kernels, if they can compute the target.
+    """Attach specgen's kernels if they can compute the target, or else use llama.cpp's.
 
-    `Llama` loads the target itself: it has no way to go on without them later.
+    This has to be decided now: `Llama` loads the target itself, and could not go on without the
+    kernels if they failed then.
     """
     start_kernels(KernelOptions(kernels))
     problem = kernel_problem(target)
@@ -282,7 +294,11 @@ def _choose_kernels(target: Path, kernels: KernelChoice, note: Callable[[str], N
 
 @contextlib.contextmanager
 def _open_session(wanted: WantedSession) -> Iterator[Session]:
-    """Open the draft with the target's vocabulary, after measuring both models if necessary."""
+    """Yield a session with the draft and the target's vocabulary.
+
+    The target is loaded only to measure both models, if drafting depends on costs that are not
+    measured yet.
+    """
     measurements = open_measurements()
     clock = time.perf_counter
     with open_session(
@@ -299,14 +315,14 @@ def _open_session(wanted: WantedSession) -> Iterator[Session]:
             )
         timed = session.draft.timed if session.draft is not None else None
         if wanted.options.drafting.is_by_cost and not is_pair_measured(session, timed):
-            with open_session(wanted, clock=clock, measurements=measurements) as whole:
-                calibrate(whole)
+            with open_session(wanted, clock=clock, measurements=measurements) as full_session:
+                calibrate(full_session)
                 measurements.save()
         yield session
 
 
 def _extends(text: Sequence[int], before: Sequence[int], draft: Draft) -> bool:
-    """Whether a round with this draft can have made `text` of the text `before`."""
+    """Return whether `text` is `before` plus accepted draft tokens plus one token."""
     committed = list(text[len(before) :])
     if not committed or list(text[: len(before)]) != list(before):
         return False

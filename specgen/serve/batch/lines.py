@@ -35,9 +35,9 @@ _log = logging.getLogger("specgen.serve.batch")
 class LineError:
     """The reason why a line has no answer."""
 
-    #: A word for programs.
+    #: The kind of error, for programs.
     code: str
-    #: A sentence.
+    #: The reason, for people.
     message: str
 
 
@@ -45,17 +45,18 @@ class LineError:
 class BatchLine:
     """A line of the input."""
 
-    #: Its number, from 1.
+    #: The number of the line, from 1.
     number: int
+    #: The name that the line gives itself, or else made from its number; unique in the batch.
     custom_id: str
-    #: A hash of the request: two lines with the same one ask for the same answer.
+    #: A hash of the request: two lines with the same digest ask for the same answer.
     digest: str
-    #: The request, or why the line is not one.
+    #: The request, or the error if the line is not a valid request.
     request: ParsedRequest | LineError
 
     @property
     def identity(self) -> str:
-        """The id of the line's result, which differs between lines that ask for the same."""
+        """The id of the line's result, which is unique even among lines with the same digest."""
         return _hash(f"{self.custom_id}\0{self.digest}".encode())
 
 
@@ -75,7 +76,7 @@ class _CustomId(Fields, coerce_numbers_to_str=True):
 
 
 def read_lines(data: bytes, name: str, defaults: Defaults) -> list[BatchLine]:
-    """Return the lines of a file that are not empty; some may be errors.
+    """Read the lines of a file that are not empty. An invalid line has an error as its request.
 
     Args:
         data: The content of the file.
@@ -83,10 +84,10 @@ def read_lines(data: bytes, name: str, defaults: Defaults) -> list[BatchLine]:
         defaults: The values of fields that a line leaves out.
 
     Raises:
-        PromptError: There are no lines, or two have the same custom_id.
+        PromptError: If there are no lines, or two have the same custom_id.
     """
     lines: list[BatchLine] = []
-    numbers: dict[str, int] = {}  # by custom_id
+    numbers: dict[str, int] = {}  # the lines' numbers by custom_id
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not raw.strip():
             continue
@@ -105,28 +106,28 @@ def read_lines(data: bytes, name: str, defaults: Defaults) -> list[BatchLine]:
     return [line if line.custom_id else _numbered(line, numbers) for line in lines]
 
 
-def _numbered(line: BatchLine, taken: Container[str]) -> BatchLine:
-    """Return a line with its number as its custom_id, in words if another line has that number."""
+def _numbered(line: BatchLine, taken_ids: Container[str]) -> BatchLine:
+    """Return a line with its number as its custom_id, after ``line`` if that is taken."""
     custom_id = str(line.number)
-    while custom_id in taken:
+    while custom_id in taken_ids:
         custom_id = f"line {custom_id}"
     return replace(line, custom_id=custom_id)
 
 
 def _read_line(number: int, raw: bytes, defaults: Defaults) -> BatchLine:
-    """Read a line; its custom_id is empty if it has none. All exceptions become its error."""
+    """Read a line. Its custom_id is empty if it has none; any exception becomes its error."""
     custom_id = ""
     digest = _hash(raw)
     request: ParsedRequest | LineError
     try:
         body = _line_body(raw)
         custom_id = parse(_CustomId, {"custom_id": body.pop("custom_id", None)}).custom_id
-        # The order of fields, and white space between them, ask for nothing else.
+        # The order of fields and the white space between them do not matter to the digest.
         digest = _hash(json.dumps(body, sort_keys=True).encode())
         request = _read_body(body, defaults)
     except UnicodeDecodeError as error:
-        what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
-        request = LineError("invalid_utf8", what)
+        reason = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
+        request = LineError("invalid_utf8", reason)
     except _InvalidJsonError as error:
         request = LineError("invalid_json", f"the line is not JSON: {error}")
     except BodyError as error:
@@ -137,11 +138,16 @@ def _read_line(number: int, raw: bytes, defaults: Defaults) -> BatchLine:
 
 
 class _InvalidJsonError(Exception):
-    """A line begins as JSON and is not."""
+    """A line begins with a brace, but is not JSON."""
 
 
 def _line_body(raw: bytes) -> dict[str, Any]:
-    """Return the object on a line, or one with the line as its prompt."""
+    """Return the object on a line; any other text becomes the prompt of an object.
+
+    Raises:
+        UnicodeDecodeError: If the line is not UTF-8.
+        _InvalidJsonError: If the line begins with a brace, but is not JSON.
+    """
     text = raw.decode("utf-8")
     if not text.startswith("{"):
         return {"prompt": text}
@@ -153,6 +159,7 @@ def _line_body(raw: bytes) -> dict[str, Any]:
 
 
 def _read_body(body: dict[str, Any], defaults: Defaults) -> ParsedRequest:
+    """Read a line in OpenAI's form, or a simple object; raise `BodyError` if it is not valid."""
     if body.keys() & {"body", "url", "method"}:
         envelope = parse(_BatchBody, body)
         return read_request(_URL_KINDS[envelope.url], envelope.body, defaults)
@@ -160,7 +167,7 @@ def _read_body(body: dict[str, Any], defaults: Defaults) -> ParsedRequest:
 
 
 def unexpected(error: Exception, number: int) -> LineError:
-    """Return the error of a line that a bug of specgen ended, whose traceback goes to the log."""
+    """Log an unexpected exception with its traceback, and return it as a line's error."""
     _log.error("line %d failed", number, exc_info=error)
     return LineError("bug", f"specgen failed: {type(error).__name__}: {error}")
 
@@ -171,9 +178,9 @@ def _hash(data: bytes) -> str:
 
 # --- results --------------------------------------------------------------------------------------
 
-#: Writes a result completely, or raises `OutputError` and keeps what was written before.
+#: Writes a result completely, or raises `OutputError` and leaves the earlier results as they are.
 Write: TypeAlias = Callable[[Mapping[str, Any]], None]
-#: The field of a result with what a restart needs: the line's digest, and the settings.
+#: The field of a result that only specgen has: the line's digest and the settings, for a restart.
 OWN = "specgen"
 _HINT_MIXED = "name another file, or keep those results with --allow-mixed"
 
@@ -184,7 +191,14 @@ def result_of(
     response: Any,
     error: LineError | None,
 ) -> dict[str, Any]:
-    """Return the result of a line, in OpenAI's form: a response, or an error."""
+    """Return the result of a line in OpenAI's form.
+
+    Args:
+        line: The line.
+        settings: The settings of the batch.
+        response: The response; None if there is an error.
+        error: The error; None if there is a response.
+    """
     return {
         "id": f"batch_req_{line.identity}",
         "custom_id": line.custom_id,
@@ -198,21 +212,26 @@ def result_of(
 class EarlierResults:
     """The results that a file already has."""
 
-    #: The digests of the lines that they belong to, by custom_id.
+    #: The digests of the lines that have a result, by custom_id.
     digests: dict[str, str] = field(default_factory=dict)
-    #: The custom_ids of the errors among them.
+    #: The custom_ids of the lines whose result is an error.
     errors: set[str] = field(default_factory=set)
-    #: Their different settings.
+    #: The settings of the results, each only once.
     settings: list[dict[str, Any]] = field(default_factory=list)
-    #: The size of the results in the file.
+    #: The size of the complete results in the file.
     n_bytes: int = 0
-    #: Whether the last one ends its line.
+    #: Whether a line break follows the last complete result.
     ends_line: bool = True
     #: Whether an incomplete result follows.
     is_torn: bool = False
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Add a result. Raise an exception if it is not one, or the second one of a line."""
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a result.
+
+        Raises:
+            ValueError: If there is a result of that line already.
+            KeyError, TypeError, AttributeError: If the record is not a result.
+        """
         custom_id = record["custom_id"]
         digest = record[OWN]["request"]
         settings = dict(record[OWN]["settings"])
@@ -232,56 +251,61 @@ class EarlierResults:
         settings: Mapping[str, Any],
         name: str,
     ) -> None:
-        """Raise `UsageError` if the results have other settings, or belong to other lines.
+        """Check that the results belong to this batch.
 
         Args:
             lines: The lines of this batch.
             settings: Its settings.
             name: The name of the file with the results, for messages.
+
+        Raises:
+            UsageError: If results have other settings, or belong to other lines.
         """
-        for before in self.settings:
-            differing = _differences(before, settings)
-            if differing:
-                message = f"{name} has results of other settings: {', '.join(differing)}"
+        for earlier_settings in self.settings:
+            differences = _differences(earlier_settings, settings)
+            if differences:
+                message = f"{name} has results of other settings: {', '.join(differences)}"
                 raise UsageError(message, _HINT_MIXED)
         lines_by_id = {line.custom_id: line for line in lines}
         for custom_id, digest in self.digests.items():
             line = lines_by_id.get(custom_id)
-            result = f"{name} has a result for {custom_id!r}"
+            subject = f"{name} has a result for {custom_id!r}"
             if line is None:
-                raise UsageError(f"{result}, which nothing asks for", _HINT_MIXED)
+                raise UsageError(f"{subject}, which nothing asks for", _HINT_MIXED)
             if line.digest != digest:
                 hint = _HINT_MIXED
                 if custom_id in self.errors:
                     hint = "--retry-errors answers it again"
-                message = f"{result}, which asked something else than line {line.number} does now"
+                message = f"{subject}, which asked something else than line {line.number} does now"
                 raise UsageError(message, hint)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two settings, in words."""
+    """Describe each setting that differs, with its earlier and its present value."""
 
-    def value(settings: Mapping[str, Any], key: str) -> str:
-        return json.dumps(settings[key]) if key in settings else "as by default"
+    def value_text(settings: Mapping[str, Any], key: str) -> str:
+        if key not in settings:
+            return "as by default"
+        return json.dumps(settings[key])
 
     return [
-        f"{key} {value(before, key)} (now {value(now, key)})"
+        f"{key} {value_text(before, key)} (now {value_text(now, key)})"
         for key in sorted({*now, *before})
         if now.get(key) != before.get(key)
     ]
 
 
 def read_results(path: Path) -> EarlierResults:
-    """Return a file's results, without an incomplete one at its end.
+    """Read the results in a file; an incomplete one at its end is left out.
 
     Raises:
-        OutputError: The file cannot be read, or another line is not a result.
+        OutputError: If the file cannot be read, or any other line is not a result.
     """
-    found = EarlierResults()
+    earlier = EarlierResults()
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return found
+        return earlier
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
     lines = data.split(b"\n")
@@ -289,42 +313,43 @@ def read_results(path: Path) -> EarlierResults:
         is_last = number == len(lines)
         if raw.strip():
             try:
-                found.take(json.loads(raw))
+                earlier.add(json.loads(raw))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 if is_last:
-                    found.is_torn = True
+                    earlier.is_torn = True
                     break
                 raise OutputError(
                     f"{path}: line {number} is not a result of specgen batch",
                     hint="name another file, or repair that line",
                 ) from None
-        found.n_bytes += len(raw)
+        earlier.n_bytes += len(raw)
         if not is_last:
-            found.n_bytes += len(b"\n")
-    results = data[: found.n_bytes]
-    found.ends_line = not results or results.endswith(b"\n")
-    return found
+            earlier.n_bytes += len(b"\n")
+    results = data[: earlier.n_bytes]
+    earlier.ends_line = not results or results.endswith(b"\n")
+    return earlier
 
 
 @contextlib.contextmanager
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[EarlierResults, Write]]:
-    """Yield a file's results, and what appends to them, while no other process can.
+    """Open a file of results for a batch, and yield its results and a function that appends one.
 
-    An incomplete result is cut off. A result is on the disk when `Write` returns.
+    Meanwhile, no other specgen batch can write to the file. An incomplete result at its end is cut
+    off. A result is on the disk when the function returns.
 
     Args:
         path: The file; it is created if there is none.
-        retry_errors: Whether results that are errors are dropped.
+        retry_errors: Whether results that are errors are removed from the file.
 
     Raises:
-        OutputError: The file cannot be read or written, or another process writes to it.
+        OutputError: If the file cannot be read or written, or another process writes to it.
     """
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    held = OutputError(
+    lock_name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    locked_error = OutputError(
         f"{path}: another specgen batch is writing to it",
         hint="wait until it has ended, or name another file",
     )
-    with locked(cache_folder() / "locks" / f"{name}.lock", held):
+    with locked(cache_folder() / "locks" / f"{lock_name}.lock", locked_error):
         earlier = read_results(path)
         if retry_errors and earlier.errors:
             _drop_errors(path, earlier.n_bytes)
@@ -333,7 +358,7 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
             descriptor = os.open(path, flags, 0o666)
         try:
-            with write_errors(path):  # a pipe or a device cannot be cut
+            with write_errors(path):  # fails for a pipe or a device
                 os.ftruncate(descriptor, earlier.n_bytes)
             if not earlier.ends_line:
                 _append(path, descriptor, b"\n")
@@ -354,7 +379,7 @@ def _append(path: Path, descriptor: int, data: bytes) -> None:
     """Append bytes, and return when they are on the disk.
 
     Raises:
-        OutputError: They could not be written; a written part is removed.
+        OutputError: If they cannot be written. A part that was written is removed again.
     """
     start = os.lseek(descriptor, 0, os.SEEK_END)
     with write_errors(path):
@@ -363,7 +388,8 @@ def _append(path: Path, descriptor: int, data: bytes) -> None:
                 data = data[os.write(descriptor, data) :]
             os.fsync(descriptor)
         except OSError as error:
-            if not data and error.errno == errno.EINVAL:  # a file system without fsync
+            is_fsync_error = not data
+            if is_fsync_error and error.errno == errno.EINVAL:  # a file system without fsync
                 return
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, start)
@@ -371,7 +397,7 @@ def _append(path: Path, descriptor: int, data: bytes) -> None:
 
 
 def streaming(stream: BinaryIO, name: str = "standard output") -> Write:
-    """Return what writes results to a stream, which a restart cannot continue."""
+    """Return a function that writes results to a stream, which a restart cannot continue."""
 
     def write(record: Mapping[str, Any]) -> None:
         with write_errors(Path(name)):

@@ -1,6 +1,7 @@
-"""Lines of a batch answered by the actors of a Ray cluster, while the results are written here.
+"""Answer the lines of a batch with the actors of a Ray cluster, and write the results here.
 
-If an actor ends, the next run of the batch answers its lines. This module alone imports Ray.
+If an actor fails, its lines have no results, and the next run of the batch answers them. No other
+module imports Ray.
 """
 
 from __future__ import annotations
@@ -23,42 +24,48 @@ from specgen.serve.batch.runner import BatchRun, BatchStats, Prompting
 from specgen.session.session import Session
 from specgen.system.quantities import counted
 
-#: Each actor gets its lines in at least this many portions: at the end of one, it generates fewer
-#: answers at once than it could.
+#: The number of portions per actor into which lines are divided, so that fast actors can get more
+#: of them than slow ones.
 _N_PORTIONS = 4
-#: The number of answers at once, for the length of portions, if the actors measure it.
-_N_AT_ONCE = 16
+#: The minimum size of a portion, as a multiple of the number of answers at once: at the end of a
+#: portion, an actor generates fewer answers at once than it could.
+_MIN_LINES_PER_SLOT = 4
+#: The assumed number of answers at once if the actors choose it themselves.
+_ASSUMED_PARALLEL = 16
 #: Time between checks for Ctrl-C, in seconds.
 _CHECK_S = 0.2
-#: Time to reach a cluster, in seconds.
-_REACH_S = 10.0
-#: The size of the object store if Ray is started here: lines and results are small.
+#: Time limit for connecting to a cluster, in seconds.
+_CONNECT_S = 10.0
+#: The size of the object store if Ray is started here. Lines and results are small.
 _STORE_BYTES = 200_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster, and what an actor gets of it."""
+    """A Ray cluster, and the resources that each actor gets."""
 
     #: ``local``, ``auto`` or HOST:PORT.
     address: str
-    #: The CPUs of an actor; None: those of the largest node, divided among its actors.
+    #: The CPUs of an actor; None to divide those of the largest node among its actors.
     cpus_per_worker: float | None = None
-    #: The GPUs of an actor; None: those of the largest node.
+    #: The GPUs of an actor; None for all GPUs of the node with the most.
     gpus_per_worker: float | None = None
-    #: How long to wait until an actor starts.
+    #: The time to wait until an actor starts.
     patience_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
-    """What an actor does. It can be pickled."""
+    """Everything that an actor needs to answer lines. It can be pickled."""
 
+    #: Loads the models on the actor's node.
     open_session: Callable[[], Session]
     prompting: Prompting
+    #: The settings that affect the answers, written into each result.
     settings: Mapping[str, Any]
+    #: The number of answers to generate at once; None for the fastest number.
     parallel: int | None
-    #: Paths that each node must have, with their sizes in bytes.
+    #: The paths that each node must have, with their sizes in bytes.
     files: Mapping[str, int]
 
 
@@ -67,10 +74,12 @@ class ActorJob:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How many actors a cluster has room for, and what each of them gets."""
+    """The number of actors that a cluster has room for, and the resources of each."""
 
     n_actors: int
+    #: The CPUs of an actor.
     cpus: float
+    #: The GPUs of an actor.
     gpus: float
 
 
@@ -83,38 +92,40 @@ def place(
 
     Args:
         nodes: The CPUs and GPUs of each node.
-        cpus: The CPUs of an actor; None: those of the largest node, divided by the number of
+        cpus: The CPUs of an actor; None for those of the largest node, divided by the number of
             actors that its GPUs allow.
-        gpus: The GPUs of an actor; None: those of the node with most.
+        gpus: The GPUs of an actor; None for all GPUs of the node with the most.
 
     Raises:
-        BackendError: No node has room for an actor.
+        BackendError: If no node has room for an actor.
     """
     if gpus is None:
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
     if cpus is None:
-        cpus = _cpus_of_largest(nodes, gpus) or 1.0
+        cpus = _default_cpus(nodes, gpus) or 1.0
     n_actors = sum(_n_fitting(node, cpus, gpus) for node in nodes)
     if not n_actors:
-        most_cpus, most_gpus = max(nodes, default=(0.0, 0.0))
+        largest_cpus, largest_gpus = max(nodes, default=(0.0, 0.0))
         raise BackendError(
             f"no Ray node has {cpus:g} CPUs and {gpus:g} GPUs for an actor: "
-            f"the largest has {most_cpus:g} CPUs, {most_gpus:g} GPUs",
+            f"the largest has {largest_cpus:g} CPUs, {largest_gpus:g} GPUs",
             hint="see --cpus-per-worker and --gpus-per-worker",
         )
     return Placement(n_actors, cpus, gpus)
 
 
-def _cpus_of_largest(nodes: Sequence[tuple[float, float]], gpus: float) -> float:
-    """Return the CPUs for each actor on the largest node that has `gpus` GPUs."""
-    able = [node for node in nodes if node[1] >= gpus]
-    cpus, node_gpus = max(able, default=(0.0, 0.0))
+def _default_cpus(nodes: Sequence[tuple[float, float]], gpus: float) -> float:
+    """Return the CPUs for each actor on the largest node that has `gpus` GPUs; 0 if none has."""
+    suitable_nodes = [node for node in nodes if node[1] >= gpus]
+    node_cpus, node_gpus = max(suitable_nodes, default=(0.0, 0.0))
     if not gpus:
-        return cpus
-    return cpus // max(1, node_gpus // gpus)
+        return node_cpus
+    n_actors = max(1, node_gpus // gpus)
+    return node_cpus // n_actors
 
 
 def _n_fitting(node: tuple[float, float], cpus: float, gpus: float) -> int:
+    """Return the number of actors that a node has room for."""
     node_cpus, node_gpus = node
     n_actors = node_cpus // cpus
     if gpus:
@@ -131,14 +142,14 @@ def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[A
 
     Args:
         cluster: The cluster.
-        verbose: Whether Ray's messages go to standard error, or nowhere.
+        verbose: Whether Ray's messages go to standard error. Otherwise they are dropped.
         ray: Another module to use, already connected.
 
     Raises:
-        BackendError: Nothing answers at the cluster's address.
+        BackendError: If no cluster answers at the address.
     """
     with contextlib.ExitStack() as stack:
-        # Ray prints messages of its processes to standard output, whatever it is asked to log.
+        # Ray prints messages of its processes to standard output, whatever its log level is.
         sink = sys.stderr if verbose else stack.enter_context(Path(os.devnull).open("w"))
         stack.enter_context(contextlib.redirect_stdout(sink))
         ray = ray or _connect(cluster.address, verbose=verbose)
@@ -147,6 +158,7 @@ def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[A
 
 
 def _connect(address: str, *, verbose: bool) -> Any:
+    """Import Ray and connect it to a cluster; raise `BackendError` if no cluster answers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports nothing to others
     import ray
 
@@ -168,25 +180,25 @@ def _connect(address: str, *, verbose: bool) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `OSError` if nothing listens at an address: Ray itself would try for long."""
+    """Raise `OSError` if nothing listens at an address; Ray itself would keep trying for long."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 class RayBatch:
-    """Gets the lines of a batch answered by a cluster.
+    """Runs a batch on a cluster.
 
     Args:
-        ray: The module of Ray, `connected` to the cluster.
+        ray: The module of Ray, from `connected`.
         cluster: The cluster.
-        job: What each actor does.
+        job: The job of each actor.
         write: Writes a result.
 
     Raises:
-        BackendError: The cluster has no room for an actor.
+        BackendError: If the cluster has no room for an actor.
     """
 
     def __init__(self, ray: Any, cluster: Cluster, job: ActorJob, write: Write) -> None:
@@ -194,24 +206,26 @@ class RayBatch:
         self._cluster = cluster
         self._job = job
         self._write = write
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        sizes = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in nodes]
-        self._placement = place(sizes, cluster.cpus_per_worker, cluster.gpus_per_worker)
+        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in resources]
+        self._placement = place(nodes, cluster.cpus_per_worker, cluster.gpus_per_worker)
         self.n_actors = self._placement.n_actors
         self.stats = BatchStats()
         self._n_lines = 0
         #: The lines that no actor has yet.
         self._portions: deque[Sequence[BatchLine]] = deque()
-        #: The actors that load their models, by what tells that they are ready.
+        #: The actors that load their models, by the Ray references of their calls of `ready`.
         self._starting: dict[Any, Any] = {}
-        #: The actors that answer, by their streams of results.
+        #: The actors that answer lines, by their streams of results.
         self._answering: dict[Any, Any] = {}
+        #: The last counts of each stream.
         self._stats_by_stream: dict[Any, BatchStats] = {}
-        self._why_lost = ""
+        #: The first line of the error of the actor that failed last.
+        self._last_failure = ""
 
     @property
     def where(self) -> str:
-        """Who generates the answers, for a summary."""
+        """The number of actors, in words for a summary."""
         return counted(self.n_actors, "Ray actor")
 
     def run(
@@ -219,31 +233,34 @@ class RayBatch:
         lines: Sequence[BatchLine],
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Generator[BatchStats, None, None]:
-        """Get lines answered; yield the counts now and then.
+        """Have lines answered; yield the counts several times a second.
+
+        Args:
+            lines: The lines.
+            interrupted: Returns whether to stop.
 
         Raises:
-            BackendError: No actor has started in time, or some ended before all lines were
-                answered.
-            SpecgenError: What went wrong when an actor started.
+            BackendError: If no actor starts in time, or actors fail before all lines are answered.
+            SpecgenError: If an actor cannot start, its error.
         """
         self._n_lines = len(lines)
         self.stats.n_lines = len(lines)
         self.n_actors = min(self.n_actors, len(lines))
         self._portions.extend(self._portions_of(lines))
         self._start_actors()
-        active_s = time.monotonic()
-        while self._is_going_on and not interrupted():
-            waited_for = [*self._answering, *self._starting]
-            ready, _ = self._ray.wait(waited_for, timeout=_CHECK_S)
-            for each in ready:
-                if each in self._starting:
-                    self._take_started(each)
+        last_active_s = time.monotonic()
+        while self._may_have_results and not interrupted():
+            references = [*self._answering, *self._starting]
+            ready_references, _ = self._ray.wait(references, timeout=_CHECK_S)
+            for reference in ready_references:
+                if reference in self._starting:
+                    self._take_started(reference)
                 else:
-                    self._take_results(each)
+                    self._take_results(reference)
             yield self.stats
             if self._answering:
-                active_s = time.monotonic()
-            elif time.monotonic() - active_s > self._cluster.patience_s:
+                last_active_s = time.monotonic()
+            elif time.monotonic() - last_active_s > self._cluster.patience_s:
                 raise BackendError(
                     f"no actor has started within {self._cluster.patience_s:.0f} s",
                     hint="wait until CPUs or GPUs are free, or ask for fewer (--cpus-per-worker)",
@@ -252,23 +269,25 @@ class RayBatch:
         if n_left and not interrupted():
             raise BackendError(
                 f"{n_left} of {len(lines)} lines have no answer, since their actors ended: "
-                f"{self._why_lost}",
+                f"{self._last_failure}",
                 hint="run it again to answer them; --verbose shows what the actors print",
             )
 
     @property
-    def _is_going_on(self) -> bool:
+    def _may_have_results(self) -> bool:
         """Whether results may still come."""
         return bool(self._answering) or bool(self._portions and self._starting)
 
     def _portions_of(self, lines: Sequence[BatchLine]) -> Iterator[Sequence[BatchLine]]:
-        """Divide lines so that a fast actor can get more of them than a slow one."""
-        n_lines_each = _divided_up(len(lines), max(1, self.n_actors))
-        n_least = _N_PORTIONS * (self._job.parallel or _N_AT_ONCE)
-        n = min(n_lines_each, max(n_least, _divided_up(n_lines_each, _N_PORTIONS)))
-        return (lines[start : start + n] for start in range(0, len(lines), n))
+        """Divide lines into portions, so that a fast actor can get more of them than a slow one."""
+        n_per_actor = _divided_up(len(lines), max(1, self.n_actors))
+        # However small, the lines are divided among all actors.
+        min_size = _MIN_LINES_PER_SLOT * (self._job.parallel or _ASSUMED_PARALLEL)
+        size = min(n_per_actor, max(min_size, _divided_up(n_per_actor, _N_PORTIONS)))
+        return (lines[start : start + size] for start in range(0, len(lines), size))
 
     def _start_actors(self) -> None:
+        """Start all actors, which begin to load their models."""
         factory = self._ray.remote(Actor).options(
             num_cpus=self._placement.cpus,
             num_gpus=self._placement.gpus,
@@ -278,12 +297,12 @@ class RayBatch:
             actor = factory.remote(self._job, __version__)
             self._starting[actor.ready.remote()] = actor
 
-    def _take_started(self, ready: Any) -> None:
-        """Give an actor that has started its first lines. Raise its error if it cannot start."""
+    def _take_started(self, ready_reference: Any) -> None:
+        """Give the first lines to an actor that has started; raise its error if it cannot start."""
         try:
-            self._ray.get(ready)
+            self._ray.get(ready_reference)
         except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
+            cause = getattr(error, "cause", None)  # the actor's own exception
             if isinstance(cause, SpecgenError):
                 raise cause from error
             reason = _first_line(error)
@@ -291,10 +310,10 @@ class RayBatch:
                 reason = "specgen is not installed on a Ray node"
             hint = "each node needs the same version of specgen"
             raise BackendError(f"an actor cannot start: {reason}", hint) from error
-        self._give_lines(self._starting.pop(ready))
+        self._give_lines(self._starting.pop(ready_reference))
 
     def _take_results(self, stream: Any) -> None:
-        """Write the next results of an actor; at their end, give it more lines."""
+        """Write the next results of an actor; if its portion is done, give it another one."""
         try:
             records, self._stats_by_stream[stream] = self._ray.get(next(stream))
         except StopIteration:
@@ -302,7 +321,7 @@ class RayBatch:
             return
         except self._ray.exceptions.RayError as error:
             del self._answering[stream]
-            self._why_lost = _first_line(getattr(error, "cause", None) or error)
+            self._last_failure = _first_line(getattr(error, "cause", None) or error)
             return
         self.stats = _total(self._stats_by_stream.values())
         self.stats.n_lines = self._n_lines
@@ -310,13 +329,15 @@ class RayBatch:
             self._write(record)
 
     def _give_lines(self, actor: Any) -> None:
+        """Give an actor the next portion, if one is left."""
         if self._portions:
             answer = actor.answer.options(num_returns="streaming")
             self._answering[answer.remote(self._portions.popleft())] = actor
 
 
 def _total(stats: Iterable[BatchStats]) -> BatchStats:
-    columns = zip(*(astuple(each) for each in stats), strict=True)
+    """Add up counts, field by field."""
+    columns = zip(*(astuple(counts) for counts in stats), strict=True)
     return BatchStats(*(sum(column) for column in columns))
 
 
@@ -329,11 +350,16 @@ def _divided_up(number: int, divisor: int) -> int:
 
 
 class Actor:
-    """What Ray runs on a node, once or several times. It loads the models once."""
+    """The process that Ray runs on a node. It loads the models once, and then answers portions.
+
+    Args:
+        job: Everything that it needs.
+        version: The version of specgen on the machine that runs the batch.
+    """
 
     def __init__(self, job: ActorJob, version: str) -> None:
         self._job = job
-        #: Why it cannot answer; `ready` raises it.
+        #: The error if it cannot answer, which `ready` raises.
         self._error: SpecgenError | None = None
         try:
             _check_node(job, version)
@@ -343,14 +369,14 @@ class Actor:
             self._error = type(error)(message, error.hint)
 
     def ready(self) -> None:
-        """Return when lines can be answered. Raise `SpecgenError` if they cannot."""
+        """Return when lines can be answered; raise `SpecgenError` if they cannot be."""
         if self._error is not None:
             raise self._error
 
     def answer(
         self, lines: Sequence[BatchLine]
     ) -> Iterator[tuple[list[Mapping[str, Any]], BatchStats]]:
-        """Yield the results of lines as they come, and the counts so far."""
+        """Answer lines; yield new results, each time with the counts of these lines so far."""
         records: list[Mapping[str, Any]] = []
         batch = BatchRun(
             self._session,
@@ -361,7 +387,7 @@ class Actor:
             wall_clock=time.time,
         )
         for stats in batch.run(lines):
-            if records:
+            if records:  # the run has added results
                 yield list(records), stats
                 records.clear()
 
@@ -377,14 +403,15 @@ def _check_node(job: ActorJob, version: str) -> None:
         path = Path(name)
         problem = f"there is no file {name}"
         if path.exists():
-            n_found = path.stat().st_size
-            if n_found == n_bytes:
+            node_bytes = path.stat().st_size
+            if node_bytes == n_bytes:
                 continue
-            problem = f"{name} has {n_found} bytes there, but {n_bytes} on this machine"
+            problem = f"{name} has {node_bytes} bytes there, but {n_bytes} on this machine"
         hint = "each node needs the models on its own disk, at the same paths"
         raise ModelFileError(problem, hint)
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Answers the lines of a batch, as many at once as the engine has room for."""
+"""Answer the lines of a batch, as many at once as the engine has room for."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from specgen.text.overlap import common_prefix_length
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """How texts become prompts."""
+    """How the prompts of a batch are rendered."""
 
-    #: Whether a line that is only a text is a user's turn; None: if there is a chat template.
+    #: Whether a line that is only a text is rendered as a user's turn; None for whether the model
+    #: has a chat template.
     chat: bool | None
     #: The system message of such a line.
     system: str | None
@@ -36,7 +37,7 @@ class Prompting:
     now: datetime.datetime
 
     def prompt(self, session: Session, request: ParsedRequest) -> Prompt:
-        """Return the prompt of a request. Raise `UsageError` or `PromptError`."""
+        """Render the prompt of a request, with the exceptions of `ParsedRequest.prompt`."""
         return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
@@ -47,9 +48,9 @@ class BatchStats:
     n_lines: int = 0
     n_answers: int = 0
     n_errors: int = 0
-    #: The tokens of all answers, unfinished ones too.
+    #: The tokens of all answers, including unfinished ones.
     n_tokens: int = 0
-    # What follows is of finished answers.
+    #: The tokens of prompts, as all following counts only of finished answers.
     n_prompt_tokens: int = 0
     #: The tokens of prompts that were in the cache.
     n_cached_tokens: int = 0
@@ -62,7 +63,7 @@ class BatchStats:
         return self.n_answers + self.n_errors
 
     def add_answer(self, finished: FinishedEvent) -> None:
-        """Count a finished answer; its tokens are counted already."""
+        """Count a finished answer, except for its tokens, which were counted as they came."""
         self.n_answers += 1
         self.n_prompt_tokens += finished.n_prompt_tokens
         self.n_cached_tokens += finished.n_cached_tokens
@@ -77,7 +78,7 @@ class _Task:
     line: BatchLine
     request: ParsedRequest
     prompt: Prompt
-    #: The context size for prompt and answer.
+    #: The context size that prompt and answer need, in tokens.
     n_ctx: int
 
 
@@ -87,19 +88,20 @@ class _OpenAnswer:
 
     task: _Task
     request: EngineRequest
-    committed: list[CommittedEvent] = field(default_factory=list)
+    #: The events with the tokens so far.
+    committed_events: list[CommittedEvent] = field(default_factory=list)
 
 
 class BatchRun:
-    """Makes the answers of a batch, and writes each result as soon as it is finished.
+    """Generates the answers of a batch, and writes each result as soon as it is finished.
 
     Args:
         session: The models.
-        prompting: How texts become prompts.
+        prompting: How prompts are rendered.
         write: Writes a result.
-        settings: What decides the answers besides the lines; each result has it.
-        parallel: How many answers to generate at once; None: the fastest number.
-        wall_clock: Gives seconds since 1970.
+        settings: The settings that affect the answers, written into each result.
+        parallel: The number of answers to generate at once; None for the fastest number.
+        wall_clock: Returns seconds since 1970.
         note: Gets sentences for the user.
     """
 
@@ -122,14 +124,14 @@ class BatchRun:
         self._parallel = parallel
         self._wall_clock = wall_clock
         self._note = note
-        #: How many answers the engine generates at once.
+        #: The number of answers that the engine generates at once.
         self._n_parallel = 0
-        #: By the indices of their requests.
+        #: The answers that are being generated, by the indices of their requests.
         self._open_answers: dict[int, _OpenAnswer] = {}
 
     @property
     def where(self) -> str:
-        """How the answers are generated, for a summary."""
+        """The number of answers at once, in words for a summary."""
         return f"{self._n_parallel} at once"
 
     def run(
@@ -141,7 +143,7 @@ class BatchRun:
 
         Args:
             lines: The lines.
-            interrupted: Whether to stop. Unfinished answers are not written then.
+            interrupted: Returns whether to stop. Unfinished answers are not written then.
         """
         self.stats.n_lines = len(lines)
         tasks = deque(self._prepare(lines, interrupted))
@@ -164,6 +166,7 @@ class BatchRun:
                 self._session.measurements.save()
 
     def _open_engine(self, tasks: Sequence[_Task], interrupted: Callable[[], bool]) -> Engine:
+        """Open an engine for the given number of answers at once, or for the fastest that fits."""
         n_ctx = max(task.n_ctx for task in tasks)
         if self._parallel is not None:
             return Engine(
@@ -181,7 +184,10 @@ class BatchRun:
         )
 
     def _prepare(self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]) -> list[_Task]:
-        """Return the lines that can be answered, in that order; write the errors of the others."""
+        """Return the lines that can be answered, and write the errors of the others.
+
+        They are in the order in which they are answered, with similar prompts together.
+        """
         tasks: list[_Task] = []
         for line in lines:
             if interrupted():
@@ -202,7 +208,10 @@ class BatchRun:
 
     @contextlib.contextmanager
     def _line_errors(self, line: BatchLine) -> Iterator[None]:
-        """Write what is wrong with a line as its result; other errors of specgen end the batch."""
+        """Write an invalid prompt or request, or a bug, as the error of a line.
+
+        Other errors of specgen, such as a failed backend, end the batch.
+        """
         try:
             yield
         except (PromptError, UsageError) as error:
@@ -214,12 +223,13 @@ class BatchRun:
 
     def _insert(self, engine: Engine, task: _Task) -> None:
         """Begin the answer to a line."""
-        # The engine's context fits the largest answer; this one ends where that of `specgen run`
-        # is full.
+        # All answers share a context that fits the largest one. To get the same text as from
+        # `specgen run`, each ends where its own context would be full: at one token more than fit,
+        # since the last token is not decoded.
         generation = task.request.generation
-        n_most = task.n_ctx + 1 - len(task.prompt.tokens)
-        if not 0 <= generation.max_tokens <= n_most:
-            generation = replace(generation, max_tokens=n_most)
+        max_tokens = task.n_ctx + 1 - len(task.prompt.tokens)
+        if not 0 <= generation.max_tokens <= max_tokens:
+            generation = replace(generation, max_tokens=max_tokens)
         with self._line_errors(task.line):
             request = engine.insert(
                 task.prompt,
@@ -229,11 +239,11 @@ class BatchRun:
             self._open_answers[request.index] = _OpenAnswer(task, request)
 
     def _observe(self, events: Iterable[Event]) -> None:
-        """Keep what was committed, and pass on notices."""
+        """Keep the events with tokens, and pass on notices."""
         for event in events:
             if isinstance(event, CommittedEvent):
                 self.stats.n_tokens += len(event.pieces)
-                self._open_answers[event.sequence].committed.append(event)
+                self._open_answers[event.sequence].committed_events.append(event)
             elif isinstance(event, NoticeEvent):
                 self._note(event.message)
 
@@ -251,7 +261,9 @@ class BatchRun:
                 self._write_answer(answer, request.finished)
 
     def _write_answer(self, answer: _OpenAnswer, finished: FinishedEvent) -> None:
+        """Write a finished answer, or the error if its response cannot be made."""
         line = answer.task.line
+        #: None if the error was written instead.
         result: dict[str, Any] | None = None
         with self._line_errors(line):
             response = {
@@ -265,7 +277,7 @@ class BatchRun:
             self.stats.add_answer(finished)
 
     def _body(self, answer: _OpenAnswer, finished: FinishedEvent) -> dict[str, Any]:
-        """Return the body of the response that a server would give."""
+        """Return the body of the response that the server would send."""
         task = answer.task
         context = AnswerContext(
             [task.request],
@@ -275,7 +287,7 @@ class BatchRun:
             model=self._session.target.name,
         )
         writer: AnswerWriter = task.request.writer(context)
-        events: list[Event] = [*answer.committed, finished]
+        events: list[Event] = [*answer.committed_events, finished]
         for event in events:
             writer.feed(0, event)
         return writer.whole()
@@ -287,6 +299,7 @@ class BatchRun:
 
 
 def _line_error(error: SpecgenError) -> LineError:
+    """Return an error of specgen in the form for a line's result."""
     code = "failed"
     if isinstance(error, PromptError):
         code = "invalid_prompt"
@@ -300,50 +313,59 @@ def _line_error(error: SpecgenError) -> LineError:
 
 # --- the order of the answers, and their number ---------------------------------------------------
 
-#: Prompts that have this many more tokens in common than all prompts are answered together, since
-#: the cache saves their prefill.
+#: Prompts are answered next to each other if their common prefix is longer than that of all prompts
+#: by at least this number of tokens: then the cache saves its prefill.
 _N_SHARED = 16
 
 
 def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the prompts' numbers, those with a long common prefix next to each other."""
-    by_tokens = sorted(range(len(prompts)), key=lambda number: prompts[number])
+    """Return the indices of prompts, with those that have a long common prefix next to each other.
+
+    Otherwise the order stays as it is.
+    """
+    # In the order of their tokens, prompts with a common prefix are neighbours.
+    by_tokens = sorted(range(len(prompts)), key=lambda index: prompts[index])
     if len(by_tokens) < 2:
         return by_tokens
     n_common = [
-        common_prefix_length(prompts[one], prompts[other])
-        for one, other in itertools.pairwise(by_tokens)
+        common_prefix_length(prompts[index], prompts[next_index])
+        for index, next_index in itertools.pairwise(by_tokens)
     ]
-    # In sorted order, the first and the last share exactly what all share.
-    n_least = min(n_common) + _N_SHARED
+    # The shortest prefix that two neighbours share is the one that all prompts share.
+    min_common = min(n_common) + _N_SHARED
     groups = [[by_tokens[0]]]
-    for number, n in zip(by_tokens[1:], n_common, strict=True):
-        if n < n_least:
+    for index, n_common_with_previous in zip(by_tokens[1:], n_common, strict=True):
+        if n_common_with_previous < min_common:
             groups.append([])
-        groups[-1].append(number)
-    return [number for group in sorted(groups, key=min) for number in group]
+        groups[-1].append(index)
+    return [index for group in sorted(groups, key=min) for index in group]
 
 
 #: The numbers of answers at once that are considered.
-_AT_ONCE = (1, 2, 4, 8, 16)
-#: A larger number must be faster by this factor, since it needs more memory.
-_LEAST_GAIN = 1.05
+_PARALLEL_CHOICES = (1, 2, 4, 8, 16)
+#: The minimum factor by which a larger number must be faster, since it needs more memory.
+_MIN_GAIN = 1.05
 
 
 def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
-    """Return the number of answers at once that gives most tokens per second.
+    """Return the number of answers at once that gives the most tokens per second.
 
-    It depends on what batches cost the target.
+    It is calculated from the measured costs of the target's decodes, without drafting.
+
+    Args:
+        session: The models.
+        n_answers: The number of answers of the batch.
+        interrupted: Returns whether to stop measuring.
     """
     if n_answers < 2:
         return 1
     table = target_costs(session, interrupted)
-    n_most = min(n_answers, MAX_SEQUENCES // session.n_sequences_max)
+    max_parallel = min(n_answers, MAX_SEQUENCES // session.n_sequences_max)
     best = 1
-    for n in _AT_ONCE:
-        if n > n_most:
+    for n_parallel in _PARALLEL_CHOICES:
+        if n_parallel > max_parallel:
             break
-        tokens_per_s = n / table.seconds(n)
-        if tokens_per_s > _LEAST_GAIN * best / table.seconds(best):
-            best = n
+        tokens_per_s = n_parallel / table.seconds(n_parallel)
+        if tokens_per_s > _MIN_GAIN * best / table.seconds(best):
+            best = n_parallel
     return best

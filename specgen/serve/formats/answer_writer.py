@@ -17,31 +17,35 @@ from specgen.serve.formats.parsed_request import ParsedRequest
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What a writer has to know about the answers."""
+    """The requests that are answered, and the facts that each response repeats."""
 
     #: The requests of one body, which differ in their prompts only.
     requests: Sequence[ParsedRequest]
-    #: The text of the prompt of each answer: all to the first request, then those to the next.
+    #: The prompt of each answer, as text: all answers to the first request, then the next one's.
     prompts: Sequence[str]
-    #: What the response's id is made of.
+    #: The unique part of the response's id.
     identity: str
-    #: The time, in seconds since 1970.
+    #: The time of the request, in seconds since 1970.
     created: int
     #: The name of the model.
     model: str
 
 
 class AnswerWriter(ABC):
-    """Writes answers in the form of an API, in chunks and whole."""
+    """Writes answers in the form of an API, in chunks and whole.
 
-    #: How chunks are streamed: as events, as events named by their ``type``, or as lines.
+    Answers are numbered like `AnswerContext.prompts`.
+    """
+
+    #: How chunks are streamed: as server-sent events, as such events that are named after their
+    #: ``type``, or as JSON lines.
     form: ClassVar[Literal["events", "named", "lines"]] = "events"
-    #: The event that keeps a stream open, if the API has one.
+    #: The event that keeps a stream open while nothing else is sent; None if the API has none.
     alive: ClassVar[Json | None] = None
 
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
-        #: The first request, which tells what all have in common.
+        #: The first request, for everything that all requests have in common.
         self._first = context.requests[0]
         self._answers = [
             Answer(context.requests[number // self._first.n], prompt)
@@ -49,59 +53,84 @@ class AnswerWriter(ABC):
         ]
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
-        """Return the chunks before the answers to a prompt of so many tokens."""
+        """Return the chunks that come before the answers."""
         return []
 
     def feed(self, number: int, event: Event) -> list[Json]:
-        """Return the chunks for an event of an answer. The very last chunk has the figures."""
+        """Return the chunks for an event of an answer.
+
+        The last chunk of the last answer has the figures of all.
+        """
         answer = self._answers[number]
         match event:
             case CommittedEvent():
                 deltas = answer.feed([piece.text for piece in event.pieces])
-                return self._add(number, deltas, event)
+                return self._write_deltas(number, deltas, event)
             case ReadingEvent():
-                return self._read(number, event)
+                return self._write_progress(number, event)
             case FinishedEvent():
-                return [*self._add(number, answer.finish(event), None), *self._end(number)]
+                return [
+                    *self._write_deltas(number, answer.finish(event), None),
+                    *self._write_end(number),
+                ]
         return []
 
     def is_over(self, number: int, time_s: float) -> bool:
-        """Return whether an answer is long enough, `time_s` seconds after its first token."""
+        """Return whether an answer has used up its time limit and has a line, so that it may end.
+
+        Args:
+            number: The number of the answer.
+            time_s: The time since its first token.
+        """
         limit_s = self._first.lines_s
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
     def fail(self, error: Json) -> list[Json]:
-        """Return the last chunks of a failed answer, for the body of an error in OpenAI's form."""
+        """Return the last chunks of a failed answer.
+
+        Args:
+            error: The body of an error response in OpenAI's form.
+        """
         return [error]
 
     @abstractmethod
     def whole(self) -> Json:
         """Return the whole response, when all answers are finished."""
 
-    def _read(self, _number: int, _event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, _number: int, _event: ReadingEvent) -> list[Json]:
         """Return the chunks about the prefill of an answer's prompt."""
         return []
 
     @abstractmethod
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
-        """Return the chunks for additions to an answer, by an event or at its end."""
+        """Write additions to an answer, and return the chunks for them.
+
+        Args:
+            number: The number of the answer.
+            deltas: The additions to its text, thoughts and calls.
+            event: The event with the tokens; None at the end of the answer.
+        """
 
     @abstractmethod
-    def _end(self, number: int) -> list[Json]:
+    def _write_end(self, number: int) -> list[Json]:
         """Return the chunks at the end of an answer."""
 
     def _figures(self, number: int | None = None) -> Json:
-        """Return the figures of one answer, or of all, with the warnings of the request."""
+        """Return token usage, timings, drafting figures and warnings.
+
+        Args:
+            number: The number of the answer; None for all answers together.
+        """
         answers = self._answers
         if number is not None:
             answers = [answers[number]]
-        finished = [each.finished for each in answers if each.finished is not None]
-        n_reasoning = sum(each.n_reasoning_tokens for each in answers)
+        finished = [answer.finished for answer in answers if answer.finished is not None]
+        n_reasoning = sum(answer.n_reasoning_tokens for answer in answers)
         figures = answer_figures(finished, n_reasoning, self._first.n)
         wishes = self._first.speculative
         figures["speculative"] |= {
@@ -110,7 +139,9 @@ class AnswerWriter(ABC):
             "verifier": wishes.verifier,
         }
         warnings = list(self._first.warnings)
-        warnings += (_context_warning(each) for each in finished if each.finish_reason == "context")
+        warnings += (
+            _context_warning(event) for event in finished if event.finish_reason == "context"
+        )
         if warnings:
             figures["warnings"] = warnings
         return figures
@@ -118,8 +149,8 @@ class AnswerWriter(ABC):
 
 def _context_warning(finished: FinishedEvent) -> str:
     n_prompt = finished.n_prompt_tokens
-    has = f"{n_prompt} tokens of the prompt and {finished.n_tokens} of the answer"
-    return f"max_tokens: the context is full, with {has}"
+    contents = f"{n_prompt} tokens of the prompt and {finished.n_tokens} of the answer"
+    return f"max_tokens: the context is full, with {contents}"
 
 
 class BlockWriter(AnswerWriter):
@@ -129,46 +160,51 @@ class BlockWriter(AnswerWriter):
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
-        #: The open block.
+        #: The block that is being written, with everything that was added to it; None if none is.
         self._block: Delta | None = None
         #: The closed blocks, in the form of the API.
         self._blocks: list[Json] = []
 
-    def _add(
+    def _write_deltas(
         self,
         _number: int,
         deltas: list[Delta],
         _event: CommittedEvent | None,
     ) -> list[Json]:
+        """Continue the open block, or close it and open the next one, and return the events."""
         events: list[Json] = []
         for delta in deltas:
             if self._block is not None and delta.continues(self._block):
                 self._block = self._block.with_more(delta)
             else:
-                events += self._close()
+                events += self._close_open_block()
                 self._block = delta
-                events += self._opened(delta)
-            events += self._added(self._block, delta.text)
+                events += self._open_block(delta)
+            events += self._extend_block(self._block, delta.text)
             if delta.is_end:
-                events += self._close()
+                events += self._close_open_block()
         return events
 
-    def _close(self, status: str = "completed") -> list[Json]:
-        """Close the open block, if there is one."""
+    def _close_open_block(self, status: str = "completed") -> list[Json]:
+        """Close the open block, if there is one, and return the events for that.
+
+        Args:
+            status: Whether the block is ``completed`` or ``incomplete``.
+        """
         block = self._block
         self._block = None
         if block is None:
             return []
-        return self._closed(block, status)
+        return self._close_block(block, status)
 
     @abstractmethod
-    def _opened(self, block: Delta) -> list[Json]:
-        """Return the events at the beginning of a block."""
+    def _open_block(self, block: Delta) -> list[Json]:
+        """Begin a block, and return the events for that."""
 
     @abstractmethod
-    def _added(self, block: Delta, text: str) -> list[Json]:
-        """Return the events for a text that was added to a block."""
+    def _extend_block(self, block: Delta, text: str) -> list[Json]:
+        """Return the events for `text`, which was just added at the end of a block."""
 
     @abstractmethod
-    def _closed(self, block: Delta, status: str) -> list[Json]:
-        """Keep a block in the form of the API, and return the events at its end."""
+    def _close_block(self, block: Delta, status: str) -> list[Json]:
+        """Add a finished block to `_blocks`, and return the events at its end."""

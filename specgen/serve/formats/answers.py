@@ -17,15 +17,17 @@ class Answer:
     """One answer to a rendered prompt, in deltas: its thinking block, its content, and its calls.
 
     Args:
-        request: What is answered.
-        prompt: The text of the prompt, which may have opened the thinking block.
+        request: The request that is answered.
+        prompt: The text of the prompt, which may end with the opening tag of a thinking block.
     """
 
     def __init__(self, request: ParsedRequest, prompt: str = "") -> None:
         self._request = request
+        #: Splits off the thinking block; None if it stays in the content.
         self._thoughts: ThoughtReader | None = None
+        #: Splits off calls; None if there are no tools.
         self._calls: ToolCallParser | None = None
-        #: Reads calls in thoughts, until these are over.
+        #: Finds calls in the thinking block; None once it is over.
         self._calls_in_thoughts: CallsInThoughts | None = None
         if request.splits_reasoning:
             self._thoughts = ThoughtReader(prompt)
@@ -40,13 +42,15 @@ class Answer:
             )
         #: Its thoughts, content and calls, in order; the text of a call is its arguments.
         self.blocks: list[Delta] = []
+        #: The number of tokens in the thinking block.
         self.n_reasoning_tokens = 0
+        #: The event at its end; None before.
         self.finished: FinishedEvent | None = None
 
     def feed(self, tokens: Sequence[str]) -> list[Delta]:
-        """Add the texts of tokens; return what is certain now."""
+        """Add the texts of tokens, and return the deltas that are certain now."""
         if self._thoughts is None:
-            return self._add("", "".join(tokens))
+            return self._add_pieces("", "".join(tokens))
         thought = ""
         answer = ""
         for token in tokens:
@@ -55,35 +59,41 @@ class Answer:
             new_thought, new_answer = self._thoughts.feed(token)
             thought += new_thought
             answer += new_answer
+            # Count the token, which may be part of a tag.
             if was_past:
                 continue
-            if self._thoughts.is_past and not was_open:  # there are no thoughts
+            if self._thoughts.is_past and not was_open:
+                # What looked like the beginning of an opening tag was not one.
                 self.n_reasoning_tokens = 0
             else:
                 self.n_reasoning_tokens += 1
-        return self._add(thought, answer)
+        return self._add_pieces(thought, answer)
 
     def finish(self, event: FinishedEvent) -> list[Delta]:
-        """End the answer; return the rest. The arguments of a call that was cut off have no end."""
+        """End the answer, and return the remaining deltas.
+
+        The arguments of a call that was cut off are never marked as complete.
+        """
         self.finished = event
         deltas: list[Delta] = []
-        n_reasoning_max = 0
+        max_reasoning_tokens = 0
         if self._thoughts is not None:
             if self._thoughts.is_open or self._thoughts.is_past:
-                # The token that ends an answer does not count.
-                n_reasoning_max = event.n_tokens
-            deltas += self._add(*self._thoughts.finish())
-        self.n_reasoning_tokens = min(self.n_reasoning_tokens, n_reasoning_max)
+                # `feed` also counts a token that ends the answer, but `n_tokens` does not.
+                max_reasoning_tokens = event.n_tokens
+            deltas += self._add_pieces(*self._thoughts.finish())
+        self.n_reasoning_tokens = min(self.n_reasoning_tokens, max_reasoning_tokens)
         if self._calls is not None:
             is_cut = event.finish_reason != "stop" or self.stop_string is not None
-            rest: list[Delta] = []
+            call_deltas: list[Delta] = []
             if self._calls_in_thoughts is not None:
-                rest += self._calls_in_thoughts.finish(is_cut=is_cut)
-            rest += self._calls.finish(is_cut=is_cut)
-            deltas += self._merge(rest)
+                call_deltas += self._calls_in_thoughts.finish(is_cut=is_cut)
+            call_deltas += self._calls.finish(is_cut=is_cut)
+            deltas += self._add_to_blocks(call_deltas)
         return deltas
 
-    def _add(self, thought: str, answer: str) -> list[Delta]:
+    def _add_pieces(self, thought: str, answer: str) -> list[Delta]:
+        """Add a piece of the thinking block and a piece of the text after it; return the deltas."""
         if self._calls_in_thoughts is not None and self._thoughts is not None:
             is_over = self._thoughts.is_past
             thought = self._calls_in_thoughts.feed(thought, is_over=is_over)
@@ -96,9 +106,9 @@ class Answer:
             deltas += self._calls.feed(answer)
         elif answer:
             deltas.append(Delta("content", answer))
-        return self._merge(deltas)
+        return self._add_to_blocks(deltas)
 
-    def _merge(self, deltas: list[Delta]) -> list[Delta]:
+    def _add_to_blocks(self, deltas: list[Delta]) -> list[Delta]:
         """Add deltas to the blocks, and return them."""
         for delta in deltas:
             if self.blocks and delta.continues(self.blocks[-1]):
@@ -113,12 +123,12 @@ class Answer:
 
     @property
     def calls(self) -> list[Delta]:
-        """The complete calls: nobody can use one that was cut off."""
+        """The complete calls; a call that was cut off is left out, since nobody can use it."""
         return [block for block in self.blocks if block.kind == "call" and block.is_end]
 
     @property
     def stop_string(self) -> str | None:
-        """The text of the request that ended the answer."""
+        """The stop text of the request that ended the answer; None if none did."""
         if self.finished is None or self.finished.stopped_by not in self._request.generation.stop:
             return None
         return self.finished.stopped_by

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.events import Piece
-from specgen.serve.formats.conversation_builder import ConversationBuilder, is_begun
+from specgen.serve.formats.conversation_builder import (
+    ConversationBuilder,
+    ends_with_partial_answer,
+)
 from specgen.serve.formats.fields import Fields, Json, Part, Parts, parse, text_of
 from specgen.serve.formats.generation_request import ChatRequest
 from specgen.serve.formats.openai_common import (
@@ -48,19 +51,19 @@ class ChatMessage(Fields):
 
     role: Literal["assistant", "developer", "function", "system", "tool", "user"]
     content: Parts = []
-    #: Of a ``function``: its name.
+    #: In the role ``function``: the name of the function.
     name: str | None = None
     function_call: ChatFunctionCall | None = None
-    #: What an assistant thought.
+    #: The thinking block of an earlier answer.
     reasoning_content: Parts = Field(
         [], validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
     tool_calls: list[ChatToolCall] = []
-    #: The id of the call that this is the result of.
+    #: In the role ``tool``: the id of the call that returned this result.
     tool_call_id: str | None = None
     #: Ollama: pictures with the text.
     images: list[Any] = []
-    #: Ollama: the name of the function that this is the result of.
+    #: Ollama: the name of the function that returned this result.
     tool_name: str | None = None
 
 
@@ -68,48 +71,56 @@ class ChatCompletionRequest(OpenAIRequest, ChatRequest):
     """The body of a request for a chat completion."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    #: llama.cpp: with ``none``, a thinking block is a part of the content.
+    #: llama.cpp: with ``none``, the content includes the thinking block.
     reasoning_format: str = "auto"
     #: vLLM: whether the answer continues the last message.
     continue_final_message: bool | None = None
-    #: vLLM: whether it is a message of its own.
+    #: vLLM: whether the answer is a message of its own, the opposite of `continue_final_message`.
     add_generation_prompt: bool | None = None
 
 
 def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
-    """Read a request for the next turn of a conversation. Raise `BodyError`."""
-    asked = parse(ChatCompletionRequest, body)
-    messages = _messages(asked.messages)
+    """Read a request for the next turn of a conversation.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
+    fields = parse(ChatCompletionRequest, body)
+    messages = _messages(fields.messages)
     continues = False
     warnings: list[str] = []
-    if is_begun(messages):
-        continues = _continues_last_message(asked)
-    elif asked.continue_final_message or asked.add_generation_prompt is False:
+    if ends_with_partial_answer(messages):
+        continues = _continues_last_message(fields)
+    elif fields.continue_final_message or fields.add_generation_prompt is False:
         warnings.append("messages: not continued, because the last one is not the assistant's text")
-    request = asked.parsed_chat(
+    request = fields.parsed_chat(
         messages,
         defaults,
         ChatCompletionWriter,
         warnings,
     )
     request = replace(
-        request, continues=continues, splits_reasoning=asked.reasoning_format != "none"
+        request, continues=continues, splits_reasoning=fields.reasoning_format != "none"
     )
     return (request,)
 
 
-def _continues_last_message(asked: ChatCompletionRequest) -> bool:
-    """Return whether an answer that has been begun is continued, as by default."""
-    if asked.continue_final_message is not None:
-        return asked.continue_final_message
-    return asked.add_generation_prompt is not True
+def _continues_last_message(fields: ChatCompletionRequest) -> bool:
+    """Return whether the answer continues a last message of the assistant's; the default is yes."""
+    if fields.continue_final_message is not None:
+        return fields.continue_final_message
+    return fields.add_generation_prompt is not True
 
 
 def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
+    """Turn the messages of a body into messages for the chat template.
+
+    Roles that templates do not know are replaced, and the results of calls are joined with them.
+    """
     builder = ConversationBuilder()
     previous_role = ""
     for turn in turns:
-        # A turn with calls only has no text. Templates take an empty text for none.
+        # A turn that has only calls gets an empty text, which templates treat like none.
         images = [Part(type="image")] * len(turn.images)
         text = text_of([*turn.content, *images])
         match turn.role:
@@ -120,8 +131,8 @@ def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
             case "system" | "developer":
                 builder.join_text("system", text)
             case "user" if previous_role in ("developer", "system"):
-                # Turns stay apart, but templates want roles to alternate where a system message is
-                # the user's.
+                # In general, consecutive turns of the user are not joined. But a later system
+                # message has become the user's, and templates need alternating roles.
                 builder.join_text("user", text)
             case role:
                 builder.messages.append(_message(turn, role, text))
@@ -130,10 +141,12 @@ def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
 
 
 def _message(turn: ChatMessage, role: Role, text: str) -> Message:
+    """Return a message with its calls, in the newer and the older form, and its thoughts."""
     calls = [ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls]
-    older = turn.function_call
-    if older is not None:
-        calls.append(ToolCall(older.name, older.name, arguments_of(older.arguments)))
+    older_call = turn.function_call
+    if older_call is not None:
+        arguments = arguments_of(older_call.arguments)
+        calls.append(ToolCall(older_call.name, older_call.name, arguments))
     thought = text_of(turn.reasoning_content)
     return Message(role, text, tuple(calls), reasoning=thought or None)
 
@@ -150,20 +163,21 @@ class ChatCompletionWriter(OpenAIWriter):
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
         """Return the first chunk of each answer, which has the role."""
-        first: Json = {"role": "assistant", "content": ""}
-        return [self._chunk(number, first) for number in range(len(self._answers))]
+        role_delta: Json = {"role": "assistant", "content": ""}
+        return [self._chunk(number, role_delta) for number in range(len(self._answers))]
 
     def _delta_field(self, delta: Json) -> Json:
         return {"delta": delta}
 
     def _answer_field(self, number: int) -> Json:
+        """Return the message with the content, the thoughts and the complete calls."""
         answer = self._answers[number]
         content = answer.text("content")
         message: Json = {"role": "assistant", "content": content}
         thought = answer.text("thought")
         if thought:
             message["reasoning_content"] = thought
-        if answer.calls:
+        if answer.calls:  # an empty content is null then
             message["content"] = content or None
             message["tool_calls"] = [call_object(call) for call in answer.calls]
         return {"message": message}

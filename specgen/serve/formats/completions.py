@@ -40,13 +40,13 @@ PromptInput: TypeAlias = str | list[int | str]
 class TextRequest(OpenAIRequest):
     """The fields of all requests about a text; they are llama.cpp's."""
 
-    #: The only fields that a whole response has.
+    #: The only fields that a whole response shall have; all if missing.
     response_fields: list[str] | None = None
-    #: After so many milliseconds, an answer ends once it has a line; 0: no limit.
+    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
     t_max_predict_ms: float = 0.0
-    #: The answer ends before a line that begins with less white space.
+    #: The minimum indentation, in characters: the answer ends before a line with less.
     n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
-    #: For how many likely tokens the log-probabilities are wanted.
+    #: The number of likely tokens whose log-probabilities are wanted.
     n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     #: Whether a whole response has the tokens of the answer.
     return_tokens: bool = False
@@ -71,6 +71,7 @@ class CompletionRequest(TextRequest):
             return request
         generation = request.generation
         if generation.logprobs is not None:
+            # Cached tokens of the prompt would have no log-probabilities.
             generation = replace(generation, prompt_logprobs=True, uses_cache=False)
         return replace(request, generation=generation, echoes=True)
 
@@ -82,62 +83,70 @@ def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedReque
         A request for each prompt.
 
     Raises:
-        BodyError: A field cannot be honoured.
+        BodyError: If a field cannot be honoured.
     """
     return parsed_completions(parse(CompletionRequest, body), defaults)
 
 
 def parsed_completions(
-    asked: CompletionRequest, defaults: Defaults, kind: Kind = "completion"
+    fields: CompletionRequest, defaults: Defaults, kind: Kind = "completion"
 ) -> ParsedRequests:
-    """Return a request for each prompt of a body, a ``completion`` or a ``prompt``.
+    """Return a request for each prompt of a body.
+
+    Args:
+        fields: The fields of the body.
+        defaults: The values of fields that are left out.
+        kind: A ``completion`` continues each prompt, a ``prompt`` answers it.
 
     Raises:
-        BodyError: A field cannot be honoured.
+        BodyError: If a field cannot be honoured.
     """
     if kind == "completion":
-        request = asked.parsed(kind, defaults, CompletionWriter)
+        request = fields.parsed(kind, defaults, CompletionWriter)
     else:
-        request = asked.parsed(kind, defaults, ChatCompletionWriter)
+        request = fields.parsed(kind, defaults, ChatCompletionWriter)
         request = replace(request, splits_reasoning=True)
-    prompts = prompt_inputs("prompt", asked.prompt).values()
-    return tuple(_with_prompt(request, asked, prompt) for prompt in prompts)
+    prompts = prompt_inputs("prompt", fields.prompt).values()
+    return tuple(_with_prompt(request, fields, prompt) for prompt in prompts)
 
 
 def _with_prompt(
-    request: ParsedRequest, asked: CompletionRequest, prompt: PromptInput
+    request: ParsedRequest, fields: CompletionRequest, prompt: PromptInput
 ) -> ParsedRequest:
+    """Return the request with a prompt: tokens, a text, or a text with a gap."""
     if not isinstance(prompt, str):
         return replace(request, tokens=tuple(prompt))
-    if request.kind == "prompt" and asked.system is not None:
-        messages = (Message("system", asked.system), Message("user", prompt))
+    if request.kind == "prompt" and fields.system is not None:
+        messages = (Message("system", fields.system), Message("user", prompt))
         return replace(request, kind="chat", messages=messages)
-    if asked.suffix:
-        return replace(request, gap=Gap(prompt, asked.suffix))
+    if fields.suffix:
+        return replace(request, gap=Gap(prompt, fields.suffix))
     return replace(request, text=prompt)
 
 
 def prompt_inputs(field: str, value: Any) -> dict[str, PromptInput]:
-    """Return the inputs in a field by their places in the body.
+    """Return the inputs in a field, by their places in the body.
 
     Args:
         field: The name of the field.
         value: Its value: an input, or a list of inputs.
 
     Raises:
-        BodyError: The field has something else, or an empty text.
+        BodyError: If the field has something else, or an empty text.
     """
-    is_tokens = isinstance(value, list) and any(type(each) is int for each in value)
-    if is_tokens or not isinstance(value, list) or not value:
+    # A list is one input if it has tokens, even with texts among them; booleans are not tokens.
+    is_token_list = isinstance(value, list) and any(type(item) is int for item in value)
+    if is_token_list or not isinstance(value, list) or not value:
         return {field: _prompt_input(field, value)}
     inputs: dict[str, PromptInput] = {}
-    for number, each in enumerate(value):
+    for number, item in enumerate(value):
         where = f"{field}[{number}]"
-        inputs[where] = _prompt_input(where, each)
+        inputs[where] = _prompt_input(where, item)
     return inputs
 
 
 def _prompt_input(where: str, value: Any) -> PromptInput:
+    """Return an input if it is a text or tokens; raise `BodyError` if it is neither."""
     if isinstance(value, dict) and list(value) == ["prompt_string"]:
         value = value["prompt_string"]
     if value == "":
@@ -161,23 +170,26 @@ class CompletionWriter(OpenAIWriter):
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
-        #: The prompt of each answer, as far as it is a part of it.
+        #: The prompt with which each answer's text begins, if it is wanted.
         self._echoed = [""] * len(self._answers)
-        #: The number of characters of each answer, the prompt included.
+        #: The number of characters of each answer so far, including the prompt.
         self._n_characters = [0] * len(self._answers)
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
-        """Return the prompt of each answer, if it is wanted without log-probabilities."""
+        """Return a chunk with the prompt of each answer, if wanted without log-probabilities.
+
+        With log-probabilities, the prompt is sent as it is read.
+        """
         if not self._first.echoes or self._first.generation.prompt_logprobs:
             return []
         return [self._echo(number, text, ()) for number, text in enumerate(self._context.prompts)]
 
-    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
         chunks: list[Json] = []
         if event.pieces:
             text = "".join(piece.text for piece in event.pieces)
             chunks.append(self._echo(number, text, event.pieces))
-        return chunks + super()._read(number, event)
+        return chunks + super()._write_progress(number, event)
 
     def _echo(
         self,
@@ -185,7 +197,7 @@ class CompletionWriter(OpenAIWriter):
         text: str,
         pieces: Sequence[Piece],
     ) -> Json:
-        """Return a chunk with a part of the prompt."""
+        """Return a chunk with a part of the prompt, and count that part to the answer's text."""
         chunk = self._chunk(number, {"content": text})
         if pieces:
             self._add_logprobs(number, chunk, pieces)
@@ -193,13 +205,14 @@ class CompletionWriter(OpenAIWriter):
         self._n_characters[number] += len(text)
         return chunk
 
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
-        chunks = super()._add(number, deltas, event)
+        """Return the chunks, and count the characters for later text offsets."""
+        chunks = super()._write_deltas(number, deltas, event)
         if event is not None:
             self._n_characters[number] += len(event.text)
         return chunks
@@ -214,7 +227,7 @@ class CompletionWriter(OpenAIWriter):
         """Return lists with an item for each token that the target chose."""
         lengths = (len(piece.text) for piece in pieces)
         offsets = itertools.accumulate(lengths, initial=self._n_characters[number])
-        found: dict[str, list[Any]] = {
+        logprobs: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -222,16 +235,21 @@ class CompletionWriter(OpenAIWriter):
         }
         for piece, offset in zip(pieces, offsets, strict=False):
             for own in own_logprobs(piece):
-                found["tokens"].append(own.text)
-                found["token_logprobs"].append(piece.logprob)
-                found["top_logprobs"].append(_logprobs_by_text(piece))
-                found["text_offset"].append(offset)
-        return found
+                logprobs["tokens"].append(own.text)
+                logprobs["token_logprobs"].append(piece.logprob)
+                logprobs["top_logprobs"].append(_logprobs_by_text(piece))
+                logprobs["text_offset"].append(offset)
+        return logprobs
 
 
 def _logprobs_by_text(piece: Piece) -> dict[str, float] | None:
-    """Return the log-probabilities of likely tokens; of those with one text, the likeliest's."""
+    """Return the log-probabilities of the likely tokens, by their texts, likeliest first.
+
+    Returns:
+        None for the first token of a prompt, which has no log-probability.
+    """
     if piece.logprob is None:
         return None
-    found = {top.text: top.logprob for top in reversed(piece.top_logprobs)}
-    return dict(reversed(found.items()))
+    # If tokens have the same text, the likeliest is set last and wins.
+    by_text = {top.text: top.logprob for top in reversed(piece.top_logprobs)}
+    return dict(reversed(by_text.items()))

@@ -10,16 +10,20 @@ from specgen.serve.formats.request_errors import BodyError
 from specgen.session.prompts.template import Message, Role, ToolCall
 
 
-def is_begun(messages: Sequence[Message]) -> bool:
-    """Return whether the last message can be the beginning of an answer."""
+def ends_with_partial_answer(messages: Sequence[Message]) -> bool:
+    """Return whether the last message is an assistant's text, which the answer may continue."""
     last = messages[-1]
     return len(messages) > 1 and last.role == "assistant" and not last.tool_calls
 
 
 class ConversationBuilder:
-    """The messages of a chat, as they are added one after the other."""
+    """Collects the messages of a chat.
+
+    The `join_...` methods add to the last message if it has the same role.
+    """
 
     def __init__(self) -> None:
+        #: The messages so far.
         self.messages: list[Message] = []
 
     def add_result(
@@ -30,7 +34,8 @@ class ConversationBuilder:
     ) -> None:
         """Add the result of a call.
 
-        Agents shorten conversations: if the call is gone, the result is a text of the user's.
+        Agents shorten conversations: if the call is no longer there, the result becomes a text of
+        the user's.
 
         Args:
             identity: The id of the call.
@@ -56,12 +61,12 @@ class ConversationBuilder:
         """
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
-        last = self._turn(role)
+        last = self._open_turn(role)
         self.messages[-1] = replace(last, content=_paragraphs(last.content, text))
 
     def join_thought(self, thought: str) -> None:
         """Add a thought to the assistant's turn."""
-        last = self._turn("assistant")
+        last = self._open_turn("assistant")
         self.messages[-1] = replace(last, reasoning=_paragraphs(last.reasoning, thought))
 
     def join_call(
@@ -71,20 +76,30 @@ class ConversationBuilder:
         name: str | None,
         arguments: Any,
     ) -> None:
-        """Add a call to the assistant's turn. Raise `BodyError` if it has no id or no name."""
+        """Add a call to the assistant's turn.
+
+        Args:
+            where: The place of the call in the body, for the error.
+            identity: The id of the call.
+            name: The name of the function.
+            arguments: The arguments, as an object.
+
+        Raises:
+            BodyError: If the id or the name is missing.
+        """
         if not identity or not name:
             raise BodyError(where, "a call needs an id and a name")
-        last = self._turn("assistant")
+        last = self._open_turn("assistant")
         calls = (*last.tool_calls, ToolCall(identity, name, arguments))
         self.messages[-1] = replace(last, tool_calls=calls)
 
     def _calls(self) -> Iterator[ToolCall]:
-        """Yield the calls, the last one first."""
+        """Yield the calls of all messages, the last one first."""
         for message in reversed(self.messages):
             yield from reversed(message.tool_calls)
 
-    def _turn(self, role: Role) -> Message:
-        """Return the last turn, which is a new one if the role differs."""
+    def _open_turn(self, role: Role) -> Message:
+        """Return the last message if it has this role; otherwise add an empty one and return it."""
         if not self.messages or self.messages[-1].role != role:
             self.messages.append(Message(role, ""))
         return self.messages[-1]

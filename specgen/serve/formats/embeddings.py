@@ -20,7 +20,7 @@ from specgen.system.arrays import Hidden
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
 
-#: The most inputs of a request, as at OpenAI.
+#: The maximum number of inputs of a request, OpenAI's limit.
 _MAX_INPUTS = 2048
 
 
@@ -36,18 +36,19 @@ class EmbeddingsRequest(Fields):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingTask:
-    """What a request for embeddings asks for."""
+    """A request for embeddings that was read and checked."""
 
     #: The tokens of each input.
     tokens: tuple[list[int], ...]
     #: Whether vectors are written in base64, instead of as lists of numbers.
     is_base64: bool = False
-    #: The number of values of each vector; None: all.
+    #: The number of values of each vector; None for all.
     dimensions: int | None = None
+    #: The fields that were ignored, and why.
     warnings: tuple[str, ...] = ()
 
     def encoded(self, vector: Hidden) -> str:
-        """Return a vector as JSON."""
+        """Return a vector as JSON, cut to `dimensions` values and normalized again if it is cut."""
         from specgen.llama.embeddings import unit
 
         if self.dimensions is not None:
@@ -58,25 +59,30 @@ class EmbeddingTask:
 
 
 def read_embedding_request(body: Json, embedder: Embedder) -> EmbeddingTask:
-    """Read a request for embeddings by this model. Raise `BodyError`."""
-    asked = parse(EmbeddingsRequest, body)
-    warnings = asked.warnings()
-    if asked.dimensions is not None and asked.dimensions > embedder.n_embd:
-        raise BodyError("dimensions", f"{asked.dimensions} is more than {embedder.n_embd}")
-    if asked.dimensions not in (None, embedder.n_embd):
+    """Read a request for embeddings by this model.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
+    fields = parse(EmbeddingsRequest, body)
+    warnings = fields.warnings()
+    if fields.dimensions is not None and fields.dimensions > embedder.n_embd:
+        raise BodyError("dimensions", f"{fields.dimensions} is more than {embedder.n_embd}")
+    if fields.dimensions not in (None, embedder.n_embd):
         warnings.append("dimensions: only vectors of a model that was trained for it can be cut")
-    inputs = prompt_inputs("input", asked.input)
+    inputs = prompt_inputs("input", fields.input)
     if len(inputs) > _MAX_INPUTS:
         raise BodyError("input", f"at most {_MAX_INPUTS} inputs are allowed")
     return EmbeddingTask(
-        tuple(_tokens(embedder, where, each) for where, each in inputs.items()),
-        is_base64=asked.encoding_format == "base64",
-        dimensions=asked.dimensions,
+        tuple(_tokens(embedder, where, value) for where, value in inputs.items()),
+        is_base64=fields.encoding_format == "base64",
+        dimensions=fields.dimensions,
         warnings=tuple(warnings),
     )
 
 
 def _tokens(embedder: Embedder, where: str, value: PromptInput) -> list[int]:
+    """Return the tokens of an input at the place `where` of the body."""
     try:
         if isinstance(value, str):
             return embedder.tokenize(value)
@@ -96,10 +102,10 @@ def embedding_response(
     """Return the body of a response.
 
     Args:
-        vectors: The vectors, which are JSON already, since there may be millions of values.
+        vectors: The vectors as JSON, which is joined as it is: there may be millions of values.
         n_tokens: The number of tokens of all inputs.
         model: The name of the model.
-        warnings: What was ignored.
+        warnings: The fields that were ignored, and why.
     """
     data = ", ".join(
         f'{{"object": "embedding", "index": {index}, "embedding": {vector}}}'
@@ -109,4 +115,5 @@ def embedding_response(
     rest: Json = {"model": model, "usage": usage}
     if warnings:
         rest["warnings"] = list(warnings)
+    # Without its opening bracket, `rest` continues the object.
     return f'{{"object": "list", "data": [{data}], {json.dumps(rest)[1:]}'.encode()

@@ -1,7 +1,7 @@
 """The building blocks of all request models: JSON objects with declared fields.
 
-Agents send new fields with each version. A field that specgen lacks is ignored with a warning, and
-only what makes no sense is refused.
+Agents send new fields with each version. A field that specgen does not know is ignored with a
+warning; a request is refused only if a known field has an invalid value.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 #: A JSON schema that is an object.
 Schema: TypeAlias = dict[str, Any]
 
-#: Fields that specgen lacks and that nobody would miss: they are ignored without a warning.
-_SILENT = frozenset(
+#: Unknown fields that do not change the answer: they are ignored without a warning.
+_SILENTLY_IGNORED = frozenset(
     [
         "annotations",
         "betas",
@@ -63,17 +63,20 @@ class Fields(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: each for name, each in value.items() if each is not None}
+        return {name: field for name, field in value.items() if field is not None}
 
     def warnings(self) -> list[str]:
-        """Return a warning for the name of each ignored field, here and in objects within."""
+        """Return a warning for each ignored field, including those of objects within this one.
+
+        A field of several items of a list gets only one warning.
+        """
         names = dict.fromkeys(self.ignored())
         return [f"{name[:100]}: ignored, since specgen has no such field" for name in names]
 
     def ignored(self) -> Iterator[str]:
-        """Yield the names of ignored fields that might have asked for something."""
+        """Yield the dotted names of ignored fields whose values might have changed the answer."""
         for name, value in (self.model_extra or {}).items():
-            if value not in (False, "", [], {}) and name not in _SILENT:
+            if value not in (False, "", [], {}) and name not in _SILENTLY_IGNORED:
                 yield name
         for name in type(self).model_fields:
             values = getattr(self, name)
@@ -85,34 +88,39 @@ class Fields(BaseModel):
 
 
 def parse(model: type[_MODEL], body: Json) -> _MODEL:
-    """Return a body as a model. Raise `BodyError` for the first field that is wrong."""
+    """Read a body as a pydantic model.
+
+    Raises:
+        BodyError: If a field is missing or has an invalid value; it names the first such field.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    what = first["msg"]
-    if first["type"] == "model_type":  # its message names a class of Python
-        what = "Input should be an object"
-    if first["type"] != "missing":
-        what += f"; it is {shown(first['input'])}"
+        first_error = error.errors(include_url=False)[0]
+    reason = first_error["msg"]
+    if first_error["type"] == "model_type":  # pydantic's message names a Python class
+        reason = "Input should be an object"
+    if first_error["type"] != "missing":
+        reason += f"; it is {shown(first_error['input'])}"
     place = ""
-    for key in first["loc"]:
+    for key in first_error["loc"]:
         if isinstance(key, int):
             place += f"[{key}]"
         else:
             place += f".{key}"
-    raise BodyError(place.removesuffix(".[key]").removeprefix("."), what)
+    # Pydantic marks a wrong key of an object with "[key]".
+    raise BodyError(place.removesuffix(".[key]").removeprefix("."), reason)
 
 
 # --- contents of messages -------------------------------------------------------------------------
 
 
 class Part(Fields):
-    """A part of a message: a text, or something that no local model reads."""
+    """A part of a message: a text, or something that this server cannot read, such as an image."""
 
     type: str = "text"
     text: str | None = None
-    #: A text with which a model has refused to answer.
+    #: The text with which a model refused to answer, in place of `text`.
     refusal: str | None = None
 
 
@@ -130,9 +138,9 @@ Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
-    """Return the texts of a content, joined.
+    """Join the texts of the parts of a message.
 
-    What no local model reads is replaced by a remark, since a refusal would end an agent.
+    A part that is not a text is replaced with a remark: an error would stop an agent.
     """
     texts: list[str] = []
     for part in parts:

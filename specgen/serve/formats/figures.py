@@ -13,22 +13,23 @@ from specgen.system.machine import is_busy
 
 
 def answer_figures(
-    answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_for_each_prompt: int = 1
+    answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_answers_per_prompt: int = 1
 ) -> Json:
     """Return the figures of answers, in the fields that the APIs share.
 
     Args:
-        answers: The ends of the answers: all to the first prompt, then those to the next.
+        answers: The last event of each answer: all answers to the first prompt, then the next.
         n_reasoning: The number of tokens in thinking blocks.
-        n_for_each_prompt: The number of answers to each prompt, whose tokens count once.
+        n_answers_per_prompt: The number of answers to each prompt. The tokens of a prompt are
+            counted once for all of its answers.
 
     Returns:
         ``usage`` in OpenAI's form, ``timings`` in llama.cpp's, whose values are all numbers, and
         specgen's own ``speculative``.
     """
-    prompts = answers[::n_for_each_prompt]
-    n_prompt = sum(each.n_prompt_tokens for each in prompts)
-    n_cached = sum(each.n_cached_tokens for each in prompts)
+    first_answers = answers[::n_answers_per_prompt]
+    n_prompt = sum(each.n_prompt_tokens for each in first_answers)
+    n_cached = sum(each.n_cached_tokens for each in first_answers)
     n_tokens = sum(each.n_tokens for each in answers)
     return {
         "usage": {
@@ -43,13 +44,14 @@ def answer_figures(
     }
 
 
-def own_figures(found: Mapping[str, Any]) -> Json:
-    """Return the figures that only specgen has; clients skip fields that they do not know."""
-    return {name: value for name, value in found.items() if name != "usage"}
+def own_figures(figures: Mapping[str, Any]) -> Json:
+    """Return the figures without ``usage``, whose form depends on the API."""
+    return {name: value for name, value in figures.items() if name != "usage"}
 
 
 def _speculative(answers: Sequence[FinishedEvent]) -> Json:
-    # The speed-up is known of a single answer on a machine that is not busy.
+    """Return the sums of the answers' drafting figures, and a single answer's speed-up."""
+    # The speed-up can only be estimated for a single answer on a machine that is not busy.
     first = answers[0]
     speedup = first.estimated_speedup
     speedup_range = first.estimated_speedup_range
@@ -59,8 +61,10 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
 
     n_rounds = sum(each.n_rounds for each in answers)
     n_accepted = sum(each.n_accepted for each in answers)
+    # The mean of all answers weights each by its rounds.
     n_committed = sum(each.n_rounds * (each.mean_accepted_length or 0.0) for each in answers)
     drafted_by_position = _sums([each.drafted_by_depth for each in answers])
+    #: The number of rounds without a draft, by the reason and its text.
     undrafted: Counter[tuple[str, str]] = Counter()
     for count in itertools.chain.from_iterable(each.undrafted for each in answers):
         undrafted[count.reason, count.text] += count.n_rounds
@@ -78,14 +82,15 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
             {
                 "reason": reason,
                 "text": text,
-                "n_rounds": n,
+                "n_rounds": n_undrafted,
             }
-            for (reason, text), n in undrafted.most_common()
+            for (reason, text), n_undrafted in undrafted.most_common()
         ],
     }
 
 
 def _timings(answers: Sequence[FinishedEvent], *, n_prefilled: int, n_cached: int) -> Json:
+    """Return the times of prefill and generation in llama.cpp's fields; 0 if not known."""
     n_tokens = sum(each.n_tokens for each in answers)
     prompt_s = sum(each.prompt_s for each in answers)
     wall_s = sum(each.wall_s for each in answers)
@@ -114,6 +119,7 @@ def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _ratio(part: float, total: float) -> float | None:
+    """Divide; None if the divisor is not positive."""
     if total <= 0:
         return None
     return part / total

@@ -35,13 +35,15 @@ from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_gram
 
 # --- samplers -------------------------------------------------------------------------------------
 
+#: A token id as the key of a JSON object.
 _TOKEN = re.compile(r"-?[0-9]{1,18}")
-_LARGEST = {int: 2**63 - 1, float: LARGEST_FACTOR}
-_SMALLEST = {int: -(2**63 - 1), float: -LARGEST_FACTOR}
+#: The limits of options that declare none, by their type.
+_MAX_VALUES = {int: 2**63 - 1, float: LARGEST_FACTOR}
+_MIN_VALUES = {int: -(2**63 - 1), float: -LARGEST_FACTOR}
 
 
 def _bias_pairs(value: Any) -> Any:
-    """Return biases as pairs, the form that llama.cpp's server also takes."""
+    """Turn an object of biases, OpenAI's form, into pairs, which llama.cpp's server also takes."""
     if not isinstance(value, dict):
         return value
     pairs: list[tuple[int | str, Any]] = []
@@ -53,12 +55,13 @@ def _bias_pairs(value: Any) -> Any:
     return tuple(pairs)
 
 
-#: A token, or a text and so all of its tokens; and their bias. False means that they never come.
+#: A token id, or a text that stands for all of its tokens; and their bias. A bias of False means
+#: that they are never chosen.
 _Bias = tuple[
     int | str,
     Annotated[float, BeforeValidator(lambda n: -LARGEST_FACTOR if n is False else n)],
 ]
-#: The types of fields that are not simply those of the options.
+#: The types of the fields that differ from those of their options.
 _SAMPLER_TYPES: dict[str, Any] = {
     "logit_bias": Annotated[tuple[_Bias, ...], BeforeValidator(_bias_pairs)],
     "dry_breakers": tuple[str, ...],
@@ -67,9 +70,13 @@ _SAMPLER_TYPES: dict[str, Any] = {
 
 
 def _sampler_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Return the type and the declaration of the field for an option of the sampler."""
+    """Return the type and the declaration of the field for an option of the sampler.
+
+    The field has the option's name. It also accepts the names on the command line, a plural, and
+    ``repetition_`` in place of ``repeat_``.
+    """
     option_type = type(option.default)
-    spellings = [each.replace("-", "_").lstrip("_") for each in option.metadata["spellings"]]
+    spellings = [flag.replace("-", "_").lstrip("_") for flag in option.metadata["spellings"]]
     names = AliasChoices(
         option.name,
         *spellings,
@@ -79,8 +86,8 @@ def _sampler_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
     declaration = Field(
         None,
         validation_alias=names,
-        ge=option.metadata.get("min", _SMALLEST.get(option_type)),
-        le=option.metadata.get("max", _LARGEST.get(option_type)),
+        ge=option.metadata.get("min", _MIN_VALUES.get(option_type)),
+        le=option.metadata.get("max", _MAX_VALUES.get(option_type)),
     )
     return _SAMPLER_TYPES.get(option.name, option_type) | None, declaration
 
@@ -108,13 +115,21 @@ class AnswerFormat(Fields):
     schema_: Schema | bool | None = Field(
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
-    #: Whether a schema that no grammar can enforce is refused. False also leaves objects open.
+    #: Whether a schema that no grammar can enforce is refused. False also allows objects to have
+    #: other properties.
     strict: bool | None = Field(
         None, validation_alias=AliasChoices("strict", AliasPath("json_schema", "strict"))
     )
 
     def schema_of(self, where: str) -> Schema | bool | None:
-        """Return the schema of the answer; None for free text. Raise `BodyError`."""
+        """Return the schema of the answer; None for free text.
+
+        Args:
+            where: The name of the field, for the error.
+
+        Raises:
+            BodyError: If the schema is missing.
+        """
         match self.type:
             case "text":
                 return None
@@ -129,7 +144,7 @@ class AnswerFormat(Fields):
 class GenerationRequest(SamplerFields):
     """The fields of all endpoints that generate text: when an answer ends, and its form."""
 
-    #: The most tokens to generate; -1 for no limit.
+    #: The maximum number of tokens to generate; -1 for no limit.
     max_tokens: Annotated[Integer, Field(ge=-1)] | None = Field(
         None,
         validation_alias=AliasChoices(
@@ -154,7 +169,7 @@ class GenerationRequest(SamplerFields):
     stream: bool = False
     #: Settings of speculative decoding.
     speculative: SpeculativeWishes = SpeculativeWishes()
-    #: The form of the answer, where each API has it.
+    #: The form of the answer. Each API has it in a field of its own.
     form: AnswerFormat | None = Field(
         None,
         validation_alias=AliasChoices(
@@ -165,7 +180,7 @@ class GenerationRequest(SamplerFields):
         ),
     )
 
-    #: The name of `form` in this API, for messages.
+    #: The name of that field in this API, for messages.
     form_field: ClassVar[str] = "response_format"
 
     def parsed(
@@ -175,28 +190,30 @@ class GenerationRequest(SamplerFields):
         writer: Callable[..., Any],
         warnings: Sequence[str] = (),
     ) -> ParsedRequest:
-        """Return what these fields ask for, still without the prompt.
+        """Return the request that these fields ask for, still without the prompt.
 
         Args:
-            kind: What is answered.
+            kind: Whether a conversation or a text is continued, or a prompt answered.
             defaults: The values of fields that are left out.
             writer: Makes the `AnswerWriter` of the API.
-            warnings: What has been ignored so far.
+            warnings: Warnings about what has been ignored so far.
 
         Raises:
-            BodyError: Fields contradict each other, or the grammar cannot be enforced.
+            BodyError: If fields contradict each other, or the grammar cannot be enforced.
         """
         grammar, grammar_warnings = self._grammar()
         grammar = grammar or defaults.generation.grammar
         if self.ignore_eos and grammar is not None:
             raise BodyError("ignore_eos", "a text that follows a grammar must be able to end")
-        given_ends = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
+        # Only fields that the body has replace the defaults.
+        given_limits = {"max_tokens", "stop", "ignore_eos"} & self.model_fields_set
+        limits = self.model_dump(include=given_limits)
         sampling = self.model_dump(include=set(_SAMPLER_FIELDS), exclude_none=True)
         biases = sampling.pop("logit_bias", None)
         request = ParsedRequest(
             kind,
             replace(defaults.sampling, **sampling),
-            replace(defaults.generation, **self.model_dump(include=given_ends), grammar=grammar),
+            replace(defaults.generation, **limits, grammar=grammar),
             writer,
             biases=biases,
             warnings=(*self.warnings(), *warnings, *grammar_warnings),
@@ -206,24 +223,24 @@ class GenerationRequest(SamplerFields):
         return self.with_api_fields(request)
 
     def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
-        """Return the request with what the fields of a certain API ask for."""
+        """Apply the fields that only some APIs have to a request; subclasses extend this."""
         return request
 
     def _grammar(self) -> tuple[Grammar | None, list[str]]:
-        """Return what the answer must follow, and warnings about what cannot be enforced of it.
+        """Return the grammar of the answer, and warnings about the parts it cannot enforce.
 
         Raises:
-            BodyError: There are several grammars, or one that is not valid.
+            BodyError: If there are several grammars, or one that is not valid.
         """
-        schema = None
+        form_schema = None
         if self.form is not None:
-            schema = self.form.schema_of(self.form_field)
-        given = {
+            form_schema = self.form.schema_of(self.form_field)
+        possible_grammars = {
             "grammar": self.grammar or None,
             "json_schema": self.json_schema,
-            self.form_field: schema,
+            self.form_field: form_schema,
         }
-        names = [name for name, value in given.items() if value is not None]
+        names = [name for name, value in possible_grammars.items() if value is not None]
         if not names:
             return None, []
         if len(names) > 1:
@@ -231,13 +248,14 @@ class GenerationRequest(SamplerFields):
         if self.grammar:
             return Grammar("gbnf", self.grammar), []
         name = names[0]
-        text = json.dumps(given[name])
-        must_enforce_all = schema is None or self.form is None or self.form.strict
+        schema_json = json.dumps(possible_grammars[name])
+        # Only `form` has a field that allows parts of the schema to be left out.
+        must_enforce_all = form_schema is None or self.form is None or self.form.strict
         try:
             if must_enforce_all:
-                return schema_grammar(text), []
+                return schema_grammar(schema_json), []
             is_open = self.form is not None and self.form.strict is False
-            grammar, left_out = lenient_schema_grammar(text, is_open=is_open)
+            grammar, left_out = lenient_schema_grammar(schema_json, is_open=is_open)
         except UsageError as error:
             raise BodyError(name, error.message) from None
         if not left_out:
@@ -253,16 +271,16 @@ class ChatRequest(GenerationRequest):
 
     #: The tools that the model knows.
     tools: list[ToolField] = []
-    #: Which of them it may or must call.
+    #: Which of the tools it may or must call.
     tool_choice: ToolChoiceField | None = None
     #: Whether an answer may have several calls.
     parallel_tool_calls: bool = True
     #: Whether the model thinks before it answers.
     enable_thinking: bool | None = None
-    #: Anthropic's field for that: ``enabled``, ``disabled``, or another type with which the model
-    #: decides, such as ``adaptive``.
+    #: Anthropic's field for that: ``enabled``, ``disabled``, or another type such as ``adaptive``,
+    #: which lets the model decide.
     thinking: str | None = Field(None, validation_alias=AliasPath("thinking", "type"))
-    #: How much the model thinks.
+    #: How much the model thinks; ``none`` for not at all.
     effort: str | None = Field(
         None,
         validation_alias=AliasChoices(
@@ -281,7 +299,7 @@ class ChatRequest(GenerationRequest):
     ) -> ParsedRequest:
         """Return the request for the turn after these messages.
 
-        The arguments and errors are those of `parsed`.
+        The other arguments and the errors are those of `parsed`.
         """
         variables = self._template_variables()
         functions, tool_warnings = functions_of(self.tools)
@@ -300,6 +318,11 @@ class ChatRequest(GenerationRequest):
         )
 
     def _template_variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template; ``chat_template_kwargs`` overrides the others.
+
+        Raises:
+            BodyError: If ``chat_template_kwargs`` has a variable that specgen sets itself.
+        """
         for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
             raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
         variables: dict[str, Any] = {}

@@ -40,7 +40,7 @@ class InfillFile(Fields):
 
     filename: str = "tmp"
     text: str
-    #: When an editor saw it.
+    #: The time at which an editor read it, which specgen ignores.
     time: Any = None
 
 
@@ -64,50 +64,55 @@ def read_llama_cpp_completion(
     Args:
         body: The body of the request.
         defaults: The values of the fields that it leaves out.
-        or_openai: Whether the endpoint is also OpenAI's: a request for what only OpenAI's clients
-            want gets an answer in their form.
+        or_openai: Whether the endpoint is also OpenAI's. If so, a request that only a client of
+            OpenAI's API makes (several prompts or answers, or the usage in a chunk of its own) gets
+            its answer in OpenAI's form.
 
     Raises:
-        BodyError: A field cannot be honoured.
+        BodyError: If a field cannot be honoured.
     """
-    asked = parse(CompletionRequest, body)
-    requests = parsed_completions(asked, defaults)
-    is_openai = len(requests) > 1 or asked.n > 1 or requests[0].has_usage_alone
+    fields = parse(CompletionRequest, body)
+    requests = parsed_completions(fields, defaults)
+    is_openai = len(requests) > 1 or fields.n > 1 or requests[0].has_usage_alone
     if or_openai and is_openai:
         return requests
-    return tuple(_as_llama_cpp(asked, request) for request in requests)
+    return tuple(_as_llama_cpp(fields, request) for request in requests)
 
 
 def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
-    """Read a request for the text in a gap. Raise `BodyError`.
+    """Read a request for the text in a gap.
 
-    Editors also send one without a text, to warm the server up.
+    Editors also send requests without any text, to warm the server up.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
     """
-    asked = parse(InfillRequest, body)
-    if asked.n > 1:
-        raise BodyError("n", f"{shown(asked.n)} answers are asked for, but a gap has one")
+    fields = parse(InfillRequest, body)
+    if fields.n > 1:
+        raise BodyError("n", f"{shown(fields.n)} answers are asked for, but a gap has one")
     gap = Gap(
-        prefix=asked.input_prefix + asked.prompt,
-        suffix=asked.input_suffix,
-        context=tuple(ContextFile(file.filename, file.text) for file in asked.input_extra),
+        prefix=fields.input_prefix + fields.prompt,
+        suffix=fields.input_suffix,
+        context=tuple(ContextFile(file.filename, file.text) for file in fields.input_extra),
     )
-    request = asked.parsed("completion", defaults, LlamaServerWriter)
-    return (_as_llama_cpp(asked, replace(request, gap=gap)),)
+    request = fields.parsed("completion", defaults, LlamaServerWriter)
+    return (_as_llama_cpp(fields, replace(request, gap=gap)),)
 
 
-def _as_llama_cpp(asked: TextRequest, request: ParsedRequest) -> ParsedRequest:
-    generation = replace(request.generation, n_indent=asked.n_indent)
-    if asked.n_probs:
-        generation = replace(generation, logprobs=asked.n_probs)
+def _as_llama_cpp(fields: TextRequest, request: ParsedRequest) -> ParsedRequest:
+    """Return the request with llama.cpp's own fields, and with its form of answers."""
+    generation = replace(request.generation, n_indent=fields.n_indent)
+    if fields.n_probs:
+        generation = replace(generation, logprobs=fields.n_probs)
     writer = functools.partial(
-        LlamaServerWriter, fields=asked.response_fields, has_tokens=asked.return_tokens
+        LlamaServerWriter, fields=fields.response_fields, has_tokens=fields.return_tokens
     )
     return replace(
         request,
         generation=generation,
-        has_usage_alone=False,  # the last chunk has the usage
+        has_usage_alone=False,  # in llama.cpp's form, the last chunk of each answer has the usage
         writer=writer,
-        lines_s=asked.t_max_predict_ms / 1000.0,
+        lines_s=fields.t_max_predict_ms / 1000.0,
     )
 
 
@@ -119,7 +124,8 @@ class LlamaServerWriter(CompletionWriter):
 
     Args:
         context: What all writers know.
-        fields: The paths of the only fields that a whole response has; None or empty: all.
+        fields: The paths of the only fields that a whole response shall have; None or empty for
+            all fields.
         has_tokens: Whether a whole response has the tokens of the answer.
     """
 
@@ -133,8 +139,9 @@ class LlamaServerWriter(CompletionWriter):
         super().__init__(context)
         self._fields = fields
         self._has_tokens = has_tokens
-        #: The tokens of each answer, and their log-probabilities.
+        #: The tokens of each answer.
         self._tokens: list[list[int]] = [[] for _ in self._answers]
+        #: The log-probabilities of each answer.
         self._probabilities: list[list[Json]] = [[] for _ in self._answers]
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
@@ -147,18 +154,19 @@ class LlamaServerWriter(CompletionWriter):
 
     def whole(self) -> Any:
         """Return the whole response: one object, or a list of one for each answer."""
-        found = [self._whole_answer(number) for number in range(len(self._answers))]
-        if len(found) == 1:
-            return found[0]
-        return found
+        bodies = [self._whole_answer(number) for number in range(len(self._answers))]
+        if len(bodies) == 1:
+            return bodies[0]
+        return bodies
 
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
-        chunks = super()._add(number, deltas, event)
+        """Return OpenAI's chunks, the first one with llama.cpp's fields about the tokens."""
+        chunks = super()._write_deltas(number, deltas, event)
         pieces: tuple[Piece, ...] = ()
         if event is not None:
             pieces = event.pieces
@@ -167,15 +175,16 @@ class LlamaServerWriter(CompletionWriter):
         if chunks:
             chunks[0]["tokens"] = tokens
         if event is not None and self._has_logprobs:
-            found = logprob_entries(pieces, self._first.generation.logprobs)
-            chunks[0]["completion_probabilities"] = found
-            self._probabilities[number] += found
+            entries = logprob_entries(pieces, self._first.generation.logprobs)
+            chunks[0]["completion_probabilities"] = entries
+            self._probabilities[number] += entries
         return chunks
 
-    def _end(self, number: int) -> list[Json]:
+    def _write_end(self, number: int) -> list[Json]:
         return [{**self._ending_chunk(number), **own_figures(self._figures(number))}]
 
     def _whole_answer(self, number: int) -> Json:
+        """Return the whole response for one answer, or only the requested fields of it."""
         body = self._with_llama_fields(
             {
                 **self._head(self.object_type),
@@ -190,8 +199,8 @@ class LlamaServerWriter(CompletionWriter):
             body["completion_probabilities"] = self._probabilities[number]
         if not self._fields:
             return body
-        chosen = {path: _value_at(body, path) for path in self._fields}
-        return {path: value for path, value in chosen.items() if value is not None}
+        values = {path: _value_at(body, path) for path in self._fields}
+        return {path: value for path, value in values.items() if value is not None}
 
     def _with_llama_fields(self, body: Json) -> Json:
         """Add llama.cpp's fields to a chunk or a whole response about one answer."""
@@ -204,11 +213,12 @@ class LlamaServerWriter(CompletionWriter):
         return body
 
     def _final_fields(self, choice: Json, timings: Json) -> Json:
+        """Return the fields that only the last chunk and a whole response have."""
         request = self._first
         answer = self._answers[choice["index"]]
         finished = answer.finished
         stop_type = "limit"
-        if "stop_reason" in choice:
+        if "stop_reason" in choice:  # a stop text ended the answer
             stop_type = "word"
         elif choice["finish_reason"] == "stop":
             stop_type = "eos"

@@ -10,7 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasPath, Field, model_validator
 
 from specgen.serve.formats.answer_writer import AnswerContext, BlockWriter
-from specgen.serve.formats.conversation_builder import ConversationBuilder, is_begun
+from specgen.serve.formats.conversation_builder import (
+    ConversationBuilder,
+    ends_with_partial_answer,
+)
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import AS_PARTS, Fields, Json, Part, parse, text_of
 from specgen.serve.formats.figures import own_figures
@@ -19,9 +22,10 @@ from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRe
 from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.session.prompts.template import Message
 
-#: Claude Code's first part, which differs from request to request: no prefix would be cached.
+#: The beginning of Claude Code's first system block. It differs from request to request, so that no
+#: prefix would be found in the cache, and is dropped.
 _BILLING = "x-anthropic-billing-header"
-#: The fields that the result of a search for tools has of each tool.
+#: The fields of a tool's definition that the result of a tool search shows.
 _SEARCH_RESULT_FIELDS = {"name", "description", "parameters"}
 
 _STOP_REASONS = {
@@ -38,22 +42,27 @@ _ERROR_TYPES = {"server_error": "api_error", "service_unavailable_error": "overl
 class ContentBlock(Part):
     """A block of a message: a text, a thought, a call, or the result of one."""
 
+    #: The text of a thought.
     thinking: str = ""
-    #: Of a call: its id, the name of the tool, and the arguments.
+    #: The id of a call.
     id: str | None = None
+    #: The name of the called tool.
     name: str | None = None
+    #: The arguments of a call.
     input: dict[str, Any] | None = None
-    #: Of a call's result: the id of the call.
+    #: In a result: the id of the call.
     tool_use_id: str | None = None
-    #: The name of a deferred tool that a search has found.
+    #: In a block within the result of a tool search: the name of a deferred tool that was found.
     tool_name: str = ""
+    #: The blocks of a result.
     content: ContentBlocks = []
+    #: Whether a result is an error.
     is_error: bool = False
 
     @model_validator(mode="before")
     @classmethod
     def _with_text(cls, value: Any) -> Any:
-        """Turn a document that is a text into a text."""
+        """Turn a document block that has plain text into a text block."""
         match value:
             case {"source": {"type": "text", **source}}:
                 return {"type": "text", "text": source.get("data")}
@@ -75,7 +84,8 @@ class MessagesRequest(ChatRequest):
 
     system: ContentBlocks = []
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    #: ``create`` keeps a conversation on the server for ``continue``, which has only what is new.
+    #: With ``create``, Anthropic's server keeps the conversation; a later ``continue`` has only the
+    #: new messages. specgen keeps none.
     thread: str | None = Field(None, validation_alias=AliasPath("thread", "type"))
 
     form_field: ClassVar[str] = "output_config.format"
@@ -88,62 +98,65 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
     """Read a request for the next message of a conversation.
 
     Raises:
-        BodyError: A field cannot be honoured.
-        RequestError: The conversation continues one that a server should have kept.
+        BodyError: If a field cannot be honoured.
+        RequestError: If the request continues a conversation that the server should have kept.
     """
-    asked = parse(MessagesRequest, body)
-    if asked.thread == "continue":  # the client then sends the whole conversation
+    fields = parse(MessagesRequest, body)
+    if fields.thread == "continue":  # the client then sends the whole conversation
         what = "this server keeps no threads: send all messages"
         raise RequestError(404, what, "thread_not_found")
-    deferred = _deferred_tools(asked)
-    messages = _messages(asked, deferred)
-    # A tool may be called once it is found, and is never described before the conversation.
-    usable = [tool for tool in asked.tools if deferred.get(tool.name, "") is not None]
-    asked = asked.model_copy(update={"tools": usable})
-    request = asked.parsed_chat(messages, defaults, MessagesWriter)
+    deferred = _deferred_tools(fields)
+    messages = _messages(fields, deferred)
+    # A deferred tool may be called once a search has found it. Its description is part of that
+    # search's result, never of the prompt before the conversation.
+    usable = [tool for tool in fields.tools if deferred.get(tool.name, "") is not None]
+    fields = fields.model_copy(update={"tools": usable})
+    request = fields.parsed_chat(messages, defaults, MessagesWriter)
     tools = request.tools
     if tools is not None:
-        described = [each for each in tools.functions if each.name not in deferred]
+        described = [function for function in tools.functions if function.name not in deferred]
         tools = replace(tools, functions=tuple(described))
     request = replace(
         request,
         tools=tools,
-        continues=is_begun(messages),
+        continues=ends_with_partial_answer(messages),
         splits_reasoning=True,
     )
     return (request,)
 
 
-def _deferred_tools(asked: MessagesRequest) -> dict[str, str | None]:
-    """Return the deferred tools: the definition of each that a search has found, None for others.
+def _deferred_tools(fields: MessagesRequest) -> dict[str, str | None]:
+    """Return the definitions of the deferred tools by name; None for those not found by a search.
 
-    A definition is written into the search's result, so that the beginning of the prompt stays as
-    it is.
+    A definition is written into the search's result, so that the beginning of the prompt does not
+    change, and stays in the cache.
     """
-    if any("tool_search" in tool.type for tool in asked.tools):  # it would run at Anthropic
+    if any("tool_search" in tool.type for tool in fields.tools):
+        # This search would run at Anthropic. Without it, no tool can be deferred.
         return {}
-    found: set[str] = set()
-    for message in asked.messages:
+    found_names: set[str] = set()
+    for message in fields.messages:
         for block in message.content:
             references = [part for part in block.content if part.type == "tool_reference"]
-            found |= {part.tool_name for part in references}
+            found_names |= {part.tool_name for part in references}
     deferred: dict[str, str | None] = {}
-    for tool in asked.tools:
+    for tool in fields.tools:
         if not tool.defer_loading:
             continue
         deferred[tool.name] = None
-        if tool.name in found:
+        if tool.name in found_names:
             deferred[tool.name] = tool.model_dump_json(include=_SEARCH_RESULT_FIELDS)
     return deferred
 
 
-def _messages(asked: MessagesRequest, deferred: Mapping[str, str | None]) -> tuple[Message, ...]:
+def _messages(fields: MessagesRequest, deferred: Mapping[str, str | None]) -> tuple[Message, ...]:
+    """Return the messages for the chat template; see `_add_block` for `deferred`."""
     builder = ConversationBuilder()
-    for number, block in enumerate(asked.system):
+    for number, block in enumerate(fields.system):
         text = text_of([block])
         if number > 0 or not text.startswith(_BILLING):
             builder.join_text("system", text)
-    for number, message in enumerate(asked.messages):
+    for number, message in enumerate(fields.messages):
         if message.role == "assistant":  # consecutive ones stay apart
             builder.messages.append(Message("assistant", ""))
         for index, block in enumerate(message.content):
@@ -161,22 +174,30 @@ def _add_block(
     block: ContentBlock,
     deferred: Mapping[str, str | None],
 ) -> None:
-    """Add a block to a turn. Thoughts go to the template, which keeps those that it needs."""
+    """Add a block to a turn.
+
+    Args:
+        builder: The conversation so far.
+        role: The role of the turn.
+        where: The place of the block in the body, for errors.
+        block: The block.
+        deferred: The definitions of deferred tools; see `_deferred_tools`.
+    """
     match role, block.type:
         case "user", "tool_result":
             builder.add_result(block.tool_use_id, _result_text(block, deferred))
-        case "assistant", "thinking":
+        case "assistant", "thinking":  # the chat template drops the thoughts that it does not need
             builder.join_thought(block.thinking)
         case "assistant", "tool_use":
             builder.join_call(where, block.id, block.name, block.input or {})
         case "assistant", _ if block.text is None:
-            pass  # hidden thoughts, or what a tool at Anthropic did
+            pass  # hidden thoughts, or the work of a tool that runs at Anthropic
         case _:
             builder.join_text(role, text_of([block]))
 
 
 def _result_text(block: ContentBlock, deferred: Mapping[str, str | None]) -> str:
-    """Return the text of a call's result, with the definitions of tools that it has found."""
+    """Return the text of a call's result, in which found tools are replaced by definitions."""
     parts: list[Part] = []
     for part in block.content:
         if part.tool_name:
@@ -208,7 +229,7 @@ class MessagesWriter(BlockWriter):
         }
 
     def begin(self, n_prompt_tokens: int) -> list[Json]:
-        """Return the events before the answer, when cached tokens are not known yet."""
+        """Return the events before the answer, whose usage does not have cached tokens yet."""
         message: Json = {
             **self._head,
             "content": [],
@@ -231,10 +252,10 @@ class MessagesWriter(BlockWriter):
             **self._api_figures(),
         }
 
-    def _opened(self, block: Delta) -> list[Json]:
+    def _open_block(self, block: Delta) -> list[Json]:
         return [self._event("start", content_block=_block_object(replace(block, text="")))]
 
-    def _added(self, block: Delta, text: str) -> list[Json]:
+    def _extend_block(self, block: Delta, text: str) -> list[Json]:
         if not text:
             return []
         if block.kind == "call":
@@ -242,19 +263,19 @@ class MessagesWriter(BlockWriter):
         name = _block_object(block)["type"]
         return [self._event("delta", delta={"type": f"{name}_delta", name: text})]
 
-    def _closed(self, block: Delta, _status: str) -> list[Json]:
+    def _close_block(self, block: Delta, _status: str) -> list[Json]:
         events = [self._event("stop")]
-        if block.kind != "call" or block.is_end:  # a whole answer has complete calls only
+        if block.kind != "call" or block.is_end:  # a whole response has only complete calls
             self._blocks.append(_block_object(block))
         return events
 
-    def _end(self, _number: int) -> list[Json]:
+    def _write_end(self, _number: int) -> list[Json]:
         last = {
             "type": "message_delta",
             "delta": self._ending(),
             **self._api_figures(),
         }
-        return [*self._close(), last, {"type": "message_stop"}]
+        return [*self._close_open_block(), last, {"type": "message_stop"}]
 
     def _event(self, kind: str, **fields: Any) -> Json:
         return {
@@ -299,7 +320,7 @@ def _block_object(block: Delta) -> Json:
 
 
 def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
-    """Return numbers of tokens. In Anthropic's API, ``input_tokens`` are those not cached."""
+    """Return the usage in Anthropic's form, whose ``input_tokens`` exclude cached tokens."""
     return {
         "input_tokens": n_prompt - n_cached,
         "cache_creation_input_tokens": 0,
@@ -309,19 +330,23 @@ def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
 
 
 def error_body(body: Json) -> Json:
-    """Return the body of an error in Anthropic's form, from that in OpenAI's."""
+    """Return the body of an error in Anthropic's form.
+
+    Args:
+        body: The body in OpenAI's form.
+    """
     error = body["error"]
-    found = {
+    anthropic_error = {
         "type": _ERROR_TYPES.get(error["type"], error["type"]),
         "message": error["message"],
     }
     match error["code"]:
         case "request_too_large":
-            found["type"] = "request_too_large"
+            anthropic_error["type"] = "request_too_large"
         case "thread_not_found":
-            found["details"] = {"error_code": error["code"]}
+            anthropic_error["details"] = {"error_code": error["code"]}
         case "context_length_exceeded":
             # Agents look for these words, and shorten the prompt.
-            n_tokens = error["n_prompt_tokens"]
-            found["message"] = f"prompt is too long: {n_tokens} tokens > {error['n_ctx']} maximum"
-    return {"type": "error", "error": found}
+            counts = f"{error['n_prompt_tokens']} tokens > {error['n_ctx']} maximum"
+            anthropic_error["message"] = f"prompt is too long: {counts}"
+    return {"type": "error", "error": anthropic_error}

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from specgen.llama.model import LlamaModel
     from specgen.llama.vocabulary import LlamaVocabulary
 
-#: Variables of chat templates that control how much is thought; few templates read both.
+#: The variables of chat templates for thinking. Few templates read both, so one of them is enough.
 _THINKING_VARIABLES = frozenset(["enable_thinking", "reasoning_effort"])
 _DESCRIBES_TOOLS = re.compile(r"\b(?:tools|functions)\b")
 
 
 def for_model(request: ParsedRequest, model: LlamaModel) -> ParsedRequest:
-    """Return the request as this model answers it. Raise `BodyError`."""
+    """Return the request with everything that depends on the model.
+
+    Raises:
+        BodyError: If the model cannot honour a field.
+    """
     template = template_of(model, has_tools=True)
     request = with_call_form(request, template, model.vocabulary.has_control)
     return _with_token_biases(request, model.vocabulary)
@@ -38,16 +42,16 @@ def with_call_form(
 ) -> ParsedRequest:
     """Return the request for a model with this chat template.
 
-    It gets the variables that the template reads, and the form of the model's calls, with a grammar
-    for them. Calls that cannot be read stay text, with a warning.
+    The request keeps the variables that the template reads. If it has tools, it gets the form of
+    the model's calls and a grammar for them. Calls in an unknown form stay text, with a warning.
 
     Args:
         request: The request of any API.
         template: The model's chat template.
-        has_token: Whether the model has a control token of this name.
+        has_token: Tells whether the model has a control token of this name.
 
     Raises:
-        BodyError: A call is required and cannot be read, or other fields exclude calls.
+        BodyError: If a call is required but its form unknown, or if other fields exclude calls.
     """
     template = template or ""
     request = _with_read_variables(request, template)
@@ -59,24 +63,29 @@ def with_call_form(
 
     form = form_of(template, has_token)
     if form is None:
-        what = "the model's chat template takes no tools, or writes calls in an unknown form"
+        reason = "the model's chat template takes no tools, or writes calls in an unknown form"
         if request.tools.must_call:
-            raise BodyError("tool_choice", what)
-        return replace(request, warnings=(*request.warnings, f"tools: {what}; calls stay text"))
+            raise BodyError("tool_choice", reason)
+        return replace(request, warnings=(*request.warnings, f"tools: {reason}; calls stay text"))
     request = replace(request, call_form=form)
     request, warnings = _with_calls_grammar(request)
     if not _DESCRIBES_TOOLS.search(template):
         warnings.append("the model's chat template does not describe them to the model")
-    shown = dict.fromkeys((*request.generation.shown_controls, *form.control_tokens))
+    # The parser of calls has to see their control tokens.
+    shown_controls = dict.fromkeys((*request.generation.shown_controls, *form.control_tokens))
     return replace(
         request,
-        generation=replace(request.generation, shown_controls=tuple(shown)),
-        warnings=(*request.warnings, *(f"tools: {each}" for each in warnings)),
+        generation=replace(request.generation, shown_controls=tuple(shown_controls)),
+        warnings=(*request.warnings, *(f"tools: {warning}" for warning in warnings)),
     )
 
 
 def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str]]:
-    """Return the request with a grammar of its calls, and what that cannot enforce."""
+    """Return the request with a grammar for its calls, and warnings about what that cannot enforce.
+
+    Raises:
+        BodyError: If another field excludes calls, or no call conforms to a function's schema.
+    """
     form = request.call_form
     tools = request.tools
     generation = request.generation
@@ -89,8 +98,9 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
     other = generation.grammar
     if tools.must_call:
         other = None
-    # Otherwise the grammar only keeps calls in form, which a request does not ask for.
-    is_asked_for = tools.must_call or other is not None
+    # If the answer may be free text, the grammar is only a help to write valid calls. The request
+    # did not ask for it, so problems with it are not worth an error or a warning.
+    is_requested = tools.must_call or other is not None
     try:
         grammar, warnings = calls_grammar(
             form,
@@ -100,46 +110,51 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
             other=other,
         )
     except UsageError as error:
-        if is_asked_for:
+        if is_requested:
             raise BodyError("tools", error.message) from None
         return request, []
-    if not is_asked_for:
+    if not is_requested:
         warnings = []
     return replace(request, generation=replace(generation, grammar=grammar)), warnings
 
 
 def _with_read_variables(request: ParsedRequest, template: str) -> ParsedRequest:
-    """Return the request with the variables that the template reads; warn about others."""
-    words = set(re.findall(r"\w+", template))
-    read = {}
-    unread = []
+    """Drop the variables that the template does not read, with a warning."""
+    template_words = set(re.findall(r"\w+", template))
+    read_variables = {}
+    unread_names = []
     for name, value in request.variables.items():
-        if name in words:
-            read[name] = value
+        if name in template_words:
+            read_variables[name] = value
         else:
-            unread.append(name)
+            unread_names.append(name)
+    reads_thinking = bool(_THINKING_VARIABLES & read_variables.keys())
     warnings = [
         f"{name}: ignored, since the chat template does not read it"
-        for name in unread
-        if name not in _THINKING_VARIABLES or not _THINKING_VARIABLES & read.keys()
+        for name in unread_names
+        if name not in _THINKING_VARIABLES or not reads_thinking
     ]
-    return replace(request, variables=read, warnings=(*request.warnings, *sorted(warnings)))
+    return replace(
+        request,
+        variables=read_variables,
+        warnings=(*request.warnings, *sorted(warnings)),
+    )
 
 
 def _with_token_biases(request: ParsedRequest, vocabulary: LlamaVocabulary) -> ParsedRequest:
-    """Return the request with its biases as those of tokens.
+    """Turn the biases of a request into an option of the sampler, with token ids for texts.
 
     Raises:
-        BodyError: The model does not have one of the tokens.
+        BodyError: If the model does not have one of the tokens.
     """
     if request.biases is None:
         return request
-    found: list[tuple[int, float]] = []
+    token_biases: list[tuple[int, float]] = []
     for key, bias in request.biases:
         tokens = [key] if isinstance(key, int) else vocabulary.tokenize_inside(key)
         try:
             vocabulary.check(tokens)
         except PromptError as error:
             raise BodyError("logit_bias", error.message) from None
-        found += ((token, bias) for token in tokens)
-    return replace(request, sampling=replace(request.sampling, logit_bias=tuple(found)))
+        token_biases += ((token, bias) for token in tokens)
+    return replace(request, sampling=replace(request.sampling, logit_bias=tuple(token_biases)))

@@ -28,16 +28,20 @@ from specgen.serve.formats.parsed_request import Defaults, ParsedRequests
 class OllamaRequest(Fields):
     """The fields of both endpoints that differ from OpenAI's."""
 
-    #: Samplers, and when the answer ends.
+    #: Sampler options, and limits of the answer.
     options: dict[str, Any] = {}
     stream: bool = True
     #: A JSON schema, or ``json`` for any object.
     format: Schema | Literal["", "json"] = ""
-    #: Whether the model thinks, or how much.
+    #: Whether the model thinks, or, as a text, how much it thinks.
     think: bool | str | None = None
 
     def openai_body(self, **fields: Any) -> Json:
-        """Return the body of a request in OpenAI's form, with these fields of a text or a chat."""
+        """Translate the common fields into the body of a request in OpenAI's form.
+
+        Args:
+            fields: The fields of the endpoint, already in OpenAI's form.
+        """
         body = {
             **(self.model_extra or {}),
             **self.options,
@@ -46,7 +50,7 @@ class OllamaRequest(Fields):
         }
         max_tokens = body.pop("num_predict", None)
         if isinstance(max_tokens, int):
-            max_tokens = max(max_tokens, -1)
+            max_tokens = max(max_tokens, -1)  # any negative number means no limit
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         if self.format == "json":
@@ -81,46 +85,54 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 def read_ollama_chat(body: Json, defaults: Defaults) -> ParsedRequests:
-    """Read a request for the next turn of a chat; one without messages only loads the model."""
-    asked = parse(OllamaChatRequest, body)
-    if asked.messages:
-        requests = read_chat(asked.openai_body(messages=asked.messages), defaults)
+    """Read a request for the next turn of a chat. Without messages, it only loads the model.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
+    fields = parse(OllamaChatRequest, body)
+    if fields.messages:
+        requests = read_chat(fields.openai_body(messages=fields.messages), defaults)
     else:
-        requests = _loading_only(asked, defaults)
+        requests = _loading_only(fields, defaults)
     return _for_ollama(requests, answer_field="message")
 
 
 def read_ollama_generate(body: Json, defaults: Defaults) -> ParsedRequests:
-    """Read a request for the answer to a text, for what follows it, or for what fills a gap.
+    """Read a request for the answer to a text, for its continuation, or for the text in a gap.
 
-    One without a text only loads the model.
+    Without a text, it only loads the model.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
     """
-    asked = parse(OllamaGenerateRequest, body)
-    if not asked.prompt:
-        requests = _loading_only(asked, defaults)
-    elif asked.raw or asked.suffix:
-        fields = asked.openai_body(prompt=asked.prompt, suffix=asked.suffix)
-        requests = read_completion(fields, defaults)
+    fields = parse(OllamaGenerateRequest, body)
+    if not fields.prompt:
+        requests = _loading_only(fields, defaults)
+    elif fields.raw or fields.suffix:
+        text_body = fields.openai_body(prompt=fields.prompt, suffix=fields.suffix)
+        requests = read_completion(text_body, defaults)
     else:
         messages: list[Json] = []
-        if asked.system:
-            messages.append({"role": "system", "content": asked.system})
+        if fields.system:
+            messages.append({"role": "system", "content": fields.system})
         messages.append(
             {
                 "role": "user",
-                "content": asked.prompt,
-                "images": asked.images,
+                "content": fields.prompt,
+                "images": fields.images,
             }
         )
-        requests = read_chat(asked.openai_body(messages=messages), defaults)
+        requests = read_chat(fields.openai_body(messages=messages), defaults)
     return _for_ollama(requests, answer_field="response")
 
 
-def _loading_only(asked: OllamaRequest, defaults: Defaults) -> ParsedRequests:
+def _loading_only(fields: OllamaRequest, defaults: Defaults) -> ParsedRequests:
+    """Return a request that loads the model and generates no token."""
     body = {
         "prompt": " ",
         "max_tokens": 0,
-        "stream": asked.stream,
+        "stream": fields.stream,
     }
     return read_completion(body, defaults)
 
@@ -136,11 +148,11 @@ def _for_ollama(
 
 
 class OllamaWriter(AnswerWriter):
-    """Writes one answer, whole or in lines.
+    """Writes one answer, whole or as JSON lines.
 
     Args:
-        context: What all writers know.
-        answer_field: The field that has the answer.
+        context: The context of all writers.
+        answer_field: The field of the answer: ``message`` in a chat, otherwise ``response``.
     """
 
     form: ClassVar[Literal["lines"]] = "lines"
@@ -150,6 +162,7 @@ class OllamaWriter(AnswerWriter):
     ) -> None:
         super().__init__(context)
         self._answer_field = answer_field
+        #: The log-probabilities of the answer.
         self._logprobs: list[Json] = []
 
     def fail(self, error: Json) -> list[Json]:
@@ -164,12 +177,13 @@ class OllamaWriter(AnswerWriter):
             body["logprobs"] = self._logprobs
         return {**body, **self._ending()}
 
-    def _add(
+    def _write_deltas(
         self,
         _number: int,
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
+        """Return a line for each addition. Calls are sent with the last line, when complete."""
         lines: list[Json] = []
         for delta in deltas:
             if delta.kind == "content":
@@ -178,13 +192,13 @@ class OllamaWriter(AnswerWriter):
                 lines.append(self._line("", delta.text))
         n_top = self._first.generation.logprobs
         if event is not None and n_top is not None:
-            found = logprob_entries(event.pieces, n_top)
+            entries = logprob_entries(event.pieces, n_top)
             lines = lines or [self._line("", "")]
-            lines[0]["logprobs"] = found
-            self._logprobs += found
+            lines[0]["logprobs"] = entries
+            self._logprobs += entries
         return lines
 
-    def _end(self, _number: int) -> list[Json]:
+    def _write_end(self, _number: int) -> list[Json]:
         return [{**self._line("", "", self._answers[0].calls), **self._ending()}]
 
     def _line(
@@ -193,6 +207,7 @@ class OllamaWriter(AnswerWriter):
         thought: str,
         calls: Sequence[Delta] = (),
     ) -> Json:
+        """Return a line that is not the last, or the common fields of the last line."""
         answer: Json = {}
         if thought:
             answer["thinking"] = thought
@@ -217,7 +232,7 @@ class OllamaWriter(AnswerWriter):
         }
 
     def _ending(self) -> Json:
-        """Return the fields of the last line."""
+        """Return the fields that only the last line and a whole response have."""
         reason: str = self._answers[0].finish_reason
         if self._first.generation.max_tokens == 0:
             reason = "load"
@@ -249,9 +264,9 @@ def ollama_embeddings(
     model: str,
     warnings: Sequence[str],
 ) -> bytes:
-    """Return the body of a response with embeddings.
+    """Return the body of a response with embeddings, with the arguments of `embedding_response`.
 
-    Clients of the older endpoint read ``embedding``. For the arguments see `embedding_response`.
+    Clients of the older endpoint read ``embedding``, the first vector.
     """
     rest: Json = {
         "model": model,
@@ -259,4 +274,5 @@ def ollama_embeddings(
         "warnings": list(warnings),
     }
     data = ", ".join(vectors)
+    # Without its opening bracket, `rest` continues the object.
     return (f'{{"embedding": {vectors[0]}, "embeddings": [{data}], {json.dumps(rest)[1:]}').encode()

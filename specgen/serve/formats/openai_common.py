@@ -19,17 +19,17 @@ from specgen.serve.formats.figures import own_figures
 from specgen.serve.formats.generation_request import GenerationRequest
 from specgen.serve.formats.parsed_request import ParsedRequest
 
-#: The largest number of likely tokens for which log-probabilities may be requested.
+#: The maximum number of likely tokens whose log-probabilities a request may ask for.
 MAX_LOGPROBS = 100
 
 
 class OpenAIRequest(GenerationRequest):
     """The fields of chat completions and of text completions."""
 
-    #: In a text completion, for how many likely tokens the log-probabilities are wanted. In a chat,
-    #: whether they are wanted at all.
+    #: In a text completion, the number of likely tokens whose log-probabilities are wanted. In a
+    #: chat, whether log-probabilities are wanted at all.
     logprobs: bool | Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    #: In a chat, for how many likely tokens.
+    #: In a chat, the number of likely tokens.
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     #: The number of answers to each prompt.
     n: Annotated[
@@ -50,11 +50,11 @@ class OpenAIRequest(GenerationRequest):
     return_progress: bool = False
 
     def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
-        """Return the request with what the fields of OpenAI's older API ask for."""
+        """Apply the fields of OpenAI's older API to a request."""
         n_logprobs = request.generation.logprobs
-        if self.logprobs is True:
+        if self.logprobs is True:  # a chat
             n_logprobs = self.top_logprobs
-        elif self.logprobs is not None and self.logprobs is not False:
+        elif self.logprobs is not None and self.logprobs is not False:  # a number
             n_logprobs = self.logprobs
         generation = replace(
             request.generation,
@@ -73,40 +73,46 @@ class OpenAIRequest(GenerationRequest):
 class OpenAIWriter(AnswerWriter):
     """Writes chat completions or text completions."""
 
-    #: The ``object`` of a whole response, and of a chunk.
+    #: The field ``object`` of a whole response.
     object_type: str
+    #: The field ``object`` of a chunk.
     chunk_type: str
-    #: What ids begin with.
+    #: The prefix of ids.
     id_prefix: str
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
         self._has_logprobs = self._first.generation.logprobs is not None
-        #: The log-probabilities of each answer.
+        #: The log-probabilities of each answer, as lists by the names of their fields.
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in self._answers]
-        #: The events of each answer since its last chunk, if they are wanted.
+        #: specgen's events of each answer since its last chunk, if the request wants them.
         self._events: list[list[Json]] = [[] for _ in self._answers]
 
-    # The form of a chat or of a text.
+    # --- what chats and texts have in different forms ---------------------------------------------
 
     @abstractmethod
     def _delta_field(self, delta: Json) -> Json:
-        """Return the field of a chunk's choice that has an addition to an answer."""
+        """Return the addition to an answer as a field of the choice in a chunk."""
 
     @abstractmethod
     def _answer_field(self, number: int) -> Json:
-        """Return the field of a whole choice that has the answer."""
+        """Return the whole answer as a field of the choice in a whole response."""
 
     @abstractmethod
     def _logprobs_of(self, number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
-        """Return the log-probabilities of pieces that are about to be added to an answer."""
+        """Return the log-probabilities of pieces that are about to be added to an answer.
 
-    # Chunks and whole responses.
+        Returns:
+            Lists by the names of their fields.
+        """
+
+    # --- chunks and whole responses ---------------------------------------------------------------
 
     def feed(self, number: int, event: Event) -> list[Json]:
         """Return the chunks for an event of an answer, with specgen's own events if wanted."""
         chunks = super().feed(number, event)
         if self._first.streams and self._first.speculative.events:
+            # Events without chunks wait for the next chunk.
             self._events[number].append(to_json_object(event))
             if chunks:
                 chunks[0]["events"] = self._events[number]
@@ -123,6 +129,7 @@ class OpenAIWriter(AnswerWriter):
         }
 
     def _head(self, object_type: str) -> Json:
+        """Return the fields that all chunks and whole responses begin with."""
         return {
             "id": f"{self.id_prefix}-{self._context.identity}",
             "object": object_type,
@@ -132,6 +139,7 @@ class OpenAIWriter(AnswerWriter):
         }
 
     def _choice(self, number: int) -> Json:
+        """Return the item of ``choices`` that has a whole answer."""
         return {
             "index": number,
             **self._answer_field(number),
@@ -145,6 +153,13 @@ class OpenAIWriter(AnswerWriter):
         delta: Json,
         ending: Json | None = None,
     ) -> Json:
+        """Return a chunk about one answer.
+
+        Args:
+            number: The number of the answer.
+            delta: The addition to the answer, with the fields of a chat's delta.
+            ending: The fields that the choice has at the end of the answer.
+        """
         choice = {
             "index": number,
             **self._delta_field(delta),
@@ -157,7 +172,8 @@ class OpenAIWriter(AnswerWriter):
     def _ending_chunk(self, number: int) -> Json:
         return self._chunk(number, {}, _ending(self._answers[number]))
 
-    def _read(self, number: int, event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
+        """Return a chunk with the progress of the prefill, if the request wants it."""
         if not self._first.generation.reports_reading:
             return []
         progress = {
@@ -168,7 +184,7 @@ class OpenAIWriter(AnswerWriter):
         }
         return [{**self._chunk(number, {}), "prompt_progress": progress}]
 
-    def _add(
+    def _write_deltas(
         self,
         number: int,
         deltas: list[Delta],
@@ -180,7 +196,10 @@ class OpenAIWriter(AnswerWriter):
             if delta.text or delta.kind == "call"
         ]
         if event is not None and self._has_logprobs:
-            chunks = chunks or [self._chunk(number, {})]
+            # The first chunk has the log-probabilities of all tokens of the event. If their text is
+            # held back, that chunk is empty otherwise.
+            if not chunks:
+                chunks.append(self._chunk(number, {}))
             self._add_logprobs(number, chunks[0], event.pieces)
         return chunks
 
@@ -190,15 +209,18 @@ class OpenAIWriter(AnswerWriter):
         chunk: Json,
         pieces: Sequence[Piece],
     ) -> None:
-        found = self._logprobs_of(number, pieces)
-        chunk["choices"][0]["logprobs"] = found
-        for name, values in found.items():
+        """Add the log-probabilities of pieces to a chunk, and to those of the whole answer."""
+        logprobs = self._logprobs_of(number, pieces)
+        chunk["choices"][0]["logprobs"] = logprobs
+        for name, values in logprobs.items():
             self._logprobs[number].setdefault(name, []).extend(values)
 
-    def _end(self, number: int) -> list[Json]:
+    def _write_end(self, number: int) -> list[Json]:
+        """Return the last chunks of an answer: why it ended, and after all answers the figures."""
         chunks = [self._ending_chunk(number)]
         if any(answer.finished is None for answer in self._answers):
             return chunks
+        # The last chunk of the last answer has the figures.
         figures = self._figures()
         if self._first.has_usage_alone:
             chunks.append({**chunks[-1], "choices": []})
@@ -209,6 +231,7 @@ class OpenAIWriter(AnswerWriter):
 
 
 def _ending(answer: Answer) -> Json:
+    """Return the fields of a choice that say why its answer ended."""
     ending: Json = {"finish_reason": answer.finish_reason}
     if answer.finish_reason == "stop" and answer.stop_string is not None:
         ending["stop_reason"] = answer.stop_string
@@ -216,6 +239,7 @@ def _ending(answer: Answer) -> Json:
 
 
 def _delta_object(delta: Delta) -> Json:
+    """Return an addition to an answer with the fields of a chat's delta."""
     match delta.kind:
         case "call":
             return {"tool_calls": [{"index": delta.number, **call_object(delta)}]}
@@ -242,20 +266,32 @@ def call_object(call: Delta) -> Json:
 
 
 def own_logprobs(piece: Piece) -> list[TokenLogprob]:
-    """Return the entry of a piece's token among its likely tokens; none if the token was forced."""
+    """Return the entry of a piece's token among its likely tokens.
+
+    Returns:
+        A list of that entry, which is empty if the token was forced.
+    """
     return [top for top in piece.top_logprobs if top.token_id == piece.token_id]
 
 
 def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
-    """Return an entry for each token that the target chose, with its `n_top` likeliest tokens."""
+    """Return an entry for each token that was not forced, with the likeliest tokens at its place.
+
+    Args:
+        pieces: The tokens.
+        n_top: The number of likeliest tokens; None for all that are known.
+    """
     entries: list[Json] = []
     for piece in pieces:
-        top = [_logprob_entry(each) for each in piece.top_logprobs[:n_top]]
-        entries += ({**_logprob_entry(own), "top_logprobs": top} for own in own_logprobs(piece))
+        top_entries = [_logprob_entry(top) for top in piece.top_logprobs[:n_top]]
+        entries.extend(
+            {**_logprob_entry(own), "top_logprobs": top_entries} for own in own_logprobs(piece)
+        )
     return entries
 
 
 def _logprob_entry(token: TokenLogprob) -> Json:
+    """Return a token with its log-probability, in OpenAI's form."""
     return {
         "id": token.token_id,
         "token": token.text,

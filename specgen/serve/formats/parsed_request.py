@@ -1,4 +1,4 @@
-"""What a request of any API asks for, in specgen's own terms."""
+"""A request of any API, in specgen's own terms."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ NO_DEFAULTS = Defaults()
 
 
 class SpeculativeWishes(Fields):
-    """What a request wants of speculative decoding; None keeps the server's setting."""
+    """A request's settings of speculative decoding; None keeps the server's setting."""
 
     #: Whether to draft at all.
     draft: bool = True
-    #: The most tokens of a draft.
+    #: The maximum number of tokens of a draft.
     max: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     verifier: VerifierName | None = None
     #: Whether a stream has the events of each round.
@@ -49,7 +49,7 @@ class SpeculativeWishes(Fields):
 class ParsedRequest:
     """The prompt of an answer, how its tokens are sampled, and when it ends.
 
-    A ``chat`` has `messages`; the others have a `text`, the `tokens` of one, or a `gap` in one.
+    The prompt is `messages` in a ``chat``, and otherwise exactly one of `text`, `tokens` and `gap`.
     """
 
     kind: Kind
@@ -61,20 +61,22 @@ class ParsedRequest:
     #: Whether the last message is the beginning of the answer.
     continues: bool = False
     text: str = ""
-    #: Tokens of the prompt, with texts among them.
+    #: The tokens of the prompt, with texts among them.
     tokens: tuple[int | str, ...] | None = None
+    #: The gap in a text that the answer fills.
     gap: Gap | None = None
+    #: The functions that the model may call; None if it may not call any.
     tools: RequestTools | None = None
-    #: How the model writes calls: see `model_adaptation`.
+    #: How the model writes calls, which `model_adaptation` finds out; None if that is unknown.
     call_form: CallForm | None = None
     #: More variables for the chat template.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    #: Biases of tokens, or of texts and so of all of their tokens. `model_adaptation` makes them
-    #: options of the sampler.
+    #: Biases of tokens, or of all tokens of a text. `model_adaptation` turns them into an option of
+    #: the sampler.
     biases: tuple[tuple[int | str, float], ...] | None = None
     #: Whether a thinking block is kept out of the answer's content.
     splits_reasoning: bool = False
-    #: What was ignored, and why.
+    #: The fields that were ignored, and why.
     warnings: tuple[str, ...] = ()
     #: The number of answers to generate.
     n: int = 1
@@ -85,7 +87,7 @@ class ParsedRequest:
     #: Whether the last chunk of a stream has the usage and nothing else.
     has_usage_alone: bool = False
     speculative: SpeculativeWishes = field(default_factory=SpeculativeWishes)
-    #: After so many seconds, an answer ends once it has a line; 0: no limit.
+    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
     lines_s: float = 0.0
 
     def prompt(
@@ -96,17 +98,18 @@ class ParsedRequest:
         chat: bool | None = None,
         system: str | None = None,
     ) -> Prompt:
-        """Return the prompt of a request without a gap.
+        """Render the prompt of a request without a gap.
 
         Args:
             prompts: Makes prompts for the models of a session.
             now: The time, for chat templates.
-            chat: Whether a ``prompt`` is a user's turn; None: if there is a chat template.
+            chat: Whether a ``prompt`` is rendered as a user's turn; None for whether the model has
+                a chat template.
             system: The system message of a ``prompt``.
 
         Raises:
-            UsageError: The model has no chat template and needs one.
-            PromptError: The prompt is empty, too long, or not valid.
+            UsageError: If the model has no chat template and needs one.
+            PromptError: If the prompt is empty, too long, or not valid.
         """
         if self.kind == "chat":
             return self._chat_prompt(prompts, now)
@@ -117,9 +120,11 @@ class ParsedRequest:
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
+        """Render the prompt of a chat, perhaps with the beginning of the answer."""
         tools: list[dict[str, Any]] = []
         if self.tools is not None:
             tools += (function.definition for function in self.tools.functions)
+        # The beginning of an answer is written after the template, without an end of turn.
         messages = self.messages
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
@@ -138,7 +143,7 @@ class ParsedRequest:
 
     @property
     def _is_bound_by_grammar(self) -> bool:
-        """Whether a grammar holds from the answer's beginning, so that none can be begun."""
+        """Whether a grammar applies from the beginning, so that no partial answer may precede."""
         grammar = self.generation.grammar
         return grammar is not None and (not grammar.mark or grammar.is_call)
 

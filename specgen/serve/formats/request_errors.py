@@ -9,7 +9,7 @@ from typing import Any
 
 from specgen.errors import BackendError, PromptError, PromptLengthError, SpecgenError, UsageError
 
-#: OpenAI's types of errors by their HTTP status; others are ``invalid_request_error``.
+#: OpenAI's types of errors by their HTTP status. Other statuses are ``invalid_request_error``.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, cut to fit a line."""
+    """Return a value as JSON for a message, cut to 60 characters."""
     text = json.dumps(value, default=str)
     if len(text) > 60:
         return f"{text[:57]}..."
@@ -33,17 +33,17 @@ class BodyError(UsageError):
 
     Args:
         field: The name of the field, with its place in the body.
-        what: The reason.
+        reason: Why it cannot be honoured.
     """
 
-    def __init__(self, field: str, what: str) -> None:
+    def __init__(self, field: str, reason: str) -> None:
         self.field = field[:100]
-        super().__init__(f"{self.field}: {what}")
+        super().__init__(f"{self.field}: {reason}")
 
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A refused or failed request, as its client is told."""
+    """A request that was refused or has failed, with everything that the client is told."""
 
     #: The HTTP status.
     status: int
@@ -64,21 +64,21 @@ class RequestError(Exception):
         It lacks the hint, which names options of the command line.
         """
         status, code = _status_and_code(error)
-        found = RequestError(status, error.message, code)
+        request_error = RequestError(status, error.message, code)
         if isinstance(error, BodyError):
-            found.param = error.field
+            request_error.param = error.field
         if isinstance(error, PromptLengthError):
-            found.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_most}
-        return found
+            request_error.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_most}
+        return request_error
 
     @staticmethod
     def ending() -> RequestError:
-        """Return the error of a request that the end of the server cuts off."""
+        """Return the error of a request that is cut off because the server shuts down."""
         return RequestError(503, "the server ends", "ending")
 
     @staticmethod
     def queue_full() -> RequestError:
-        """Return the error of a request that finds too many others waiting."""
+        """Return the error of a request that is refused because too many are waiting."""
         message = "too many requests are waiting; try again later"
         return RequestError(
             429,
@@ -99,6 +99,7 @@ class RequestError(Exception):
 
 
 def _status_and_code(error: SpecgenError) -> tuple[int, str | None]:
+    """Return the HTTP status of an error, and its kind for programs."""
     match error:
         case BodyError():
             return 400, "invalid_value"

@@ -1,7 +1,7 @@
 """OpenAI's Responses API: ``/v1/responses``.
 
-Tools that run at OpenAI are left out with a warning; an item that stands for a text which this
-server does not have is refused.
+Tools that run at OpenAI are left out with a warning. References to something stored at OpenAI, such
+as a previous response, are refused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from specgen.serve.formats.request_errors import BodyError, shown
 from specgen.serve.formats.tool_calls.values import arguments_of
 from specgen.session.prompts.template import Message
 
-#: Fields that stand for a text which this server does not have.
+#: Fields that refer to something stored at OpenAI, which this server does not have.
 _REFUSED_FIELDS = ("conversation", "previous_response_id", "prompt")
-#: Items of which the same holds.
+#: Types of items that do the same.
 _REFUSED_ITEMS = ("item_reference", "compaction", "compaction_summary", "context_compaction")
-#: What ``include`` may have: thoughts in a form that clients send back without reading it.
+#: The only value of ``include`` that specgen supports: thoughts in a form that clients send back
+#: without reading it.
 _ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
-#: What such thoughts begin with if they are from this server; they are not really encrypted.
+#: The prefix of such thoughts if they are from this server; they are not really encrypted.
 _OWN_THOUGHT = "specgen:"
 #: The fields of a response that repeat the request, with their defaults.
 _ECHOED_FIELDS: Json = {
@@ -47,7 +48,7 @@ _ECHOED_FIELDS: Json = {
     "tool_choice": "auto",
     "tools": [],
 }
-#: What the ids of items begin with.
+#: The prefixes of the ids of items, by type.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -64,20 +65,24 @@ class ResponseItem(Fields):
     type: str = "message"
     role: Literal["assistant", "developer", "system", "user"] | None = None
     content: Parts = []
-    #: Of a thought.
+    #: The summary of a thought.
     summary: Parts = []
+    #: A thought in the form of `_ENCRYPTED_THOUGHTS`.
     encrypted_content: str = ""
-    #: Of a call and of its result.
+    #: The id of a call, or of the call that a result belongs to.
     call_id: str | None = None
+    #: The name of the called tool.
     name: str | None = None
+    #: The arguments of a function call, as JSON.
     arguments: str = ""
-    #: Of a custom tool's call.
+    #: The free text of a custom tool's call.
     input: str = ""
-    #: Of a result.
+    #: The text of a result.
     output: Parts = []
 
 
 def _as_items(value: Any) -> Any:
+    """Turn a text into an item, the user's message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     return value
@@ -90,44 +95,50 @@ class ResponsesRequest(ChatRequest):
     instructions: Parts = []
     #: The conversation; a text is taken as the user's message.
     input: Annotated[list[ResponseItem], BeforeValidator(_as_items), Field(min_length=1)]
-    #: What the response has to have besides.
+    #: Additional parts of the response, of which specgen has only `_ENCRYPTED_THOUGHTS`.
     include: list[str] = []
 
     form_field: ClassVar[str] = "text.format"
 
 
 def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
-    """Read a request for a response. Raise `BodyError`."""
+    """Read a request for a response.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
     for name in _REFUSED_FIELDS:
         if body.get(name):
             raise BodyError(name, "this server keeps no conversations: send all items as input")
-    asked = parse(ResponsesRequest, body)
+    fields = parse(ResponsesRequest, body)
     warnings = [
-        f"include: ignored {shown(what)}, which responses do not have"
-        for what in asked.include
-        if what != _ENCRYPTED_THOUGHTS
+        f"include: ignored {shown(part)}, which responses do not have"
+        for part in fields.include
+        if part != _ENCRYPTED_THOUGHTS
     ]
-    messages = _messages(asked, warnings)
-    given = {name: body[name] for name in _ECHOED_FIELDS if body.get(name) is not None}
+    messages = _messages(fields, warnings)
+    given_fields = {name: body[name] for name in _ECHOED_FIELDS if body.get(name) is not None}
     writer = functools.partial(
         ResponsesWriter,
-        echo=_ECHOED_FIELDS | given,
-        custom_tools={tool.name for tool in asked.tools if tool.type == "custom"},
-        encrypts_thoughts=_ENCRYPTED_THOUGHTS in asked.include,
+        echo=_ECHOED_FIELDS | given_fields,
+        custom_tools={tool.name for tool in fields.tools if tool.type == "custom"},
+        encrypts_thoughts=_ENCRYPTED_THOUGHTS in fields.include,
     )
-    request = asked.parsed_chat(messages, defaults, writer, warnings)
+    request = fields.parsed_chat(messages, defaults, writer, warnings)
     return (replace(request, splits_reasoning=True),)
 
 
-def _messages(asked: ResponsesRequest, warnings: list[str]) -> tuple[Message, ...]:
-    """Join items into turns, and add warnings about ignored ones.
+def _messages(fields: ResponsesRequest, warnings: list[str]) -> tuple[Message, ...]:
+    """Join items into turns: consecutive thoughts, texts and calls are one message.
 
-    An assistant's thoughts, texts and calls are one message.
+    Args:
+        fields: The fields of the body.
+        warnings: A list to which warnings about ignored items are added.
     """
     builder = ConversationBuilder()
-    if asked.instructions:
-        builder.join_text("system", text_of(asked.instructions))
-    for number, item in enumerate(asked.input):
+    if fields.instructions:
+        builder.join_text("system", text_of(fields.instructions))
+    for number, item in enumerate(fields.input):
         _add_item(builder, f"input[{number}]", item, warnings)
     _drop_lone_thoughts(builder)
     if not builder.messages:
@@ -141,6 +152,7 @@ def _add_item(
     item: ResponseItem,
     warnings: list[str],
 ) -> None:
+    """Add an item at the place `where` of the body to the conversation, or a warning about it."""
     match item.type:
         case "message":
             if item.role is None:
@@ -173,14 +185,14 @@ def _add_item(
         case "function_call_output" | "custom_tool_call_output":
             builder.add_result(item.call_id, text_of(item.output))
         case kind if kind in _REFUSED_ITEMS:
-            what = f"{shown(kind)} stands for items that this server has not kept: send the items"
-            raise BodyError(f"{where}.type", what)
+            reason = f"{shown(kind)} stands for items that this server has not kept: send the items"
+            raise BodyError(f"{where}.type", reason)
         case kind:
             warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
 
 
 def _thought(item: ResponseItem) -> str:
-    """Return a thought as it was, as this server has hidden it, or else its summary."""
+    """Return the text of a thought: as it is, from this server's hidden form, or its summary."""
     thought = text_of(item.content)
     if not thought and item.encrypted_content.startswith(_OWN_THOUGHT):
         thought = item.encrypted_content.removeprefix(_OWN_THOUGHT)
@@ -188,7 +200,7 @@ def _thought(item: ResponseItem) -> str:
 
 
 def _drop_lone_thoughts(builder: ConversationBuilder) -> None:
-    """Drop a last turn that has only thoughts: its answer was left out."""
+    """Drop the last turn if it has only thoughts, since its answer was not sent."""
     if not builder.messages:
         return
     last = builder.messages[-1]
@@ -203,10 +215,10 @@ class ResponsesWriter(BlockWriter):
     """Writes one response, whole or as events.
 
     Args:
-        context: What all writers know.
-        echo: The fields that repeat the request.
-        custom_tools: The names of tools that take a free text.
-        encrypts_thoughts: Whether thoughts are also in the form that clients send back.
+        context: The context of all writers.
+        echo: The fields of the response that repeat the request.
+        custom_tools: The names of the tools that take a free text.
+        encrypts_thoughts: Whether thoughts are also written in the form that clients send back.
     """
 
     def __init__(
@@ -228,11 +240,13 @@ class ResponsesWriter(BlockWriter):
             **echo,
             "store": False,
         }
+        #: The number of events so far, which numbers the next one.
         self._n_events = 0
         #: The id of the open block's item.
         self._item_id = ""
-        #: What the events have told of the open call's input.
-        self._told_input = ""
+        #: The part of the open call's input that was already sent in events.
+        self._sent_input = ""
+        #: The whole response, at the end of the answer.
         self._whole: Json = {}
 
     def begin(self, _n_prompt_tokens: int) -> list[Json]:
@@ -242,28 +256,29 @@ class ResponsesWriter(BlockWriter):
 
     def fail(self, error: Json) -> list[Json]:
         """Return the last event of a failed answer."""
-        what = {"code": "server_error", "message": error["error"]["message"]}
-        response = {**self._response("failed"), "error": what}
+        response_error = {"code": "server_error", "message": error["error"]["message"]}
+        response = {**self._response("failed"), "error": response_error}
         return [self._event("failed", response=response)]
 
     def whole(self) -> Json:
         """Return the whole response."""
         return self._whole
 
-    def _end(self, _number: int) -> list[Json]:
+    def _write_end(self, _number: int) -> list[Json]:
+        """Close the last item, and return its events and the one with the whole response."""
         events: list[Json] = []
         if self._block is None and not self._blocks:  # clients expect an item
             self._block = Delta("content", "")
-            events += self._opened(self._block)
+            events += self._open_block(self._block)
         status = "completed"
         details = None
         if self._answers[0].finish_reason == "length":
             status = "incomplete"
             details = {"reason": "max_output_tokens"}
-        if self._block is not None and self._block.kind == "call":
-            events += self._close("incomplete")
+        if self._block is not None and self._block.kind == "call":  # complete calls are closed
+            events += self._close_open_block("incomplete")
         else:
-            events += self._close(status)
+            events += self._close_open_block(status)
         figures = self._figures()
         self._whole = {
             **self._response(status),
@@ -274,6 +289,7 @@ class ResponsesWriter(BlockWriter):
         return [*events, self._event(status, response=self._whole)]
 
     def _response(self, status: str) -> Json:
+        """Return the response as far as it is written."""
         return {
             **self._head,
             "status": status,
@@ -284,6 +300,7 @@ class ResponsesWriter(BlockWriter):
         }
 
     def _event(self, kind: str, **fields: Any) -> Json:
+        """Return an event with the next sequence number."""
         self._n_events += 1
         return {
             "type": f"response.{kind}",
@@ -293,9 +310,10 @@ class ResponsesWriter(BlockWriter):
 
     # --- items ------------------------------------------------------------------------------------
 
-    def _opened(self, block: Delta) -> list[Json]:
+    def _open_block(self, block: Delta) -> list[Json]:
+        """Return the events at the beginning of an item, and give the item an id."""
         block = replace(block, text="")
-        self._told_input = ""
+        self._sent_input = ""
         prefix = _ID_PREFIXES[self._item_type(block)]
         self._item_id = f"{prefix}_{self._context.identity}_{len(self._blocks)}"
         item = self._item(block, "in_progress")
@@ -306,19 +324,21 @@ class ResponsesWriter(BlockWriter):
             self._item_event("content_part.added", part=_part_object(block)),
         ]
 
-    def _added(self, block: Delta, text: str) -> list[Json]:
+    def _extend_block(self, block: Delta, text: str) -> list[Json]:
+        """Return the event for an addition to an item; none if a call's input has not grown."""
         if block.kind != "call":
             kind = f"{_part_object(block)['type']}.delta"
             return [self._item_event(kind, logprobs=[], delta=text)]
         call_input = self._call_input(block)
-        added = call_input[len(self._told_input) :]
-        self._told_input = call_input
+        added = call_input[len(self._sent_input) :]
+        self._sent_input = call_input
         if not added:
             return []
         kind = f"{self._item_type(block)}_{self._input_field(block)}.delta"
         return [self._item_event(kind, delta=added)]
 
-    def _closed(self, block: Delta, status: str) -> list[Json]:
+    def _close_block(self, block: Delta, status: str) -> list[Json]:
+        """Add a finished item to the output, and return the events at its end."""
         if block.kind == "call":
             field = self._input_field(block)
             kind = f"{self._item_type(block)}_{field}.done"
@@ -336,7 +356,10 @@ class ResponsesWriter(BlockWriter):
         return events
 
     def _item_event(self, kind: str, **fields: Any) -> Json:
-        """Return an event about the open item, the next of the output, and its only part."""
+        """Return an event about the open item, or about its only part.
+
+        The item's index in the output is the number of closed blocks.
+        """
         place = {
             "item_id": self._item_id,
             "output_index": len(self._blocks),
@@ -345,6 +368,7 @@ class ResponsesWriter(BlockWriter):
         return self._event(kind, **place, **fields)
 
     def _item(self, block: Delta, status: str) -> Json:
+        """Return an item as far as it is written, with the fields of its type."""
         item: Json = {
             "id": self._item_id,
             "type": self._item_type(block),
@@ -366,6 +390,7 @@ class ResponsesWriter(BlockWriter):
         return item
 
     def _item_type(self, block: Delta) -> str:
+        """Return the type of the item that a block becomes."""
         match block.kind:
             case "content":
                 return "message"
@@ -376,23 +401,28 @@ class ResponsesWriter(BlockWriter):
         return "function_call"
 
     def _input_field(self, call: Delta) -> str:
+        """Return the name of the field that has the input of a call."""
         if call.name in self._custom_tools:
             return "input"
         return "arguments"
 
     def _call_input(self, call: Delta) -> str:
-        """Return what a call passes to its tool, as far as it is known."""
+        """Return the input that a call passes to its tool, as far as it has arrived.
+
+        A custom tool gets the text in the field ``input`` of the arguments.
+        """
         if call.name not in self._custom_tools:
             return call.text
         value = from_json(call.text or "{}", allow_partial="trailing-strings").get("input")
         if isinstance(value, str):
             return value
-        if call.is_end:  # the tool gets what the model wrote instead
+        if call.is_end:  # there is no such text, so the tool gets the arguments as they are
             return call.text
         return ""
 
 
 def _part_object(block: Delta) -> Json:
+    """Return the text of a block as the part of an item."""
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
     return {
@@ -404,10 +434,10 @@ def _part_object(block: Delta) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    """Return numbers of tokens in the fields of responses."""
+    """Return the usage in the Responses API's form, from that of chat completions."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        # OpenAI charges for writing to its cache.
+        # Clients expect the field, with which OpenAI charges for writing to its cache.
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],

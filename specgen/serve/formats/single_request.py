@@ -10,7 +10,16 @@ from specgen.serve.formats.request_errors import BodyError
 
 
 def read_request(kind: Kind, body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest:
-    """Read a request for exactly one answer. Raise `BodyError`."""
+    """Read a request for exactly one answer.
+
+    Args:
+        kind: Whether the body is that of a chat, or of a text completion or prompt.
+        body: The body of the request.
+        defaults: The values of fields that are left out.
+
+    Raises:
+        BodyError: If a field cannot be honoured, or the request has several answers.
+    """
     if kind == "chat":
         requests = read_chat(body, defaults)
     else:

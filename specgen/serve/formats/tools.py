@@ -14,9 +14,9 @@ from specgen.serve.formats.request_errors import BodyError, shown
 from specgen.serve.formats.tool_calls.function import Function
 
 _NAME = re.compile(r"[^\s\"'\\<>{}()\[\]]{1,128}")
-#: The types of tools that clients run, so that the model calls them.
+#: The types of tools that clients run. Tools of other types run at the provider of an API.
 _RUN_BY_CLIENTS = ("function", "custom")
-#: The parameters of a custom tool, which takes a free text.
+#: The parameters of a custom tool, whose only argument is a free text.
 _FREE_TEXT: Schema = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -26,20 +26,22 @@ _FREE_TEXT: Schema = {
 
 
 def _flattened(value: Any) -> Any:
-    """Return a tool or a choice with the fields of the object within it, if there is one.
+    """Return a tool or a tool choice as one flat object.
 
-    Chat completions have ``{"type": "function", "function": {...}}``, the other APIs one object.
+    In chat completions it has an object within it, ``{"type": "function", "function": {...}}``; in
+    the other APIs it is flat. A choice may also be just its type. Invalid values are returned as
+    they are, for pydantic to refuse.
     """
     if isinstance(value, str):
         return {"type": value}
     if not isinstance(value, dict):
         return value
     kind = str(value.get("type", "function"))
-    inner = value.get(kind)
-    outer = {name: each for name, each in value.items() if name != kind}
-    if isinstance(inner, dict):
-        outer |= inner
-    return outer
+    inner_fields = value.get(kind)  # the object within is named after the type
+    fields = {name: field for name, field in value.items() if name != kind}
+    if isinstance(inner_fields, dict):
+        fields |= inner_fields
+    return fields
 
 
 class ToolDefinition(Fields):
@@ -50,24 +52,25 @@ class ToolDefinition(Fields):
     description: str = ""
     #: The JSON schema of the arguments.
     parameters: Schema = Field({}, validation_alias=AliasChoices("parameters", "input_schema"))
-    #: What a custom tool, which takes a free text, wants of that text.
+    #: The format that a custom tool expects of its free text.
     format: dict[str, Any] = {}
-    #: Whether the model learns of the tool only when a search has found it.
+    #: Whether the tool is described to the model only after a search has found it.
     defer_loading: bool = False
 
 
 class ToolChoice(Fields):
     """Which tools may be called, and whether one must be."""
 
-    #: ``auto``, ``none``, ``required`` (or ``any``), ``allowed_tools``, or the type of the one tool
-    #: that must be called.
+    #: ``auto``, ``none``, ``required`` (or ``any``), ``allowed_tools``, or the type of the only
+    #: tool that may be called, and must be.
     type: str = "function"
-    #: The name of that tool.
+    #: The name of that only tool.
     name: str = ""
-    #: Of ``allowed_tools``: whether one must be called.
+    #: With ``allowed_tools``: whether one of them must be called.
     mode: Literal["auto", "required"] = "auto"
-    #: Of ``allowed_tools``: those that may be called.
+    #: With ``allowed_tools``: the tools that may be called.
     tools: list[Annotated[ToolChoice, BeforeValidator(_flattened)]] = []
+    #: Anthropic's field for at most one call.
     disable_parallel_tool_use: bool = False
 
 
@@ -77,11 +80,11 @@ ToolChoiceField: TypeAlias = Annotated[ToolChoice, BeforeValidator(_flattened)]
 
 @dataclass(frozen=True, slots=True)
 class RequestTools:
-    """The functions of a request."""
+    """The functions of a request, and how the model may call them."""
 
-    #: Those that the prompt describes to the model.
+    #: The functions that the prompt describes to the model.
     functions: tuple[Function, ...]
-    #: Those that it may call.
+    #: The functions that the model may call.
     callable: tuple[Function, ...]
     #: Whether the answer must be a call.
     must_call: bool = False
@@ -93,7 +96,7 @@ def functions_of(tools: Sequence[ToolDefinition]) -> tuple[dict[str, Function], 
     """Return the functions that clients run, by their names, and warnings about other tools.
 
     Raises:
-        BodyError: A tool is not valid.
+        BodyError: If a tool is not valid.
     """
     functions: dict[str, Function] = {}
     warnings: list[str] = []
@@ -115,6 +118,7 @@ def functions_of(tools: Sequence[ToolDefinition]) -> tuple[dict[str, Function], 
 
 
 def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
+    """Return the schema of a tool's arguments, an object; raise `BodyError` if it is not valid."""
     if tool.type == "custom" and not tool.parameters:
         return _FREE_TEXT
     # Templates read the properties even of functions without parameters.
@@ -135,15 +139,15 @@ def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
 def chosen_tools(
     functions: Mapping[str, Function], choice: ToolChoice | None, *, is_parallel: bool
 ) -> RequestTools | None:
-    """Return what may be called; None if nothing may.
+    """Return the functions of a request with the client's choice; None if none may be called.
 
     Args:
         functions: The functions of the request by their names.
-        choice: What the client wants to be called.
-        is_parallel: Whether the client takes several calls.
+        choice: The client's choice of what may or must be called.
+        is_parallel: Whether the client accepts several calls in an answer.
 
     Raises:
-        BodyError: The choice makes no sense with these functions.
+        BodyError: If the choice is unknown, or names a function that is not there.
     """
     choice = choice or ToolChoice(type="auto")
     if choice.type == "none" or (choice.type == "auto" and not functions):
@@ -151,14 +155,14 @@ def chosen_tools(
     if not functions:
         raise BodyError("tool_choice", f"{shown(choice.type)} needs tools")
 
-    is_one = False
+    is_single_function = False
     must_call = choice.type != "auto"
     match choice.type:
         case "auto" | "required" | "any":
             names = list(functions)
         case "function" | "custom" | "tool":
             names = [choice.name]
-            is_one = True
+            is_single_function = True
         case "allowed_tools":
             names = [each.name for each in choice.tools if each.type in _RUN_BY_CLIENTS]
             must_call = choice.mode == "required"
@@ -173,5 +177,5 @@ def chosen_tools(
         tuple(functions.values()),
         tuple(functions[name] for name in dict.fromkeys(names)),
         must_call=must_call,
-        is_parallel=is_parallel and not choice.disable_parallel_tool_use and not is_one,
+        is_parallel=is_parallel and not choice.disable_parallel_tool_use and not is_single_function,
     )

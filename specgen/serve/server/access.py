@@ -21,11 +21,17 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class AccessCheck:
     """Refuses requests from those who may not use the server.
 
-    - With keys, a request needs one of them.
-    - Web pages of other origins are refused unless they are allowed: a browser sends requests for
-      any page.
-    - Without keys, requests for a host name other than the loopback's are refused, since a page can
-      let its own name point to this machine (DNS rebinding).
+    - If there are keys, a request needs one of them.
+    - Web pages of other origins are refused unless they are allowed, since any page that a user
+      visits can send requests to this server.
+    - On a loopback address without keys, requests for any other host name are refused, since a page
+      can make its own name resolve to this machine (DNS rebinding).
+
+    Args:
+        app: The application that answers other requests.
+        keys: The API keys; empty if none is needed.
+        host: The address that the server listens on.
+        origins: The origins of web pages that are allowed; ``*`` for any.
     """
 
     def __init__(
@@ -38,12 +44,13 @@ class AccessCheck:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._origins = origins
-        #: The host names that a request may be for; None: any.
-        self._names: set[str] | None = None
+        #: The host names that a request may be for; None for any.
+        self._allowed_hosts: set[str] | None = None
         if is_loopback(host) and not keys:
-            self._names = {host.lower(), *_LOOPBACK_NAMES}
+            self._allowed_hosts = {host.lower(), *_LOOPBACK_NAMES}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http":
             path = scope["path"]
@@ -56,18 +63,20 @@ class AccessCheck:
         await app(scope, receive, send)
 
     def _origin_error(self, headers: Headers) -> RequestError | None:
+        """Return the error if the request is from a web page that is not allowed."""
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return None
-        if origin.partition("://")[2] == headers.get("host", ""):
+        if origin.partition("://")[2] == headers.get("host", ""):  # the server's own page
             return None
         message = f"pages of {origin} may not use this server"
         return RequestError(403, message, "origin_not_allowed")
 
     def _host_error(self, headers: Headers) -> RequestError | None:
+        """Return the error if the request is for a host name that is not allowed."""
         host = headers.get("host", "")
-        name = re.sub(r":[0-9]*\Z", "", host).strip("[]").lower()
-        if self._names is None or name in self._names:
+        name = re.sub(r":[0-9]*\Z", "", host).strip("[]").lower()  # without the port
+        if self._allowed_hosts is None or name in self._allowed_hosts:
             return None
         return RequestError(403, f"this server does not answer for {host!r}", "host_not_allowed")
 
@@ -77,18 +86,19 @@ class AccessCheck:
         return path not in _OPEN_PATHS and not path.startswith("/page/")
 
     def _key_error(self, headers: Headers) -> RequestError | None:
-        given = [headers.get("x-api-key", "")]  # from Anthropic's clients
+        """Return the error if the request has no valid key."""
+        given_keys = [headers.get("x-api-key", "")]  # from Anthropic's clients
         scheme, _, key = headers.get("authorization", "").partition(" ")  # from OpenAI's
         if scheme.lower() == "bearer":
-            given.append(key)
-        # Every key is compared, in constant time, so that the time reveals nothing about them.
+            given_keys.append(key)
+        # Compare all keys, each in constant time, so that the time reveals nothing about them.
         matches = [
-            hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), allowed)
-            for key in given
-            for allowed in self._keys
+            hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), allowed_key)
+            for key in given_keys
+            for allowed_key in self._keys
         ]
         if any(matches):
             return None
         message = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
-        headers_wanted = {"WWW-Authenticate": "Bearer"}
-        return RequestError(401, message, "invalid_api_key", headers=headers_wanted)
+        response_headers = {"WWW-Authenticate": "Bearer"}
+        return RequestError(401, message, "invalid_api_key", headers=response_headers)

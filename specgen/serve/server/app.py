@@ -136,22 +136,22 @@ class Server:
                 CORSMiddleware,
                 allow_origins=origins,
                 allow_methods=["GET", "POST"],
-                allow_headers=["*"],  # the clients' packages send many of their own
+                allow_headers=["*"],  # client libraries send many headers of their own
             )
             middleware.append(cors)
         access = Middleware(AccessCheck, self._options.api_keys, self._options.host, origins)
         middleware.append(access)
-        handled = (HTTPException, RequestError, SpecgenError, ClientDisconnect, Exception)
+        handled_errors = (HTTPException, RequestError, SpecgenError, ClientDisconnect, Exception)
         app = Starlette(
             routes=self._routes(),
             middleware=middleware,
-            exception_handlers=dict.fromkeys(handled, _refused),
+            exception_handlers=dict.fromkeys(handled_errors, _error_response),
         )
         app.router.redirect_slashes = False
         return app
 
     def _routes(self) -> list[BaseRoute]:
-        """Return the routes to all endpoints, and to the page for browsers."""
+        """Return the routes to all endpoints, and to the chat page."""
         info = ServerInfo(self._pool, has_keys=bool(self._options.api_keys))
         routes: list[BaseRoute] = []
         for path, show in _INFO.items():
@@ -166,21 +166,23 @@ class Server:
         return [*routes, Route("/", _page), Mount("/page", PAGE)]
 
     def _post(self, path: str, handler: _ModelHandler, *, embeds: bool = False) -> Route:
-        """Return a route to an endpoint that needs a model, which the body names.
+        """Return a route to an endpoint that uses the model named in the body.
 
-        The model stays loaded until its answers are submitted, and then until they are generated.
+        The handler has a lease of the model until it returns its response. After that, unfinished
+        answers keep the model loaded.
 
         Args:
             path: The path.
             handler: Answers the request.
-            embeds: Whether it takes an embedding model, or one that generates text.
+            embeds: Whether the endpoint needs an embedding model. Otherwise it needs one that
+                generates text.
         """
 
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
             pooled = self._pool.find(body.get("model"))
             if pooled.entry.embeds != embeds:
-                raise _wrong_kind(pooled.entry.name, embeds=embeds)
+                raise _wrong_model_error(pooled.entry.name, embeds=embeds)
             model = await while_connected(request.receive, self._pool.lease(pooled))
             try:
                 return await handler(model, request, body)
@@ -196,10 +198,12 @@ async def _answer_in_thread(
     _request: HttpRequest,
     body: Json,
 ) -> Response:
+    """Answer a query: `work` makes the response from the body, in a thread."""
     return JSONResponse(await run_in_threadpool(work, model, body))
 
 
-def _wrong_kind(name: str, *, embeds: bool) -> RequestError:
+def _wrong_model_error(name: str, *, embeds: bool) -> RequestError:
+    """Return the error for a model of the other kind than the endpoint needs."""
     reason = "is an embedding model and generates no text: ask it at /v1/embeddings"
     if embeds:
         reason = "generates text and has no embeddings: serve an embedding model for them"
@@ -214,33 +218,33 @@ async def _page(request: HttpRequest) -> Response:
 
 
 def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
-    """Return an app that counts responses by their status, and accepts slashes after paths.
+    """Wrap an app so that it counts responses by status and ignores a slash at the end of paths.
 
-    Many clients follow no redirection of a POST, so a path with a slash is taken for the one
-    without.
+    The slash is removed rather than redirected, since many clients do not follow a redirection of
+    a POST.
     """
 
-    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        async def counting(message: Message) -> None:
+    async def wrapped_app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.count_response(message["status"])
             await send(message)
 
         if scope["type"] == "http":
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await app(scope, receive, counting)
+        await app(scope, receive, send_and_count)
 
-    return routed
+    return wrapped_app
 
 
-async def _refused(request: HttpRequest, error: Exception) -> Response:
-    """Return the response to a request that cannot be answered, in the format of its API.
+async def _error_response(request: HttpRequest, error: Exception) -> Response:
+    """Turn an exception into a response, in the format of the request's API.
 
-    The traceback of a bug goes to the log.
+    An unexpected exception is a bug: it is logged with its traceback.
     """
     path = request.url.path
     match error:
-        case ClientDisconnect():
+        case ClientDisconnect():  # nobody reads this response; the metrics count nginx's status
             return Response(status_code=499)
         case RequestError():
             return refusal(error, path)
@@ -248,8 +252,8 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
             return refusal(RequestError.of(error), path)
         case HTTPException():  # an unknown path or method
             message = f"{request.method} {path}: {error.detail.lower()}"
-            unknown = RequestError(error.status_code, message, headers=error.headers)
-            return refusal(unknown, path)
+            request_error = RequestError(error.status_code, message, headers=error.headers)
+            return refusal(request_error, path)
     _log.error("%s failed", path, exc_info=error)
     return refusal(RequestError(500, "the server failed; its log says how", "bug"), path)
 
@@ -277,10 +281,10 @@ def serve(
         note: Gets sentences for the user.
 
     Raises:
-        BaseException: What ended the thread of an engine: a bug, or a lost worker.
+        BaseException: If the thread of an engine has failed, from a bug or a lost worker.
     """
-    # A thread that reads a body gives up Python's lock soon: the engine's thread needs it during
-    # a decode, which asks whether to go on.
+    # Let a thread that parses a body give up Python's global lock sooner than by default: the
+    # engine's thread needs that lock during a decode, to check whether to go on.
     sys.setswitchinterval(0.0005)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     _log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""The life of the server: its connections, and an end that waits for unfinished answers."""
+"""The HTTP server: its connections, and a shutdown that waits for unfinished answers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from specgen.serve.server.model_pool import ModelPool
 from specgen.serve.server.options import ServerOptions
 from specgen.system.quantities import counted
 
-#: Connections that the system may accept before the server does.
+#: The maximum number of connections that wait to be accepted.
 _BACKLOG = 128
-#: The time for sending the ends of answers that were cut short, in seconds.
+#: The time for sending the last data of answers that were cut off, in seconds.
 _FLUSH_S = 5.0
 
 
 class DrainingServer(uvicorn.Server):
-    """A server with the models of a pool.
+    """A server that lets unfinished answers finish before it shuts down.
 
-    Told to end, it waits for its answers, but not longer than the options' `drain_s` seconds. A
+    After a first signal, it waits for its answers for at most `ServerOptions.drain_s` seconds. A
     second signal ends them at once.
 
     Args:
@@ -55,20 +55,20 @@ class DrainingServer(uvicorn.Server):
         self._note = note
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets, and tell that requests are accepted."""
+        """Listen on the sockets, and call `ready`."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to end: on a signal, or if an engine has failed."""
+        """Return whether to shut down: after a signal, or if an engine has failed."""
         return await super().on_tick(counter) or self._pool.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal to end: the first one lets answers finish, the second one ends them.
+        """Handle a signal to shut down: the first lets answers finish, the second ends them.
 
-        Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
-        end is not a failure.
+        Unlike uvicorn's own method, this does not raise the signal again after the shutdown, so
+        that the process exits without an error.
         """
         if self.should_exit:
             self._pool.cancel_all()
@@ -82,9 +82,9 @@ class DrainingServer(uvicorn.Server):
             self._note(f"ending after {counted(n_open, 'answer')} ({limit})")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for unfinished answers, but not longer than `drain_s` seconds, and then end."""
+        """Wait for unfinished answers for at most `drain_s` seconds, and then end them."""
         drain_s = self._drain_s
-        if self._pool.failure is not None:
+        if self._pool.failure is not None:  # no answer can finish
             drain_s = 0.0
         timer = asyncio.get_running_loop().call_later(drain_s, self._pool.cancel_all)
         try:
@@ -95,16 +95,17 @@ class DrainingServer(uvicorn.Server):
 
 
 def _config(app: ASGIApp, options: ServerOptions, *, is_verbose: bool) -> uvicorn.Config:
+    """Return uvicorn's configuration."""
     limits = options.limits
     return uvicorn.Config(
         app,
-        # uvicorn wants a class.
+        # uvicorn takes a class and makes the instances itself, so the limit is a class variable.
         http=type("Protocol", (_TimedProtocol,), {"head_s": limits.client_s}),
         ws="none",
         backlog=_BACKLOG,
         limit_concurrency=limits.n_connections,
         log_config=None,
-        # specgen's own log has the errors; a client that does not read its answer is not one.
+        # specgen logs errors itself. uvicorn would also log clients that do not read their answers.
         log_level="info" if is_verbose else "critical",
         access_log=is_verbose,
         lifespan="off",
@@ -115,13 +116,13 @@ def _config(app: ASGIApp, options: ServerOptions, *, is_verbose: bool) -> uvicor
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a limit on the time until the head of a request has come.
+    """HTTP/1.1 with a time limit for receiving the head of a request.
 
-    A connection that exceeds it is closed. The time begins with the connection, and again after
-    each response.
+    A connection that exceeds the limit is closed. The time starts with the connection, and again
+    after each response.
     """
 
-    #: The limit in seconds; 0: none.
+    #: The limit in seconds; 0 for no limit.
     head_s: ClassVar[float] = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -131,16 +132,20 @@ class _TimedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """End a response, and wait for the next head."""
-        last = self.cycle
+        finished_cycle = self.cycle
         super().on_response_complete()
-        self._await_head(last)
+        self._await_head(finished_cycle)
 
-    def _await_head(self, last: RequestResponseCycle | None) -> None:
-        """Close the connection if `last` is its last request still when the time is over."""
+    def _await_head(self, last_cycle: RequestResponseCycle | None) -> None:
+        """Close the connection after the time limit, unless a new request has begun by then.
 
-        def check() -> None:
-            if self.cycle is last:
+        Args:
+            last_cycle: The last request and its response; None if there was none.
+        """
+
+        def close_if_idle() -> None:
+            if self.cycle is last_cycle:
                 self.transport.close()
 
         if self.head_s > 0:
-            self.loop.call_later(self.head_s, check)
+            self.loop.call_later(self.head_s, close_if_idle)

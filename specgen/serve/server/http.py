@@ -27,7 +27,7 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
-        RequestError: The body is too large, not complete in time, or not a JSON object.
+        RequestError: If the body is too large, not complete in time, or not a JSON object.
     """
     try:
         reading = _read_body(request, limits.body_bytes)
@@ -45,28 +45,33 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     return body
 
 
-async def _read_body(request: Request, n_most: int) -> bytes:
-    """Return a body of at most `n_most` bytes; 0: of any size."""
-    error = RequestError(413, f"the body has more than {n_most} bytes", code="request_too_large")
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced) > n_most > 0:
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Return a body; raise `RequestError` if it has more than `max_bytes` bytes (0 for no limit).
+
+    A body that is too large is refused before it is read if its size is announced.
+    """
+    error = RequestError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
+    announced_size = request.headers.get("content-length", "")
+    is_number = announced_size.isascii() and announced_size.isdigit()
+    if is_number and int(announced_size) > max_bytes > 0:
         raise error
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > n_most > 0:
+        if len(data) > max_bytes > 0:
             raise error
     return bytes(data)
 
 
 def _parse_json(data: bytes) -> Any:
+    """Parse JSON, and replace lone surrogates; raise `ValueError` if it is not valid."""
     try:
         return from_json(data, allow_inf_nan=False)
     except ValueError as error:
         if "hex escape" not in str(error):
             raise
-    # A text has half of a surrogate pair, since agents that shorten texts cut characters in two.
-    # A refusal would end their session for good, so the half is replaced.
+    # Agents that shorten texts may cut a surrogate pair in two. The text stays in their
+    # conversation, so refusing it would end their session; the lone half is replaced instead.
     repaired = json.dumps(json.loads(data), ensure_ascii=False).encode(errors="replace")
     return from_json(repaired, allow_inf_nan=False)
 
@@ -74,35 +79,41 @@ def _parse_json(data: bytes) -> Any:
 async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
     """Return the result of `work`, which is cancelled if the client disconnects.
 
+    Args:
+        receive: Receives the messages of the client's connection.
+        work: The work for the client.
+
     Raises:
-        ClientDisconnect: The client has disconnected.
+        ClientDisconnect: If the client has disconnected before the work was done.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_until_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ClientDisconnect
-        return await task
+        return await work_task
     finally:
-        for each in (task, gone):
-            while not each.done():  # asyncio.wait_for may lose a cancellation, before Python 3.12
-                each.cancel()
-                await asyncio.wait((each,), timeout=0.1)
-            if not each.cancelled():
-                each.exception()  # asyncio logs exceptions that were never retrieved
+        for task in (work_task, disconnect_task):
+            while not task.done():  # before Python 3.12, asyncio.wait_for may lose a cancellation
+                task.cancel()
+                await asyncio.wait((task,), timeout=0.1)
+            if not task.cancelled():
+                task.exception()  # asyncio logs exceptions that were never retrieved
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _until_disconnect(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
 
 
 # --- responses ------------------------------------------------------------------------------------
 
 
 def refusal(error: RequestError, path: str) -> JSONResponse:
-    """Return the response to a request, in the form of the API that has this path."""
+    """Return the response with an error, in the form of the API that the path belongs to."""
     body = error.body()
     if path.startswith("/v1/messages"):
         body = error_body(body)
@@ -111,24 +122,28 @@ def refusal(error: RequestError, path: str) -> JSONResponse:
     return JSONResponse(body, error.status, headers=error.headers)
 
 
-#: The time without data after which a comment is sent, in seconds: soon at first, to show the
-#: client that its request has arrived; then now and then, so that no proxy closes the stream.
+#: The time without data after which the first comment is sent, in seconds: soon, to show the client
+#: that its request has arrived.
 _FIRST_COMMENT_S = 0.2
+#: The time between later comments, in seconds, which keep proxies from closing the stream.
 _KEEP_ALIVE_S = 5.0
 _COMMENT = b": waiting\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A stream of JSON values that stays open while there are none.
+    """A stream of JSON values that is kept open while there is no new one.
 
     Args:
         values: The values.
         on_end: Called once, whatever ends the stream: all values are sent, or the client has
             disconnected or does not read.
-        client_s: How long the client may accept no data, in seconds; 0: no limit.
-        form: ``events`` are server-sent events, which end with ``data: [DONE]``. ``named`` ones
-            have the name that is in the value's `type`, and no such end. ``lines`` are lines.
-        alive: The value to send while there is no other; None: a comment, or nothing in ``lines``.
+        client_s: The maximum time for which the client may accept no data, in seconds; 0 for no
+            limit.
+        form: ``events`` are server-sent events, which end with ``data: [DONE]``. ``named`` are
+            server-sent events that are named after the field ``type`` of their values, without such
+            an end. ``lines`` are JSON lines.
+        alive: The value to send while there is no other. With None, a comment is sent instead, or
+            nothing in ``lines``.
     """
 
     def __init__(
@@ -153,11 +168,13 @@ class EventStream(StreamingResponse):
             self._keep_alive = self._encode(alive)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the values until they end, the client disconnects, or does not read for too long."""
+
         async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), self._client_s)
 
         try:
-            # If the client has gone, or does not read, nobody needs the rest.
+            # If the client has disconnected, or does not read, nobody needs the rest.
             with contextlib.suppress(ClientDisconnect, asyncio.TimeoutError):
                 await while_connected(receive, self.stream_response(send_in_time))
         finally:
@@ -166,18 +183,19 @@ class EventStream(StreamingResponse):
     async def _encoded_events(
         self, values: AsyncIterator[Mapping[str, Any]]
     ) -> AsyncIterator[bytes]:
-        end: Mapping[str, Any] = {}
-        patience_s = _FIRST_COMMENT_S
+        """Yield the encoded values, and the value of `alive` or a comment while there is none."""
+        end: Mapping[str, Any] = {}  # what `anext` returns after the last value
+        timeout_s = _FIRST_COMMENT_S
         while True:
-            following = asyncio.ensure_future(anext(values, end))
+            next_value = asyncio.ensure_future(anext(values, end))
             try:
-                # The timeout ends only the wait; a slow step goes on.
-                while not (await asyncio.wait((following,), timeout=patience_s))[0]:
-                    patience_s = _KEEP_ALIVE_S
+                # The timeout ends only the wait; the value is still awaited.
+                while not (await asyncio.wait((next_value,), timeout=timeout_s))[0]:
+                    timeout_s = _KEEP_ALIVE_S
                     yield self._keep_alive
-                value = following.result()
+                value = next_value.result()
             finally:
-                following.cancel()
+                next_value.cancel()
             if value is end:
                 break
             yield self._encode(value)
@@ -185,6 +203,7 @@ class EventStream(StreamingResponse):
             yield b"data: [DONE]\n\n"
 
     def _encode(self, value: Mapping[str, Any]) -> bytes:
+        """Return a value as bytes, in the form of the stream."""
         data = json.dumps(value)
         if self._form == "lines":
             return f"{data}\n".encode()

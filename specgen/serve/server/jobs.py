@@ -24,7 +24,7 @@ from specgen.session.session import Session
 from specgen.system.arrays import Hidden
 from specgen.system.quantities import seconds_text
 
-#: The number of an answer in its job, and an event of that answer or the error that ended it.
+#: The number of an answer within its job, and an event of that answer or the error that ended it.
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 #: Inserts an answer into an engine.
 Insert: TypeAlias = Callable[[Engine], Request]
@@ -36,13 +36,15 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._n_asked = 0
+        #: The number of turns that were asked for.
+        self._n_requested = 0
+        #: The number of turns that are over.
         self._n_done = 0
 
     def __enter__(self) -> None:
         with self._changed:
-            turn = self._n_asked
-            self._n_asked += 1
+            turn = self._n_requested
+            self._n_requested += 1
             self._changed.wait_for(lambda: self._n_done == turn)
 
     def __exit__(self, *_: object) -> None:
@@ -52,7 +54,13 @@ class Turns:
 
 
 class Job:
-    """One HTTP request, whose events go from the engine's thread to an event loop."""
+    """The answers to one HTTP request, whose events go from the engine's thread to an event loop.
+
+    Args:
+        answers: Its requests to the engine.
+        submitted_s: The time of the HTTP request, by the monotonic clock.
+        loop: The event loop that gets the events.
+    """
 
     def __init__(
         self,
@@ -62,17 +70,22 @@ class Job:
     ) -> None:
         #: Its requests to the engine.
         self.answers = tuple(answers)
-        #: When the HTTP request came, by the monotonic clock.
+        #: The time of the HTTP request, by the monotonic clock.
         self.submitted_s = submitted_s
-        #: Whether the server ended it.
+        #: Whether the server ended its answers because it shuts down.
         self.is_cut = False
+        #: The answers that are not done, by their numbers.
         self._open = dict(enumerate(self.answers))
         self._loop = loop
+        #: The events for the client; None follows the last one.
         self._queue: asyncio.Queue[JobEvent | None] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[JobEvent]:
         """Yield the events until all answers are done. To be consumed in the job's event loop."""
-        while (event := await self._queue.get()) is not None:
+        while True:
+            event = await self._queue.get()
+            if event is None:
+                return
             yield event
 
     @property
@@ -80,27 +93,33 @@ class Job:
         """The number of answers that are not done."""
         return len(self._open)
 
-    def take(self) -> list[JobEvent]:
-        """Return the new events of the answers. Called by the thread that steps the engine."""
-        news: list[JobEvent] = []
+    def take_events(self) -> list[JobEvent]:
+        """Remove the new events of the answers from the engine's requests, and return them.
+
+        An answer that is done is no longer open. Called by the thread that steps the engine.
+        """
+        new_events: list[JobEvent] = []
         for number, answer in list(self._open.items()):
             is_done = answer.is_done  # read before the events, so that none is missed
             while answer.events:
-                news.append((number, answer.events.popleft()))
+                new_events.append((number, answer.events.popleft()))
             if answer.failure is not None:
-                news.append((number, answer.failure))
+                new_events.append((number, answer.failure))
             if is_done:
                 del self._open[number]
-        return news
+        return new_events
 
-    def send(self, news: Sequence[JobEvent]) -> None:
-        """Queue events for the client, without waiting: it may be slow, or gone."""
-        if not news:
+    def send(self, new_events: Sequence[JobEvent]) -> None:
+        """Queue events for the client, without waiting for it: it may be slow, or gone.
+
+        If no answer is open, these events are the last ones.
+        """
+        if not new_events:
             return
         is_last = not self._open
 
         def put() -> None:
-            for event in news:
+            for event in new_events:
                 self._queue.put_nowait(event)
             if is_last:
                 self._queue.put_nowait(None)
@@ -123,10 +142,10 @@ class OpenedModel:
 
     session: Session
     engine: Engine
-    #: What is closed after the engine.
+    #: The resources to close after the engine.
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    #: Called by the engine's thread while no answer is generated: with True before one begins, with
-    #: False after the last.
+    #: Called by the engine's thread while no answer is generated: with True just before an answer
+    #: begins, with False after the last one has ended.
     between_answers: Callable[[bool], None] = lambda _begins: None
 
 
@@ -137,10 +156,10 @@ class ServedModel:
         name: The name that requests give.
         opened: The model.
         metrics: Counts its work.
-        n_waiting: How many answers may wait for a free slot.
+        n_waiting: The maximum number of answers that wait for a free slot.
         turns: Held for each step, so that engines take turns with all cores.
-        idle: Called after the last answer.
-        note: Gets sentences about long prompts.
+        idle: Called when no answer is being generated any more.
+        note: Gets sentences about long prompts, for the user.
     """
 
     def __init__(
@@ -161,7 +180,8 @@ class ServedModel:
         self.n_parallel = opened.engine.n_parallel
         #: The number of answers that are generated or waiting.
         self.n_open = 0
-        #: What ended the thread, a bug or a lost worker. All answers have failed then.
+        #: The exception that ended the thread, from a bug or a lost worker; None if there was none.
+        #: After it, all answers have failed.
         self.failure: BaseException | None = None
         self._opened = opened
         self._metrics = metrics
@@ -169,8 +189,9 @@ class ServedModel:
         self._turns = turns
         self._idle = idle
         self._prefill_notes = _PrefillNotes(name, note)
-        #: Guards `n_open`, `failure` and what follows.
+        #: Guards `n_open`, `failure`, `_jobs` and `_is_closing`; notified when the last two change.
         self._changed = threading.Condition()
+        #: The jobs that have open answers.
         self._jobs: list[Job] = []
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="specgen-engine", daemon=True)
@@ -186,7 +207,7 @@ class ServedModel:
             self.engine.close()
 
     def check_room(self, n_answers: int) -> None:
-        """Raise `RequestError` if there is no room for `n_answers` more answers."""
+        """Raise `RequestError` if the queue has no room for `n_answers` more answers."""
         if self.n_open + n_answers > self.n_parallel + self._n_waiting:
             raise RequestError.queue_full()
 
@@ -194,13 +215,13 @@ class ServedModel:
         """Submit answers, all or none, from any thread.
 
         Args:
-            inserts: Insert the answers into the engine.
-            loop: The event loop that gets their events.
+            inserts: A function for each answer, which inserts it into the engine.
+            loop: The event loop that gets the events of the answers.
 
         Raises:
-            RequestError: Too many answers are waiting.
-            BackendError: The thread has ended.
-            SpecgenError: An answer cannot be inserted.
+            RequestError: If too many answers are waiting.
+            BackendError: If the thread has ended.
+            SpecgenError: If an answer cannot be inserted.
         """
         submitted_s = time.monotonic()
         with self._changed:
@@ -209,7 +230,7 @@ class ServedModel:
             self.n_open += len(inserts)
         answers: list[Request] = []
         try:
-            # Without the lock: a grammar may take long, and the thread goes on meanwhile.
+            # Without the lock, so that the thread goes on: compiling a grammar may take long.
             answers.extend(insert(self.engine) for insert in inserts)
             job = Job(answers, submitted_s, loop)
             with self._changed:
@@ -226,29 +247,33 @@ class ServedModel:
         return job
 
     def _check_running(self) -> None:
+        """Raise `BackendError` if the thread has ended, or is about to."""
         if self._is_closing or self.failure is not None:
-            raise self._ended()
+            raise self._ended_error()
 
-    def _ended(self) -> BackendError:
+    def _ended_error(self) -> BackendError:
         if self.failure is not None:
             return BackendError("the engine has failed, and the server ends")
         return BackendError("the engine is closed")
 
     def cancel(self, job: Job) -> None:
-        """End the answers of a job as they are: those that wait at once, others within a round."""
-        ended: list[FinishedEvent] = []
+        """End the answers of a job with the text that they have.
+
+        Answers that wait end at once, others with the engine's next round.
+        """
+        finished_events: list[FinishedEvent] = []
         for answer in job.answers:
             if not answer.is_done:
-                event = self.engine.cancel(answer)
-                if event is not None:
-                    ended.append(event)
-        if ended:
-            self._metrics.count_events(ended)
+                finished = self.engine.cancel(answer)
+                if finished is not None:
+                    finished_events.append(finished)
+        if finished_events:
+            self._metrics.count_events(finished_events)
             self._pass_on([job])
             self._idle()
 
     def cancel_all(self) -> None:
-        """End all answers, since the server ends."""
+        """End all answers with the text that they have, since the server shuts down."""
         with self._changed:
             jobs = list(self._jobs)
         for job in jobs:
@@ -258,10 +283,11 @@ class ServedModel:
     # --- in the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Answer jobs until the model is closed or the thread fails, then fail the open jobs."""
         failure: BaseException | None = None
         try:
             self._answer_jobs()
-        except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
+        except BaseException as error:  # noqa: BLE001 - clients must not wait for an ended thread
             failure = error
         with self._changed:
             self.failure = failure
@@ -271,7 +297,7 @@ class ServedModel:
             self.n_open -= sum(job.n_open for job in jobs)
             self._metrics.show_load(self.n_open, self.n_parallel)
         for job in jobs:
-            job.fail(self._ended())
+            job.fail(self._ended_error())
 
     def _answer_jobs(self) -> None:
         """Step the engine while there are jobs, until the model is closed."""
@@ -281,11 +307,13 @@ class ServedModel:
                 if self._is_closing:
                     return
                 jobs = list(self._jobs)
+            # A round, which may begin answers that wait.
             with self._turns:
                 if not self.engine.n_busy:
                     self._opened.between_answers(True)
                 self._step()
             self._pass_on(jobs)
+            # The turn is over here, so that other models can decode before this one learns.
             if not self.engine.n_busy:
                 with self._turns:
                     self._opened.between_answers(False)
@@ -313,66 +341,69 @@ class ServedModel:
             self._metrics.count_round(events, seconds, plain_token_s)
 
     def _plain_token_s(self) -> float | None:
-        """Return the expected time of a token in the next round if nothing drafts, in seconds.
+        """Return the expected seconds per token of the next round without drafting.
 
-        None if it is not known, if no answer has begun, or if the round has a prefill.
+        Returns:
+            None if no costs are measured, if no answer is generated, or if the round has a prefill.
         """
-        busy = [slot.request for slot in self.engine.slots if slot.request is not None]
-        if not busy or any(request.state == "prefill" for request in busy):
+        requests = [slot.request for slot in self.engine.slots if slot.request is not None]
+        if not requests or any(request.state == "prefill" for request in requests):
             return None
-        table = self.session.costs.table(n_past=busy[0].running.n_prompt)
+        table = self.session.costs.table(n_past=requests[0].running.n_prompt)
         if not table:
             return None
-        return table.seconds(len(busy)) / len(busy)
+        # Without drafting, each answer gets one token per decode.
+        n_tokens = len(requests)
+        return table.seconds(n_tokens) / n_tokens
 
     def _pass_on(self, jobs: Sequence[Job]) -> None:
-        """Send the new events of jobs to their clients.
-
-        The answers count as done before that: a client that has the last one may ask again.
-        """
+        """Send the new events of jobs to their clients, and count the answers that are done."""
         now_s = time.monotonic()
         for job in jobs:
-            with self._changed:  # another thread may cancel it
+            with self._changed:  # another thread may cancel the job
                 n_open_before = job.n_open
-                news = job.take()
+                new_events = job.take_events()
                 n_done = n_open_before - job.n_open
-                self._metrics.count_times(news, now_s - job.submitted_s)
+                self._metrics.count_times(new_events, now_s - job.submitted_s)
+                # Free the room in the queue before sending: a client that has its last event may
+                # send its next request at once.
                 if n_done:
                     self.n_open -= n_done
                     if not job.n_open:
                         self._jobs.remove(job)
                     self._metrics.show_load(self.n_open, self.n_parallel)
-                job.send(news)
+                job.send(new_events)
 
 
 class _PrefillNotes:
-    """Notes when the prefill of a long prompt begins, and when its answer does."""
+    """Tells the user when the prefill of a long prompt begins, and when its answer does."""
 
-    #: The fewest new tokens of a long prompt.
-    N_NEW = 1000
+    #: A prompt is long if it has more uncached tokens than this.
+    LONG_PROMPT_TOKENS = 1000
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         self._name = name
         self._note = note
-        #: When the prefill began, by the answer's number.
-        self._since_s: dict[int, float] = {}
+        #: The start times of unfinished prefills that were noted, by the answer's number.
+        self._started_s: dict[int, float] = {}
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Note what the events of a round tell about long prompts."""
+        """Write a note for each event at which the prefill of a long prompt begins or ends."""
         for event in events:
             number = event.sequence
-            if isinstance(event, ReadingEvent) and number not in self._since_s:
-                self._observe_first_piece(event)
-            elif isinstance(event, (CommittedEvent, FinishedEvent)) and number in self._since_s:
-                seconds = seconds_text(event.time_s - self._since_s.pop(number))
-                what = "the answer begins" if isinstance(event, CommittedEvent) else "cancelled"
-                self._note(f"{self._name}: {what} after {seconds}")
+            if isinstance(event, ReadingEvent) and number not in self._started_s:
+                self._note_start(event)
+            elif isinstance(event, (CommittedEvent, FinishedEvent)) and number in self._started_s:
+                seconds = seconds_text(event.time_s - self._started_s.pop(number))
+                outcome = "the answer begins" if isinstance(event, CommittedEvent) else "cancelled"
+                self._note(f"{self._name}: {outcome} after {seconds}")
 
-    def _observe_first_piece(self, event: ReadingEvent) -> None:
+    def _note_start(self, event: ReadingEvent) -> None:
+        """Write a note about the first progress of a prefill, if the prompt is long."""
         n_new = event.n_prompt_tokens - event.n_cached_tokens
-        if n_new <= self.N_NEW or not event.spent_s:
+        if n_new <= self.LONG_PROMPT_TOKENS or not event.spent_s:
             return
-        self._since_s[event.sequence] = event.time_s - event.spent_s
+        self._started_s[event.sequence] = event.time_s - event.spent_s
         n_in_memory = event.n_cached_tokens - event.n_loaded_tokens
         cached = f"{n_in_memory} in memory, {event.n_loaded_tokens} from disk"
         expected = seconds_text(event.spent_s + event.left_s)
@@ -392,13 +423,13 @@ class ServedEmbedder:
         name: The name that requests give.
         embedder: The model.
         metrics: Counts its work.
-        n_waiting: How many requests may wait while one is answered.
-        turns: Held for each text.
+        n_waiting: The maximum number of requests that wait while one is answered.
+        turns: Held for each text, so that models take turns with all cores.
     """
 
-    #: Requests that are answered at once.
+    #: The number of requests that are answered at once.
     n_parallel = 1
-    #: What ended the thread: nothing, since an error ends its request only.
+    #: Always None: an error ends only its request, never the thread.
     failure: BaseException | None = None
 
     def __init__(
@@ -425,10 +456,16 @@ class ServedEmbedder:
         texts: Sequence[Sequence[int]],
         encoded: Callable[[Hidden], _T],
     ) -> list[_T]:
-        """Return the `encoded` vectors of texts. Requests take turns, a text each.
+        """Return the vectors of texts in the form that `encoded` gives them.
+
+        Requests take turns, one text each.
+
+        Args:
+            texts: The tokens of each text.
+            encoded: Encodes a vector, in the model's thread.
 
         Raises:
-            RequestError: Too many requests are waiting, or the server ends.
+            RequestError: If too many requests are waiting, or the server shuts down.
         """
         if self.n_open > self._n_waiting:
             raise RequestError.queue_full()
@@ -455,7 +492,7 @@ class ServedEmbedder:
         return encoded(vector)
 
     def cancel_all(self) -> None:
-        """End all requests after their current texts, since the server ends."""
+        """End all requests after their current texts, since the server shuts down."""
         self._is_ending = True
 
     def close(self) -> None:

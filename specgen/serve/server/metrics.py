@@ -34,7 +34,7 @@ _SUMS = (
     ("loop_seconds", "loop_s", "Time of specgen itself."),
 )
 _DRAFTS = "spec_decode_num"
-#: The other counters of a model: name, help, and a label beside the model's name.
+#: The other counters of a model: name, help, and a label in addition to the model's name.
 _COUNTERS = (
     ("prompt_tokens", "Tokens of prompts as they are read, cached ones included.", ""),
     (f"{_DRAFTS}_drafts", "Drafts that the target verified.", ""),
@@ -44,7 +44,7 @@ _COUNTERS = (
     (f"{_DRAFTS}_wasted_tokens", "Drafted tokens that were verified in vain.", ""),
     ("prefix_cache_hits", "Prompts that began with cached tokens.", ""),
     ("answers", "Answers by how they ended.", "finish_reason"),
-    ("model_loads", "How often the model was loaded.", ""),
+    ("model_loads", "Number of times the model was loaded.", ""),
 )
 _GAUGES = (
     ("estimated_gain", "How many times as fast as plain decoding, by measured costs."),
@@ -72,7 +72,7 @@ class ServerMetrics:
             ["status"],
             registry=self._registry,
         )
-        #: By name.
+        #: The counters, gauges and histograms, by their names without the prefix.
         self.figures: dict[str, Any] = {}
         for name, _, text in _SUMS:
             self._add(Counter, name, text)
@@ -84,6 +84,15 @@ class ServerMetrics:
             self._add(Histogram, name, text, buckets=_BUCKETS)
 
     def _add(self, kind: Any, name: str, text: str, label: str = "", **settings: Any) -> None:
+        """Add a figure of all models.
+
+        Args:
+            kind: The class of prometheus_client: `Counter`, `Gauge` or `Histogram`.
+            name: The name without the prefix.
+            text: The help.
+            label: A label in addition to the model's name.
+            settings: Further arguments of `kind`.
+        """
         labels = ["model"]
         if label:
             labels.append(label)
@@ -91,7 +100,7 @@ class ServerMetrics:
         self.figures[name] = figure
 
     def count_response(self, status: int) -> None:
-        """Count a response."""
+        """Count a response by its HTTP status."""
         self._responses.labels(status).inc()
 
     def text(self) -> bytes:
@@ -100,33 +109,40 @@ class ServerMetrics:
 
 
 class Metrics:
-    """Counts the work of a model, also of its later loads. May be used from several threads."""
+    """Counts the work of a model, over all of its loads. May be used from several threads."""
 
     def __init__(self, server: ServerMetrics, model: str) -> None:
         self.model = model
         self._figures = server.figures
-        #: The time of all rounds without prefill, and what plain decoding would have taken for
-        #: their tokens, in seconds.
+        #: The time of all rounds without prefill.
         self._round_s = 0.0
+        #: The time that plain decoding would have taken for the tokens of these rounds.
         self._plain_s = 0.0
-        #: Tokens of prompts that are counted while they are read, by the answer's number.
+        #: The number of prompt tokens that were already counted, by the number of an unfinished
+        #: answer.
         self._n_counted: dict[int, int] = {}
-        labelled = {name for name, _, label in _COUNTERS if label}
-        for name in self._figures.keys() - labelled:
-            self._figure(name)  # so that it is there, with 0
+        # Make every figure without further labels appear with the value 0.
+        labelled_names = {name for name, _, label in _COUNTERS if label}
+        for name in self._figures.keys() - labelled_names:
+            self._figure(name)
 
     def _figure(self, name: str, *labels: object) -> Any:
         return self._figures[name].labels(self.model, *labels)
 
     def show_slots(self, n_slots: int) -> None:
-        """Show that the model was loaded, with so many slots; with 0 that it was unloaded."""
+        """Show that the model was loaded, or with 0 slots that it was unloaded."""
         self._n_counted.clear()
         self._figure("slots").set(n_slots)
         if n_slots > 0:
             self._figure("model_loads").inc()
 
     def show_load(self, n_open: int, n_parallel: int) -> None:
-        """Show how many of the open answers are being generated, and how many wait."""
+        """Show the number of answers that are generated, and the number of those that wait.
+
+        Args:
+            n_open: The number of both.
+            n_parallel: The maximum number of answers that are generated at once.
+        """
         self._figure("requests_processing").set(min(n_open, n_parallel))
         self._figure("requests_deferred").set(max(0, n_open - n_parallel))
 
@@ -146,6 +162,7 @@ class Metrics:
                     self._count_answer(event)
 
     def _count_draft(self, n_drafted: int, n_accepted: int) -> None:
+        """Count a draft that was verified."""
         self._figure(f"{_DRAFTS}_drafts").inc()
         self._figure(f"{_DRAFTS}_draft_tokens").inc(n_drafted)
         self._figure(f"{_DRAFTS}_accepted_tokens").inc(n_accepted)
@@ -154,18 +171,20 @@ class Metrics:
             self._figure(f"{_DRAFTS}_accepted_tokens_per_pos", position).inc()
 
     def _count_answer(self, event: FinishedEvent) -> None:
+        """Count a finished answer, and the rest of its prompt."""
         self._figure("answers", event.finish_reason).inc()
         if event.n_cached_tokens > 0:
             self._figure("prefix_cache_hits").inc()
-        was_read = event.n_tokens > 0 or event.finish_reason != "interrupted"
-        if was_read:
+        # An answer that was cancelled before its first token may not have read all of its prompt.
+        was_prompt_read = event.n_tokens > 0 or event.finish_reason != "interrupted"
+        if was_prompt_read:
             self._count_prompt(event.sequence, event.n_prompt_tokens)
         self._n_counted.pop(event.sequence, None)
         for name, field, _ in _SUMS:
             self._figure(name).inc(getattr(event, field))
 
     def _count_prompt(self, sequence: int, n_read: int) -> None:
-        """Count the tokens of a prompt up to `n_read`, those that are not counted yet."""
+        """Count the tokens of a prompt among its first `n_read` that are not counted yet."""
         self._figure("prompt_tokens").inc(n_read - self._n_counted.get(sequence, 0))
         self._n_counted[sequence] = n_read
 
@@ -178,18 +197,25 @@ class Metrics:
         """Count a round without prefill.
 
         Args:
-            events: Its events.
-            seconds: What it took.
-            plain_token_s: What a token of a plain round would have taken, in seconds.
+            events: The events of the round.
+            seconds: The time of the round.
+            plain_token_s: The estimated seconds per token without drafting.
         """
         n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
         self._round_s += seconds
         self._plain_s += plain_token_s * n_tokens
         self._figure("estimated_gain").set(self._plain_s / self._round_s)
 
-    def count_times(self, news: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:
-        """Count the times of answers whose request came `seconds` ago."""
-        for _, event in news:
+    def count_times(
+        self, new_events: Sequence[tuple[int, Event | SpecgenError]], seconds: float
+    ) -> None:
+        """Count the times of first tokens and of ends, and failed answers.
+
+        Args:
+            new_events: New events of a request's answers, with the numbers of the answers.
+            seconds: The time since the request came.
+        """
+        for _, event in new_events:
             match event:
                 case CommittedEvent():
                     is_first = event.n_tokens == len(event.pieces)

@@ -21,7 +21,7 @@ from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
 from specgen.system.quantities import human_bytes
 
-#: In the words of llama.cpp's server with several models.
+#: The states of a model, in the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]
 LoadedModel: TypeAlias = ServedModel | ServedEmbedder
 _log = logging.getLogger("specgen.serve.server")
@@ -32,12 +32,12 @@ class ModelEntry:
     """A model that can be served."""
 
     name: str
-    #: Loads it. It gets the turns, to be held while it decodes or opens contexts, and a function
-    #: that tells whether to give up, which it does by raising `KeyboardInterrupt`.
+    #: Loads the model. Its arguments are the turns, to be held while it decodes or opens contexts,
+    #: and a function that returns whether to give up, which it does by raising `KeyboardInterrupt`.
     open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
-    #: An estimate of its memory.
+    #: An estimate of the memory that it needs.
     n_bytes: int = 0
-    #: Whether it makes embeddings, or generates text.
+    #: Whether it makes embeddings. Otherwise it generates text.
     embeds: bool = False
 
 
@@ -49,21 +49,22 @@ class PooledModel:
     metrics: Metrics
     #: The model, while it is loaded.
     model: LoadedModel | None = None
-    #: Why it could not be loaded, the last time.
+    #: The error of the last attempt to load it; None if that succeeded.
     failure: SpecgenError | None = None
     is_loading: bool = False
-    #: The number of requests that use it, not counting those whose answers are generated.
+    #: The number of requests that hold it, from `lease` to `release`. Their unfinished answers are
+    #: counted by the model itself.
     n_leases: int = 0
     #: The requests that wait for it.
     waiting: list[asyncio.Future[LoadedModel]] = field(default_factory=list)
-    #: Provides it for those that wait.
+    #: The task that provides the model for these requests; None if none waits.
     task: asyncio.Task[None] | None = None
-    #: When it was last asked for: the number of that request.
-    used: int = 0
+    #: The number of the last request for it, which orders models by their last use.
+    last_request: int = 0
 
     @property
     def status(self) -> ModelStatus:
-        """Whether the model is loaded."""
+        """Whether the model is loaded, or being loaded."""
         if self.is_loading:
             return "loading"
         return "unloaded" if self.model is None else "loaded"
@@ -80,7 +81,7 @@ class PooledModel:
 
 
 class ModelPool:
-    """Maps names to models, and keeps those loaded that were used last, as far as memory allows.
+    """Maps names to models, and keeps the most recently used ones loaded, as far as memory allows.
 
     One thread loads and unloads models. A model with unfinished answers stays loaded: a request for
     another one waits if memory has no room for both. From then on all requests wait their turn, so
@@ -88,9 +89,10 @@ class ModelPool:
     Coroutines belong to one event loop. Leaving the context closes all models.
 
     Args:
-        entries: The models. Any name stands for a single one.
-        limits: At most `n_waiting` requests wait, or one if that is 0, for `request_s` seconds.
-        memory_bytes: The memory for the estimated sizes of loaded models.
+        entries: The models. If there is only one, any name stands for it.
+        limits: At most `n_waiting` requests (or one, if that is 0) wait for at most `request_s`
+            seconds.
+        memory_bytes: The maximum of the loaded models' estimated sizes, all together.
         note: Gets sentences for the user.
     """
 
@@ -113,11 +115,13 @@ class ModelPool:
         self._is_ending = threading.Event()
         #: Held by the task that provides a model.
         self._providing = asyncio.Lock()
-        #: Set when a model may have become idle, or a request has gone.
+        #: Set when a model may have become idle, or a request no longer waits.
         self._changed = asyncio.Event()
+        #: The event loop of the coroutines; None until a request has waited.
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: Whether a model waits until another one is idle.
+        #: Whether a model cannot be loaded until another one is idle.
         self._lacks_room = False
+        #: The number of requests so far.
         self._n_requests = 0
 
     def __enter__(self) -> ModelPool:
@@ -130,7 +134,7 @@ class ModelPool:
             for model in self.loaded:
                 stack.callback(model.close)
 
-    # --- what is there ------------------------------------------------------------------------
+    # --- the state of the models --------------------------------------------------------------
 
     @property
     def loaded(self) -> list[LoadedModel]:
@@ -138,7 +142,11 @@ class ModelPool:
         return [pooled.model for pooled in self.models.values() if pooled.model is not None]
 
     def find(self, name: object) -> PooledModel:
-        """Return the model that a request's `model` stands for. Raise `RequestError`."""
+        """Return the model that a request names in its field ``model``.
+
+        Raises:
+            RequestError: If there is no model of that name, or no name but several models.
+        """
         if len(self.models) == 1:
             return next(iter(self.models.values()))
         if isinstance(name, str) and name in self.models:
@@ -159,7 +167,7 @@ class ModelPool:
 
     @property
     def n_open(self) -> int:
-        """The number of answers that are generated, and of requests that wait."""
+        """The number of unfinished answers, plus the number of requests that wait for a model."""
         return sum(model.n_open for model in self.loaded) + self._n_waiting
 
     @property
@@ -177,30 +185,34 @@ class ModelPool:
     # --- leases -------------------------------------------------------------------------------
 
     def load(self, name: str) -> LoadedModel:
-        """Load a model before the server runs. Raise what `ModelEntry.open` raises."""
+        """Load a model before the server runs, with the exceptions of `ModelEntry.open`."""
         return self._load(self.models[name])
 
     async def lease(self, pooled: PooledModel) -> LoadedModel:
-        """Return a model when its turn has come; it stays loaded until `release`.
+        """Return a model once it is loaded; it then stays loaded until `release`.
 
         Raises:
-            RequestError: It cannot be loaded, or not in time; too many requests are waiting; or the
-                server ends.
+            RequestError: If it cannot be loaded, or not in time; if too many requests are waiting;
+                or if the server shuts down.
         """
         if self._is_ending.is_set():
             raise RequestError.ending()
         self._n_requests += 1
-        pooled.used = self._n_requests
+        pooled.last_request = self._n_requests
         if pooled.model is not None and not self._lacks_room:
             pooled.n_leases += 1
             return pooled.model
-        # If none could wait, no model would ever be loaded.
+        # At least one request may always wait, or no model could ever be loaded.
         if self._n_waiting >= max(1, self._limits.n_waiting):
             raise RequestError.queue_full()
         return await self._wait_for(pooled)
 
     async def _wait_for(self, pooled: PooledModel) -> LoadedModel:
-        """Return a leased model when its task provides it. Raise `RequestError`."""
+        """Wait until the model's task has leased it to this request, and return it.
+
+        Raises:
+            RequestError: If the task fails, or the time is over.
+        """
         self._loop = asyncio.get_running_loop()
         request: asyncio.Future[LoadedModel] = self._loop.create_future()
         pooled.waiting.append(request)
@@ -209,9 +221,9 @@ class ModelPool:
         try:
             await asyncio.wait((request,), timeout=self._limits.request_s or None)
             if not request.done():
-                raise self._too_late(pooled)
+                raise self._timeout_error(pooled)
             return request.result()
-        except asyncio.CancelledError:  # the client has gone
+        except asyncio.CancelledError:  # the client has disconnected, perhaps with a lease
             if request.done() and not request.cancelled() and request.exception() is None:
                 self.release(pooled)
             raise
@@ -221,7 +233,7 @@ class ModelPool:
                 pooled.waiting.remove(request)
             self._changed.set()
 
-    def _too_late(self, pooled: PooledModel) -> RequestError:
+    def _timeout_error(self, pooled: PooledModel) -> RequestError:
         message = f"{pooled.entry.name} could not be loaded in {self._limits.request_s:g} s"
         if self._lacks_room:
             message += ": the memory is full of models that generate answers"
@@ -244,14 +256,14 @@ class ModelPool:
     # --- loading ------------------------------------------------------------------------------
 
     async def _provide(self, pooled: PooledModel) -> None:
-        """Give a model to the requests that wait for it, or the error if it cannot be loaded."""
+        """Load a model and lease it to the waiting requests, or give them the error."""
         name = pooled.entry.name
         try:
             async with self._providing:
                 if pooled.model is None and await self._make_room(pooled):
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self._loader, self._load, pooled)
-                self._give(pooled)
+                self._lease_to_waiting(pooled)
         except SpecgenError as error:
             status = 503 if isinstance(error, MemoryLimitError) else 500
             message = f"{name} cannot be loaded: {error.message}"
@@ -265,8 +277,11 @@ class ModelPool:
             message = "the server failed; its log says how"
             self._refuse(pooled, RequestError(500, message, code="bug"))
 
-    def _give(self, pooled: PooledModel) -> None:
-        """Lease a model to the requests that wait for it; without it, nobody waits any more."""
+    def _lease_to_waiting(self, pooled: PooledModel) -> None:
+        """Lease a model to the requests that wait for it.
+
+        If it is not loaded, that is because none of them waits any more.
+        """
         pooled.task = None
         waiting = pooled.waiting
         pooled.waiting = []
@@ -276,22 +291,22 @@ class ModelPool:
                 request.set_result(pooled.model)
 
     async def _make_room(self, pooled: PooledModel) -> bool:
-        """Unload the models that were not used for longest, until another one has room.
+        """Make room for a model by unloading the least recently used ones, waiting if necessary.
 
         Returns:
-            Whether a request still waits for it.
+            Whether there is room. If not, no request waits for the model any more.
         """
         try:
             while pooled.is_wanted:
-                loaded = [each for each in self.models.values() if each.model is not None]
-                idle = [each for each in loaded if each.is_idle]
+                loaded = [other for other in self.models.values() if other.model is not None]
+                idle = [other for other in loaded if other.is_idle]
                 needed_bytes = _total_bytes([*loaded, pooled])
                 if needed_bytes <= self._memory_bytes:
                     return True
                 self._changed.clear()
                 if needed_bytes - _total_bytes(idle) <= self._memory_bytes:
-                    await self._unload(min(idle, key=lambda each: each.used))
-                else:
+                    await self._unload(min(idle, key=lambda other: other.last_request))
+                else:  # even without the idle models there is no room
                     self._lacks_room = True
                     await self._changed.wait()
             return False
@@ -299,19 +314,20 @@ class ModelPool:
             self._lacks_room = False
 
     async def _unload(self, pooled: PooledModel) -> None:
+        """Close a model in the loader's thread, if it is loaded."""
         model = pooled.model
         if model is None:
             return
         pooled.model = None
         try:
             await asyncio.get_running_loop().run_in_executor(self._loader, model.close)
-        except Exception:  # noqa: BLE001 - it closes all that it can, so that there is room
+        except Exception:  # noqa: BLE001 - `close` frees all that it can, so there is room now
             _log.exception("%s was not closed as it should be", pooled.entry.name)
         pooled.metrics.show_slots(0)
         self._note(f"unloaded {pooled.entry.name}")
 
     def _load(self, pooled: PooledModel) -> LoadedModel:
-        """Load a model, in the loader's thread, or before the server runs."""
+        """Load a model. Called in the loader's thread, or before the server runs."""
         name = pooled.entry.name
         started_s = time.perf_counter()
         opened = self._open(pooled)
@@ -333,12 +349,14 @@ class ModelPool:
         pooled.metrics.show_slots(model.n_parallel)
         if len(self.models) > 1:
             seconds = time.perf_counter() - started_s
-            used = _total_bytes(each for each in self.models.values() if each.model is not None)
-            in_use = f"{human_bytes(used)} of {human_bytes(int(self._memory_bytes))} in use"
+            loaded = [other for other in self.models.values() if other.model is not None]
+            allowed = human_bytes(int(self._memory_bytes))
+            in_use = f"{human_bytes(_total_bytes(loaded))} of {allowed} in use"
             self._note(f"loaded {name} in {seconds:.1f} s; {in_use}")
         return model
 
     def _open(self, pooled: PooledModel) -> OpenedModel | Embedder:
+        """Call `ModelEntry.open`, and keep its error for the state of the model."""
         pooled.is_loading = True
         pooled.failure = None
         try:
@@ -354,7 +372,7 @@ class ModelPool:
             pooled.is_loading = False
 
     def _wake(self) -> None:
-        """Tell those who wait, from any thread, that a model has become idle."""
+        """Tell the waiting task, from any thread, that a model has become idle."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._changed.set)

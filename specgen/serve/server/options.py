@@ -25,11 +25,12 @@ _server = partial(option, panel="Server")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of requests. 0 is no limit, except for `n_waiting`."""
+    """Limits of requests. 0 means no limit, except for `n_waiting`."""
 
-    #: The size of a request's body.
+    #: The maximum size of a request's body.
     body_bytes: int = 8 * 1024 * 1024
-    #: Connections at once; more requests get status 503. Many systems allow 1024 descriptors.
+    #: The maximum number of connections; further requests get status 503. Many systems allow a
+    #: process 1024 open files, which include connections.
     n_connections: int = 500
     prompt_tokens: int = _limit(
         0,
@@ -74,11 +75,12 @@ class ServedOptions:
     """The options of one of a server's models."""
 
     models: ModelChoice
-    #: Finds the files of a choice of models, and adds all other options.
+    #: Finds the files of `models`, and adds all other options.
     find: Callable[[ModelChoice], WantedSession]
     #: Whether drafts learn from requests.
     learns: bool = False
-    #: How many answers to generate at once; None: `N_PARALLEL`, or fewer if the memory is small.
+    #: The number of answers to generate at once; None for `N_PARALLEL`, or fewer if the memory has
+    #: no room for as many.
     n_parallel: int | None = None
 
 
@@ -107,7 +109,7 @@ class ServerOptions:
         parse=utf8,
         show_default="its file's",
     )
-    #: Every request needs one of these keys; without keys, everybody who can reach the server may
+    #: The keys of which every request needs one. If empty, everybody who can reach the server may
     #: use it.
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = _server(
@@ -143,12 +145,12 @@ def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
 
     Args:
         host: The address, or its name.
-        port: The port; 0: any free one.
-        client_s: How long a client may accept no data before the system drops its connection, if
-            the system can; 0: no limit.
+        port: The port; 0 for any free one.
+        client_s: The time without acknowledged data after which the system drops a client's
+            connection, in seconds, if it supports that; 0 for no limit.
 
     Raises:
-        UsageError: There is no such address, or another program listens there.
+        UsageError: If there is no such address, or another program listens there.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""The files of the page for browsers, and the headers that protect it."""
+"""The files of the chat page, and the headers that protect it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-# Some machines map .js to plain text, and browsers do not run such a script.
+# Some systems map .js to plain text, and browsers do not run scripts of that type.
 for _ending in (".js", ".mjs"):
     mimetypes.add_type("text/javascript", _ending)
-#: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model, and
-#: no look-up of the hosts that an answer has links to.
+#: Only the page's own files may be loaded: no scripts or styles from elsewhere or within a model's
+#: answers. Hosts that an answer links to are not looked up in advance.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -24,10 +24,10 @@ _HEADERS = {
 
 
 class _PageFiles(StaticFiles):
-    """Files with these headers."""
+    """Serves the files with `_HEADERS`."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """Return the response with a file."""
+        """Return the response with a file, with the headers added."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(_HEADERS)
         return response

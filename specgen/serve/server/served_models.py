@@ -1,4 +1,4 @@
-"""The models that a server offers: a single one, those of a file, or those in a folder."""
+"""The models that a server offers: one model, the models of a TOML file, or those in a folder."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from specgen.system.files import correct, read_toml
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
-#: Makes the options of a model from the table of its own in a file; what the table lacks is as on
-#: the command line. Raises `UsageError`.
+#: Makes the options of a model from its table in a TOML file; options that the table lacks are as
+#: on the command line. Raises `UsageError` if an option is not valid.
 OptionsOf = Callable[[Mapping[str, Any]], ServedOptions]
 
 
@@ -43,30 +43,32 @@ OptionsOf = Callable[[Mapping[str, Any]], ServedOptions]
 class ModelLoader:
     """Loads models for a server."""
 
+    #: Tells the user about progress.
     reporter: Reporter
-    #: Whether what is learnt about drafts in one request is used for later ones.
+    #: Whether later requests may use what drafts have learnt from earlier ones.
     learns_across: bool
-    #: Whether a signal asked the server to end.
+    #: Returns whether a signal has asked the server to end.
     stop: Callable[[], bool]
     #: The memory that several models share; None for a single model.
     memory_bytes: float | None = None
 
     @cached_property
     def _measurements(self) -> MeasurementStore:
-        """The measurements of this machine, which all models share.
-
-        A model that is loaded again also finds those that are not written to the file.
-        """
+        """The measurements of this machine, shared by all models and kept between their loads."""
         return open_measurements()
 
     def entry(self, name: str, model: ServedOptions) -> ModelEntry:
-        """Return a model of the pool, after fetching what is missing.
+        """Return an entry of the pool for a model, after fetching its files if necessary.
+
+        Args:
+            name: The model's name in requests; empty for the name of its file.
+            model: The options of the model.
 
         Raises:
-            UsageError: The options exclude each other.
-            MemoryLimitError: It needs more than the memory, even with one answer at a time.
-            ModelFileError: A file cannot be used.
-            FetchError: A file cannot be fetched.
+            UsageError: If the options exclude each other.
+            MemoryLimitError: If it needs too much memory, even with one answer at a time.
+            ModelFileError: If a file cannot be used.
+            FetchError: If a file cannot be fetched.
         """
         if model.learns and not self.learns_across:
             hint = "if that is acceptable, add --learn-across-requests"
@@ -79,6 +81,7 @@ class ModelLoader:
                 raise UsageError(f"{name} is an embedding model: leave out --draft")
             return self._embedder(name, wanted.options)
 
+        # Without a given number of answers at once, there are as many as the memory has room for.
         n_parallel = model.n_parallel or N_PARALLEL
         make_engine: Callable[..., Engine] = Engine
         if model.n_parallel is None:
@@ -88,28 +91,30 @@ class ModelLoader:
         if self.memory_bytes is not None:
             check_file(target)
             n_bytes = _needed_bytes(wanted, n_parallel)
+            # Generate fewer answers at once if the model does not fit otherwise.
             while n_bytes > self.memory_bytes and n_parallel > 1 and model.n_parallel is None:
                 n_parallel //= 2
                 n_bytes = _needed_bytes(wanted, n_parallel)
             self._check_memory(name, n_bytes)
             reporter = reporter.prefixed(f"{name}: ")
 
-        def opened(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
+        def open_model(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
             def stops() -> bool:
                 return self.stop() or interrupted()
 
             return self._open(wanted, n_parallel, make_engine, reporter, turns, stops)
 
-        return ModelEntry(name, opened, n_bytes)
+        return ModelEntry(name, open_model, n_bytes)
 
     def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
+        """Return an entry of the pool for an embedding model."""
         file = options.target
         context = options.target_context
         check_file(file)
         n_ctx, n_bytes = _embedder_needs(file, context)
         self._check_memory(name, n_bytes)
 
-        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+        def open_embedder(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
             with turns:
                 embedder = Embedder(file, context, n_ctx)
             self.reporter.note(
@@ -117,7 +122,7 @@ class ModelLoader:
             )
             return embedder
 
-        return ModelEntry(name, opened, n_bytes, embeds=True)
+        return ModelEntry(name, open_embedder, n_bytes, embeds=True)
 
     def _open(
         self,
@@ -128,10 +133,19 @@ class ModelLoader:
         turns: Turns,
         stops: Callable[[], bool],
     ) -> OpenedModel:
-        """Load a model and open its engine, while `turns` keeps the other models from decoding."""
+        """Load a model and open its engine, while `turns` keeps the other models from decoding.
 
-        def save() -> None:
-            with turns:  # nothing learns meanwhile
+        Args:
+            wanted: The files and options of the model.
+            n_parallel: The number of answers at once.
+            make_engine: Makes the engine.
+            reporter: Tells the user about progress.
+            turns: The turns of all models.
+            stops: Returns whether to give up.
+        """
+
+        def save_measurements() -> None:
+            with turns:  # so that no model changes them meanwhile
                 self._measurements.save()
 
         with contextlib.ExitStack() as stack:
@@ -143,8 +157,8 @@ class ModelLoader:
                     measurements=self._measurements,
                 )
                 stack.enter_context(session)
-                stack.callback(save)
-                news = calibrate(session, stops, reporter.status)
+                stack.callback(save_measurements)
+                notices = calibrate(session, stops, reporter.status)
                 engine = make_engine(
                     session,
                     n_parallel=n_parallel,
@@ -152,7 +166,7 @@ class ModelLoader:
                     learn_alone=not self.learns_across,
                 )
             stack.callback(engine.close)
-            engine.notify(news)
+            engine.notify(notices)
             reporter.note(
                 f"{counted(engine.n_parallel, 'answer')} at once, "
                 f"contexts of {engine.n_ctx} tokens; draft: {session.draft_name}"
@@ -167,6 +181,7 @@ class ModelLoader:
             return OpenedModel(session, engine, stack.pop_all(), between_answers)
 
     def _check_memory(self, name: str, n_bytes: int) -> None:
+        """Raise `MemoryLimitError` if a model needs more than `memory_bytes`."""
         if self.memory_bytes is not None and n_bytes > self.memory_bytes:
             allowed = human_bytes(int(self.memory_bytes))
             raise MemoryLimitError(
@@ -177,10 +192,13 @@ class ModelLoader:
 
 @contextlib.contextmanager
 def _weights(options: SessionOptions) -> Iterator[None]:
-    """Load the weights of a target, which takes longest, while other models decode.
+    """Keep the weights of a target loaded for the duration of a context.
 
-    If the kernels cannot compute it, they are switched while it loads. Then it is loaded later,
-    when nothing decodes.
+    Loading them takes longest, and needs no turn: other models decode meanwhile. A session that is
+    opened within the context shares these weights.
+
+    If the kernels cannot compute the target, nothing is loaded here: the session then switches the
+    kernels while it loads, when no other model decodes.
     """
     refuse_draft(options.target)
     if kernel_problem(options.target):
@@ -205,11 +223,16 @@ def _weights(options: SessionOptions) -> Iterator[None]:
 def read_models(path: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
     """Return the models of a TOML file, or those in a folder that can be served.
 
+    Args:
+        path: The file or the folder.
+        options_of: Makes the options of a model.
+        loader: Makes the entries of the pool.
+
     Raises:
-        UsageError: The file or the folder has no models, or an option is not valid.
-        ModelFileError: A model's file cannot be used.
-        MemoryLimitError: A model needs more memory than all may use.
-        FetchError: A file cannot be fetched.
+        UsageError: If the file or the folder has no models, or an option is not valid.
+        ModelFileError: If a model's file cannot be used.
+        MemoryLimitError: If a model needs more memory than all models may use.
+        FetchError: If a file cannot be fetched.
     """
     models = options_of({}).models
     if models.target or models.draft or models.pair:
@@ -234,7 +257,7 @@ def _in_file(
     options_of: OptionsOf,
     loader: ModelLoader,
 ) -> ModelEntry:
-    """Return a model of a file; errors say where in the file it is."""
+    """Return the model of a table in a TOML file; errors say which table it is."""
     try:
         if not isinstance(table, dict):
             raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
@@ -249,23 +272,23 @@ def _in_file(
 
 
 def _in_its_folder(value: Any, folder: Path) -> Any:
-    """Return an option's value; one that names a file in the folder becomes its path."""
+    """Return an option's value; the name of a file in the folder becomes the file's path."""
     if isinstance(value, list):
-        return [_in_its_folder(each, folder) for each in value]
+        return [_in_its_folder(item, folder) for item in value]
     file = folder / str(value)
     return str(file) if os.path.isfile(file) else value  # noqa: PTH113
 
 
 def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
-    """Return the models in a folder and those below it, except for files that cannot be served."""
+    """Return the models in a folder and its subfolders, without files that cannot be served."""
     entries: dict[str, ModelEntry] = {}
     common = options_of({})
-    # Files further up get the short names.
-    for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
+    # If files have the same name, the one in the upper folder gets the short name.
+    for path in sorted(folder.rglob("*.gguf"), key=lambda file: (len(file.parts), file)):
         shard = SHARD.fullmatch(path.name)
         name = path.name.removesuffix(".gguf")
         if shard is not None:
-            if int(shard["number"]) > 1:
+            if int(shard["number"]) > 1:  # the first shard stands for the model
                 continue
             name = shard["stem"]
         if name in entries:
@@ -282,16 +305,16 @@ def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list
 
 
 def _check_loads(path: Path) -> None:
-    """Raise `ModelFileError` if llama.cpp cannot load a model."""
-    kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
-    kind(path, vocabulary_only=True).close()
+    """Raise `ModelFileError` if llama.cpp cannot load a model; its weights are not tried."""
+    model_class = LlamaModel if pooling_of(path) is None else EmbeddingModel
+    model_class(path, vocabulary_only=True).close()
 
 
 # --- the memory of models, from the metadata of their files --------------------------------------
 
 
 def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
-    """Estimate the memory of a target, its largest draft with its helpers, and their contexts."""
+    """Estimate the memory of a target, its largest draft, the helpers, and all their contexts."""
     options = wanted.options
     context = options.target_context
     n_ctx = usual_n_ctx(context.n_ctx, _trained_context(options.target)) * n_parallel
@@ -308,19 +331,22 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
-    """Return the size of an embedding model's context, and an estimate of all its memory."""
+    """Return the size of an embedding model's context in tokens, and its estimated memory."""
     n_train = _trained_context(target)
     n_ctx = usual_n_ctx(context.n_ctx, n_train)
     if n_train:
         n_ctx = min(n_ctx, n_train)
     with GgufMetadata(target) as about:
         n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    logits_bytes = 4 * n_ctx * n_vocab  # llama.cpp reserves them, too
+    logits_bytes = 4 * n_ctx * n_vocab  # llama.cpp reserves a float32 row of logits per token
     return n_ctx, _model_bytes(target, context, n_ctx) + logits_bytes
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
-    """Estimate the size of weights and context, as if all layers had the most heads of any."""
+    """Estimate the memory of a model's weights and of a context of `n_tokens` tokens.
+
+    If the number of heads differs between layers, all are taken to have the maximum.
+    """
     with GgufMetadata(file) as about:
         name = about.text("general.architecture")
         n_layers = about.number(f"{name}.block_count")

@@ -46,8 +46,8 @@ _TYPES = {
     "items": "array",
     "fields": "object",
 }
-#: Texts for the first argument: an awkward one first, for templates that escape texts, and then
-#: texts for those that do not.
+#: Texts for the first argument, the most difficult first: a template that does not escape texts can
+#: only be read with one of the others.
 _TEXTS = ("q\"<&\\\n'z {} </x>", 'a "quoted" <b> & {c}', "plain qz")
 _PROBES: tuple[Arguments, ...] = tuple(
     {
@@ -86,15 +86,15 @@ _CONTENT = "@@plain@@"
 # --- patterns of what templates write -------------------------------------------------------------
 
 _TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
-#: Marks of an empty thought before calls, and after them of the end of a turn, or of the beginning
-#: of a result.
+#: Marks around calls that are not part of them: an empty thought before them, and the end of the
+#: turn or the beginning of a result after them.
 _AROUND_CALLS = re.compile(
     r"\A(?:\s*<[^<>]*think[^<>]*>)+"
     r"|(?:\s*(?:<\|calls?\|>"
     r"|<[^<>]*(?:eo[mst]|im_end|response|end\Wof\Wsentence|assistant)[^<>]*>))+\s*\Z",
     re.IGNORECASE,
 )
-#: The marks that a reader of thoughts takes away.
+#: The marks of thinking blocks, which are removed from answers before calls are read.
 _THOUGHT_MARKS = [mark for family in FAMILIES for mark in family.around]
 _READS_TOOLS = re.compile(r"\b(?:tools|functions|tool_calls)\b")
 _ID_PATTERN = "|".join(_IDS)
@@ -105,11 +105,11 @@ _JSON_DECODER = json.JSONDecoder()
 def form_of(
     template: str, has_token: Callable[[str], bool] = lambda _name: False
 ) -> CallForm | None:
-    """Return the form of a model's calls.
+    """Return the form in which a model writes tool calls.
 
     Args:
         template: The model's chat template.
-        has_token: Whether the model has a control token of this name.
+        has_token: Tells whether the model has a control token of this name.
 
     Returns:
         None if the template takes no tools, or writes calls in a form that specgen cannot read.
@@ -129,18 +129,19 @@ def form_of(
 
 @functools.lru_cache(maxsize=32)
 def _probed_form(template: str) -> CallForm | None:
+    """Return the form of the calls that a template renders; None if no form reads them back."""
     for arguments in _PROBES:
         first_call = (_NAME, arguments)
         try:
-            one = _rendered_calls(template, [first_call])
+            one_call = _rendered_calls(template, [first_call])
         except PromptError:
             continue
         try:
-            two = _rendered_calls(template, [first_call, (_SECOND_NAME, {})])
+            two_calls = _rendered_calls(template, [first_call, (_SECOND_NAME, {})])
         except PromptError:  # the template takes one call at a time
-            two = None
-        for form in _candidates(one, two, arguments):
-            if _reads_back(form, one, two, arguments):
+            two_calls = None
+        for form in _candidates(one_call, two_calls, arguments):
+            if _reads_back(form, one_call, two_calls, arguments):
                 return form
     return None
 
@@ -149,29 +150,38 @@ def _probed_form(template: str) -> CallForm | None:
 
 
 def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> str:
-    """Return the text of calls in a conversation, without what surrounds every answer."""
-    made: list[ToolCall] = []
+    """Render calls in a conversation, and return their text without the marks of any answer.
+
+    Args:
+        template: The model's chat template.
+        calls: The name and the arguments of each call.
+
+    Raises:
+        PromptError: If the template refuses these calls.
+    """
+    tool_calls: list[ToolCall] = []
     results: list[Message] = []
     for identity, (name, arguments) in zip(_IDS, calls, strict=False):
-        made.append(ToolCall(identity, name, arguments))
+        tool_calls.append(ToolCall(identity, name, arguments))
         results.append(Message("tool", "result", tool_call_id=identity, name=name))
     user = Message("user", "hello")
-    plain = Message("assistant", _CONTENT)
-    called = Message("assistant", "", tuple(made))
+    plain_answer = Message("assistant", _CONTENT)
+    calling_answer = Message("assistant", "", tuple(tool_calls))
     with contextlib.suppress(PromptError):
-        called_text = _render(template, [user, called])
-        plain_text = _render(template, [user, plain])
-        calls_text = _added_text(called_text, plain_text, has_results=False)
+        text_with_calls = _render(template, [user, calling_answer])
+        text_without = _render(template, [user, plain_answer])
+        calls_text = _added_text(text_with_calls, text_without, has_results=False)
         if calls_text:
             return calls_text
     # Some templates write only calls that have results, and some need an answer after these.
-    end = [plain, Message("user", "x")]
-    called_text = _render(template, [user, called, *results, *end])
-    plain_text = _render(template, [user, *end])
-    return _added_text(called_text, plain_text, has_results=True)
+    end = [plain_answer, Message("user", "x")]
+    text_with_calls = _render(template, [user, calling_answer, *results, *end])
+    text_without = _render(template, [user, *end])
+    return _added_text(text_with_calls, text_without, has_results=True)
 
 
 def _render(template: str, messages: list[Message]) -> str:
+    """Render messages and tools, without the marks of thinking blocks."""
     text = render(
         template,
         messages,
@@ -184,71 +194,87 @@ def _render(template: str, messages: list[Message]) -> str:
     return without_marks(text, _THOUGHT_MARKS)
 
 
-def _added_text(called: str, plain: str, *, has_results: bool) -> str:
-    """Return the calls in a conversation, by comparing it with one without calls.
+def _added_text(with_calls: str, without_calls: str, *, has_results: bool) -> str:
+    """Return the text of the calls in a conversation, by comparing it with one without calls.
+
+    Args:
+        with_calls: The rendered conversation with calls.
+        without_calls: The same conversation with the answer `_CONTENT` instead of the calls.
+        has_results: Whether the results of the calls follow in `with_calls`.
 
     Returns:
-        An empty text if there are no calls.
+        An empty text if the template does not write the calls.
     """
-    # Leave out what both have in common, but no part of a tag.
-    start = common_prefix_length(called, plain)
-    if _ends_in_tag(called[:start]):
-        start = called.rfind("<", 0, start)
-    added = called[start:]
+    # Leave out the common beginning and the common end, but never cut through a tag.
+    start = common_prefix_length(with_calls, without_calls)
+    if _ends_within_tag(with_calls[:start]):
+        start = with_calls.rfind("<", 0, start)
+    added = with_calls[start:]
     if _NAME not in added:
         return ""
-    n_common_end = common_prefix_length(added[::-1], plain[start:][::-1])
+    n_common_end = common_prefix_length(added[::-1], without_calls[start:][::-1])
     end = len(added) - n_common_end
-    if _ends_in_tag(added[:end]):
+    if _ends_within_tag(added[:end]):
         end = added.find(">", end) + 1
     added = added[:end]
     # Results follow the tag that ends any answer.
-    _, _, after_content = plain.partition(_CONTENT)
+    _, _, after_content = without_calls.partition(_CONTENT)
     answer_end = _TAG.search(after_content)
     if has_results and answer_end is not None:
         added, _, _ = added.partition(answer_end[0])
     return _AROUND_CALLS.sub("", added)
 
 
-def _ends_in_tag(text: str) -> bool:
+def _ends_within_tag(text: str) -> bool:
     return text.rfind("<") > text.rfind(">")
 
 
 # --- candidates -----------------------------------------------------------------------------------
 
 
-def _candidates(one: str, two: str | None, probe: Arguments) -> Iterator[CallForm]:
-    """Yield possible forms, by what the template writes for one call and for two."""
-    name_start = one.find(_NAME)
+def _candidates(one_call: str, two_calls: str | None, probe: Arguments) -> Iterator[CallForm]:
+    """Yield the forms in which the template may have written the calls.
+
+    Args:
+        one_call: The text that the template writes for one call.
+        two_calls: The text for two calls, the second one without arguments; None if the template
+            refuses two calls.
+        probe: The arguments of the first call.
+    """
+    name_start = one_call.find(_NAME)
     if name_start < 0:
         return
     name_end = name_start + len(_NAME)
-    for begin in re.finditer(r"[{(]", one[name_end:]):
-        arguments_start = name_end + begin.start()
+    # If all arguments are one value, it begins at a bracket from which a reader gets the probe.
+    for bracket in re.finditer(r"[{(]", one_call[name_end:]):
+        arguments_start = name_end + bracket.start()
         for style in get_args(Style):
-            read = ArgumentsReader(style).read(one[arguments_start:])
-            if not read.is_over or json.loads(read.json) != probe:
+            parsed = ArgumentsReader(style).read(one_call[arguments_start:])
+            if not parsed.is_over or json.loads(parsed.json) != probe:
                 continue
             form = CallForm(
-                opening=one[:name_start],
-                after_name=one[name_end:arguments_start],
-                closing=one[arguments_start + read.n_read :],
+                opening=one_call[:name_start],
+                after_name=one_call[name_end:arguments_start],
+                closing=one_call[arguments_start + parsed.n_read :],
                 style=style,
-                keys=_object_keys(one, name_start),
+                keys=_object_keys(one_call, name_start),
             )
-            if "<escape>" in one:  # FunctionGemma
+            if "<escape>" in one_call:  # FunctionGemma
                 form = replace(form, quote="<escape>")
-            yield _with_second_call(form, two)
-    form_of_pairs = _pairs_form(one, name_start, probe)
-    if form_of_pairs is not None:
-        yield _with_second_call(form_of_pairs, two)
+            yield _with_second_call(form, two_calls)
+    pairs_form = _pairs_form(one_call, name_start, probe)
+    if pairs_form is not None:
+        yield _with_second_call(pairs_form, two_calls)
 
 
 def _object_keys(text: str, name_start: int) -> tuple[str, str] | None:
-    """Return the keys of the JSON object that is the call, if it is one."""
-    for begin in re.finditer(r"\{", text[:name_start]):
+    """Return the keys of the name and of the arguments if the call is a JSON object, or else None.
+
+    The keys are empty if the name itself is the key of the arguments.
+    """
+    for bracket in re.finditer(r"\{", text[:name_start]):
         try:
-            call, _ = _JSON_DECODER.raw_decode(text, begin.start())
+            call, _ = _JSON_DECODER.raw_decode(text, bracket.start())
         except ValueError:
             continue
         if list(call) == [_NAME]:
@@ -260,13 +286,13 @@ def _object_keys(text: str, name_start: int) -> tuple[str, str] | None:
     return None
 
 
-def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | None:
-    """Return the form of a call with arguments that are written one by one.
+def _pairs_form(one_call: str, name_start: int, probe: Arguments) -> CallForm | None:
+    """Return the form of a call with arguments that are written one by one; None if they are not.
 
-    Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``. What separates
+    Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``. The text between
     two calls is not known yet.
     """
-    after = written[name_start + len(_NAME) :]
+    after = one_call[name_start + len(_NAME) :]
     keys = list(probe)
     key_starts = _places_in_order(keys, after)
     if key_starts is None:
@@ -283,6 +309,9 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
     if not opening or not closing.strip():
         return None
 
+    # The text between a key and its value may depend on the type of the value. Only the text and
+    # the number are written as expected, so only their beginnings are known. For other types, take
+    # everything up to `closing`, from which `_without_values` removes the value.
     middles: dict[str, str] = {}
     value_starts = {"text": text_start, "number": number_start}
     for key, key_start in zip(keys, key_starts, strict=True):
@@ -298,7 +327,7 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
     last_closing = pair.closing_of(keys[-1]).strip()
     arguments_end = after.rfind(last_closing) + len(last_closing)
     return CallForm(
-        opening=written[:name_start],
+        opening=one_call[:name_start],
         after_name=after[: key_starts[0] - len(opening)],
         closing=after[arguments_end:],
         style="pairs",
@@ -307,22 +336,27 @@ def _pairs_form(written: str, name_start: int, probe: Arguments) -> CallForm | N
 
 
 def _without_values(middles: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts between keys and values without values at their ends.
+    """Remove the values from the ends of the texts between keys and values.
 
-    Templates write flags, lists and objects in several ways, so that their beginnings are not
-    known. What comes before them is like what comes before a text.
+    Templates write flags, lists and objects in several ways, so the beginnings of these values are
+    not known. The text before them is taken to look like the text before a string, except for the
+    name of the type and a flag (some templates write ``type="string"`` or ``string="true"``).
+
+    Args:
+        middles: The texts by the JSON type of the value. Those of flags, lists and objects include
+            the values.
     """
     text_middle = middles["string"]
-    shape = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
-    found = dict(middles)
+    pattern = re.escape(text_middle).replace("true", "(?:true|false)").replace("string", r"\w+")
+    clean_middles = dict(middles)
     for kind in ("boolean", "array", "object"):
-        alike = re.match(shape, middles[kind])
-        found[kind] = text_middle if alike is None else alike[0]
-    return found
+        middle = re.match(pattern, middles[kind])
+        clean_middles[kind] = text_middle if middle is None else middle[0]
+    return clean_middles
 
 
 def _places_in_order(keys: Sequence[str], text: str) -> list[int] | None:
-    """Return where the keys are in a text, each after the one before; None if one is missing."""
+    """Return the index of each key in a text, after the key before it; None if one is missing."""
     places: list[int] = []
     end = 0
     for key in keys:
@@ -335,14 +369,18 @@ def _places_in_order(keys: Sequence[str], text: str) -> list[int] | None:
 
 
 def _split_between_pairs(between: str, *, before: str, key: str) -> tuple[str, str]:
-    """Split the text between a value and the next key into the end of a pair and a beginning.
+    """Split the text between a value and the next key.
 
     Args:
         between: The text to split.
         before: The text before the first key, which ends with the beginning of a pair.
         key: The key of the value.
+
+    Returns:
+        The end of a pair, and the beginning of the next pair.
     """
-    # Tags that end a value come before the tag that begins a key.
+    # Start at the last place where a tag may end the value, and move back until what follows also
+    # comes before the first key.
     closing_tag = f"</{key}>"
     if closing_tag in between:
         cut = between.find(closing_tag) + len(closing_tag)
@@ -358,38 +396,40 @@ def _split_between_pairs(between: str, *, before: str, key: str) -> tuple[str, s
     return between[:cut], between[cut:]
 
 
-def _with_second_call(form: CallForm, two: str | None) -> CallForm:
-    """Return a form with the text between two calls, and `ANY` for what differs between calls."""
+def _with_second_call(form: CallForm, two_calls: str | None) -> CallForm:
+    """Complete a form with the text between two calls, and replace ids and numbers with `ANY`."""
     form = _with_any(form, _ID_PATTERN)
-    if two is None or _SECOND_NAME not in two:
+    if two_calls is None or _SECOND_NAME not in two_calls:
         return form
     form = _with_any(form, _CALL_NUMBER_PATTERN)
-    second_start = two.find(_SECOND_NAME)
-    first_end = _end_of_first_call(form, two, second_start)
+    second_start = two_calls.find(_SECOND_NAME)
+    first_end = _end_of_first_call(form, two_calls, second_start)
     if first_end is None:
         return form
-    form = replace(form, between=two[first_end:second_start])
+    form = replace(form, between=two_calls[first_end:second_start])
     return _with_any(form, f"{_ID_PATTERN}|{_CALL_NUMBER_PATTERN}")
 
 
-def _end_of_first_call(form: CallForm, two: str, second_start: int) -> int | None:
-    name_start = match(form.opening, two, 0)
+def _end_of_first_call(form: CallForm, two_calls: str, second_start: int) -> int | None:
+    """Return the index at which the arguments of the first of two calls end; None if unknown."""
+    name_start = match(form.opening, two_calls, 0)
     if isinstance(name_start, int):
-        call = read_call(form, two, name_start, _FUNCTIONS, is_last=True)
+        call = read_call(form, two_calls, name_start, _FUNCTIONS, is_last=True)
         if not isinstance(call, NoMatch):
             return call.end
     if form.pair is None:
         return None
-    # The end of pairs shows only with the text between two calls, so the last pair has to tell.
+    # Pairs cannot be read while the text between two calls is unknown. They end at the end of the
+    # last pair before the second call.
     last_closing = form.pair.closing_of(list(_TYPES)[-1]).strip()
-    place = two.rfind(last_closing, 0, second_start)
-    if place < 0 or not last_closing:
+    closing_start = two_calls.rfind(last_closing, 0, second_start)
+    if closing_start < 0 or not last_closing:
         return None
-    return place + len(last_closing)
+    return closing_start + len(last_closing)
 
 
 def _with_any(form: CallForm, pattern: str) -> CallForm:
-    """Return a form with `ANY` in place of a pattern."""
+    """Replace a pattern with `ANY` in all texts of a form."""
     if form.between is not None:
         form = replace(form, between=re.sub(pattern, ANY, form.between))
     return replace(
@@ -405,25 +445,32 @@ def _with_any(form: CallForm, pattern: str) -> CallForm:
 
 def _reads_back(
     form: CallForm,
-    one: str,
-    two: str | None,
+    one_call: str,
+    two_calls: str | None,
     probe: Arguments,
 ) -> bool:
     """Return whether a reader gets the calls back from what the template wrote."""
     first_call = (_NAME, probe)
-    if _read_all(form, one) != [first_call]:
+    if _read_all(form, one_call) != [first_call]:
         return False
-    if two is None or form.between is None:
+    if two_calls is None or form.between is None:
         return True
-    return _read_all(form, two) == [first_call, (_SECOND_NAME, {})]
+    return _read_all(form, two_calls) == [first_call, (_SECOND_NAME, {})]
 
 
 def _read_all(form: CallForm, text: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the calls in a text; none if the text does not end as the form wants it."""
+    """Return the names and the arguments of all calls in a text, up to one that cannot be read.
+
+    Returns:
+        An empty list if all calls can be read, but the form's `closing` does not follow the last.
+    """
     calls: list[tuple[str, Mapping[str, Any]]] = []
     place = 0
     before_name = form.opening
-    while isinstance(name_start := match(before_name, text, place), int):
+    while True:
+        name_start = match(before_name, text, place)
+        if isinstance(name_start, NoMatch):
+            break
         call = read_call(form, text, name_start, _FUNCTIONS)
         if isinstance(call, NoMatch):
             return calls

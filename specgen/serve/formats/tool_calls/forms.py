@@ -34,8 +34,8 @@ class ArgumentPair:
     opening: str
     #: The text between key and value, by the JSON type of the value.
     middles: Mapping[str, str]
-    #: The text after the value, with `ANY` in place of the key. If it has the key, lists and
-    #: objects are written as tags within tags.
+    #: The text after the value, with `ANY` in place of the key. If it repeats the key, the model
+    #: also writes lists and objects as tags within tags.
     closing: str
 
     def closing_of(self, key: str) -> str:
@@ -43,8 +43,8 @@ class ArgumentPair:
         return self.closing.replace(ANY, key)
 
     @property
-    def nested_tag(self) -> str:
-        """How tags within tags begin; empty if lists and objects are JSON."""
+    def tag_prefix(self) -> str:
+        """What begins each tag, if lists and objects are tags within tags; empty if JSON."""
         if ANY not in self.closing:
             return ""
         return self.opening.lstrip()
@@ -72,23 +72,23 @@ class CallForm:
     pair: ArgumentPair | None = None
     #: What begins and ends a text, with the style ``gemma``.
     quote: str = '<|"|>'
-    #: What models also write in place of `after_name`.
+    #: Other texts that models write instead of `after_name`.
     other_after_names: tuple[str, ...] = ()
-    #: If a call is a JSON object: its keys for the name and for the arguments. Both are empty if
-    #: the name itself is the key of the arguments.
+    #: The keys of the name and of the arguments, if a call is a JSON object. Both are empty if the
+    #: name itself is the key of the arguments. None if a call is not an object.
     keys: tuple[str, str] | None = None
 
     @property
     def mark(self) -> str:
-        """The beginning of `opening` that shows a call; empty if a call is a bare JSON object."""
-        found = _MARK.match(self.opening.strip())
-        if found is None:
+        """The first tag or word of `opening`; empty if a call is a bare JSON object."""
+        mark = _MARK.match(self.opening.strip())
+        if mark is None:
             return ""
-        return found[0]
+        return mark[0]
 
     @property
     def inner_mark(self) -> str:
-        """What a call begins with if the model leaves out `mark`; empty if nothing shows it."""
+        """The tag after `mark` in `opening`, for models that omit `mark`; empty if none."""
         rest = self.opening.strip()[len(self.mark) :].lstrip()
         if not rest.startswith(("<", "]<]")):
             return ""
@@ -96,20 +96,23 @@ class CallForm:
 
     @property
     def trigger(self) -> str:
-        """A text that only calls begin with: `mark`, or `opening` if other texts have that mark."""
+        """A text that only calls begin with.
+
+        It is `mark` if that clearly means a call, and otherwise `opening`, up to an `ANY`.
+        """
         if _MARK_OF_CALLS_ONLY.search(self.mark):
             return self.mark
         return self.opening.strip().partition(ANY)[0]
 
     @property
     def continues_after_closing(self) -> bool:
-        """Whether another call may follow `closing` without a mark of its own."""
+        """Whether another call may follow `closing` without a `mark`."""
         between = self.between or ""
         return between.startswith(self.closing.rstrip()) and self.mark not in between
 
     @property
     def after_names(self) -> tuple[str, ...]:
-        """What may follow a name; some models leave out the id that their template writes."""
+        """The texts that may follow a name; some models omit the id that their template writes."""
         without_id = _MARKED_ID.sub("", self.after_name)
         return tuple(dict.fromkeys((self.after_name, without_id, *self.other_after_names)))
 
@@ -117,17 +120,18 @@ class CallForm:
     def separator(self) -> str:
         """The text from one call's arguments to the next call's name.
 
-        If calls are JSON objects, the text from one object to the next. Empty without `between`.
+        If calls are JSON objects, it is the text from one object to the next. It is empty if the
+        template takes only one call, and a space if calls follow one another directly.
         """
         if self.between is None:
             return ""
         between = self.between or " "
         if self.keys is None:
             return between
-        between = between.partition("}")[2]
-        if "{" not in between:
+        after_object = between.partition("}")[2]
+        if "{" not in after_object:
             return ""
-        return between[: between.rfind("{")] or " "
+        return after_object[: after_object.rfind("{")] or " "
 
     @property
     def terminator(self) -> str:
@@ -139,7 +143,7 @@ class CallForm:
 
     @property
     def argument_beginnings(self) -> list[str]:
-        """The texts that may follow a name: the beginning of arguments, or the end of none."""
+        """The texts that arguments may begin with, including those that end a call without any."""
         if self.pair is not None:
             return [self.pair.opening, *self.argument_ends]
         if self.style == "python":
@@ -148,18 +152,15 @@ class CallForm:
 
     @property
     def argument_ends(self) -> list[str]:
-        """The texts that may follow the arguments of a call.
-
-        All but the last mark may be missing from the closing text of arguments that are pairs.
-        """
+        """The texts that may follow the arguments of a call."""
         ends = [self.between or "", self.closing]
-        if self.style == "pairs":
+        if self.style == "pairs":  # some models write only the last mark of `closing`
             ends += _CONTROL_TOKEN.findall(self.closing)[-1:]
         return [end for end in ends if end]
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """The parts that may be control tokens, which answers show only on demand."""
+        """The parts of a call that may be control tokens, which answers do not show by default."""
         texts = [
             self.opening,
             self.after_name,

@@ -19,12 +19,13 @@ from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
 from specgen.text.overlap import common_prefix_length
 
-#: Small models go on calling for ever.
+#: The maximum number of calls in an answer: without it, some small models never stop calling.
 _MAX_CALLS = 16
-#: Up to so many required arguments may come in any order, which multiplies the rules; more may come
-#: in two orders.
+#: The maximum number of required arguments that may come in any order. Each order needs a rule, so
+#: more arguments may only come in two orders.
 _MAX_PERMUTED = 3
-#: llguidance may take so many tokens of a forced text, each of at least a character, for others.
+#: The number of tokens at the end of a forced text that llguidance may replace with others. Each
+#: has at least one character.
 _N_LOOKED_BACK = 4
 _CONTROL_TOKEN = re.compile(r"<\|[^<>]+\|>")
 
@@ -73,27 +74,28 @@ def calls_grammar(
         functions: The functions that may be called.
         is_parallel: Whether several calls are allowed.
         must_call: Whether the answer must be a call. If not, the text is free, and the grammar
-            holds from the mark of each call on.
-        other: A JSON schema that the answer may follow instead of being a call.
+            applies after the mark of each call.
+        other: The grammar of a JSON schema, which the answer may follow instead of being a call.
 
     Returns:
         The grammar, and a warning for each part of the functions' schemas that it cannot enforce.
 
     Raises:
-        UsageError: No arguments conform to the schema of a function.
+        UsageError: If no arguments conform to the schema of a function.
     """
     trigger, opening = _trigger_and_opening(
         form, is_parallel=is_parallel, must_call=must_call, other=other
     )
     rules = _CallRules(form)
 
-    # All calls.
+    # The calls themselves.
     call = rules.add(" | ".join(map(rules.call, functions)))
     calls = f"{rules.text(opening)} {call}"
     if is_parallel and form.between:
         calls += f" ({rules.text(form.between)} {call}){{0,{_MAX_CALLS - 1}}}"
     closing = rules.text(form.closing.rstrip())
-    if _CONTROL_TOKEN.fullmatch(form.closing) and not form.between:  # it may end the answer
+    if _CONTROL_TOKEN.fullmatch(form.closing) and not form.between:
+        # The token may end the answer, in which case it is not part of its text.
         closing = f"({closing})?"
 
     # What else the answer may be.
@@ -101,6 +103,7 @@ def calls_grammar(
     if other is not None:
         lines[0] += " | other"
         lines.append(f"other: {in_lark(other)}")
+    # Models also write calls as JSON objects without the mark, at the beginning of a free answer.
     bare_call_pattern = ""
     if trigger and form.mark and not must_call and form.keys is not None and form.keys[0]:
         lines += rules.bare_call(form.keys[0])
@@ -126,18 +129,20 @@ def _trigger_and_opening(
     must_call: bool,
     other: Grammar | None,
 ) -> tuple[str, str]:
-    """Return the mark after which the grammar holds, and its text before the first name.
+    """Return the mark after which the grammar applies, and the text between it and the first name.
 
-    Without a mark, the grammar holds from the beginning of the answer.
+    The mark is empty if the grammar applies from the beginning of the answer.
     """
     opening = form.opening.lstrip()
     if other is not None:
         return "", opening
     if not must_call:
         return form.trigger, opening.removeprefix(form.trigger)
-    # An answer of several calls, each with a mark, is free after the last one.
+    # If each of several calls has a mark, the answer is free after the last one, and the grammar
+    # needs the mark to apply again.
     may_go_on = is_parallel and form.between is not None and not form.continues_after_closing
-    return form.trigger if may_go_on else "", opening
+    trigger = form.trigger if may_go_on else ""
+    return trigger, opening
 
 
 def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
@@ -147,7 +152,10 @@ def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
 
 
 def _ends_within_tag(form: CallForm) -> bool:
-    """Whether the texts after a call and between two calls part within the name of a tag."""
+    """Return whether the texts after a call and between two calls first differ within a tag.
+
+    Only a tag with enough characters before that place for `_N_LOOKED_BACK` tokens counts.
+    """
     n_common = common_prefix_length(form.closing, form.between or "")
     return re.search(rf"<[^<>\s]{{{_N_LOOKED_BACK},}}\Z", form.closing[:n_common]) is not None
 
@@ -162,7 +170,7 @@ class _Parameter:
 
     @property
     def kind(self) -> str:
-        """The JSON type of its values, if there is just one."""
+        """The JSON type of its values; empty if the schema has none or several."""
         kind = self.schema.get("type")
         if isinstance(kind, str):
             return kind
@@ -170,7 +178,7 @@ class _Parameter:
 
     @property
     def choices(self) -> list[Any]:
-        """The values that it may have; empty if others are allowed."""
+        """The values of the schema's enumeration; empty if it is not one."""
         choices = self.schema.get("enum")
         if isinstance(choices, list):
             return choices
@@ -188,7 +196,8 @@ class _CallRules:
         self.lines += [rule.replace("QUOTE", quote) for rule in value_rules]
         #: Warnings about what cannot be enforced.
         self.warnings: list[str] = []
-        #: Calls as JSON objects with free white space, from the name to the arguments.
+        #: An expression for each function: its call as a JSON object without a mark and with free
+        #: white space, from the name to the arguments.
         self._bare_calls: list[str] = []
 
     def add(self, text: str) -> str:
@@ -207,16 +216,20 @@ class _CallRules:
         after_name = " | ".join(map(self.text, self._form.after_names))
         self.lines.append(f"{rule}: {literal(function.name)} ({after_name}) {arguments}")
 
-        keys = {"arguments", "parameters"}
+        # Keys and names are quoted twice: as JSON strings within Lark literals.
+        argument_keys = {"arguments", "parameters"}
         if self._form.keys is not None:
-            keys.add(self._form.keys[1])
-        key = " | ".join(literal(literal(each)) for each in sorted(keys))
+            argument_keys.add(self._form.keys[1])
+        key = " | ".join(literal(literal(each)) for each in sorted(argument_keys))
         name = literal(literal(function.name))
         self._bare_calls.append(f'{name} WHITE? "," WHITE? ({key}) WHITE? ":" WHITE? {arguments}')
         return rule
 
     def bare_call(self, name_key: str) -> list[str]:
-        """Return the rules for a call that is a JSON object without a mark, perhaps in a fence."""
+        """Return the rules for a call as a JSON object without a mark, perhaps in a code fence.
+
+        `call` must have been called for every function.
+        """
         opening = 'WHITE? (("```json" | "```") WHITE?)? "{" WHITE?'
         key = literal(literal(name_key))
         return [
@@ -225,60 +238,77 @@ class _CallRules:
         ]
 
     def text(self, text: str) -> str:
-        """Return a fixed text of the form, in which some models leave out line breaks.
+        """Return an expression for a fixed text of the form.
 
-        They do so around pairs of key and value.
+        Some models omit line breaks around pairs of key and value, so these are optional there.
         """
         may_lack_line_breaks = self._form.style == "pairs"
         pattern = ANY
         if may_lack_line_breaks:
             pattern = rf"\s*\n\s*|{ANY}"
-        found: list[str] = []
+        expressions: list[str] = []
         for part in re.split(f"({pattern})", text):
             if part == ANY:
-                found.append("ANY")
+                expressions.append("ANY")
             elif may_lack_line_breaks and "\n" in part:
-                found.append(f"{literal(part)}?")
+                expressions.append(f"{literal(part)}?")
             elif part:
-                found.append(literal(part))
-        return " ".join(found) or '""'
+                expressions.append(literal(part))
+        return " ".join(expressions) or '""'
 
     def _json(
         self,
         schema: Mapping[str, Any],
         where: str,
-        name: str,
+        function_name: str,
     ) -> str:
-        """Return a rule for the JSON that conforms to a schema."""
+        """Add a rule for the JSON that conforms to a schema, and return its name.
+
+        Args:
+            schema: The JSON schema, of which unsupported parts are left out with a warning.
+            where: What begins an error message.
+            function_name: The function that a warning names.
+
+        Raises:
+            UsageError: If nothing conforms to the schema.
+        """
         try:
             grammar, left_out = lenient_schema_grammar(json.dumps(schema))
         except UsageError as error:
             raise UsageError(f"{where}: {error.message}") from None
         if left_out:
-            self.warnings.append(f"no grammar can enforce {', '.join(left_out)} of {name}")
+            parts = ", ".join(left_out)
+            self.warnings.append(f"no grammar can enforce {parts} of {function_name}")
         return self.add(in_lark(grammar))
 
     # --- arguments that are written one by one ----------------------------------------------------
 
     def _arguments(self, function: Function) -> str:
-        """Return a rule for all required arguments, with others before, between and after them."""
+        """Add a rule for the arguments of a function, and return its name.
+
+        All required arguments must be there. Optional ones may come before, between and after them.
+        """
         properties = function.parameters.get("properties", {})
         required = function.parameters.get("required") or ()
-        pairs = {key: self._pair(key, schema, function) for key, schema in properties.items()}
+        pair_rules = {key: self._pair(key, schema, function) for key, schema in properties.items()}
         required_keys = [key for key in properties if key in required]
-        optional = [pairs[key] for key in properties if key not in required]
+        optional_rules = [pair_rules[key] for key in properties if key not in required]
         separator = _SEPARATORS[self._form.style]
 
-        before = after = arguments = ""
-        if optional:
-            other = self.add(" | ".join(optional))
-            before = f"({other} {separator}){{0,{len(optional)}}}"
-            after = f"({separator} {other}){{0,{len(optional)}}}"
-            arguments = f"({other} {after})?"
+        #: Optional arguments before a required one, each with a separator after it.
+        before = ""
+        #: Optional arguments after another one, each with a separator before it.
+        after = ""
+        arguments = ""
+        if optional_rules:
+            optional = self.add(" | ".join(optional_rules))
+            before = f"({optional} {separator}){{0,{len(optional_rules)}}}"
+            after = f"({separator} {optional}){{0,{len(optional_rules)}}}"
+            arguments = f"({optional} {after})?"
         if required_keys:
             between = f" {after} {separator} "
             arguments = " | ".join(
-                f"{before} {between.join(pairs[key] for key in order)} {after}"
+                f"{before} {between.join(pair_rules[key] for key in order)} {after}"
                 for order in _orders(required_keys)
             )
         if self._form.style == "pairs":
@@ -293,7 +323,7 @@ class _CallRules:
         schema: Any,
         function: Function,
     ) -> str:
-        """Return a rule for one argument."""
+        """Add a rule for the key and the value of one argument, and return its name."""
         parameter = _Parameter(function, key, as_mapping(schema))
         if self._form.style == "gemma":
             return self._gemma_pair(parameter)
@@ -302,6 +332,7 @@ class _CallRules:
         return self._tagged_pair(parameter)
 
     def _gemma_pair(self, parameter: _Parameter) -> str:
+        """Add a rule for ``KEY:VALUE``, with a value in Gemma's style, and return its name."""
         if parameter.kind in ("integer", "number", "boolean"):
             value = self._json_value(parameter)
         elif parameter.choices:
@@ -313,6 +344,7 @@ class _CallRules:
         return self.add(f"{literal(parameter.key + ':')} {value}")
 
     def _python_pair(self, parameter: _Parameter) -> str:
+        """Add a rule for ``KEY=VALUE``, with a JSON or Python value, and return its name."""
         values = [self._json_value(parameter)]
         if parameter.choices:
             values += [literal(repr(choice)) for choice in parameter.choices]
@@ -325,6 +357,7 @@ class _CallRules:
         return self.add(f"{literal(parameter.key + '=')} ({' | '.join(values)})")
 
     def _tagged_pair(self, parameter: _Parameter) -> str:
+        """Add a rule for an argument in the texts of `ArgumentPair`, and return its name."""
         pair = self._form.pair
         assert pair is not None
         middle = pair.middles.get(parameter.kind, pair.middles["string"])
@@ -333,7 +366,8 @@ class _CallRules:
 
         is_json = not _may_be_text(parameter.schema)
         is_scalar = parameter.kind in ("integer", "number", "boolean")
-        if is_json and pair.nested_tag and not is_scalar:  # tags within tags
+        if is_json and pair.tag_prefix and not is_scalar:
+            # Lists and objects are tags within tags, for which there are no rules.
             self.warnings.append(
                 f"no grammar can enforce {parameter.key} of {parameter.function.name}"
             )
@@ -343,7 +377,7 @@ class _CallRules:
         elif parameter.choices:
             value = _one_of(parameter.choices)
         else:
-            # A free text holds also the line breaks around it.
+            # A free text goes up to the closing tag, so the line breaks around it are part of it.
             value = f"rule_{len(self.lines)}"
             self.lines.append(f"{value}[suffix={literal(closing.strip())}]: /(?s:.*)/")
             middle = middle.rstrip()
@@ -351,26 +385,31 @@ class _CallRules:
         return self.add(f"{before} {self.text(middle)} {value} {self.text(closing)}")
 
     def _json_value(self, parameter: _Parameter) -> str:
-        """Return a rule for the JSON value of an argument."""
+        """Add a rule for the JSON value of an argument, and return its name."""
         function = parameter.function
+        # The schema of an argument may refer to definitions of the function's whole schema.
         definitions = {
             name: value
             for name, value in function.parameters.items()
             if name in ("$defs", "definitions")
         }
-        schema = {**definitions, **(parameter.schema or {"type": "string"})}
+        value_schema = parameter.schema or {"type": "string"}
+        schema = {**definitions, **value_schema}
         return self._json(schema, f"{function.name}: {parameter.key}", function.name)
 
 
 def _orders(keys: list[str]) -> list[list[str]]:
-    """Return the orders in which required arguments may come."""
+    """Return the orders in which required arguments may come.
+
+    If there are too many for all, these are the order of the schema and the alphabetical order.
+    """
     if len(keys) <= _MAX_PERMUTED:
         return [list(order) for order in itertools.permutations(keys)]
     return [keys, sorted(keys)]
 
 
 def _one_of(choices: list[Any], quote: str = "") -> str:
-    """Return an expression for one of these values; texts are in quotes."""
+    """Return an expression for one of these values; strings are put in `quote`."""
     values: list[str] = []
     for choice in choices:
         text = json.dumps(choice)
@@ -381,7 +420,7 @@ def _one_of(choices: list[Any], quote: str = "") -> str:
 
 
 def _may_be_text(schema: Any) -> bool:
-    """Return whether a text conforms to a schema, as far as the schema tells without references."""
+    """Return whether a string may conform to a schema; references are taken not to allow one."""
     if not isinstance(schema, Mapping):
         return True
     options = schema.get("anyOf", schema.get("oneOf"))

@@ -22,10 +22,10 @@ class NoMatch(enum.Enum):
 
 
 def match(literal: str, text: str, start: int) -> int | NoMatch:
-    """Return where a literal ends that begins at `start` in a text.
+    """Match a literal with the text at `start`, and return the index at which it ends there.
 
     Where the literal has white space, and before a tag or a closing bracket, the text may have any
-    white space. `ANY` in the literal stands for any name or number.
+    white space or none. `ANY` in the literal stands for any name or number.
     """
     for part in _parts(literal):
         if part.isspace():
@@ -45,18 +45,22 @@ def match(literal: str, text: str, start: int) -> int | NoMatch:
 
 
 def longest_match(literals: Iterable[str], text: str, start: int) -> int | NoMatch:
-    """Return the furthest end of the literals that begin at `start`; `UNCLEAR` if one may do so."""
-    found = [match(literal, text, start) for literal in literals]
-    ends = [end for end in found if isinstance(end, int)]
+    """Match several literals with the text at `start`, and return the furthest index reached.
+
+    Returns:
+        `UNCLEAR` if none matches yet, but one may with more text; `ABSENT` if none can match.
+    """
+    results = [match(literal, text, start) for literal in literals]
+    ends = [end for end in results if isinstance(end, int)]
     if ends:
         return max(ends)
-    if NoMatch.UNCLEAR in found:
+    if NoMatch.UNCLEAR in results:
         return NoMatch.UNCLEAR
     return NoMatch.ABSENT
 
 
 def skip_space(text: str, start: int) -> int:
-    """Return the place of the first character from `start` on that is not white space."""
+    """Return the index of the first character from `start` on that is not white space."""
     while start < len(text) and text[start].isspace():
         start += 1
     return start
@@ -64,11 +68,11 @@ def skip_space(text: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _parts(literal: str) -> list[str]:
-    """Split a literal into white space, `ANY`, and words, each of which begins with any tag."""
+    """Split a literal into white space, `ANY`, and words; a ``<`` always begins a new word."""
     return re.findall(rf"\s+|{ANY}|<?[^\s{ANY}<]+|<", literal)
 
 
 def _end_of_any(text: str, start: int) -> int:
-    found = _ANY_TEXT.match(text, start)
-    assert found is not None, "the pattern matches an empty text"
-    return found.end()
+    any_text = _ANY_TEXT.match(text, start)
+    assert any_text is not None, "the pattern matches an empty text"
+    return any_text.end()

@@ -18,51 +18,58 @@ from specgen.serve.formats.tool_calls.readers import PairsReader, arguments_read
 from specgen.serve.formats.tool_calls.values import ArgumentsReader
 from specgen.text.overlap import partial_match_length
 
-#: What may come before a bare call, and the beginnings of that.
+#: What may come before a call that is a bare JSON object, up to its bracket.
 _BEFORE_BARE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{|\[\s*\{)")
+#: Any beginning of such a text, while the rest has not arrived.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*)?)"
 )
 _FENCE = "```"
-#: What some models write between two JSON objects, whatever their template does.
+#: The characters that some models write between two JSON objects, whatever their template does.
 _BETWEEN_OBJECTS = " \n\t\r,;"
 #: The beginning of an object that names a function.
 _NAMED_OBJECT = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+#: The first tag of a closing text, with the namespace that some models put before their tags.
 _FIRST_TAG = re.compile(r"\s*(?:\]<\]\S+?\[>\[)?<[^<>]*>")
-#: The most characters of a JSON object before its arguments.
+#: The maximum number of characters of a JSON object before its arguments.
 _MAX_OBJECT_HEAD = 1000
 
 
 class _NewCall(NamedTuple):
-    """A call that begins; its arguments are JSON, or None if they are still to be read."""
+    """A call whose beginning has been read."""
 
+    #: The name of the function.
     name: str
+    #: The arguments as JSON; None if they are still to be read.
     arguments: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _NewCalls:
-    """Calls that begin at one place, and where in the text to go on reading."""
+    """Calls that were read at one place: several if they are a list of JSON objects."""
 
     calls: list[_NewCall]
+    #: The index in the text at which to go on reading.
     end: int
 
 
 class _CallStart(NamedTuple):
-    """Where a call may begin."""
+    """A place at which a call may begin, as indices in the text."""
 
-    #: Where the content before it ends.
+    #: The end of the content before it.
     content_end: int
-    #: Where its name, its JSON object, or what follows its mark begins.
+    #: The beginning of its name or its JSON object, or of what follows its mark.
     begin: int
 
 
 @dataclass(slots=True)
 class _WholeObject:
-    """A JSON value that is read as a whole, because it is not written as a call to be streamed."""
+    """A JSON value that must be complete before it is known to be a call."""
 
     reader: ArgumentsReader = field(default_factory=lambda: ArgumentsReader("json"))
+    #: The number of its characters that were read.
     n_read: int = 0
+    #: The JSON that the reader has made of them.
     json: str = ""
 
 
@@ -71,19 +78,20 @@ class _OpenPart:
     """A part of the open call that is still to be read."""
 
     reader: ArgumentsReader | PairsReader
-    #: Whether it is the arguments, which are passed on, rather than the rest of an object.
+    #: Whether it is the arguments, which are passed on. Otherwise it is the rest of a JSON object
+    #: after the arguments, which is dropped.
     is_arguments: bool = True
 
 
 class ToolCallParser:
     """Splits an answer into content and calls.
 
-    A call is reported when its arguments begin, and these as they arrive. Nothing that was reported
-    can be taken back, so broken arguments are mended. An answer may also begin with a bare JSON
-    object, perhaps in a code fence: small models write calls like that, whatever their template
-    says. A call of an unknown function, or one that is broken before its arguments, is content, but
-    may be held back until the end of the answer. White space around calls is left out. The result
-    does not depend on how the text is cut into pieces.
+    A call is reported when its arguments begin, and its arguments as they arrive. Nothing that was
+    reported can be taken back, so broken arguments are mended. An answer may also begin with a bare
+    JSON object, perhaps in a code fence: small models write calls like that, whatever their
+    template says. A call of an unknown function, or one that is broken before its arguments, is
+    content, but may be held back until the end of the answer. White space around calls is left out.
+    The result does not depend on how the text is cut into pieces.
 
     Args:
         form: The form of the model's calls.
@@ -108,29 +116,30 @@ class ToolCallParser:
         self._calls_only = calls_only
         #: The number of reported calls.
         self.n_calls = 0
-        #: Text that is neither content nor a call yet.
+        #: The text that has arrived and is neither content nor a call yet.
         self._rest = ""
-        #: Whether nothing but white space came so far, so that a bare call may begin.
+        #: Whether only white space came so far, so that a bare call may begin.
         self._is_beginning = is_beginning
         #: The parts of the open call that are still to be read; empty outside of calls.
         self._open_parts: list[_OpenPart] = []
         #: Whether a call was the last thing that was read.
         self._is_after_call = False
-        #: What ends that call if it is in a code fence.
+        #: The fence that ends that call, if it is in a code fence.
         self._closing_fence = ""
-        #: An object that may be a call, as far as it is read.
+        #: The JSON value that may be a call, as far as it is read.
         self._object = _WholeObject()
-        #: Whether no more text will come, and whether that is because the answer was cut off.
+        #: Whether no more text will come.
         self._is_last = False
+        #: Whether that is because the answer was cut off.
         self._is_cut = False
 
     def feed(self, text: str) -> list[Delta]:
-        """Add a piece of the answer; return what is certain now."""
+        """Add a piece of the answer, and return the deltas that are certain now."""
         self._rest += text
         return self._read()
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Return the rest, at the end of the answer.
+        """Return the remaining deltas, at the end of the answer.
 
         Args:
             is_cut: Whether the answer was cut off. An unfinished call is left out then: it is not
@@ -146,6 +155,7 @@ class ToolCallParser:
         return self._is_last and not self._is_cut
 
     def _read(self) -> list[Delta]:
+        """Read as much of the rest as is unambiguous, and return its deltas."""
         deltas: list[Delta] = []
         while True:
             deltas += self._read_open_call()
@@ -164,6 +174,7 @@ class ToolCallParser:
                 deltas += self._call_deltas(call)
 
     def _call_deltas(self, call: _NewCall) -> list[Delta]:
+        """Return the deltas of a new call, which gets the next number."""
         number = self.n_calls
         self.n_calls += 1
         identity = f"call_{uuid.uuid4().hex[:24]}"
@@ -186,23 +197,23 @@ class ToolCallParser:
         return taken
 
     def _read_open_call(self) -> list[Delta]:
-        """Read on in the open call, if there is one."""
+        """Read on in the open call, if there is one, and return the deltas of its arguments."""
         deltas: list[Delta] = []
         while self._open_parts:
             part = self._open_parts[0]
-            read = part.reader.read(self._rest, is_last=self._is_end)
-            self._take(read.n_read)
-            if part.is_arguments and (read.json or read.is_over):
+            parsed = part.reader.read(self._rest, is_last=self._is_end)
+            self._take(parsed.n_read)
+            if part.is_arguments and (parsed.json or parsed.is_over):
                 number = self.n_calls - 1
                 deltas.append(
                     Delta(
                         "arguments",
-                        read.json,
+                        parsed.json,
                         number=number,
-                        is_end=read.is_over,
+                        is_end=parsed.is_over,
                     )
                 )
-            if not read.is_over:
+            if not parsed.is_over:
                 break
             del self._open_parts[0]
         return deltas
@@ -213,78 +224,93 @@ class ToolCallParser:
         """Read up to the arguments of the next call.
 
         Returns:
-            The content that is certain, and the calls after it, if there are any.
+            The content that is certain, and the calls after it; no calls if none has begun yet.
         """
         content = ""
-        #: Where in the content a call begins that has no end.
+        #: The index in the content at which an unfinished call begins.
         unfinished_start: int | None = None
         while True:
             if self._one_only and self.n_calls:
                 self._rest = ""
-            start = self._next_start()
+            start = self._seek_next_start()
             if start is NoMatch.UNCLEAR:
                 break
             if start is NoMatch.ABSENT:
-                content += self._take(self._n_certain())
+                content += self._take_certain()
                 break
             content += self._take(start.content_end)
             begin = start.begin - start.content_end
-            found = self._read_calls(begin)
-            if found is NoMatch.UNCLEAR and not self._is_last:
+            new_calls = self._read_calls(begin)
+            if new_calls is NoMatch.UNCLEAR and not self._is_last:
                 break
             was_after_call = self._is_after_call
             self._is_beginning = False
-            self._is_after_call = isinstance(found, _NewCalls)
+            self._is_after_call = isinstance(new_calls, _NewCalls)
             self._object = _WholeObject()
-            if isinstance(found, _NewCalls):
-                self._take(found.end)
-                return content, found.calls
+            if isinstance(new_calls, _NewCalls):
+                self._take(new_calls.end)
+                return content, new_calls.calls
 
-            # It is content, but only its mark: another call may begin after a broken one.
-            is_begun = was_after_call or self._is_call_begun(begin)
-            if found is NoMatch.UNCLEAR and unfinished_start is None and is_begun:
+            # There is no call here. Take only the mark as content, or one character without a mark:
+            # the broken text after it may contain another call.
+            is_call_begun = was_after_call or self._is_call_begun(begin)
+            if new_calls is NoMatch.UNCLEAR and unfinished_start is None and is_call_begun:
                 unfinished_start = len(content)
             content += self._take(max(1, min(begin, len(self._form.mark) or 1)))
         return self._end_content(content, unfinished_start), []
 
     def _end_content(self, content: str, unfinished_start: int | None) -> str:
-        """Return content at the end of what has arrived, without what there is of a call."""
+        """Remove an unfinished call and marks without a call from the end of the content.
+
+        Args:
+            content: The content so far, which no call follows.
+            unfinished_start: The index at which an unfinished call begins; None if there is none.
+        """
         if self._is_cut:
             content = content[:unfinished_start]
             if self.n_calls:
-                n_begun = partial_match_length(content, self._form.mark)
-                content = content[: len(content) - n_begun]
+                n_partial_mark = partial_match_length(content, self._form.mark)
+                content = content[: len(content) - n_partial_mark]
         if self._is_last and self.n_calls:
             content = content.rstrip().removesuffix(self._form.mark).rstrip()
         return content
 
     def _is_call_begun(self, begin: int) -> bool:
+        """Return whether a mark comes before `begin`, or an object that names a function there."""
         if self._form.mark and self._form.mark in self._rest[:begin]:
             return True
         named = _NAMED_OBJECT.match(self._rest, begin)
         return named is not None and named[1] in self._schemas
 
-    def _n_certain(self) -> int:
-        """Return how many characters of the rest are content, whatever follows."""
+    def _take_certain(self) -> str:
+        """Remove the part of the rest that is content whatever follows, and return it.
+
+        Not certain are the beginning of a bare call, a partial mark, and white space at the end.
+        """
         text = self._rest
         if self._is_last:
-            return len(text)
+            return self._take(len(text))
         if self._is_beginning and (
             _MAY_COME_BEFORE_BARE_CALL.fullmatch(text) or PYTHON_TAG.startswith(text.strip())
         ):
-            return 0
+            return ""
         marks = (self._form.mark, self._form.inner_mark)
-        n_held = max(partial_match_length(text, mark) for mark in marks)
-        n_certain = len(text[: len(text) - n_held].rstrip())
+        n_partial_mark = max(partial_match_length(text, mark) for mark in marks)
+        n_certain = len(text[: len(text) - n_partial_mark].rstrip())
         if n_certain:
             self._is_beginning = False
-        return n_certain
+        return self._take(n_certain)
 
     # --- where a call begins ----------------------------------------------------------------------
 
-    def _next_start(self) -> _CallStart | NoMatch:
-        """Return where the next call begins, with the white space before it."""
+    def _seek_next_start(self) -> _CallStart | NoMatch:
+        """Remove the text that ends the last call, and find the next place of a call.
+
+        Returns:
+            The place; `ABSENT` if the rest has none, `UNCLEAR` if more text is needed.
+        """
         if self._is_after_call:
+            # The next call may follow the last one without a mark.
             begin = self._skip_closing()
             if begin is NoMatch.UNCLEAR:
                 return begin
@@ -295,22 +321,24 @@ class ToolCallParser:
             if before_bare is not None:
                 return _CallStart(0, before_bare.end())
         marks = [mark for mark in (self._form.mark, self._form.inner_mark) if mark]
-        places = [self._rest.find(mark) for mark in marks]
-        place = min((each for each in places if each >= 0), default=None)
-        if place is None:
+        mark_starts = [self._rest.find(mark) for mark in marks]
+        mark_start = min((start for start in mark_starts if start >= 0), default=None)
+        if mark_start is None:
             return NoMatch.ABSENT
-        begin = place
-        if self._rest.startswith(marks[0], place):
+        # `mark` is skipped; `inner_mark` is read with the call.
+        begin = mark_start
+        if self._rest.startswith(marks[0], mark_start):
             begin += len(marks[0])
-        return _CallStart(len(self._rest[:place].rstrip()), begin)
+        return _CallStart(len(self._rest[:mark_start].rstrip()), begin)
 
     def _skip_closing(self) -> int | NoMatch:
-        """Skip the text that ends a call.
+        """Remove the text that ends a call from the rest, unless another call follows directly.
 
         Returns:
-            Where the next call's name or object begins if it follows at once, in which case nothing
-            is skipped; `ABSENT` if something else follows.
+            The index at which the next call's name or object begins, if one follows directly;
+            `ABSENT` if not, after the text was removed; `UNCLEAR` if more text is needed.
         """
+        # An object right after an object is the next call, whatever separates them.
         if self._form.keys is not None:
             n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN_OBJECTS))
             if self._rest.startswith("{", n_between):
@@ -318,22 +346,23 @@ class ToolCallParser:
             if n_between == len(self._rest) and not self._is_last:
                 return NoMatch.UNCLEAR
 
-        next_call = self._match(self._form.separator)
-        closing = self._match_closing()
-        if NoMatch.UNCLEAR in (next_call, closing) and not self._is_last:
+        # Otherwise either the text between two calls follows, or the text that ends the last one.
+        next_call_start = self._match(self._form.separator)
+        closing_end = self._match_closing()
+        if NoMatch.UNCLEAR in (next_call_start, closing_end) and not self._is_last:
             return NoMatch.UNCLEAR
-        if isinstance(next_call, int):
-            if not isinstance(closing, int):
-                return next_call
-            # Both match. At the end of the answer, it is the closing text.
-            is_end = self._is_last and not self._rest[next_call:].strip()
-            if next_call >= closing and not is_end:
-                return next_call
+        if isinstance(next_call_start, int):
+            if not isinstance(closing_end, int):
+                return next_call_start
+            # Both match, so the longer one is meant, except at the end of the answer.
+            is_end = self._is_last and not self._rest[next_call_start:].strip()
+            if next_call_start >= closing_end and not is_end:
+                return next_call_start
         self._is_after_call = False
-        if closing is NoMatch.UNCLEAR:
+        if closing_end is NoMatch.UNCLEAR:  # the answer ends within the closing text
             self._rest = ""
-        elif isinstance(closing, int):
-            self._take(closing)
+        elif isinstance(closing_end, int):
+            self._take(closing_end)
         return NoMatch.ABSENT
 
     def _match(self, literal: str) -> int | NoMatch:
@@ -345,25 +374,30 @@ class ToolCallParser:
     def _match_closing(self) -> int | NoMatch:
         """Match the text that ends a call; all but its first mark may be missing."""
         closing = self._closing_fence or self._form.terminator
-        found = self._match(closing)
+        closing_end = self._match(closing)
         first_tag = _FIRST_TAG.match(closing)
-        if found is NoMatch.ABSENT and first_tag is not None:
+        if closing_end is NoMatch.ABSENT and first_tag is not None:
             return self._match(first_tag[0])
-        return found
+        return closing_end
 
     # --- calls ------------------------------------------------------------------------------------
 
     def _read_calls(self, begin: int) -> _NewCalls | NoMatch:
-        """Read the call that begins here up to its arguments, or whole calls.
+        """Read a call up to its arguments, or whole calls if they are JSON objects.
 
         Args:
-            begin: Where the text after the call's mark begins.
+            begin: The index of the text after the call's mark.
+
+        Returns:
+            `ABSENT` if there is no call, or it is broken; `UNCLEAR` if more text is needed.
         """
         text = self._rest
+        # The first of several calls decides whether they are in a code fence.
         if not self._is_after_call:
             self._closing_fence = ""
             if text.lstrip().startswith(_FENCE):
                 self._closing_fence = f"\n{_FENCE}"
+        # If calls are objects, skip the rest of the opening. A bare object has no opening.
         if self._form.keys is not None and not self._is_after_call:
             object_start = self._object_start(begin)
             if object_start is NoMatch.UNCLEAR:
@@ -374,23 +408,29 @@ class ToolCallParser:
         if start == len(text):
             return NoMatch.UNCLEAR
         before = text[:begin].strip()
-        may_be_object = self._form.keys is not None or not before or _FENCE in before
+        is_bare = not before or _FENCE in before
+        may_be_object = self._form.keys is not None or is_bare
         if text[start] in "{[" and may_be_object:
             return self._read_objects(start)
         return self._read_named_call(begin)
 
     def _object_start(self, begin: int) -> int | NoMatch:
-        """Skip the part of the opening that comes before the object of a call."""
+        """Return the index after the part of the opening before a call's object.
+
+        Args:
+            begin: The index of the text after the call's mark.
+        """
         form = self._form
         before_object = form.opening[: form.opening.find("{")].strip()
         mark_start = len(self._rest[:begin].rstrip()) - len(form.mark)
         return match(before_object, self._rest, max(0, mark_start))
 
     def _read_named_call(self, begin: int) -> _NewCalls | NoMatch:
-        """Read a call that begins with the name of its function."""
+        """Read a call that begins with the name of its function, up to its arguments."""
         form = self._form
         text = self._rest
         name_start: int | NoMatch = skip_space(text, begin)
+        # The first call comes after the whole opening, of which `begin` is after the mark.
         if not self._is_after_call:
             before = text[:begin].rstrip()
             if before.endswith(form.mark):
@@ -414,7 +454,7 @@ class ToolCallParser:
     def _read_objects(self, begin: int) -> _NewCalls | NoMatch:
         """Read a JSON object that is a call, or a list of them, up to the first arguments.
 
-        Objects that are not written like that are read as a whole.
+        Objects whose name does not come before their arguments are read as a whole.
         """
         text = self._rest
         is_list_of_form = self._form.keys is not None and "[" in self._form.opening
@@ -428,6 +468,7 @@ class ToolCallParser:
         if self._object.n_read < _MAX_OBJECT_HEAD:
             head = _object_head(self._form.keys).match(text, begin, begin + _MAX_OBJECT_HEAD)
             if head is not None and head[1] in self._schemas:
+                # After the arguments, the object may have other fields.
                 closing = self._closing_fence or self._form.terminator
                 rest_of_object = ArgumentsReader("json", closing, is_open=True)
                 self._open_parts = [
@@ -438,12 +479,16 @@ class ToolCallParser:
         return self._read_whole_objects(begin)
 
     def _read_whole_objects(self, begin: int) -> _NewCalls | NoMatch:
-        """Read on in a JSON value, and return the calls in it when it is complete."""
-        text = self._rest[begin + self._object.n_read :]
-        read = self._object.reader.read(text)
-        self._object.n_read += read.n_read
-        self._object.json += read.json
-        if not read.is_over:
+        """Read on in a JSON value, and return the calls in it when it is complete.
+
+        Returns:
+            `UNCLEAR` until it is complete; `ABSENT` if anything in it is not a call.
+        """
+        unread_text = self._rest[begin + self._object.n_read :]
+        parsed = self._object.reader.read(unread_text)
+        self._object.n_read += parsed.n_read
+        self._object.json += parsed.json
+        if not parsed.is_over:
             return NoMatch.UNCLEAR
         values = json.loads(self._object.json or "null")
         if not isinstance(values, list):
@@ -459,19 +504,20 @@ class ToolCallParser:
         return _NewCalls(calls, begin + self._object.n_read)
 
     def _call_of(self, value: Any) -> _NewCall | None:
-        """Return the call that a JSON value is; None if it is something else."""
+        """Return the call in a JSON value; None if it is not a call of a known function."""
         if not isinstance(value, dict):
             return None
         name_key, arguments_key = self._form.keys or ("name", "arguments")
         if (name_key, arguments_key) == ("", "") and len(value) == 1:
             ((name, arguments),) = value.items()
         else:
+            # Besides the keys of the form, models use the customary ones.
             name = value.get(name_key, value.get("name"))
-            other = value.get("arguments", value.get("parameters"))
-            arguments = value.get(arguments_key, other)
-        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON in a text
-            read = ArgumentsReader("json").read(arguments, is_last=True)
-            arguments = json.loads(read.json)
+            customary_arguments = value.get("arguments", value.get("parameters"))
+            arguments = value.get(arguments_key, customary_arguments)
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON in a string
+            parsed = ArgumentsReader("json").read(arguments, is_last=True)
+            arguments = json.loads(parsed.json)
         if not isinstance(name, str) or name not in self._schemas:
             return None
         if not isinstance(arguments, dict):
@@ -481,13 +527,20 @@ class ToolCallParser:
 
 @functools.lru_cache(maxsize=16)
 def _object_head(keys: tuple[str, str] | None) -> re.Pattern[str]:
-    """Return a pattern for a JSON object that is a call with these keys, up to its arguments."""
+    """Return a pattern for a JSON object that is a call, up to its arguments.
+
+    Its first group is the name. Other fields may come before the name and the arguments if their
+    values are neither lists nor objects.
+
+    Args:
+        keys: The keys of the name and of the arguments; see `CallForm.keys`.
+    """
     if keys == ("", ""):
         return re.compile(r'\{\s*"([^"\\]+)"\s*:\s*(?=\{)')
-    name, arguments = map(re.escape, keys or ("name", "arguments"))
-    text = r'"(?:[^"\\]|\\.)*"'
-    others = rf"(?:{text}\s*:\s*(?:{text}|[-+.\w]+)\s*,\s*)*?"
+    name_key, arguments_key = map(re.escape, keys or ("name", "arguments"))
+    string = r'"(?:[^"\\]|\\.)*"'
+    other_fields = rf"(?:{string}\s*:\s*(?:{string}|[-+.\w]+)\s*,\s*)*?"
     return re.compile(
-        rf'\{{\s*{others}"(?:{name}|name)"\s*:\s*"([^"\\]+)"\s*,\s*'
-        rf'{others}"(?:{arguments}|arguments|parameters)"\s*:\s*(?=\{{)'
+        rf'\{{\s*{other_fields}"(?:{name_key}|name)"\s*:\s*"([^"\\]+)"\s*,\s*'
+        rf'{other_fields}"(?:{arguments_key}|arguments|parameters)"\s*:\s*(?=\{{)'
     )

@@ -12,7 +12,7 @@ from specgen.serve.formats.tool_calls.literals import NoMatch, longest_match, ma
 from specgen.serve.formats.tool_calls.values import (
     Arguments,
     ArgumentsReader,
-    ReadArguments,
+    ParsedArguments,
     as_mapping,
     in_json_text,
     typed_json,
@@ -24,17 +24,22 @@ _CDATA = "<![CDATA["
 
 
 class CallHead(NamedTuple):
-    """The name of a call, and where its arguments begin."""
+    """The part of a call before its arguments."""
 
+    #: The name of the function.
     name: str
+    #: The index in the text at which the arguments begin.
     end: int
 
 
-class ReadCall(NamedTuple):
-    """A complete call, and where it ends."""
+class ParsedCall(NamedTuple):
+    """A complete call."""
 
+    #: The name of the function.
     name: str
+    #: The values that the function gets.
     arguments: Arguments
+    #: The index in the text at which the call ends.
     end: int
 
 
@@ -46,37 +51,42 @@ def read_name(
     *,
     is_last: bool = False,
 ) -> CallHead | NoMatch:
-    """Read the name of a call, and what comes between it and the arguments.
+    """Read the name of a call, and the text between it and the arguments.
 
     Args:
         form: The form of the model's calls.
         text: The text so far.
-        start: Where the name begins.
+        start: The index at which the name begins.
         names: The names of the functions that may be called.
         is_last: Whether no more text will come.
-    """
-    possible = [name for name in names if name.startswith(text[start : start + len(name)])]
-    if not possible:
-        return NoMatch.ABSENT
-    complete = [name for name in possible if text.startswith(name, start)]
-    may_grow = len(text) - start < max(map(len, possible))
-    if not complete or (may_grow and not is_last):
-        return NoMatch.UNCLEAR
-    name = max(complete, key=len)
 
-    begin: int | NoMatch = NoMatch.ABSENT
+    Returns:
+        `ABSENT` if there is no such name, or if no arguments can follow it.
+    """
+    # One name may begin with another, so the longest that the text has is the one meant.
+    possible_names = [name for name in names if name.startswith(text[start : start + len(name)])]
+    if not possible_names:
+        return NoMatch.ABSENT
+    complete_names = [name for name in possible_names if text.startswith(name, start)]
+    may_become_longer = len(text) - start < max(map(len, possible_names))
+    if not complete_names or (may_become_longer and not is_last):
+        return NoMatch.UNCLEAR
+    name = max(complete_names, key=len)
+
+    arguments_start: int | NoMatch = NoMatch.ABSENT
     for after_name in form.after_names:
-        begin = match(after_name, text, start + len(name))
-        if begin is not NoMatch.ABSENT:
+        arguments_start = match(after_name, text, start + len(name))
+        if arguments_start is not NoMatch.ABSENT:
             break
-    if isinstance(begin, NoMatch):
-        return begin
+    if isinstance(arguments_start, NoMatch):
+        return arguments_start
     if form.pair is None:
-        begin = skip_space(text, begin)
-    arguments = longest_match(form.argument_beginnings, text, begin)
-    if isinstance(arguments, NoMatch):
-        return arguments
-    return CallHead(name, begin)
+        arguments_start = skip_space(text, arguments_start)
+    # What follows must look like arguments, but is left for their reader.
+    beginning_end = longest_match(form.argument_beginnings, text, arguments_start)
+    if isinstance(beginning_end, NoMatch):
+        return beginning_end
+    return CallHead(name, arguments_start)
 
 
 def arguments_reader(form: CallForm, schema: Mapping[str, Any]) -> ArgumentsReader | PairsReader:
@@ -93,22 +103,30 @@ def read_call(
     functions: Mapping[str, Mapping[str, Any]],
     *,
     is_last: bool = False,
-) -> ReadCall | NoMatch:
-    """Read a whole call whose name begins at `start`; `functions` maps names to schemas."""
+) -> ParsedCall | NoMatch:
+    """Read a whole call, from its name to the end of its arguments.
+
+    Args:
+        form: The form of the model's calls.
+        text: The text that has the call.
+        start: The index at which the name begins.
+        functions: The JSON schemas of the functions that may be called, by name.
+        is_last: Whether no more text will come.
+    """
     head = read_name(form, text, start, functions, is_last=is_last)
     if isinstance(head, NoMatch):
         return head
     reader = arguments_reader(form, functions[head.name])
-    read = reader.read(text[head.end :], is_last=is_last)
-    if not read.is_over:
+    parsed = reader.read(text[head.end :], is_last=is_last)
+    if not parsed.is_over:
         return NoMatch.UNCLEAR
-    return ReadCall(head.name, json.loads(read.json), head.end + read.n_read)
+    return ParsedCall(head.name, json.loads(parsed.json), head.end + parsed.n_read)
 
 
 class PairsReader:
     """Reads arguments that are written as pairs of key and value, and writes them as JSON.
 
-    A text is passed on as it arrives, any other value when it is complete. The interface is that of
+    A string is passed on as it arrives, any other value when it is complete. It is used like
     `ArgumentsReader`.
     """
 
@@ -119,40 +137,42 @@ class PairsReader:
         self._properties = schema.get("properties", {})
         middles = form.pair.middles.values()
         self._middles = {middle.rstrip() for middle in middles}
-        #: Whether values are on lines of their own.
+        #: Whether each value is on a line of its own.
         self._has_lines = any(middle.endswith("\n") for middle in middles)
+        #: Whether a pair was read already.
         self._has_pairs = False
-        #: Whether the value that is being read is a text, and what ends any value.
+        #: Whether a string is being read, which has been passed on in part.
         self._is_in_text = False
+        #: The text that ends the value that is being read.
         self._closing = ""
-        #: What `read` was given, and how much of it is read.
+        #: The arguments of the current call of `read`, and the index of the next character.
         self._text = ""
         self._is_last = False
         self._place = 0
 
-    def read(self, text: str, *, is_last: bool = False) -> ReadArguments:
-        """Read on in the arguments; see `ArgumentsReader.read`."""
+    def read(self, text: str, *, is_last: bool = False) -> ParsedArguments:
+        """Read as much of a piece as is unambiguous; see `ArgumentsReader.read`."""
         self._text = text
         self._is_last = is_last
         self._place = 0
-        written = ""
+        added_json = ""
         while True:
             if self._is_in_text:
-                written += self._read_text()
-                if self._is_in_text:
+                added_json += self._read_text()
+                if self._is_in_text:  # more text is needed
                     break
-            pair = self._read_pair()
-            if pair is NoMatch.ABSENT:
-                return ReadArguments(self._place, written + self._end(), True)
-            if pair is NoMatch.UNCLEAR:
+            pair_json = self._read_pair()
+            if pair_json is NoMatch.ABSENT:
+                return ParsedArguments(self._place, added_json + self._end(), True)
+            if pair_json is NoMatch.UNCLEAR:
                 break
-            written += pair
+            added_json += pair_json
         if is_last:
-            written += self._end()
-        return ReadArguments(self._place, written, is_last)
+            added_json += self._end()
+        return ParsedArguments(self._place, added_json, is_last)
 
     def _end(self) -> str:
-        """Return what ends the JSON object."""
+        """Return the JSON that ends the object, which is ``{}`` if there were no pairs."""
         written = ""
         if self._is_in_text:
             written += '"'
@@ -161,7 +181,7 @@ class PairsReader:
         return written + "}"
 
     def _read_text(self) -> str:
-        """Read on in a text; return what that adds."""
+        """Read on in a string, and return the JSON to add. Leave it if the value ends there."""
         end, is_complete = self._value_end(self._place)
         value = self._without_line_end(self._text[self._place : end])
         if is_complete:
@@ -172,73 +192,83 @@ class PairsReader:
         return in_json_text(value)
 
     def _read_pair(self) -> str | NoMatch:
-        """Read a pair, or if its value is a text, what comes before that text.
+        """Read a pair; if its value is a string, only up to the beginning of that string.
 
         Returns:
-            The JSON that this adds.
+            The JSON to add; `ABSENT` if there are no more pairs.
         """
-        place = self._key_start()
-        if isinstance(place, NoMatch):
-            return place
-        key = _KEY.match(self._text, place)
-        if key is None:
-            return _unclear_if(place == len(self._text))
-        start = longest_match(self._middles, self._text, key.end())
-        if isinstance(start, NoMatch):
-            return start
-        if self._has_lines and self._text.startswith("\n", start):
-            start += 1
-        rest = self._text[start:]
+        # The key, and the text between it and the value.
+        key_start = self._key_start()
+        if isinstance(key_start, NoMatch):
+            return key_start
+        key_match = _KEY.match(self._text, key_start)
+        if key_match is None:
+            return _unclear_if(key_start == len(self._text))
+        key = key_match[0]
+        value_start = longest_match(self._middles, self._text, key_match.end())
+        if isinstance(value_start, NoMatch):
+            return value_start
+        if self._has_lines and self._text.startswith("\n", value_start):
+            value_start += 1
+        # A string in a CDATA section is not passed on as it arrives.
+        rest = self._text[value_start:]
         may_become_cdata = len(rest) < len(_CDATA) and _CDATA.startswith(rest)
         if may_become_cdata and not self._is_last:
             return NoMatch.UNCLEAR
 
-        self._closing = self._pair.closing_of(key[0]).strip()
-        schema = as_mapping(self._properties.get(key[0]))
-        begun = f"{json.dumps(key[0], ensure_ascii=False)}: "
+        # The value. A string may end in a later piece.
+        self._closing = self._pair.closing_of(key).strip()
+        schema = as_mapping(self._properties.get(key))
+        key_json = f"{json.dumps(key, ensure_ascii=False)}: "
         if schema.get("type") == "string" and not rest.startswith(_CDATA):
             self._is_in_text = True
-            self._place = start
-            return self._after_comma(begun + '"')
-        end, is_complete = self._value_end(start)
+            self._place = value_start
+            return self._after_comma(key_json + '"')
+        value_end, is_complete = self._value_end(value_start)
         if not is_complete:
             return NoMatch.UNCLEAR
-        value = self._without_line_end(self._text[start:end])
-        self._place = end + len(self._closing)
-        return self._after_comma(begun + typed_json(value, schema, self._pair.nested_tag))
+        value = self._without_line_end(self._text[value_start:value_end])
+        self._place = value_end + len(self._closing)
+        value_json = typed_json(value, schema, self._pair.tag_prefix)
+        return self._after_comma(key_json + value_json)
 
     def _key_start(self) -> int | NoMatch:
-        """Return where the next key begins; `ABSENT` if the arguments end here."""
+        """Return the index at which the next key begins; `ABSENT` if the arguments end here."""
         end = longest_match(self._ends, self._text, self._place)
         if isinstance(end, int):
             return NoMatch.ABSENT
-        start = match(self._pair.opening, self._text, self._place)
-        if isinstance(start, int):
-            return start
-        return _unclear_if(NoMatch.UNCLEAR in (start, end) and not self._is_last)
+        key_start = match(self._pair.opening, self._text, self._place)
+        if isinstance(key_start, int):
+            return key_start
+        return _unclear_if(NoMatch.UNCLEAR in (key_start, end) and not self._is_last)
 
-    def _after_comma(self, pair: str) -> str:
+    def _after_comma(self, pair_json: str) -> str:
+        """Put a comma before a pair, or the object's opening bracket if it is the first one."""
         before = "{"
         if self._has_pairs:
             before = ", "
         self._has_pairs = True
-        return before + pair
+        return before + pair_json
 
     def _value_end(self, start: int) -> tuple[int, bool]:
-        """Return how far a value certainly goes, and whether it ends there.
+        """Return the index up to which everything is the value, and whether the value ends there.
 
-        A value ends at a closing mark that is followed by what may follow it.
+        The closing mark may also be part of a value, so it ends the value only if it is followed by
+        another pair or by the end of the arguments.
         """
-        place = start
-        while (end := self._text.find(self._closing, place)) >= 0:
-            place = end + len(self._closing)
-            following = longest_match((self._pair.opening, *self._ends), self._text, place)
+        search_start = start
+        while True:
+            end = self._text.find(self._closing, search_start)
+            if end < 0:
+                break
+            search_start = end + len(self._closing)
+            following = longest_match((self._pair.opening, *self._ends), self._text, search_start)
             if self._is_last or isinstance(following, int):
                 return end, True
             if following is NoMatch.UNCLEAR:
                 return end, False
-        n_held = partial_match_length(self._text[place:], self._closing)
-        return len(self._text) - n_held, False
+        n_partial_closing = partial_match_length(self._text[search_start:], self._closing)
+        return len(self._text) - n_partial_closing, False
 
     def _without_line_end(self, value: str) -> str:
         if self._has_lines:

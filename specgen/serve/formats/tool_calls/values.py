@@ -65,9 +65,9 @@ _CDATA = "<![CDATA["
 
 
 def arguments_of(written: str | Arguments | None) -> Arguments:
-    """Return the arguments of an earlier call as an object.
+    """Return the arguments of an earlier call as an object, which most templates need.
 
-    Most templates need an object. If a model wrote anything else, that is its value ``text``.
+    Arguments that are not an object become the only value, ``text``, of one.
     """
     value: Any = written or {}
     if isinstance(value, str):
@@ -79,25 +79,25 @@ def arguments_of(written: str | Arguments | None) -> Arguments:
 
 
 def as_mapping(schema: Any) -> Mapping[str, Any]:
-    """Return a schema that is an object, or an empty one: clients send anything."""
+    """Return the schema if it is an object, or else an empty one: clients may send anything."""
     if isinstance(schema, Mapping):
         return schema
     return {}
 
 
 def in_json_text(text: str) -> str:
-    """Return a text as it is written between the quotes of a JSON text."""
+    """Escape a text for use in a JSON string, without the quotes around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class ReadArguments(NamedTuple):
-    """What a reader of arguments has made of a text."""
+class ParsedArguments(NamedTuple):
+    """The result of reading one piece of a call's arguments."""
 
     #: The number of characters that were read.
     n_read: int
-    #: The JSON that they add.
+    #: The JSON for these characters, a continuation of what was returned before.
     json: str
-    #: Whether the arguments end there.
+    #: Whether the arguments end after these characters.
     is_over: bool
 
 
@@ -109,10 +109,11 @@ class _Bracket(NamedTuple):
 
 
 class _Quote(enum.Enum):
-    """What a quote within a text is."""
+    """The meaning of a quote that is found while reading a quoted text."""
 
+    #: It closes the text.
     END = enum.auto()
-    #: A character of the text that the model forgot to escape.
+    #: It is part of the text; the model forgot to escape it.
     CHARACTER = enum.auto()
     #: More text is needed to tell.
     UNCLEAR = enum.auto()
@@ -123,12 +124,12 @@ class ArgumentsReader:
 
     Clients receive the beginning before the end is known, so whatever the model writes becomes
     valid JSON: a backslash that escapes nothing (as in Windows paths) and an unescaped quote stand
-    for themselves, a word that JSON lacks becomes a text, and missing brackets are added.
+    for themselves, a word that is not valid JSON becomes a string, and missing brackets are added.
 
     Args:
         style: How the arguments are written.
-        closing: A text that ends a call whose brackets are missing.
-        is_open: Whether an object has been opened before the text that will be read.
+        closing: The text after the call, which ends the arguments even if brackets are missing.
+        is_open: Whether the opening bracket of the arguments was read before the first piece.
     """
 
     def __init__(
@@ -144,77 +145,81 @@ class ArgumentsReader:
         self._open: list[_Bracket] = []
         if is_open:
             self._open.append(_Bracket("}", "}"))
-        #: What ends the text that is being read; empty outside of texts.
+        #: The quote that ends the text that is being read; empty outside of quoted texts.
         self._quote = ""
         #: Whether that text is a key.
         self._is_key = False
-        #: The key of the next value, as far as it is read; None before there is one.
+        #: The key of the next value, as far as it is read; None if no key has begun.
         self._key: str | None = None
-        #: Whether the innermost value has items already.
+        #: Whether the innermost open value has items already, so that the next needs a comma.
         self._has_items = False
+        #: Whether the end of the arguments was read.
         self._is_over = False
-        #: What `read` was given, and how much of it is read.
+        #: The arguments of the current call of `read`, and the index of the next character.
         self._text = ""
         self._is_last = False
         self._place = 0
 
-    def read(self, text: str, *, is_last: bool = False) -> ReadArguments:
-        """Read on in the arguments.
+    def read(self, text: str, *, is_last: bool = False) -> ParsedArguments:
+        """Read as much of a piece as is unambiguous.
 
         Args:
-            text: What the last call left unread, and what has arrived since.
+            text: The characters that the previous call left unread, followed by the new ones.
             is_last: Whether no more text will come, so that the arguments must end here.
         """
         self._text = text
         self._is_last = is_last
         self._place = 0
-        written = ""
+        added_json = ""
         while self._place < len(text) and not self._is_over:
-            place = self._place
+            previous_place = self._place
             if self._quote:
-                written += self._read_in_text()
+                added_json += self._read_in_text()
             else:
-                written += self._read_outside()
-            if self._place == place:  # more text is needed
+                added_json += self._read_outside()
+            if self._place == previous_place:  # more text is needed
                 break
         if is_last and not self._is_over:
-            written += self._give_up()
-        return ReadArguments(self._place, written, self._is_over)
+            added_json += self._end_here()
+        return ParsedArguments(self._place, added_json, self._is_over)
 
-    # Each of these reads on from `_place`, which stays if more text is needed, and returns the JSON
-    # that this adds.
+    # Each of these methods reads one thing at `_place`, moves `_place` after it, and returns the
+    # JSON to add. If more text is needed to tell what is there, it leaves `_place` unchanged.
 
     # --- within a text ----------------------------------------------------------------------------
 
     def _read_in_text(self) -> str:
-        """Read characters, an escape, or a quote."""
-        special = re.escape(self._quote)
-        if self._style != "gemma":
-            special += r"|\\"
-        found = re.compile(special).search(self._text, self._place)
-        if found is None:
-            end = len(self._text) - partial_match_length(self._text, self._quote)
+        """Read plain characters up to the next quote or backslash, or that quote or escape."""
+        special_pattern = re.escape(self._quote)
+        if self._style != "gemma":  # Gemma's texts have no escapes
+            special_pattern += r"|\\"
+        special = re.compile(special_pattern).search(self._text, self._place)
+        if special is None:
+            # A quote of several characters may have begun at the end.
+            plain_end = len(self._text) - partial_match_length(self._text, self._quote)
         else:
-            end = found.start()
-        if end > self._place:
-            characters = self._text[self._place : end]
-            self._place = end
+            plain_end = special.start()
+        if plain_end > self._place:
+            characters = self._text[self._place : plain_end]
+            self._place = plain_end
             return self._add_to_text(characters)
-        if found is None:
+        if special is None:
             return ""
-        if found[0] == "\\":
+        if special[0] == "\\":
             return self._read_escape()
-        return self._read_quote(found.end())
+        return self._read_quote(special.end())
 
     def _read_escape(self) -> str:
+        """Read an escape if it is complete, or if no more text will come."""
         if not self._is_last and _UNFINISHED_ESCAPE.match(self._text, self._place):
             return ""
-        found = _ESCAPE.match(self._text, self._place)
-        assert found is not None, "the pattern matches any backslash"
-        self._place = found.end()
-        return self._add_to_text(_unescaped(found[0], self._style))
+        escape = _ESCAPE.match(self._text, self._place)
+        assert escape is not None, "the pattern matches any backslash"
+        self._place = escape.end()
+        return self._add_to_text(_unescaped(escape[0], self._style))
 
     def _read_quote(self, end: int) -> str:
+        """Read the quote before the index `end`, which ends the text or is a part of it."""
         meaning = self._meaning_of_quote(self._text[end:].lstrip())
         if meaning is _Quote.UNCLEAR and not self._is_last:
             return ""
@@ -228,15 +233,15 @@ class ArgumentsReader:
         return '"'
 
     def _meaning_of_quote(self, following: str) -> _Quote:
-        """Return what a quote in a text is, by what follows it."""
+        """Tell an ending quote from a character by the text that follows it."""
         if not following:
             return _Quote.UNCLEAR
-        ends = ",}]"
+        following_an_end = ",}]"
         if self._is_key:
-            ends += ":="
+            following_an_end += ":="
         if self._style == "python":
-            ends += ")"
-        if following[0] in ends:
+            following_an_end += ")"
+        if following[0] in following_an_end:
             return _Quote.END
         if self._closing and following.startswith(self._closing):
             return _Quote.END
@@ -245,11 +250,11 @@ class ArgumentsReader:
         return _Quote.CHARACTER
 
     def _add_to_text(self, text: str) -> str:
-        """Return what a piece of a text adds; keys are kept until their value begins."""
-        piece = in_json_text(text)
+        """Return the JSON for a piece of a text; a key is kept until its value begins."""
+        escaped = in_json_text(text)
         if not self._is_key:
-            return piece
-        self._key = (self._key or "") + piece
+            return escaped
+        self._key = (self._key or "") + escaped
         return ""
 
     # --- outside of texts -------------------------------------------------------------------------
@@ -259,7 +264,7 @@ class ArgumentsReader:
         separators = _SEPARATORS.match(self._text, self._place)
         if separators is not None:
             self._place = separators.end()
-            if "," in separators[0]:
+            if "," in separators[0]:  # a key without a value is dropped
                 self._key = None
             return ""
         character = self._text[self._place]
@@ -269,6 +274,7 @@ class ArgumentsReader:
             return self._close_bracket(character)
 
         rest = self._text[self._place :]
+        # Wait if the rest may be the beginning of a longer quote.
         for quote in _QUOTES[self._style]:
             if not self._is_last and rest != quote and quote.startswith(rest):
                 return ""
@@ -279,10 +285,11 @@ class ArgumentsReader:
         return self._read_word(rest)
 
     def _read_word(self, rest: str) -> str:
+        """Read a word without quotes: a key or a value. Anything else ends the arguments."""
         word = _WORD.match(rest)
         if word is None:
-            return self._give_up()
-        if word.end() == len(rest) and not self._is_last:
+            return self._end_here()
+        if word.end() == len(rest) and not self._is_last:  # the word may go on
             return ""
         self._place += word.end()
         if self._expects_key:
@@ -291,6 +298,7 @@ class ArgumentsReader:
         return self._begin_value(_json_word(word[0]))
 
     def _begin_text(self, quote: str) -> str:
+        """Begin a quoted text after its first quote: a key or a value."""
         self._quote = quote
         self._is_key = self._expects_key
         if self._is_key:
@@ -300,11 +308,13 @@ class ArgumentsReader:
 
     @property
     def _expects_key(self) -> bool:
+        """Whether the innermost open value is an object whose next key has not begun."""
         return bool(self._open) and self._open[-1].json == "}" and self._key is None
 
     def _open_bracket(self, bracket: str) -> str:
+        """Begin an object or a list, except where a key is expected or the nesting is too deep."""
         if self._expects_key or len(self._open) == _MAX_DEPTH:
-            return self._give_up()
+            return self._end_here()
         # Parentheses around all arguments are an object; others are a tuple of Python.
         json_bracket = "["
         if bracket == "{" or (bracket == "(" and not self._open):
@@ -316,16 +326,18 @@ class ArgumentsReader:
         return written
 
     def _close_bracket(self, bracket: str) -> str:
+        """Close the innermost open value that has this bracket, and all values within it."""
         levels = [level for level, each in enumerate(self._open) if each.written == bracket]
         if not levels:
-            return self._give_up()
-        written = self._close(levels[-1])
+            return self._end_here()
+        # The values within the one that the bracket closes lack their brackets.
+        written = self._close(n_left_open=levels[-1])
         self._is_over = not self._open
         self._place += 1
         return written
 
-    def _begin_value(self, begun: str) -> str:
-        """Return the beginning of a value, after its comma and its key."""
+    def _begin_value(self, value_start: str) -> str:
+        """Return the JSON for the beginning of a value: comma, key, and `value_start`."""
         before = ""
         if self._has_items and self._open:
             before += ", "
@@ -333,44 +345,46 @@ class ArgumentsReader:
             before += f'"{self._key}": '
         self._key = None
         self._has_items = True
-        return before + begun
+        return before + value_start
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _close(self, n_left: int) -> str:
-        """Close all open values but the outermost `n_left`; return what that adds."""
+    def _close(self, n_left_open: int) -> str:
+        """Close all open values but the outermost `n_left_open`; return the JSON for that."""
         written = ""
         if self._quote and not self._is_key:
             written += '"'
-        for bracket in reversed(self._open[n_left:]):
+        for bracket in reversed(self._open[n_left_open:]):
             written += bracket.json
-        del self._open[n_left:]
+        del self._open[n_left_open:]
         self._quote = ""
         self._key = None
         self._has_items = True
         return written
 
-    def _give_up(self) -> str:
+    def _end_here(self) -> str:
         """End the arguments here, since what follows is not part of them."""
         self._is_over = True
-        return self._close(0)
+        return self._close(n_left_open=0)
 
 
 def _unescaped(escape: str, style: Style) -> str:
+    """Return the character for an escape, or the escape itself if it is not valid."""
     quoted = f'"{escape}"'
     try:
-        found = json.loads(quoted) if style == "json" else ast.literal_eval(quoted)
+        character = json.loads(quoted) if style == "json" else ast.literal_eval(quoted)
     except (ValueError, SyntaxError):
         return escape
-    # Two surrogates are one character, a lone one is none.
-    return str(found).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    # A surrogate pair becomes one character; a lone surrogate becomes U+FFFD.
+    return str(character).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _json_word(word: str) -> str:
-    """Return a word without quotes as a JSON value."""
+    """Return a word without quotes as JSON: a literal, a finite number, or else a string."""
     if word in _PYTHON_WORDS:
         return _PYTHON_WORDS[word]
     with contextlib.suppress(ValueError):
+        # A literal such as 1e999 parses as infinity, which JSON does not have.
         if abs(from_json(word, allow_inf_nan=False) or 0) < math.inf:
             return word
     return json.dumps(word, ensure_ascii=False)
@@ -379,68 +393,86 @@ def _json_word(word: str) -> str:
 # --- values without quotes ------------------------------------------------------------------------
 
 
-def typed_json(text: str, schema: Any, nested_tag: str = "") -> str:
+def typed_json(text: str, schema: Any, tag_prefix: str = "") -> str:
     """Return a text without quotes as JSON, with a type that the argument's schema allows.
 
     Args:
         text: The text between the marks of an argument.
         schema: The JSON schema of the argument.
-        nested_tag: How the tags begin in which lists and objects are written; empty for none.
+        tag_prefix: What begins each tag, such as ``<``, if lists and objects are written as tags
+            within tags; empty if they are written as JSON.
     """
     try:
-        value = _nested_value(text, schema, nested_tag)
-        found = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        found.encode()
-    except (TypeError, ValueError, RecursionError):  # Python values and lone surrogates, too
+        value = _nested_value(text, schema, tag_prefix)
+        value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value_json.encode()  # fails on lone surrogates
+    except (TypeError, ValueError, RecursionError):  # Python values may not be JSON either
         return json.dumps(text, ensure_ascii=False)
-    return found
+    return value_json
 
 
-def _nested_value(text: str, schema: Any, tag: str) -> Any:
-    """Return the value of a text in which lists and objects may be tags within tags."""
-    if not tag:
+def _nested_value(text: str, schema: Any, tag_prefix: str) -> Any:
+    """Return the value of a text in which lists and objects may be written as tags within tags.
+
+    A list is ``<item>VALUE</item>...``, an object ``<NAME>VALUE</NAME>...``.
+    """
+    if not tag_prefix:
         return _value(text, schema)
     schema = as_mapping(schema)
-    kinds = schema.get("type", ())
-    children = _children(text, tag)
-    is_container = bool(children) or (not text.strip() and kinds in ("array", "object"))
-    if not is_container:
+    kinds = schema.get("type", ())  # the name of a type, or several names
+    elements = _elements(text, tag_prefix)
+    is_empty_container = not text.strip() and kinds in ("array", "object")
+    if not elements and not is_empty_container:
         return _value(text, schema)
-    if "object" not in kinds and all(name == "item" for name, _ in children):
-        items = schema.get("items")
-        return [_nested_value(content, items, tag) for _, content in children]
+    # Without elements, this is true: an empty container is a list unless it may be an object.
+    if "object" not in kinds and all(name == "item" for name, _ in elements):
+        item_schema = schema.get("items")
+        return [_nested_value(content, item_schema, tag_prefix) for _, content in elements]
     properties = schema.get("properties", {})
-    return {name: _nested_value(content, properties.get(name), tag) for name, content in children}
+    fields: Arguments = {}
+    for name, content in elements:
+        fields[name] = _nested_value(content, properties.get(name), tag_prefix)
+    return fields
 
 
-def _children(text: str, tag: str) -> list[tuple[str, str]]:
-    """Return the names and the contents of the outermost tags in a text."""
-    found: list[tuple[str, str]] = []
-    _, opening, rest = text.partition(tag)
+def _elements(text: str, tag_prefix: str) -> list[tuple[str, str]]:
+    """Return the name and the content of each outermost element in a text."""
+    elements: list[tuple[str, str]] = []
+    _, opening, rest = text.partition(tag_prefix)
     while opening:
         name, _, rest = rest.partition(">")
-        content = _up_to_closing_tag(rest, name, tag)
-        found.append((name, content))
-        closing = f"{tag}/{name}>"
-        _, opening, rest = rest[len(content) + len(closing) :].partition(tag)
-    return found
+        content = _element_content(rest, name, tag_prefix)
+        elements.append((name, content))
+        closing_tag = f"{tag_prefix}/{name}>"
+        _, opening, rest = rest[len(content) + len(closing_tag) :].partition(tag_prefix)
+    return elements
 
 
-def _up_to_closing_tag(text: str, name: str, tag: str) -> str:
+def _element_content(text: str, name: str, tag_prefix: str) -> str:
+    """Return the text before the closing tag of an element, or all of it if that tag is missing.
+
+    Args:
+        text: The text after the opening tag.
+        name: The name in the tag.
+        tag_prefix: What begins a tag, such as ``<``.
+    """
+    # Elements of the same name may be nested, so count how many are open.
     depth = 1
-    for found in re.finditer(rf"{re.escape(tag)}(/?){re.escape(name)}>", text):
-        is_closing = found[1] == "/"
-        if not is_closing:
+    for tag in re.finditer(rf"{re.escape(tag_prefix)}(/?){re.escape(name)}>", text):
+        if tag[1] == "/":
+            depth -= 1
+        else:
             depth += 1
-            continue
-        depth -= 1
         if depth == 0:
-            return text[: found.start()]
+            return text[: tag.start()]
     return text
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return the value of a text if the schema allows its type, or else the text."""
+    """Return the value that a text has in JSON or Python, or the text if it must be a string.
+
+    A text that is neither JSON nor Python stays a text, whatever the schema says.
+    """
     if _CDATA in text:
         text = text.removeprefix(_CDATA).removesuffix("]]>")
     kinds = as_mapping(schema).get("type", ())
@@ -457,7 +489,7 @@ def _value(text: str, schema: Any) -> Any:
             value = ast.literal_eval(stripped)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
-    # Where texts are allowed, it is one, unless the schema also allows the type it looks like.
+    # If the schema allows strings, the text is one, unless the type of its value is allowed too.
     if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
         return text
     return value

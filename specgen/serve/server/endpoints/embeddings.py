@@ -1,4 +1,4 @@
-"""Embeddings of texts."""
+"""The endpoints that make embeddings of texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,18 @@ async def embed(
     http_request: HttpRequest,
     body: Json,
 ) -> Response:
-    """Answer a request for embeddings; `write` makes the response in the format of an API."""
+    """Answer a request for embeddings.
+
+    Args:
+        write: Makes the body of the response in the format of an API; see `embedding_response`.
+        limits: The limits of requests.
+        model: The model, which is leased.
+        http_request: The request.
+        body: Its body.
+
+    Raises:
+        RequestError: If the vectors are not done in time, or too many requests are waiting.
+    """
     request = await run_in_threadpool(read_embedding_request, body, model.embedder)
     limit_s = limits.request_s or None
     try:

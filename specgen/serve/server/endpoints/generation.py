@@ -30,7 +30,7 @@ from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.infill import infill_prompt
 
-#: Reads a body in the format of an API; raises `BodyError`.
+#: Reads a body in the format of an API; raises `BodyError` if a field cannot be honoured.
 Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 
 
@@ -41,7 +41,15 @@ async def generate(
     http_request: HttpRequest,
     body: Json,
 ) -> Response:
-    """Answer a request for generated text, as a whole or as a stream."""
+    """Answer a request for generated text, as a whole or as a stream.
+
+    Args:
+        read: Reads the body.
+        limits: The limits of requests.
+        model: The model, which is leased.
+        http_request: The request.
+        body: Its body.
+    """
     loop = asyncio.get_running_loop()
     requests, job = await run_in_threadpool(_submit, read, limits, model, body, loop)
     context = AnswerContext(
@@ -64,14 +72,18 @@ async def generate(
 
 
 def parse_requests(read: Reader, model: ServedModel, body: Json) -> ParsedRequests:
-    """Return the requests in a body, one for each of its prompts. Raise `BodyError`."""
+    """Return the requests in a body, one for each of its prompts.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
     options = model.session.options
     requests = read(body, Defaults(options.sampler, options.generation))
     return tuple(for_model(request, model.target) for request in requests)
 
 
 def prompt_of(request: ParsedRequest, model: ServedModel, *, must_fit: bool = True) -> Prompt:
-    """Return the prompt of a request.
+    """Render the prompt of a request.
 
     Args:
         request: The request.
@@ -79,20 +91,21 @@ def prompt_of(request: ParsedRequest, model: ServedModel, *, must_fit: bool = Tr
         must_fit: Whether a text that is certainly too long is refused without being tokenized.
 
     Raises:
-        UsageError: The model lacks a chat template or tokens that the request needs.
-        PromptError: The prompt is empty, too long, or not valid.
+        UsageError: If the model lacks a chat template or tokens that the request needs.
+        PromptError: If the prompt is empty, too long, or not valid.
     """
     session = model.session
     n_ctx = model.engine.n_ctx
     if request.gap is None:
         prompts = replace(session.prompts, n_ctx=n_ctx if must_fit else None)
         return request.prompt(prompts, datetime.datetime.now().astimezone())
-    # The far ends of a long text matter little: the text is cut to leave room for an answer.
-    n_answer = request.generation.max_tokens
-    if n_answer < 0:
-        n_answer = n_ctx // 4
-    n_most = max(n_ctx // 4, n_ctx - n_answer)
-    prompt, _ = infill_prompt(session.target, session.own_vocabulary, request.gap, n_most)
+    # The parts of a text that are far from the gap matter little, so they are cut to leave room for
+    # the answer. The answer gets at most three quarters of the context.
+    n_answer_tokens = request.generation.max_tokens
+    if n_answer_tokens < 0:
+        n_answer_tokens = n_ctx // 4
+    max_tokens = max(n_ctx // 4, n_ctx - n_answer_tokens)
+    prompt, _ = infill_prompt(session.target, session.own_vocabulary, request.gap, max_tokens)
     return prompt
 
 
@@ -106,16 +119,17 @@ def _submit(
     """Read a body and submit its answers: all to the first prompt, then those to the next.
 
     Raises:
-        RequestError: Too many answers are wanted, or too many requests are waiting.
-        SpecgenError: The body is not valid, or the engine has failed.
+        RequestError: If too many requests are waiting.
+        SpecgenError: If the body is not valid or wants too many answers, or the engine has failed.
     """
     requests = parse_requests(read, model, body)
     n_answers = requests[0].n * len(requests)
-    n_most = model.n_parallel + limits.n_waiting
+    max_answers = model.n_parallel + limits.n_waiting
     if limits.n_answers > 0:
-        n_most = min(n_most, limits.n_answers)
-    if n_answers > n_most:
-        raise BodyError("n", f"{n_answers} answers; at most {n_most} are allowed")
+        max_answers = min(max_answers, limits.n_answers)
+    if n_answers > max_answers:
+        raise BodyError("n", f"{n_answers} answers; at most {max_answers} are allowed")
+    # Check the queue before the prompts are tokenized, which may take long.
     model.check_room(n_answers)
 
     inserts: list[Insert] = []
@@ -125,7 +139,7 @@ def _submit(
 
 
 def _inserts(request: ParsedRequest, model: ServedModel, limits: Limits) -> list[Insert]:
-    """Return what inserts the answers to a prompt into the engine."""
+    """Return a function for each answer to a prompt, which inserts it into the engine."""
     generation = request.generation
     if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
         generation = replace(generation, max_tokens=limits.answer_tokens)
@@ -148,19 +162,20 @@ def _inserts(request: ParsedRequest, model: ServedModel, limits: Limits) -> list
 
 
 def _check_length(n_tokens: int, n_ctx: int, limits: Limits) -> None:
-    n_most = n_ctx
+    """Raise `PromptLengthError` if a prompt exceeds the context, or the limit of the server."""
+    max_tokens = n_ctx
     reason = f"but the context has {n_ctx}"
     if 0 < limits.prompt_tokens < n_ctx:
-        n_most = limits.prompt_tokens
-        reason = f"at most {n_most} are allowed"
-    if n_tokens > n_most:
+        max_tokens = limits.prompt_tokens
+        reason = f"at most {max_tokens} are allowed"
+    if n_tokens > max_tokens:
         message = f"the prompt has {n_tokens} tokens; {reason}"
-        raise PromptLengthError(message, n_tokens, n_most)
+        raise PromptLengthError(message, n_tokens, max_tokens)
 
 
 def _sampling(sampling: SamplerOptions, number: int) -> SamplerOptions:
-    """Return the sampling of one of several answers: they differ in their seeds."""
-    if sampling.seed < 0:  # each gets a random one
+    """Return the sampler options of one of several answers, which differ in their seeds."""
+    if sampling.seed < 0:  # each answer gets a random seed
         return sampling
     return replace(sampling, seed=sampling.seed + number)
 
@@ -176,17 +191,17 @@ async def _chunks(
     *,
     streams: bool,
 ) -> AsyncIterator[Json]:
-    """Yield the chunks of a job's answers; ensure that the answers end when nobody wants more.
+    """Yield the chunks of a job's answers, and end the answers if the consumer stops.
 
     Args:
         writer: Writes the chunks.
         job: The answers.
-        end: Ends them as they are.
-        limit_s: The time after which they are ended, in seconds; 0: no limit.
-        streams: Whether the chunks are sent. Then an error is the last one.
+        end: Ends the answers with the text that they have.
+        limit_s: The time after which they are ended, in seconds; 0 for no limit.
+        streams: Whether the chunks are sent. If so, an error becomes the last chunk.
 
     Raises:
-        RequestError: An answer has failed, and the chunks are not sent.
+        RequestError: If an answer has failed, and the chunks are not sent.
     """
     loop = asyncio.get_running_loop()
     timer = loop.call_later(limit_s, end) if limit_s > 0 else None
@@ -216,7 +231,10 @@ async def _chunks(
 
 
 def _is_empty(event: Event) -> bool:
-    """Whether an answer was ended before its first token: it would look like a complete one."""
+    """Return whether an answer was ended before its first token.
+
+    That is reported as an error, since an empty answer would look like a complete one.
+    """
     return (
         isinstance(event, FinishedEvent)
         and event.finish_reason == "interrupted"
@@ -225,6 +243,7 @@ def _is_empty(event: Event) -> bool:
 
 
 def _failure(event: Event | SpecgenError, job: Job, limit_s: float) -> RequestError:
+    """Return the error of an answer that has failed, or was ended before its first token."""
     if isinstance(event, SpecgenError):
         return RequestError.of(event)
     if job.is_cut:
@@ -233,6 +252,7 @@ def _failure(event: Event | SpecgenError, job: Job, limit_s: float) -> RequestEr
 
 
 async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
+    """Return the whole response, when its chunks have all been written."""
     async for _ in chunks:
         pass
     return writer.whole()

@@ -1,4 +1,4 @@
-"""What the server tells about itself and its models."""
+"""The endpoints that describe the server and its models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specgen.session.prompts.thoughts import writes_thoughts
 from specgen.session.request import Slot
 from specgen.system.files import as_json
 
-#: The first version of Ollama with all that is answered here: its clients ask for that.
+#: The first version of Ollama with all features that specgen has. Ollama's clients check it.
 _OLLAMA_VERSION = "0.9.0"
 
 
@@ -31,14 +31,14 @@ class ServerInfo:
     def __init__(self, pool: ModelPool, *, has_keys: bool) -> None:
         self._pool = pool
         self._has_keys = has_keys
-        #: In seconds since 1970.
+        #: The time of the server's start, in seconds since 1970.
         self._started = int(time.time())
 
     async def health(self, _request: HttpRequest) -> Response:
-        """Return that the server is up, and which models are loaded."""
+        """Return that the server is up, and with several models, which of them are loaded."""
         content: Json = {"status": "ok"}
         models = self._pool.models
-        # This path needs no key, so it tells nothing if others do.
+        # This path needs no key, so it must not reveal the models of a server whose others do.
         if len(models) > 1 and not self._has_keys:
             content["models"] = {name: pooled.status for name, pooled in models.items()}
         return JSONResponse(content)
@@ -53,8 +53,8 @@ class ServerInfo:
 
     async def models(self, _request: HttpRequest) -> Response:
         """Return all models, in OpenAI's form with more fields."""
-        found = [_model_entry(pooled, self._started) for pooled in self._pool.models.values()]
-        return JSONResponse({"object": "list", "data": found})
+        entries = [_model_entry(pooled, self._started) for pooled in self._pool.models.values()]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, request: HttpRequest) -> Response:
         """Return one model, by its name in the path."""
@@ -74,8 +74,9 @@ class ServerInfo:
         return self._ollama_list(loaded)
 
     def _ollama_list(self, models: Iterable[PooledModel]) -> Response:
+        """Return a list of models in Ollama's form."""
         started = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
-        found = [
+        entries = [
             {
                 "name": pooled.entry.name,
                 "model": pooled.entry.name,
@@ -86,7 +87,7 @@ class ServerInfo:
             }
             for pooled in models
         ]
-        return JSONResponse({"models": found})
+        return JSONResponse({"models": entries})
 
     async def metrics(self, _request: HttpRequest) -> Response:
         """Return figures in Prometheus's format."""
@@ -104,13 +105,13 @@ class ServerInfo:
         return JSONResponse(content)
 
     async def slots(self, request: HttpRequest) -> Response:
-        """Return what each slot is doing, in the form of llama.cpp's server."""
+        """Return the state of each slot of the loaded models, in the form of llama.cpp's server."""
         name = request.query_params.get("model")
-        found: list[Json] = []
+        states: list[Json] = []
         for model in self._pool.loaded:
             if isinstance(model, ServedModel) and name in (None, model.name):
-                found += (_slot_state(model, slot) for slot in model.engine.slots)
-        return JSONResponse(found)
+                states += (_slot_state(model, slot) for slot in model.engine.slots)
+        return JSONResponse(states)
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
         """Return special tokens and the chat template, in the form of vLLM's server."""
@@ -120,13 +121,15 @@ class ServerInfo:
         vocabulary = model.target.vocabulary
         content: Json = {}
         for role, token in vocabulary.special_tokens().items():
-            content[f"{role}_token"] = vocabulary.token_text(token) if token >= 0 else None
+            content[f"{role}_token"] = None
+            if token >= 0:
+                content[f"{role}_token"] = vocabulary.token_text(token)
         content["chat_template"] = model.target.chat_template()
         return JSONResponse(content)
 
 
 def show_model(model: ServedModel, _body: Json) -> Json:
-    """Return what Ollama's server shows of a model."""
+    """Return the description of a model, in Ollama's form."""
     architecture = model.target.architecture
     return {
         "capabilities": _capabilities(model),
@@ -146,7 +149,8 @@ def show_model(model: ServedModel, _body: Json) -> Json:
 def _model_entry(pooled: PooledModel, created: int) -> Json:
     """Return a model's entry in a list of models.
 
-    `status` has the form of llama.cpp's server with several models.
+    Its ``status`` has the form of llama.cpp's server with several models. Fields that need the
+    loaded model are left out if it is not loaded.
     """
     entry: Json = {
         "id": pooled.entry.name,
@@ -175,17 +179,18 @@ def _capabilities(model: LoadedModel) -> list[str]:
         return ["embedding"]
     target = model.target
     template = template_of(target, has_tools=True) or ""
-    able = {
+    abilities = {
         "completion": True,
         "chat": bool(template),
         "tools": form_of(template, target.vocabulary.has_control) is not None,
         "thinking": writes_thoughts(template),
         "insert": InfillTokens.of(target.vocabulary) is not None,
     }
-    return [name for name, is_able in able.items() if is_able]
+    return [name for name, is_able in abilities.items() if is_able]
 
 
 def _settings(model: ServedModel) -> Json:
+    """Return the settings of a loaded model, in the form of llama.cpp's server."""
     session = model.session
     options = session.options
     template = session.target.chat_template()
@@ -203,6 +208,7 @@ def _settings(model: ServedModel) -> Json:
 
 
 def _slot_state(model: ServedModel, slot: Slot) -> Json:
+    """Return the state of a slot; the counts are 0 if it is free."""
     answer = slot.request.answer if slot.request is not None else None
     state: Json = {
         "id": slot.number,

@@ -1,4 +1,4 @@
-"""Tokens and prompts of texts, without an answer."""
+"""The endpoints that tokenize texts and render prompts, without generating anything."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specgen.serve.server.jobs import ServedModel
 
 
 def count_message_tokens(model: ServedModel, body: Json) -> Json:
-    """Return the length of a prompt, in Anthropic's form."""
+    """Return the number of tokens of a prompt, in Anthropic's form."""
     return {"input_tokens": _n_tokens(read_messages, model, body)}
 
 
 def count_input_tokens(read: Reader, model: ServedModel, body: Json) -> Json:
-    """Return the length of a prompt, in OpenAI's form."""
+    """Return the number of tokens of a prompt, in OpenAI's form; `read` reads the body."""
     return {
         "object": "response.input_tokens",
         "input_tokens": _n_tokens(read, model, body),
@@ -30,7 +30,7 @@ def _n_tokens(read: Reader, model: ServedModel, body: Json) -> int:
 
 
 def apply_template(model: ServedModel, body: Json) -> Json:
-    """Return the prompt that the chat template makes of messages."""
+    """Return the prompt that the chat template makes from messages."""
     (request,) = parse_requests(read_chat, model, body)
     return {"prompt": prompt_of(request, model, must_fit=False).text}
 
@@ -46,7 +46,7 @@ class _TokenizeBody(Fields):
 
 
 def tokenize(model: ServedModel, body: Json) -> Json:
-    """Return the tokens of a text."""
+    """Return the tokens of a text, with the text or the bytes of each if wanted."""
     request = parse(_TokenizeBody, body)
     vocabulary = model.target.vocabulary
     tokens = vocabulary.tokenize(
@@ -61,6 +61,7 @@ def tokenize(model: ServedModel, body: Json) -> Json:
 
 
 def _piece(data: bytes) -> str | list[int]:
+    """Return bytes as text, or as a list of numbers if they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

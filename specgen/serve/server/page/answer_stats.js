@@ -7,13 +7,15 @@ import { counted, duration, joined, percent, threeDigits } from "./format.js";
  * replace these.
  */
 export class AnswerStats {
-  // When the question was sent, and when the last chunk arrived.
+  // The time at which the question was sent.
   #startMs;
+  // The time at which the last chunk arrived.
   #nowMs;
-  // When the first tokens arrived, and how many there were; null before that.
+  // The time and the number of the tokens that arrived first; null before that.
   #first = null;
-  // Tokens of the answer so far, and how many of them were drafted.
+  // The number of tokens of the answer so far.
   #nTokens = 0;
+  // The number of these that were drafted.
   #nAccepted = 0;
   // The server's last report on how much of the prompt it has read.
   #promptProgress = null;
@@ -55,7 +57,7 @@ export class AnswerStats {
     return cache_n + prompt_n + predicted_n;
   }
 
-  /** How many target passes added one token, two tokens, and so on; empty without drafts. */
+  /** The numbers of target passes that added one, two, ... tokens; empty without drafts. */
   get passesByTokens() {
     return this.#finished?.n_drafted ? this.#finished.rounds_by_tokens : [];
   }

@@ -112,7 +112,7 @@ function fetchWithKey(address, options, key) {
   return fetch(address, { ...options, headers });
 }
 
-// What a promise resolves to. Anything but an abort becomes a ServerError with this message.
+// Await a promise. Any error except an abort becomes a ServerError with this message.
 async function orServerError(promise, message) {
   try {
     return await promise;

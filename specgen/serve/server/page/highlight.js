@@ -2,9 +2,9 @@
 
 import { rejectedElement, textOf, tokenElement } from "./tokens.js";
 
-// How many characters a line may be ahead of the last one that was found. Markup that is not shown
-// lies between them, such as the address of a link; a jump further ahead would leave everything in
-// between without marks.
+// The maximum number of characters between a line and the last one that was found. Between them is
+// markup that is not shown, such as the address of a link. A line further ahead is probably another
+// one, and skipping to it would leave everything in between without marks.
 const MAX_LINE_SKIP = 500;
 // The same for a word of a line that Markdown has changed, such as one with `&amp;`.
 const MAX_WORD_SKIP = 40;
@@ -67,7 +67,7 @@ class Highlighter {
     return lines.flatMap((line) => this.#lineNodes(line));
   }
 
-  // What is left after the last character, such as rejected tokens.
+  // The nodes after the last character, such as rejected tokens.
   rest() {
     return this.#take(this.#tokenText.length, 0);
   }

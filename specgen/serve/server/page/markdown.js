@@ -46,7 +46,7 @@ export function showMarkdown(element, text, decorate) {
   element.append(...newBlocks.slice(nSame));
 }
 
-// How many blocks at the beginning are equal.
+// Return the number of equal blocks at the beginning.
 function countSame(oldBlocks, newBlocks) {
   const firstNew = newBlocks.findIndex((block, index) => !oldBlocks[index]?.isEqualNode(block));
   return firstNew < 0 ? newBlocks.length : firstNew;

@@ -17,10 +17,11 @@ import { loadItem } from "./storage.js";
 import { fillLegend } from "./tokens.js";
 import { message, Turn } from "./turn.js";
 
-// The longest time without a pause for the browser's other work.
+// The maximum time without a pause for the browser's other work.
 const MAX_WORK_MS = 20;
-// What a button shows after it has copied something, and for how long.
+// The label of a button after it has copied something.
 const COPIED = "Copied";
+// The time for which the button has that label.
 const COPIED_MS = 1500;
 
 const elementOf = (id) => document.getElementById(id);
@@ -33,7 +34,7 @@ const keepEndInView = (change) => conversation.keepEndInView(change);
 const client = new ApiClient(askForKey);
 const modelMenu = new ModelMenu(client);
 
-// The AbortController of the answer that is arriving.
+// The AbortController of the answer that is arriving; null if there is none.
 let running = null;
 
 listen();

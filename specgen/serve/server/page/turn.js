@@ -7,9 +7,9 @@ import { tokensOf } from "./tokens.js";
 
 const TOKEN_LIMIT_REACHED = "cut off at the maximum number of tokens";
 const STOPPED = "stopped";
-// The pause between two drawings of an answer that is arriving: at least this long, and at least so
-// many times as long as the last drawing took.
+// The minimum pause between two drawings of an answer that is arriving.
 const MIN_PAUSE_MS = 50;
+// The minimum pause as a multiple of the time that the last drawing took.
 const PAUSE_PER_DRAWING = 4;
 
 /**
@@ -40,8 +40,9 @@ export class Turn {
   // Whether a limit ended the answer.
   #isCutOff = false;
   #isRunning = true;
-  // The timer of the next drawing, and how long the last one took.
+  // The timer of the next drawing; null if none is planned.
   #drawTimer = null;
+  // The time that the last drawing took.
   #drawMs = 0;
 
   /**
@@ -210,13 +211,13 @@ function contextFull(nContext) {
 
 // A bar for each number of tokens, as high as the number of target passes that added so many.
 function passBars(passesByTokens) {
-  const mostPasses = Math.max(...passesByTokens);
+  const maxPasses = Math.max(...passesByTokens);
   return passesByTokens.map((nPasses, index) => {
     const nTokens = index + 1;
     const bar = document.createElement("span");
     bar.textContent = nTokens;
     bar.title = `${nPasses} of the target passes added ${counted(nTokens, "token")}`;
-    bar.style.setProperty("--share", nPasses / mostPasses);
+    bar.style.setProperty("--share", nPasses / maxPasses);
     return bar;
   });
 }
