@@ -323,7 +323,7 @@ def take_turns(
     """
     turns = _turns(contenders, prompts, n_rounds)
     failed_contenders: set[Contender] = set()
-    #: The numbers of prompts that plain decoding cannot answer.
+    # The numbers of prompts that plain decoding cannot answer.
     skipped_prompts: set[int] = set()
     for n_done, turn in enumerate(turns):
         progress(n_done, len(turns))
