@@ -227,7 +227,7 @@ def contender_of(
         *earlier_events, finished = events_of(text)
         assert isinstance(finished, FinishedEvent), "the last event of a generation"
         notices = [event.message for event in earlier_events if isinstance(event, NoticeEvent)]
-        # All other fields are named as those of the event.
+        # All other fields of `Outcome` have the same names as the event's.
         names = [each.name for each in fields(Outcome) if each.name != "notices"]
         values: dict[str, Any] = {name: getattr(finished, name) for name in names}
         return Outcome(**values, notices=tuple(notices))
@@ -336,6 +336,8 @@ def take_turns(
         try:
             result = _take_turn(turn)
         except SpecgenError as error:
+            # A contender that fails is out, and a prompt that plain decoding cannot answer is
+            # dropped. Other errors of plain decoding end the measurement.
             if contender.name != PLAIN:
                 failed_contenders.add(contender)
             elif prompt_number is not None and isinstance(error, PromptError):
@@ -419,7 +421,7 @@ def measure(
         prompts: The prompts.
         chat: Whether to use the chat template; None to use it if the model has one.
         n_rounds: The number of passes through all prompts.
-        progress: Receives the current step, and how much of it is done and to do.
+        progress: Receives the name of the current step, how much of it is done, and the total.
         interrupted: Whether to stop.
 
     Returns:
@@ -526,7 +528,7 @@ def _figures(
     plain: Mapping[_TurnKey, Outcome],
     category: str,
 ) -> Figures:
-    """Return the figures of one contender's results; all of them count alike."""
+    """Return the figures of one contender's results, which all have the same weight."""
     outcomes = [result.outcome for result in results]
 
     # Ratios to plain decoding of the same prompt in the same round.

@@ -111,7 +111,7 @@ def run_checks(
         check: Which checks to run.
         sampling: The sampler options of the sampled check.
         n_draws: The number of draws with each way.
-        progress: Receives the name of a check, and how much of it is done and to do.
+        progress: Receives the name of a check, how much of it is done, and the total.
         interrupted: Whether to stop.
 
     Returns:

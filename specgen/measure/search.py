@@ -84,7 +84,9 @@ class Search:
             "n_tokens": sum(len(answer.tokens) for answer in baseline.answers),
             "skipped_prompts": list(baseline.skipped),
             "threads": as_json(self.threads),
-            "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
+            "drafts": [
+                {"draft": str(tried.draft), **as_json(tried.figures)} for tried in self.tried
+            ],
             "refused": as_json(self.refused),
             "advice": list(advice(self)),
             "others_share": self.others_share,
@@ -119,7 +121,7 @@ def search_drafts(
         tunes_threads: Whether to measure the best thread counts first, for the target and for the
             first candidate.
         interrupted: Whether to stop.
-        progress: Receives the current step, and how much of it is done and to do.
+        progress: Receives the name of the current step, how much of it is done, and the total.
 
     Returns:
         The drafts tried up to an interruption; None if interrupted before the target's answers are
@@ -132,7 +134,7 @@ def search_drafts(
     load = LoadOfOthers()
     threads: dict[str, Threads] = {}
 
-    # Measure the target alone. Forgotten costs are measured again, with the threads chosen now.
+    # Measure the target alone, with the threads chosen now, so older costs are forgotten.
     session.change_draft("none")
     if tunes_threads:
         threads |= tune_threads(session, target, interrupted, progress, is_draft=False)
@@ -156,6 +158,7 @@ def search_drafts(
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
                 threads |= tune_threads(session, draft, interrupted, progress, is_draft=True)
+            # Have the draft's costs measured again, too.
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
             figures = try_draft(
@@ -203,10 +206,11 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
     Among equally fast ones, drafts without a file come first, then plain decoding, then files.
     """
 
-    def order(one: Tried) -> tuple[float, bool, bool]:
+    def sort_key(one: Tried) -> tuple[float, bool, bool]:
+        # False sorts before True.
         return (-round(one.figures.speedup, 2), isinstance(one.draft, Path), one.draft == "none")
 
-    return tuple(sorted(tried, key=order))
+    return tuple(sorted(tried, key=sort_key))
 
 
 def advice(search: Search) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def tune_threads(
         session: The session.
         model: The file of the target or the draft.
         interrupted: Whether to stop.
-        progress: Receives the current step, and how much of it is done and to do.
+        progress: Receives the name of the current step, how much of it is done, and the total.
         is_draft: Whether the model is the session's draft.
 
     Returns:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from specgen.events import FinishedEvent
     from specgen.measure.benchmark import Figures
+    from specgen.measure.draft_trial import DraftFigures
     from specgen.measure.search import Search, Tried
     from specgen.serve.batch.runner import BatchStats
 
@@ -41,6 +42,10 @@ class _Column:
     heading: str
     #: Takes the figure from a contender's or a draft's figures; None if it is not known.
     figure: Callable[[Any], float | None]
+
+
+def _draft_token_ms(row: DraftFigures) -> float | None:
+    return None if row.draft_token_s is None else 1000 * row.draft_token_s
 
 
 _SPEEDUP = _Column("speedup", "speed-up", lambda row: row.speedup)
@@ -64,7 +69,7 @@ _BENCH_COLUMNS: Sequence[_Column] = (
 _DRAFT_COLUMNS: Sequence[_Column] = (
     _SPEEDUP,
     *_COMMON_COLUMNS,
-    _Column("draft_token_ms", "ms", lambda row: row.draft_token_s and 1000 * row.draft_token_s),
+    _Column("draft_token_ms", "ms", _draft_token_ms),
     _Column("start_ms", "start", lambda row: 1000 * row.start_s),
 )
 _BENCH_EXPLANATION = (
@@ -298,9 +303,9 @@ def batch_summary(stats: BatchStats, seconds: float, where: str) -> str:
     """Return a sentence about a finished batch.
 
     Args:
-        stats: Its figures.
-        seconds: How long it took.
-        where: How many answers were generated at once, or by whom.
+        stats: The totals of the batch.
+        seconds: The time that it took.
+        where: How the answers were generated, such as the number at once or of workers.
     """
     answers, *others = totals(stats.n_answers, [stats])
     speed = f"{duration(seconds)}: {stats.n_tokens / seconds:.1f} tokens/s"
