@@ -323,10 +323,15 @@ def _draft_round(generation: AnswerState, clock: Callable[[], float]) -> RoundRe
     offer = generation.offer(generation.policy.n_max)
     plan = generation.policy.plan(offer)
     proposed = draft_alone(cascade.propose(generation.tokens, plan))
-    draft = plan.stop.cut(proposed)
+    draft = plan.stop.cut(proposed)  # only the nodes that are worth verifying
     seconds = clock() - started_s
     return RoundResult(
-        plan, draft, draft_s=seconds, proposed=(offer.found, proposed), model_s=seconds
+        plan,
+        draft,
+        draft_s=seconds,
+        # The policy learns from all proposals, even if they are not verified.
+        proposed=(offer.found, proposed),
+        model_s=seconds,
     )
 
 
@@ -342,6 +347,7 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
     n_rounds = sum(stats.n_rounds for stats in all_stats)
     n_drafted = sum(stats.n_drafted for stats in all_stats)
     n_accepted = sum(stats.n_accepted for stats in all_stats)
+    # The branches of a tree share their positions.
     n_positions = sum(sum(stats.drafted_by_depth.values()) for stats in all_stats)
     draft_s = sum(stats.draft_s for stats in all_stats)
     target_s = sum(stats.target_s for stats in all_stats)

@@ -78,6 +78,7 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     """
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
+        # N-gram options that are not set depend on the policy. Keep those of the cost policy.
         shortest, longest = drafting.ngrams_of
         ways["forced"] = replace(
             drafting,
@@ -757,11 +758,12 @@ def _draw(
                 engine.insert(extended_prompt, generation=generation) for _ in range(n_queued)
             ]
             for request in requests:
-                # This only makes the draws repeatable. How drafts are verified depends on whether
-                # the user gave a seed.
+                # This makes the draws repeatable. It must not be the seed option, since how drafts
+                # are verified depends on whether the user gave one.
                 request.seed = seed + request.index
             for event in engine.run():
-                # Stop each answer as soon as its token is drawn.
+                # Stop each answer as soon as its token is drawn. Sequences are numbered through all
+                # draws, not from 0 in each queue.
                 if isinstance(event, CommittedEvent) and event.n_tokens > len(forced):
                     engine.cancel(requests[event.sequence - n_done])
             if interrupted():
