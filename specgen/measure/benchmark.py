@@ -83,6 +83,7 @@ def find_drafts(
 
 
 def _split_stages(draft: str) -> tuple[str, ...]:
+    """Split what the user gave with `--draft` at plus signs; an empty text has no stages."""
     if not draft:
         return ()
     if Path(draft).expanduser().exists():  # a plus sign may be part of a file's name

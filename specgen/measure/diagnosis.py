@@ -190,6 +190,7 @@ def _test_kernels(report: DoctorReport) -> str:
 
 
 def _ask_worker(endpoint: str) -> str:
+    """Ask a worker for its protocol and devices; it fails if the protocol does not match."""
     from specgen.llama.rpc import load_rpc
     from specgen.system.worker_probe import check_protocol, probe
 

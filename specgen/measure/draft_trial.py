@@ -193,6 +193,27 @@ def measure_target(
                 seconds = time_batch(target, generation.tokens, size)
                 if seconds is not None:
                     samples_s[size].append(seconds)
+    batch_s = _median_batch_s(samples_s, sizes, n_ctx)
+    for size, seconds in batch_s.items():
+        session.costs.table().set_seconds(size, seconds)
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+
+
+def _median_batch_s(
+    samples_s: Mapping[int, Sequence[float]],
+    sizes: Sequence[int],
+    n_ctx: int,
+) -> dict[int, float]:
+    """Return the median time of each batch size.
+
+    Args:
+        samples_s: The measured times by batch size, none for sizes that could not be timed.
+        sizes: All batch sizes in ascending order, which start with 1.
+        n_ctx: The context size, for the error message.
+
+    Raises:
+        PromptError: If a batch size was never timed.
+    """
     if not samples_s[1]:
         raise PromptError("no answer is longer than a token: there is nothing to draft")
     if any(not samples_s[size] for size in sizes):
@@ -200,10 +221,7 @@ def measure_target(
             f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
             hint="use a larger --ctx-size, or a smaller --draft-max",
         )
-    batch_s = {size: statistics.median(samples_s[size]) for size in sizes}
-    for size, seconds in batch_s.items():
-        session.costs.table().set_seconds(size, seconds)
-    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+    return {size: statistics.median(samples_s[size]) for size in sizes}
 
 
 def try_draft(

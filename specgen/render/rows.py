@@ -538,6 +538,7 @@ class Flow:
         """Replace the last row with these cells, which may need several rows."""
         is_first_row = self._columns_before == 0
         if is_first_row:
+            # The beginning of a Markdown line tells whether it is a fence, code or a table.
             beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
             self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
             self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
