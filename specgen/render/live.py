@@ -172,25 +172,25 @@ class LiveRenderer(Renderer):
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._thinks:
             self._thought = Thought(Flow(self._flow.columns), event.text, self._folds)
-        completed = self._rounds.read(event)
-        if completed is not None:
-            self._add(completed)
+        round_events = self._rounds.read(event)
+        if round_events is not None:
+            self._add(round_events)
         # After these two events the round's committed text follows at once.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._paint()
 
-    def _add(self, completed: Round) -> None:
-        """Add the text of a completed round to the flow."""
+    def _add(self, round_events: Round) -> None:
+        """Add the text of a round to the flow."""
         self._fit()
-        event = completed.committed
-        runs = completed.runs(shows_all=self._show == "all")
+        event = round_events.committed
+        runs = round_events.runs(shows_all=self._show == "all")
         if self._show == "none":
             runs = (Run(text, "plain") for text, _ in runs)
         if self._thought is not None:
             runs = self._thought.take(runs, event.time_s, event.n_tokens)
         self._flow.feed(runs)
         if self._show == "accepted":
-            self._rejected = tuple(branch.text for branch in completed.rejected if branch.text)
+            self._rejected = tuple(branch.text for branch in round_events.rejected if branch.text)
 
     def _finish(self) -> None:
         self._fit()

@@ -75,15 +75,15 @@ class RoundsRenderer(Renderer):
         self._last_guesses = ""
 
     def handle(self, event: Event) -> None:
-        completed = self._rounds.read(event)
-        if completed is not None:
+        round_events = self._rounds.read(event)
+        if round_events is not None:
             if not self._has_heading:  # printed with the first round, after any earlier notices
                 self._has_heading = True
                 legend = _LEGEND
                 if self._verbose:
                     legend += _VERBOSE_LEGEND
                 self._print(self._faint(f"{legend}\n{_HEADING}"))
-            self._show(completed)
+            self._print_round(round_events)
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)
         elif isinstance(event, FinishedEvent):
@@ -95,48 +95,51 @@ class RoundsRenderer(Renderer):
     def _finish(self) -> None:
         self._console.file.flush()
 
-    def _show(self, completed: Round) -> None:
-        """Print a completed round."""
-        event = completed.committed
+    def _print_round(self, round_events: Round) -> None:
+        """Print a round."""
+        event = round_events.committed
         # The branch that the target's token replaced is printed within the line, before that token.
         # The other rejected branches are printed below the line.
-        inline = _replaced_branch(completed)
-        tokens = self._tokens_of(completed, inline) + self._remarks(completed)
+        inline = _replaced_branch(round_events)
+        tokens = self._tokens_of(round_events, inline) + self._new_remarks(round_events)
         # Tokens before the first round are shown without a number and a time.
         ms = f"{1000 * (event.time_s - self._last_s):.1f}" if event.round else ""
         start = f"{event.round or '':>5} {ms:>7} {len(event.pieces):>7}  "
-        self._lay_out(self._faint(start), tokens)
-        self._show_other_branches(completed, inline)
+        self._print_tokens(self._faint(start), tokens)
+        self._print_other_branches(round_events, inline)
 
         # Say why so much or nothing was drafted, and what a second draft guessed, if that is new.
         reason_text = event.reason_text or ""
-        has_draft = bool(completed.nodes)
+        has_draft = bool(round_events.nodes)
         if event.reason not in (None, self._last_reason) and (self._verbose or not has_draft):
-            self._say(reason_text if has_draft else f"nothing drafted: {reason_text}")
-        if completed.guesses != self._last_guesses:
-            self._say(completed.guesses)
+            self._print_sentence(reason_text if has_draft else f"nothing drafted: {reason_text}")
+        if round_events.guesses != self._last_guesses:
+            self._print_sentence(round_events.guesses)
         self._last_reason = event.reason or self._last_reason
-        self._last_guesses = completed.guesses
+        self._last_guesses = round_events.guesses
 
-    def _tokens_of(self, completed: Round, inline: RejectedBranch | None) -> list[Text]:
+    def _tokens_of(self, round_events: Round, inline: RejectedBranch | None) -> list[Text]:
         """Return the committed tokens, with the `inline` branch before its replacement."""
-        n_accepted = len(completed.accepted)
+        n_accepted = len(round_events.accepted)
         tokens: list[Text] = []
-        for position, piece in enumerate(completed.committed.pieces):
+        for position, piece in enumerate(round_events.committed.pieces):
             node = None
             if position < n_accepted:
-                node = completed.nodes[completed.accepted[position]]
+                node = round_events.nodes[round_events.accepted[position]]
             if inline is not None and position == n_accepted:
-                tokens += self._branch(completed, inline, instead=piece)
+                tokens += self._branch_tokens(round_events, inline, instead=piece)
             tokens.append(self._token(piece.kind, piece, node, piece.logprob))
         return tokens
 
-    def _remarks(self, completed: Round) -> list[Text]:
-        """Return the probability bound of the draft, and the drafter if it has changed."""
-        if not completed.nodes:
+    def _new_remarks(self, round_events: Round) -> list[Text]:
+        """Return the probability bound of the draft, and the drafter if it has changed.
+
+        What is returned counts as printed, so that later rounds do not repeat it.
+        """
+        if not round_events.nodes:
             return []
         remarks: list[Text] = []
-        event = completed.committed
+        event = round_events.committed
         if event.reason == "threshold":
             bound = event.reason_text or ""
             if self._is_bound_explained:
@@ -144,13 +147,13 @@ class RoundsRenderer(Renderer):
                 bound = f"≥ {bound.rpartition(' ')[2]}"
             self._is_bound_explained = True
             remarks.append(self._faint(bound))
-        origin = completed.nodes[0].origin
+        origin = round_events.nodes[0].origin
         if origin != self._last_origin:
             self._last_origin = origin
             remarks.append(self._faint(f"by {origin}"))
         return remarks
 
-    def _show_other_branches(self, completed: Round, inline: RejectedBranch | None) -> None:
+    def _print_other_branches(self, round_events: Round, inline: RejectedBranch | None) -> None:
         """Print all rejected branches except `inline`, each on a line indented by its depth.
 
         Nodes at the start of a branch that were already printed with another one are left out.
@@ -158,30 +161,32 @@ class RoundsRenderer(Renderer):
         shown_nodes: set[int] = set()
         if inline is not None:
             shown_nodes.update(inline.nodes)
-        for branch in completed.rejected:
+        for branch in round_events.rejected:
             if branch is inline:
                 continue
             n_shared = len(shown_nodes.intersection(branch.nodes))
             shown_nodes.update(branch.nodes)
-            depth = completed.position_of(branch) + n_shared
+            depth = round_events.position_of(branch) + n_shared
             start = " " * len(_HEADING) + "  " * depth + "└ "
-            self._lay_out(self._faint(start), self._branch(completed, branch)[n_shared:])
+            self._print_tokens(
+                self._faint(start), self._branch_tokens(round_events, branch)[n_shared:]
+            )
 
-    def _say(self, sentence: str) -> None:
+    def _print_sentence(self, sentence: str) -> None:
         """Print a sentence below the tokens, broken between words."""
         words = [self._faint(word) for word in sentence.split()]
-        self._lay_out(self._faint(" " * len(_HEADING)), words, gap=" ")
+        self._print_tokens(self._faint(" " * len(_HEADING)), words, gap=" ")
 
-    def _branch(
+    def _branch_tokens(
         self,
-        completed: Round,
+        round_events: Round,
         branch: RejectedBranch,
         instead: Piece | None = None,
     ) -> list[Text]:
         """Return the tokens of a rejected branch.
 
         Args:
-            completed: The round.
+            round_events: The round.
             branch: The branch.
             instead: The token that replaced the branch, if there is one. If the target's most
                 likely tokens are listed with it, they may include the branch's first token, whose
@@ -189,7 +194,7 @@ class RoundsRenderer(Renderer):
         """
         tokens: list[Text] = []
         for index in branch.nodes:
-            node = completed.nodes[index]
+            node = round_events.nodes[index]
             target_logprob = None
             if instead is not None and not tokens:  # only for the first token
                 logprobs = {each.token_id: each.logprob for each in instead.top_logprobs}
@@ -223,7 +228,7 @@ class RoundsRenderer(Renderer):
             text.append(_probabilities(node, target_logprob), self._styles["faint"])
         return text
 
-    def _lay_out(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
+    def _print_tokens(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
         """Print a line of tokens; on a terminal, it continues below its first token if necessary.
 
         Args:
@@ -250,14 +255,14 @@ class RoundsRenderer(Renderer):
         self._console.print(line, soft_wrap=True)
 
 
-def _replaced_branch(completed: Round) -> RejectedBranch | None:
+def _replaced_branch(round_events: Round) -> RejectedBranch | None:
     """Return the branch that the target's token replaced; None if there is none.
 
     It is the first rejected branch that starts right after the last accepted token.
     """
-    n_accepted = len(completed.accepted)
-    for branch in completed.rejected:
-        if completed.position_of(branch) == n_accepted:
+    n_accepted = len(round_events.accepted)
+    for branch in round_events.rejected:
+        if round_events.position_of(branch) == n_accepted:
             return branch
     return None
 
