@@ -132,7 +132,7 @@ def tiny_server(
     n_ctx: int = N_CTX,
     **config: Any,
 ) -> Iterator[Running]:
-    """Run a server with a tiny model and a draft that differs by `draft` from it (None: n-grams)."""
+    """Run a server with a tiny model and a draft that differs by `draft` (None: n-grams)."""
     made = TinyConfig(**{"logit_scale": 6.0, "unprintable_scale": 0.0, **config})
     target = write_tiny_model(folder / "target.gguf", made)
     source: DraftSource = "ngram"
