@@ -1,6 +1,6 @@
-"""`specgen bench`: contenders answer the same prompts in turn, and the figures of each.
+"""`specgen bench`: compare the speed of contenders that answer the same prompts in turn.
 
-A contender is plain decoding or a way to draft.
+A contender is plain decoding, or a draft with its options.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
-#: The name of plain decoding.
+#: The name of plain decoding in tables.
 PLAIN = "plain"
-#: A prompt that fits in every context, and how many tokens of its answer warm up.
-_WARM_UP = "Count from one to twenty."
-_N_WARM_UP = 8
+#: The prompt of the warm-up, short enough for every context.
+_WARM_UP_PROMPT = "Count from one to twenty."
+#: The warm-up ends after this many tokens of its answer.
+_N_WARM_UP_TOKENS = 8
 
-#: The target's draft, the draft's own draft, and so on.
+#: A chain of drafts: the target's draft, the draft that drafts for it, and so on.
 Stages: TypeAlias = tuple[DraftSource, ...]
 
 
@@ -46,7 +47,7 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contender's name in tables, and its options."""
+    """A contender whose models are not loaded yet: its name in tables, and its options."""
 
     name: str
     options: SessionOptions
@@ -58,26 +59,34 @@ def find_drafts(
     *,
     quiet: bool,
 ) -> tuple[Path, list[Stages]]:
-    """Find a target and its drafts.
+    """Find the files of a target and of the drafts to compare.
 
     Args:
-        target: as `specgen run` finds it.
-        drafts: one or several drafts joined by plus signs, each of which drafts for the one before
-            it; none stands for the draft that `specgen run` uses, and for n-grams.
-        quiet: whether to leave out notices.
+        target: The target as the user named it; None for the default of `specgen run`.
+        drafts: What the user gave with `--draft`, each a draft or several joined by plus signs.
+            If empty, the draft that `specgen run` would use is compared with n-grams.
+        quiet: Whether to suppress notices.
+
+    Returns:
+        The target's file, and the chain of drafts for each of `drafts`.
+
+    Raises:
+        UsageError: If a draft is missing before or after a plus sign.
     """
-    choices = [staged(target, _stages(draft), None) for draft in drafts or [""]]
-    found = [find_models(choice, quiet=quiet) for choice in choices]
-    stages = [(models.draft, *models.helpers) for models in found]
+    # The empty string stands for the draft that `specgen run` would use.
+    choices = [staged(target, _split_stages(draft), None) for draft in drafts or [""]]
+    models_of_choices = [find_models(choice, quiet=quiet) for choice in choices]
+    stages = [(models.draft, *models.helpers) for models in models_of_choices]
     if not drafts:
         stages.append(("ngram",))
-    return found[0].target, stages
+    return models_of_choices[0].target, stages
 
 
-def _stages(draft: str) -> tuple[str, ...]:
+def _split_stages(draft: str) -> tuple[str, ...]:
+    """Split what the user gave with `--draft` at plus signs; an empty text has no stages."""
     if not draft:
         return ()
-    if Path(draft).expanduser().exists():  # a file's name may have a plus sign
+    if Path(draft).expanduser().exists():  # a plus sign may be part of a file's name
         return (draft,)
     stages = tuple(draft.split("+"))
     if not all(stages):
@@ -96,12 +105,12 @@ def entries_of(
     """Return plain decoding and every draft with every policy and tree, for each temperature.
 
     Args:
-        base: the options that all of them share.
-        drafts: the drafts.
-        policies: the policies; a tree of fixed shape does not need one.
-        trees: the shapes of drafts.
-        temperatures: the temperatures.
-        known: has the numbers of threads that `specgen run` would use.
+        base: The options that all entries share.
+        drafts: The chains of drafts; repetitions and "none" are left out.
+        policies: The policies. Only the first is used with a tree of fixed shape, which needs none.
+        trees: The tree shapes.
+        temperatures: The temperatures.
+        known: The stored measurements, with the thread counts that `specgen run` would use.
     """
     plain = replace(base, drafting=replace(base.drafting, policy="fixed"), draft="none", helpers=())
     entries = [Entry(PLAIN, _with_threads(plain, known))]
@@ -109,13 +118,14 @@ def entries_of(
         options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), known)
         for tree in trees:
             for policy in policies[:1] if tree.is_fixed else policies:
-                parts = [name]
+                # The name only mentions what differs between entries.
+                name_parts = [name]
                 if len(policies) > 1 and not tree.is_fixed:
-                    parts.append(policy)
+                    name_parts.append(policy)
                 if len(trees) > 1:
-                    parts.append(f"tree {tree}")
+                    name_parts.append(f"tree {tree}")
                 drafting = replace(base.drafting, policy=policy, tree=tree)
-                entries.append(Entry(", ".join(parts), replace(options, drafting=drafting)))
+                entries.append(Entry(", ".join(name_parts), replace(options, drafting=drafting)))
     samplers = [replace(base.sampler, temperature=temperature) for temperature in temperatures]
     return [
         replace(entry, options=replace(entry.options, sampler=sampler))
@@ -125,7 +135,7 @@ def entries_of(
 
 
 def _with_threads(options: SessionOptions, known: MeasurementStore) -> SessionOptions:
-    """Return options with the numbers of threads that were measured to be best."""
+    """Return the options with the thread counts that were measured to be fastest."""
     from specgen.session.measurement_store import SessionCosts
 
     costs = SessionCosts(options, known)
@@ -135,21 +145,21 @@ def _with_threads(options: SessionOptions, known: MeasurementStore) -> SessionOp
     return options
 
 
-def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
-    """Return drafts by name, each once, without "none".
+def _by_name(drafts: Sequence[Stages]) -> dict[str, Stages]:
+    """Return the chains of drafts by name, without repetitions and without "none".
 
-    The name of a file is its path if another one has the same name.
+    A file is named by its full path if another file has the same name.
     """
-    kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
-    files = {source for stages in kept for source in stages if isinstance(source, Path)}
-    n_files = Counter(path.name for path in files)
+    distinct = [stages for stages in dict.fromkeys(drafts) if stages != ("none",)]
+    files = {source for stages in distinct for source in stages if isinstance(source, Path)}
+    n_files_by_name = Counter(path.name for path in files)
 
     def name_of(source: DraftSource) -> str:
-        if isinstance(source, Path) and n_files[source.name] == 1:
+        if isinstance(source, Path) and n_files_by_name[source.name] == 1:
             return source.name
         return str(source)
 
-    return {"+".join(map(name_of, stages)): stages for stages in kept}
+    return {"+".join(map(name_of, stages)): stages for stages in distinct}
 
 
 # --- answers in turn
@@ -157,12 +167,15 @@ def _by_name(found: Sequence[Stages]) -> dict[str, Stages]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The measurements of one answer, named as in `FinishedEvent`; None if not reported."""
+    """The measurements of one answer, named as in `FinishedEvent`.
+
+    A measurement is None if the contender does not report it.
+    """
 
     text: str
     n_tokens: int
     finish_reason: str | None
-    #: After the first token.
+    #: Tokens per second after the first token.
     tokens_per_s: float | None
     time_to_first_token_s: float | None
     token_ids: tuple[int, ...] | None = None
@@ -178,13 +191,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something that answers prompts."""
+    """Something that answers prompts: a session of specgen, or another program."""
 
     temperature: float
     name: str
-    #: Answers a prompt, as typed. Raises `PromptError` if it does not fit, or another error if the
-    #: contender cannot continue.
+    #: Answers a prompt, given as the user typed it. It raises `PromptError` if the prompt does not
+    #: fit in the context, and any other `SpecgenError` if the contender cannot continue.
     answer: Callable[[str], Outcome]
+    #: Called once, before the first prompt.
     warm_up: Callable[[], object] = lambda: None
 
 
@@ -194,7 +208,14 @@ def contender_of(
     chat: bool | None = None,
     interrupted: Callable[[], bool] = never,
 ) -> Contender:
-    """Return a session as a contender."""
+    """Return a contender that answers with a session.
+
+    Args:
+        name: The contender's name.
+        session: The session, which stays open.
+        chat: Whether to use the chat template; None to use it if the model has one.
+        interrupted: Whether to stop an answer early.
+    """
     from specgen.session.engine import generate
 
     def events_of(text: str) -> Iterator[Event]:
@@ -204,16 +225,17 @@ def contender_of(
             yield from events
 
     def answer(text: str) -> Outcome:
-        *others, finished = events_of(text)
+        *earlier_events, finished = events_of(text)
         assert isinstance(finished, FinishedEvent), "the last event of a generation"
-        notices = tuple(event.message for event in others if isinstance(event, NoticeEvent))
+        notices = [event.message for event in earlier_events if isinstance(event, NoticeEvent)]
+        # All other fields of `Outcome` have the same names as the event's.
         names = [each.name for each in fields(Outcome) if each.name != "notices"]
         values: dict[str, Any] = {name: getattr(finished, name) for name in names}
-        return Outcome(**values, notices=notices)
+        return Outcome(**values, notices=tuple(notices))
 
     def warm_up() -> None:
-        for event in events_of(_WARM_UP):
-            if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
+        for event in events_of(_WARM_UP_PROMPT):
+            if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP_TOKENS:
                 break
 
     return Contender(session.options.sampler.temperature, name, answer, warm_up)
@@ -221,49 +243,56 @@ def contender_of(
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One answer of a contender."""
+    """A contender's answer to one prompt."""
 
     temperature: float
+    #: The contender's name.
     contender: str
-    #: The prompt's number in the file.
+    #: The prompt's number in the file, from 1.
     prompt: int
+    #: The prompt's category.
     category: str
-    #: Which pass through all prompts this is, from 1.
+    #: The number of the pass through all prompts, from 1.
     round: int
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a contender was left out afterwards; plain decoding only leaves out the prompt."""
+    """An error of a contender, which got no more prompts after it.
+
+    If plain decoding fails, only that prompt is dropped, for all contenders.
+    """
 
     temperature: float
+    #: The contender's name.
     contender: str
-    #: The number of the prompt that it could not answer; None if it failed to warm up.
+    #: The number of the prompt that it could not answer; None if the warm-up failed.
     prompt: int | None
     message: str
 
 
 @dataclass(slots=True)
 class Runs:
-    """What was measured so far."""
+    """All measurements so far."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    #: What computed: specgen's kernels or llama.cpp's.
+    #: The kernels that were used: specgen's or llama.cpp's.
     kernels: str = ""
-    #: What ended the measurement early.
+    #: The error that ended the measurement early, if any.
     error: SpecgenError | None = None
     is_interrupted: bool = False
-    #: The share of the cores that other programs took.
+    #: The share of the cores that other programs used; None if unknown.
     others_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     contender: Contender
-    #: None to warm up.
+    #: The prompt to answer; None for the warm-up.
     prompt: BenchPrompt | None
+    #: The number of the pass through all prompts, from 1; 0 for the warm-up.
     round: int
 
 
@@ -278,44 +307,47 @@ def take_turns(
 ) -> None:
     """Let all contenders answer all prompts.
 
-    Each prompt is answered by all in turn, by plain decoding first. So a slow moment of the machine
-    slows all of them.
+    All contenders answer a prompt before any goes on to the next, so that a slow moment of the
+    machine slows all of them. Plain decoding is always first.
 
     Args:
-        contenders: the contenders.
-        prompts: the prompts.
-        runs: where to add results and failures.
-        n_rounds: how often all prompts are answered.
-        interrupted: whether to stop.
-        progress: receives how many turns are done, and how many there are.
+        contenders: The contenders; at each temperature plain decoding is the first of them.
+        prompts: The prompts.
+        runs: Receives the results and failures, so that they are kept after an error.
+        n_rounds: The number of passes through all prompts.
+        interrupted: Whether to stop.
+        progress: Receives the number of finished turns, and of all turns.
 
     Raises:
-        PromptError: no prompt could be answered.
-        SpecgenError: plain decoding failed otherwise.
+        PromptError: If plain decoding can answer none of the prompts.
+        SpecgenError: If plain decoding fails for another reason.
     """
     turns = _turns(contenders, prompts, n_rounds)
-    failed: set[Contender] = set()
-    #: The numbers of prompts that plain decoding cannot answer.
-    skipped: set[int] = set()
+    failed_contenders: set[Contender] = set()
+    # The numbers of prompts that plain decoding cannot answer.
+    skipped_prompts: set[int] = set()
     for n_done, turn in enumerate(turns):
         progress(n_done, len(turns))
         if interrupted():
             return
         contender = turn.contender
-        number = None if turn.prompt is None else turn.prompt.number
-        if contender in failed or number in skipped:
+        prompt_number = None if turn.prompt is None else turn.prompt.number
+        if contender in failed_contenders or prompt_number in skipped_prompts:
             continue
         try:
-            result = _take(turn)
+            result = _take_turn(turn)
         except SpecgenError as error:
+            # A contender that fails is out, and a prompt that plain decoding cannot answer is
+            # dropped. Other errors of plain decoding end the measurement.
             if contender.name != PLAIN:
-                failed.add(contender)
-            elif number is not None and isinstance(error, PromptError):
-                skipped.add(number)
+                failed_contenders.add(contender)
+            elif prompt_number is not None and isinstance(error, PromptError):
+                skipped_prompts.add(prompt_number)
             else:
                 raise
-            failure = Failure(contender.temperature, contender.name, number, error.message)
-            runs.failures.append(failure)
+            runs.failures.append(
+                Failure(contender.temperature, contender.name, prompt_number, error.message)
+            )
             continue
         if result is None:
             continue
@@ -323,13 +355,13 @@ def take_turns(
             return
         runs.results.append(result)
     progress(len(turns), len(turns))
-    if prompts and len(skipped) == len(prompts):
+    if prompts and len(skipped_prompts) == len(prompts):
         last = runs.failures[-1]
         raise PromptError(f"no prompt can be answered; prompt {last.prompt}: {last.message}")
 
 
-def _take(turn: _Turn) -> Result | None:
-    """Take a turn; None if it only warms up."""
+def _take_turn(turn: _Turn) -> Result | None:
+    """Return the answer of a turn; None if the turn is a warm-up."""
     contender = turn.contender
     prompt = turn.prompt
     if prompt is None:
@@ -350,24 +382,25 @@ def _turns(
     prompts: Sequence[BenchPrompt],
     n_rounds: int,
 ) -> list[_Turn]:
+    """Return all turns in order: every contender's warm-up, and then the prompts."""
     turns = [_Turn(contender, prompt=None, round=0) for contender in contenders]
-    n_asked = 0
+    n_earlier_prompts = 0
     for round_number in range(1, n_rounds + 1):
         for prompt in prompts:
-            order = _in_turn(contenders, n_asked)
+            order = _rotated(contenders, n_earlier_prompts)
             turns += [_Turn(contender, prompt, round_number) for contender in order]
-            n_asked += 1
+            n_earlier_prompts += 1
     return turns
 
 
-def _in_turn(contenders: Sequence[Contender], n_asked: int) -> Iterator[Contender]:
-    """Yield, for each temperature, plain decoding and then the others.
+def _rotated(contenders: Sequence[Contender], n_steps: int) -> Iterator[Contender]:
+    """Yield, for each temperature, plain decoding and then the others, rotated by `n_steps`.
 
-    They are rotated by the number of prompts asked before, so that none always follows the same.
+    The rotation ensures that no contender always comes right after plain decoding.
     """
     for temperature in dict.fromkeys(each.temperature for each in contenders):
         plain, *others = (each for each in contenders if each.temperature == temperature)
-        start = n_asked % len(others) if others else 0
+        start = n_steps % len(others) if others else 0
         yield from (plain, *others[start:], *others[:start])
 
 
@@ -380,12 +413,23 @@ def measure(
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = never,
 ) -> Runs:
-    """Measure all entries, each with models of its own: none gains by what others learn.
+    """Load the models of all entries, and let them answer all prompts in turn.
 
-    An error after the first result ends the measurement, and is in what is returned.
+    Every entry has its own models, so that none benefits from what another has learned.
+
+    Args:
+        entries: The entries; at each temperature plain decoding is the first of them.
+        prompts: The prompts.
+        chat: Whether to use the chat template; None to use it if the model has one.
+        n_rounds: The number of passes through all prompts.
+        progress: Receives the name of the current step, how much of it is done, and the total.
+        interrupted: Whether to stop.
+
+    Returns:
+        The results. If an error ended the measurement after the first of them, it is in `error`.
 
     Raises:
-        SpecgenError: an error before the first result.
+        SpecgenError: If the measurement fails before the first result.
     """
     from specgen.session.session import Session
     from specgen.system.machine import LoadOfOthers
@@ -400,6 +444,7 @@ def measure(
                 session = stack.enter_context(Session(entry.options, time.perf_counter))
                 contenders.append(contender_of(entry.name, session, chat, interrupted))
                 runs.kernels = session.target.kernels
+            # The target is the same for all entries, so the last one can name it.
             take_turns(
                 contenders,
                 prompts,
@@ -422,29 +467,35 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a contender, for all prompts or a category; None if they are not known."""
+    """A contender's figures for all prompts or for one category; unknown figures are None."""
 
     temperature: float
+    #: The contender's name.
     contender: str
+    #: The name of the category, or "overall".
     category: str
     n_answers: int
     #: The geometric mean of the speed-ups over plain decoding.
     speedup: float | None
+    #: The first and the third quartile of the speed-ups.
     quartiles: tuple[float, float] | None
-    #: The speed-ups of the worst and of the best prompt.
+    #: The speed-up on the prompt where it is lowest, a geometric mean over the rounds.
     worst_speedup: float | None
+    #: The speed-up on the prompt where it is highest, a geometric mean over the rounds.
     best_speedup: float | None
-    #: The median.
+    #: The median over the answers.
     tokens_per_s: float | None
+    #: Accepted tokens per drafted position; the branches of a tree share their positions.
     acceptance_rate: float | None
+    #: Tokens per round.
     mean_accepted_length: float | None
     #: The median time to the first token, relative to plain decoding.
     first_token: float | None
-    #: The figures of each category; empty for a category.
+    #: The figures of each category, if these are the overall ones; otherwise empty.
     categories: tuple[Figures, ...]
 
 
-#: A temperature, the number of a prompt, and a round.
+#: What a contender's answer and plain decoding's have in common: temperature, prompt and round.
 _TurnKey: TypeAlias = tuple[float, int, int]
 
 
@@ -462,11 +513,12 @@ def _turn_key(result: Result) -> _TurnKey:
 
 
 def _contender_figures(results: Sequence[Result], plain: Mapping[_TurnKey, Outcome]) -> Figures:
+    """Return the overall figures of one contender at one temperature, and of each category."""
     by_category: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by_category[result.category].append(result)
     categories = tuple(_figures(part, plain, name) for name, part in by_category.items())
-    # Categories count alike, however many answers they have.
+    # All categories have the same weight, however many answers they have.
     speedups = [each.speedup for each in categories if each.speedup is not None]
     overall = _figures(results, plain, "overall")
     return replace(overall, speedup=_geometric_mean(speedups), categories=categories)
@@ -477,24 +529,26 @@ def _figures(
     plain: Mapping[_TurnKey, Outcome],
     category: str,
 ) -> Figures:
+    """Return the figures of one contender's results, which all have the same weight."""
     outcomes = [result.outcome for result in results]
 
-    # Relative to plain decoding of the same prompt in the same round.
+    # Ratios to plain decoding of the same prompt in the same round.
     speedups_by_prompt: dict[int, list[float]] = defaultdict(list)
-    first_tokens: list[float] = []
+    first_token_ratios: list[float] = []
     for result in results:
         drafted = result.outcome
-        other = plain.get(_turn_key(result))
-        if other is None:
+        baseline = plain.get(_turn_key(result))
+        if baseline is None:
             continue
-        if drafted.tokens_per_s and other.tokens_per_s:
-            speedups_by_prompt[result.prompt].append(drafted.tokens_per_s / other.tokens_per_s)
-        if drafted.time_to_first_token_s is not None and other.time_to_first_token_s:
-            first_tokens.append(drafted.time_to_first_token_s / other.time_to_first_token_s)
+        if drafted.tokens_per_s and baseline.tokens_per_s:
+            speedups_by_prompt[result.prompt].append(drafted.tokens_per_s / baseline.tokens_per_s)
+        if drafted.time_to_first_token_s is not None and baseline.time_to_first_token_s:
+            ratio = drafted.time_to_first_token_s / baseline.time_to_first_token_s
+            first_token_ratios.append(ratio)
     speedups = [ratio for ratios in speedups_by_prompt.values() for ratio in ratios]
-    of_prompts = [statistics.geometric_mean(ratios) for ratios in speedups_by_prompt.values()]
+    prompt_speedups = [statistics.geometric_mean(ratios) for ratios in speedups_by_prompt.values()]
 
-    # Over all answers.
+    # Sums over all answers.
     speeds = [outcome.tokens_per_s for outcome in outcomes if outcome.tokens_per_s]
     n_rounds = sum(outcome.n_rounds or 0 for outcome in outcomes)
     n_tokens = sum((each.mean_accepted_length or 0.0) * (each.n_rounds or 0) for each in outcomes)
@@ -507,12 +561,12 @@ def _figures(
         n_answers=len(results),
         speedup=_geometric_mean(speedups),
         quartiles=_quartiles(speedups),
-        worst_speedup=min(of_prompts, default=None),
-        best_speedup=max(of_prompts, default=None),
+        worst_speedup=min(prompt_speedups, default=None),
+        best_speedup=max(prompt_speedups, default=None),
         tokens_per_s=_median(speeds),
         acceptance_rate=n_accepted / n_positions if n_positions else None,
         mean_accepted_length=n_tokens / n_rounds if n_rounds else None,
-        first_token=_median(first_tokens),
+        first_token=_median(first_token_ratios),
         categories=(),
     )
 
@@ -535,7 +589,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def gains(figures: Sequence[Figures]) -> Iterator[str]:
-    """Yield the speed-up of each way to draft in words."""
+    """Yield a sentence with the speed-up of each contender that drafts."""
     for each in figures:
         if each.contender == PLAIN:
             continue
@@ -556,7 +610,14 @@ def to_json_object(
     runs: Runs,
     command: str,
 ) -> dict[str, Any]:
-    """Return everything that was measured, as `--json` writes it."""
+    """Return all measurements and their circumstances, as `--json` writes them.
+
+    Args:
+        entries: The contenders.
+        prompts: The prompts.
+        runs: The measurements.
+        command: The command line that was run.
+    """
     from specgen.llama import build
     from specgen.system.machine import look_at_machine
 

@@ -1,8 +1,8 @@
-"""The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
+"""The checks of `specgen doctor`: this machine, the build of llama.cpp, and whether it works.
 
-A build for another CPU, or a miscompiled one, ends the process at the first batch. So a child
-process (`python -m specgen.measure.diagnosis TASK ...`) decodes, and prints a line of JSON. If it
-dies, its signal or exit code shows why.
+A build that is miscompiled or made for another CPU kills the process at the first batch. So a
+child process (`python -m specgen.measure.diagnosis TASK ...`) does the decoding, and prints one
+line of JSON. If it dies, its signal or exit code tells why.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ if TYPE_CHECKING:
 
 #: The command that starts a child; the name of a task and its arguments follow.
 CHILD_COMMAND: Sequence[str] = (sys.executable, "-m", "specgen.measure.diagnosis")
-#: The longest waits, in seconds: for a child with a tiny model, one with the user's model, and a
-#: worker.
+#: How long to wait for a child that needs no model of the user.
 _TINY_TIMEOUT_S = 120.0
+#: How long to wait for a child that loads the user's model.
 _MODEL_TIMEOUT_S = 1800.0
+#: How long to wait for a worker.
 _WORKER_TIMEOUT_S = 5.0
-#: The largest relative difference of logits that were computed in two ways. Rounding causes 0.02 to
-#: 0.05, errors 1.
+#: The maximum difference of logits that were computed in two ways, relative to their standard
+#: deviation. Rounding causes 0.02 to 0.05, and wrong results about 1.
 _TOLERANCE = 0.1
+#: The text to decode, and how many of its tokens.
 _TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on). What comes next?"
 _N_TOKENS = 24
 
@@ -58,17 +60,17 @@ class Check:
 
     name: str
     passed: bool
-    #: What was found, or the problem.
+    #: What was found; if the check failed, the problem.
     message: str
-    #: What to do about the problem.
+    #: If the check failed, what to do about it.
     hint: str | None = None
-    #: The name of the error's class in `specgen.errors`.
+    #: If the check failed, the name of the error's class in `specgen.errors`.
     error: str | None = None
 
 
 @dataclass(slots=True)
 class DoctorReport:
-    """Everything that `specgen doctor` finds."""
+    """All results of `specgen doctor`."""
 
     machine: Machine = field(default_factory=look_at_machine)
     version: str = __version__
@@ -100,12 +102,12 @@ def diagnose(
     endpoints: Sequence[str] = (),
     on_check: Callable[[str], None] = lambda _name: None,
 ) -> DoctorReport:
-    """Run all checks.
+    """Run all checks; if llama.cpp cannot be loaded, only the first.
 
     Args:
-        model: a model of the user to decode with.
-        endpoints: the workers to ask.
-        on_check: receives the name of each check before it is run.
+        model: The user's model to decode with, if any.
+        endpoints: The endpoints of the workers to ask.
+        on_check: Receives the name of each check before it is run.
     """
     report = DoctorReport()
 
@@ -114,8 +116,13 @@ def diagnose(
         try:
             result = Check(name, passed=True, message=check())
         except SpecgenError as error:
-            kind = type(error).__name__
-            result = Check(name, False, error.message, error.hint, kind)
+            result = Check(
+                name,
+                passed=False,
+                message=error.message,
+                hint=error.hint,
+                error=type(error).__name__,
+            )
         report.checks.append(result)
 
     run("loading llama.cpp", partial(_load, report))
@@ -126,33 +133,35 @@ def diagnose(
         run(f"decoding on the {place}", partial(_decode_in_child, place))
     run("specgen's kernels", partial(_test_kernels, report))
     if model is not None:
-        fastest = places[0] if places else "CPU"
-        run(model.name, partial(_decode_in_child, fastest, model))
+        fastest_place = places[0] if places else "CPU"
+        run(model.name, partial(_decode_in_child, fastest_place, model))
     for endpoint in endpoints:
         run(f"worker {endpoint}", partial(_ask_worker, endpoint))
     return report
 
 
 def places_of(build: Build) -> list[str]:
-    """Return where a build can decode, the fastest place first."""
+    """Return the places where a build can decode, "GPU" and "CPU", the fastest first."""
     return ["GPU", "CPU"] if build.gpu_offload else ["CPU"]
 
 
-# --- the checks. They return what was found, or raise an error
+# --- the checks. Each returns what it found in words, or raises a `SpecgenError`
 
 
 def _load(report: DoctorReport) -> str:
+    """Load llama.cpp in a child, and store its build in the report."""
     answer = run_child(["build"], _TINY_TIMEOUT_S)
     devices = tuple(Device(**device) for device in answer["devices"])
     report.build = Build(**{**answer, "devices": devices})
     version = f"llama-cpp-python {report.build.version}"
-    # Wheels that others build may have a suffix: 0.3.36+cu124.
+    # Other people's wheels may have a suffix: 0.3.36+cu124.
     if report.build.version.partition("+")[0] == REQUIRED_VERSION:
         return version
     return f"{version}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
 
 
 def _decode_in_child(place: str, model: Path | None = None) -> str:
+    """Decode in a child with the user's model, or with a tiny one if there is none."""
     task = ["decode", place]
     timeout_s = _TINY_TIMEOUT_S
     if model is not None:
@@ -162,6 +171,10 @@ def _decode_in_child(place: str, model: Path | None = None) -> str:
 
 
 def _test_kernels(report: DoctorReport) -> str:
+    """Test specgen's kernels, unless the user turned them off, and store the result in the report.
+
+    It passes if they are not used for a good reason, such as an unsupported CPU.
+    """
     from specgen.llama.kernels import admission
     from specgen.system.folders import cache_folder
 
@@ -177,28 +190,34 @@ def _test_kernels(report: DoctorReport) -> str:
 
 
 def _ask_worker(endpoint: str) -> str:
+    """Ask a worker for its protocol and devices; it fails if the protocol does not match."""
     from specgen.llama.rpc import load_rpc
     from specgen.system.worker_probe import check_protocol, probe
 
     load_rpc()
-    found = probe(endpoint, _WORKER_TIMEOUT_S)
-    check_protocol(found)
+    worker = probe(endpoint, _WORKER_TIMEOUT_S)
+    check_protocol(worker)
     devices = ", ".join(
-        f"{human_bytes(free)} of {human_bytes(whole)} free" for free, whole in found.devices
+        f"{human_bytes(free_bytes)} of {human_bytes(total_bytes)} free"
+        for free_bytes, total_bytes in worker.devices
     )
-    trip = f"a round trip takes {found.round_trip_s * 1000:.1f} ms"
-    return f"protocol {found.protocol}; {devices or 'no device'}; {trip}"
+    latency = f"a round trip takes {worker.round_trip_s * 1000:.1f} ms"
+    return f"protocol {worker.protocol}; {devices or 'no device'}; {latency}"
 
 
-# --- the child, seen from the parent
+# --- the parent's side of a child process
 
 
 def run_child(task: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Return a child's answer to a task.
+    """Run a task in a child process, and return its answer.
+
+    Args:
+        task: The name of the task and its arguments.
+        timeout_s: How long to wait for the answer.
 
     Raises:
-        BackendError: the child died, or did not answer in time.
-        SpecgenError: an error of the child.
+        BackendError: If the child dies or does not answer in time.
+        SpecgenError: If the task fails; the class is the same as in the child.
     """
     try:
         answer = ask_child([*CHILD_COMMAND, *task], timeout_s)
@@ -210,7 +229,7 @@ def run_child(task: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
 
 def explained(error: ChildError) -> BackendError:
-    """Return the end of a child as an error, with what to do about it."""
+    """Turn a child's failure into an error that says why it died and what to do about it."""
     message = str(error)
     hint = f"build llama.cpp again: {REINSTALL}"
     if isinstance(error, ChildDiedError):
@@ -233,15 +252,20 @@ _SIGNAL_HINTS = {
 
 
 def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:
+    """Return an error of that class in `specgen.errors`; a `BackendError` for unknown names."""
     error: SpecgenError = getattr(errors, name or "", BackendError)(message, hint)
     return error
 
 
-# --- the checks, in the child
+# --- the child's side
 
 
 def child_main(arguments: Sequence[str]) -> None:
-    """Do a task (`build`, or `decode` with a place and perhaps a file), and print the answer."""
+    """Run a task, and print its answer or its error as a line of JSON.
+
+    Args:
+        arguments: The task `build`; or `decode`, a place and optionally a model file.
+    """
     task, *place_and_file = arguments
     try:
         if task == "build":
@@ -257,17 +281,17 @@ def child_main(arguments: Sequence[str]) -> None:
 
 
 def decode_both_ways(place: str, file: str | None = None) -> str:
-    """Compare the logits of a batch with those of single tokens.
+    """Decode a text in one batch and token by token, and compare the logits.
 
     Args:
-        place: where to decode, "CPU" or "GPU".
-        file: the user's model; without it a tiny one is used.
+        place: Where to decode, "CPU" or "GPU".
+        file: The user's model; None for a tiny model that is made for the test.
 
     Returns:
         The result in words.
 
     Raises:
-        SpecgenError: the logits are wrong, or the model cannot be used.
+        SpecgenError: If the logits are wrong, or the model cannot be used.
     """
     import numpy as np
 
@@ -276,24 +300,29 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
         with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
             tiny = Path(folder) / "tiny.gguf"
             write_tiny_model(tiny)
-            # On a busy machine several threads wait for each other, which takes far longer.
-            together, one_by_one, _ = _decode(tiny, replace(options, n_threads=1))
-        return compared(together, one_by_one)
+            # One thread: on a busy machine, waiting for others takes far longer than the work.
+            batched, one_by_one, _ = _decode(tiny, replace(options, n_threads=1))
+        return compared(batched, one_by_one)
+
     path = Path(file)
     problem = _kernel_problem(path)
-    together, one_by_one, exception = _decode(path, options)
+    # Decode even if specgen's kernels have a problem: an error of the model itself comes first.
+    batched, one_by_one, why_rows_differ = _decode(path, options)
     if problem:
         hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
         raise BackendError(f"specgen's kernels: {problem}", hint)
-    message = compared(together, one_by_one)
-    if not exception and np.array_equal(together, one_by_one):
+    message = compared(batched, one_by_one)
+    if not why_rows_differ and np.array_equal(batched, one_by_one):
         return f"{message}: rows are the same in any batch"
-    because = f", because {exception}" if exception else ""
+    because = f", because {why_rows_differ}" if why_rows_differ else ""
     return f"{message}: rows depend on their batch{because}"
 
 
 def _kernel_problem(path: Path) -> str:
-    """Return what is wrong with specgen's kernels for a model; empty if nothing is."""
+    """Test specgen's kernels with a model, and return what is wrong.
+
+    The result is empty if nothing is wrong, or if the kernels are not used.
+    """
     from specgen.llama.kernels.admission import choose_kernels, wanted_in
     from specgen.llama.kernels.verdicts import KernelTests
     from specgen.system.folders import cache_folder
@@ -305,10 +334,14 @@ def _kernel_problem(path: Path) -> str:
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Decode a text in one batch, and token by token.
+    """Decode a text in one batch, and again token by token.
 
     Returns:
-        float32[n_tokens, n_vocab] of each way, and why rows must differ (empty if they need not).
+        The logits of the batch and of the single tokens, each float32[n_tokens, n_vocab]; and why
+        they are expected to differ, empty if they are not.
+
+    Raises:
+        SpecgenError: If the model cannot be used.
     """
     import numpy as np
 
@@ -324,27 +357,27 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
     def rows(start: int, end: int) -> Logits:
         return backend.decode(Batch.of(tokens[start:end], start, end - start)).copy()
 
-    together = rows(0, len(tokens))
+    batched = rows(0, len(tokens))
     backend.remove(0)
     one_by_one = np.concatenate([rows(start, start + 1) for start in range(len(tokens))])
-    exception = model.row_exception
+    why_rows_differ = model.row_exception
     backend.close()
     model.close()
-    return together, one_by_one, exception
+    return batched, one_by_one, why_rows_differ
 
 
-def compared(together: Logits, one_by_one: Logits) -> str:
-    """Return in words how far apart two tables of logits are.
+def compared(batched: Logits, one_by_one: Logits) -> str:
+    """Return in words how far apart the logits of a batch and of single tokens are.
 
     Raises:
-        BackendError: they are further apart than rounding explains.
+        BackendError: If they are further apart than rounding explains.
     """
     import numpy as np
 
     spread = max(float(np.std(one_by_one)), 1e-12)
-    difference = float(np.sqrt(np.mean((together - one_by_one) ** 2)) / spread)
-    logits = f"logits of {len(together)} tokens in a batch"
-    if not difference <= _TOLERANCE:  # also if it is not a number
+    difference = float(np.sqrt(np.mean((batched - one_by_one) ** 2)) / spread)
+    logits = f"logits of {len(batched)} tokens in a batch"
+    if not difference <= _TOLERANCE:  # `not ... <=` also refuses NaN
         raise BackendError(
             f"the {logits} differ from those of single tokens by {difference:.0%} of their spread",
             hint=f"this build computes wrong results; build llama.cpp again: {REBUILD}",
@@ -354,16 +387,20 @@ def compared(together: Logits, one_by_one: Logits) -> str:
 
 # --- a tiny model
 
+# Sizes in llama.cpp's names.
 _N_EMBD = 256
 _N_HEAD = 4
 _N_FF = 512
 _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-#: Unknown, control, bytes and normal, in llama.cpp's numbers.
+#: llama.cpp's numbers of the tokens' types: 2 is unknown, 3 control, 6 a byte, and 1 normal.
 _TOKEN_TYPES = [2, 3, 3, *[6] * 256, 1]
 
 
 def write_tiny_model(path: Path) -> None:
-    """Write a random Llama of bytes that is large enough for every kernel."""
+    """Write a Llama model with random weights, whose tokens are bytes.
+
+    Its sizes are large enough for every kernel.
+    """
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, "llama")
@@ -394,31 +431,33 @@ def write_tiny_model(path: Path) -> None:
 
 
 def _add_weights(writer: GGUFWriter) -> None:
-    """Add random weights, in the two types whose kernels differ most between CPUs."""
+    """Add random weights: one layer in each of two types whose kernels differ between CPUs."""
     import numpy as np
     from gguf import GGMLQuantizationType, quants
 
     rng = np.random.default_rng(1)
 
-    def add(name: str, n_out: int, n_in: int, scale: float = 1.0, kind: str = "Q8_0") -> None:
+    def add(name: str, n_out: int, n_in: int, scale: float = 1.0, dtype: str = "Q8_0") -> None:
         weights = rng.standard_normal((n_out, n_in), np.float32) * np.float32(scale)
-        stored = GGMLQuantizationType[kind]
-        writer.add_tensor(f"{name}.weight", quants.quantize(weights, stored), raw_dtype=stored)
+        quantization = GGMLQuantizationType[dtype]
+        quantized = quants.quantize(weights, quantization)
+        writer.add_tensor(f"{name}.weight", quantized, raw_dtype=quantization)
 
     def add_norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(_N_EMBD, np.float32))
 
+    # With this scale a product with a vector of size `_N_EMBD` keeps the vector's variance.
     unit = 1.0 / math.sqrt(_N_EMBD)
     add("token_embd", len(_TOKENS), _N_EMBD)
     add("output", len(_TOKENS), _N_EMBD, 3.0 * unit)
     add_norm("output_norm")
-    for layer, kind in enumerate(("Q8_0", "Q4_0")):
+    for layer, dtype in enumerate(("Q8_0", "Q4_0")):
         block = f"blk.{layer}"
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"{block}.{name}", _N_EMBD, _N_EMBD, 1.4 * unit, kind)
-        add(f"{block}.ffn_gate", _N_FF, _N_EMBD, unit, kind)
-        add(f"{block}.ffn_up", _N_FF, _N_EMBD, unit, kind)
-        add(f"{block}.ffn_down", _N_EMBD, _N_FF, 1.5 / math.sqrt(_N_FF), kind)
+            add(f"{block}.{name}", _N_EMBD, _N_EMBD, 1.4 * unit, dtype)
+        add(f"{block}.ffn_gate", _N_FF, _N_EMBD, unit, dtype)
+        add(f"{block}.ffn_up", _N_FF, _N_EMBD, unit, dtype)
+        add(f"{block}.ffn_down", _N_EMBD, _N_FF, 1.5 / math.sqrt(_N_FF), dtype)
         add_norm(f"{block}.attn_norm")
         add_norm(f"{block}.ffn_norm")
 

@@ -1,9 +1,9 @@
-"""The speed-up of a draft, computed without running it together with the target.
+"""Compute the speed-up of a draft without running the target for each draft.
 
 The target answers a few prompts without drafts, once, and its batches are timed. Each draft is then
-replayed on these answers: proposed tokens that agree with the answer count as accepted, and a round
-costs the measured time of a batch of its size. So trying a dozen drafts only takes the time of the
-drafts themselves.
+replayed on these answers: proposed tokens that agree with the answer count as accepted, and each
+round is charged the measured time of a batch of its size. Trying a dozen drafts therefore only
+takes the time of the drafts themselves.
 """
 
 from __future__ import annotations
@@ -40,94 +40,99 @@ if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
-#: After each answer all batch sizes are timed once, but the smallest ones this often.
+#: After each answer every batch size is timed once, but the smallest ones this many times.
 _N_REPEATS = 3
-#: The number of smallest sizes, with single tokens.
-_N_OFTEN = 6
+#: The number of smallest batch sizes, which includes the size 1.
+_N_SMALL_SIZES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class TrialAnswer:
     """The target's greedy answer to a prompt."""
 
+    #: The prompt's text.
     prompt: str
-    #: Its tokens, with the one that ends it.
+    #: The answer's tokens, including the end-of-text token if the target generated it.
     tokens: tuple[int, ...]
-    #: The kind of task.
+    #: The kind of task: the prompt's category.
     kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft."""
+    """What was measured of a target without a draft."""
 
     answers: tuple[TrialAnswer, ...]
-    #: The numbers of prompts that do not fit, from 1.
+    #: The numbers of the prompts that do not fit in the context, from 1.
     skipped: tuple[int, ...]
+    #: The context size of all answers.
     n_ctx: int
-    #: The median seconds of decodes by their rows.
+    #: The median time of one decode, by its number of rows.
     batch_s: dict[int, float]
-    #: Whether its chat template was used (None: if it has one).
+    #: Whether the chat template was used; None if it was used because the target has one.
     chat: bool | None = None
 
     @property
     def costs(self) -> PairCosts:
-        """What batches cost."""
+        """The costs of the target's batches, without those of a draft."""
         return PairCosts(self.batch_s)
 
     @property
     def token_s(self) -> float:
-        """The seconds of a token in plain decoding."""
+        """Seconds per token in plain decoding."""
         return self.batch_s[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The rounds of a drafter for an answer, after its first token."""
+    """The figures of one answer that was replayed with a drafter."""
 
+    #: The number of the answer's tokens after the first one, which the prefill gives.
     n_tokens: int
-    #: Its `target_s` are the measured costs of the batches.
+    #: The statistics of the rounds. `target_s` is the sum of the measured costs of their batches.
     stats: AnswerStats
-    #: The seconds of the draft's prefill.
+    #: Seconds for the draft's prefill.
     start_s: float
-    #: The seconds of a token in plain decoding.
+    #: Seconds per token in plain decoding.
     token_s: float
     #: The kind of task.
     kind: str = ""
 
     @property
     def speedup(self) -> float:
-        """The speed-up over plain decoding, without the prefill."""
+        """The speed-up over plain decoding, without the prefills."""
         return self.token_s * self.n_tokens / (self.stats.target_s + self.stats.draft_s)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """The figures of a draft over all answers; None where nothing was drafted."""
+    """The figures of a draft over all answers."""
 
-    #: The geometric mean over the answers, without the prefill.
+    #: The geometric mean of the answers' speed-ups over plain decoding, without the prefills.
     speedup: float
     worst_speedup: float
     best_speedup: float
     n_answers: int
     tokens_per_s: float
+    #: Accepted tokens per drafted position; None if nothing was drafted.
     acceptance_rate: float | None
+    #: Tokens per round.
     mean_accepted_length: float
-    #: The seconds to draft a token.
+    #: Seconds per drafted token; None if nothing was drafted.
     draft_token_s: float | None
-    #: The seconds of the draft's prefill.
+    #: Mean seconds for the draft's prefill.
     start_s: float
     #: The figures of each kind of task, if there are several.
     kinds: Mapping[str, DraftFigures] = field(default_factory=dict)
 
     @property
     def gain(self) -> str:
-        """The speed-up in words."""
+        """The speed-up and its range in words."""
         return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
 
     @property
     def is_gain(self) -> bool:
-        """Whether the draft is faster beyond noise."""
+        """Whether the speed-up is more than noise."""
         return is_gain(self.speedup)
 
 
@@ -141,20 +146,32 @@ def measure_target(
 ) -> Baseline | None:
     """Let a target without a draft answer prompts greedily, and time its batches.
 
+    The times are also stored in the session's cost table.
+
+    Args:
+        session: A session with a greedy sampler and without a draft.
+        prompts: The prompts; those that do not fit in the context are skipped.
+        chat: Whether to use the chat template; None to use it if the target has one.
+        interrupted: Whether to stop.
+        progress: Receives the number of finished answers, and of all answers.
+
     Returns:
         The baseline; None if interrupted.
 
     Raises:
-        MemoryLimitError: there is not enough memory.
-        PromptError: no prompt fits, no answer is long enough, or nothing can be timed.
+        MemoryLimitError: If there is not enough memory.
+        PromptError: If no prompt fits in the context, no answer is longer than one token, or the
+            context has no room to time the largest batch.
     """
-    asked = dict(enumerate(prompts, 1))
-    texts = [(number, prompt.text) for number, prompt in asked.items()]
+    numbered_prompts = dict(enumerate(prompts, 1))
+    texts = [(number, prompt.text) for number, prompt in numbered_prompts.items()]
     fitting, skipped = fitting_prompts(session, texts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
+
+    # The times of single tokens come from the answers, so only larger batches need to be timed.
     sizes = timed_batch_sizes(session.n_rows_max)
-    often = sizes[1:_N_OFTEN]
-    samples: defaultdict[int, list[float]] = defaultdict(list)
+    timed_sizes = [*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_SMALL_SIZES]]
+    samples_s: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TrialAnswer] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
         for number, prompt in fitting.items():
@@ -166,26 +183,45 @@ def measure_target(
             if interrupted():
                 return None
             tokens = tuple(generation.tokens[generation.n_prompt :])
-            answers.append(TrialAnswer(asked[number].text, tokens, asked[number].category))
-            samples[1] += generation.stats.target_s_by_rows[1]
-            # Batches are timed right after the single tokens, since a machine's speed changes.
-            for size in (*sizes[1:], *(_N_REPEATS - 1) * often):
+            bench_prompt = numbered_prompts[number]
+            answers.append(TrialAnswer(bench_prompt.text, tokens, bench_prompt.category))
+            samples_s[1] += generation.stats.target_s_by_rows[1]
+            # Batches are timed after every answer, since a machine's speed changes.
+            for size in timed_sizes:
                 if interrupted():
                     return None
                 seconds = time_batch(target, generation.tokens, size)
                 if seconds is not None:
-                    samples[size].append(seconds)
-    if not samples[1]:
+                    samples_s[size].append(seconds)
+    batch_s = _median_batch_s(samples_s, sizes, n_ctx)
+    for size, seconds in batch_s.items():
+        session.costs.table().set_seconds(size, seconds)
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+
+
+def _median_batch_s(
+    samples_s: Mapping[int, Sequence[float]],
+    sizes: Sequence[int],
+    n_ctx: int,
+) -> dict[int, float]:
+    """Return the median time of each batch size.
+
+    Args:
+        samples_s: The measured times by batch size, none for sizes that could not be timed.
+        sizes: All batch sizes in ascending order, which start with 1.
+        n_ctx: The context size, for the error message.
+
+    Raises:
+        PromptError: If a batch size was never timed.
+    """
+    if not samples_s[1]:
         raise PromptError("no answer is longer than a token: there is nothing to draft")
-    if any(not samples[size] for size in sizes):
+    if any(not samples_s[size] for size in sizes):
         raise PromptError(
             f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
             hint="use a larger --ctx-size, or a smaller --draft-max",
         )
-    batch_s = {size: statistics.median(samples[size]) for size in sizes}
-    for size, seconds in batch_s.items():
-        session.costs.table().set_seconds(size, seconds)
-    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+    return {size: statistics.median(samples_s[size]) for size in sizes}
 
 
 def try_draft(
@@ -195,7 +231,20 @@ def try_draft(
     interrupted: Callable[[], bool] = never,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Replay a session's draft on the answers of its target; None if interrupted."""
+    """Replay the session's draft on the target's known answers.
+
+    Args:
+        session: A session with a greedy sampler and the draft to try.
+        baseline: The target's answers and costs.
+        interrupted: Whether to stop.
+        progress: Receives the number of replayed answers, and of all answers.
+
+    Returns:
+        The figures of the draft; None if interrupted.
+
+    Raises:
+        BackendError: If the draft reads the target's cache, which a replay does not fill.
+    """
     if session.draft is not None and session.draft.reads == "cache":
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot be replayed",
@@ -212,6 +261,8 @@ def try_draft(
             for draft in drafts:
                 draft.remove(0)
             generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
+            # A draft that reads hidden states needs the target to decode the known answer once. It
+            # reads either the states of all tokens, or only the last state before each round.
             states = None
             hidden_states = generation.hidden_states
             if hidden_states is not None and hidden_states.all_rows:
@@ -234,12 +285,12 @@ def replay(
     """Replay a known answer with the drafter of `generation`.
 
     Args:
-        generation: a new answer to the same prompt.
-        answer: the known answer.
-        baseline: what batches of the target cost.
-        clock: the time in seconds.
-        states: float32[n_tokens, n_embd], the states from which the target chose each token, for
-            drafts that read its last state.
+        generation: A new answer to the same prompt, which is filled with the known tokens.
+        answer: The known answer.
+        baseline: The costs of the target's batches.
+        clock: Returns the time in seconds.
+        states: float32[n_tokens, n_embd], the hidden state from which the target chose each token;
+            None unless the draft reads the target's last state.
     """
     tokens = answer.tokens
     cascade = generation.cascade
@@ -247,27 +298,31 @@ def replay(
     stats = AnswerStats()
     start_s = 0.0
     if cascade is not None:
-        # The draft's prefill, for a proposal that is not used: rounds only cost what grows with the
-        # answer.
+        # Make the draft read the prompt now, for a proposal that is thrown away, so that the time
+        # of its prefill is not part of the first round.
         started_s = clock()
         draft_alone(cascade.propose(generation.tokens, RoundPlan("fixed", 1)))
         start_s = clock() - started_s
-    # The prefill gives the first token.
+    # The first token comes from the target's prefill, before any round.
     generation.commit(tokens[0])
     n_done = 1
     while n_done < len(tokens):
         result = _draft_round(generation, clock)
-        # Commit the accepted tokens, and the target's token after them.
+
+        # Commit the accepted tokens, and the target's token after them if the answer has one.
         result.path = agreeing_path(result.draft, tokens[n_done:])
         last = n_done + len(result.path)
         result.committed = tuple(tokens[n_done : last + 1])
         for token in result.committed:
             generation.commit(token)
         n_done = len(generation.tokens) - generation.n_prompt
+
+        # Give the draft the state from which the target chose the last committed token.
         if hidden_states is not None and states is not None and last < len(states):
             n_read = generation.n_prompt + last
             hidden_states.keep_states(states[last : last + 1], generation.tokens, n_read)
-        # Account for the round, which the target did not decode.
+
+        # Charge the target's batch, which was not decoded, and let the policy and drafts learn.
         result.n_rows = 1 + len(result.draft)
         result.target_s = baseline.costs.rows_s(result.n_rows)
         generation.policy.observe(result)
@@ -278,7 +333,7 @@ def replay(
 
 
 def _draft_round(generation: AnswerState, clock: Callable[[], float]) -> RoundResult:
-    """Draft as a round of the answer does."""
+    """Return a round with its draft and the time of drafting, but without the target's part."""
     cascade = generation.cascade
     if cascade is None:
         return RoundResult(RoundPlan("off"))
@@ -286,15 +341,23 @@ def _draft_round(generation: AnswerState, clock: Callable[[], float]) -> RoundRe
     offer = generation.offer(generation.policy.n_max)
     plan = generation.policy.plan(offer)
     proposed = draft_alone(cascade.propose(generation.tokens, plan))
-    draft = plan.stop.cut(proposed)
+    draft = plan.stop.cut(proposed)  # only the nodes that are worth verifying
     seconds = clock() - started_s
     return RoundResult(
-        plan, draft, draft_s=seconds, proposed=(offer.found, proposed), model_s=seconds
+        plan,
+        draft,
+        draft_s=seconds,
+        # The policy learns from all proposals, even if they are not verified.
+        proposed=(offer.found, proposed),
+        model_s=seconds,
     )
 
 
 def summarise(replays: Sequence[Replay]) -> DraftFigures:
-    """Return the figures of all answers, except those of one token."""
+    """Return the figures of all replayed answers together, and of each kind of task.
+
+    Answers of one token are left out, since they have no rounds.
+    """
     replays = [each for each in replays if each.stats.n_rounds]
     speedups = [each.speedup for each in replays]
     all_stats = [each.stats for each in replays]
@@ -302,6 +365,7 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
     n_rounds = sum(stats.n_rounds for stats in all_stats)
     n_drafted = sum(stats.n_drafted for stats in all_stats)
     n_accepted = sum(stats.n_accepted for stats in all_stats)
+    # The branches of a tree share their positions.
     n_positions = sum(sum(stats.drafted_by_depth.values()) for stats in all_stats)
     draft_s = sum(stats.draft_s for stats in all_stats)
     target_s = sum(stats.target_s for stats in all_stats)
@@ -327,7 +391,7 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
 
 
 def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes of a draft that a target accepts if its next tokens are `tokens`."""
+    """Return the accepted nodes of a draft, given that the target's next tokens are `tokens`."""
     path: list[int] = []
     node = ROOT
     for token in tokens:
@@ -345,10 +409,19 @@ def fitting_prompts(
     chat: bool | None,
     n_more: int = 1,
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
-    """Return the prompts that fit in the context with `n_more` tokens, and the others' numbers.
+    """Tokenize the prompts, and separate those that fit in the context from the others.
+
+    Args:
+        session: The session.
+        texts: The prompts' numbers and texts.
+        chat: Whether to use the chat template; None to use it if the target has one.
+        n_more: The number of tokens for which the context needs room after the prompt.
+
+    Returns:
+        The prompts that fit, by number, and the numbers of the others.
 
     Raises:
-        PromptError: none fits.
+        PromptError: If no prompt fits.
     """
     prompts: dict[int, Prompt] = {}
     errors: dict[int, PromptError] = {}
@@ -365,9 +438,12 @@ def fitting_prompts(
 
 
 def read_states(target: Backend, tokens: Sequence[int], hidden_states: HiddenStateSink) -> None:
-    """Keep the target's hidden states after all tokens, for a draft that reads all of them.
+    """Decode tokens with the target, and store the hidden state of each for the draft.
 
-    The target's context is empty before and after.
+    Args:
+        target: The target, whose context is empty before and after.
+        tokens: The tokens of the prompt and the answer.
+        hidden_states: Receives the states.
     """
     try:
         for start in range(0, len(tokens), target.n_batch):

@@ -1,12 +1,12 @@
-"""The two checks of `specgen verify`, of the user's own models.
+"""The two checks of `specgen verify`, which test that drafting is lossless with the user's models.
 
-Greedy: are the texts with and without drafts equal? Sampled: do draws of a token fit the target's
-distribution?
+Greedy: are the texts with and without drafts equal? Sampled: do repeated draws of one token fit the
+target's distribution?
 
-Answers come from the engine, as everywhere else. With specgen's kernels a row of logits has the
-same bits in a batch as alone, so the texts are equal and any difference is a defect. llama.cpp's
-kernels may round a row differently in a batch. Where two tokens are almost equally likely, that can
-change the choice (a *near-tie*), in plain decoding too.
+The answers come from the same engine as everywhere else. With specgen's kernels a row of logits has
+the same bits in a batch as alone, so the texts must be equal, and any difference is a defect.
+llama.cpp's kernels may round a row differently in a batch. If two tokens are almost equally likely,
+rounding can change which one is chosen (a *near-tie*), even in plain decoding.
 """
 
 from __future__ import annotations
@@ -42,38 +42,43 @@ from specgen.text.overlap import common_prefix_length
 from specgen.text.sampling.chain import Sampler
 from specgen.text.sampling.distribution import Distribution
 
-#: How many answers are made at once. The third may get the cells that the first left, while the
-#: second goes on.
+#: The number of answers generated at once. With three, the last may reuse the cache cells that the
+#: first left while the second is still running.
 N_AT_ONCE = 3
-#: How many prompts are answered again, several at once.
-_N_AGAIN = 6
-#: Logits may move this many times further than in the batches that were tried.
+#: The number of prompts that are answered again, `N_AT_ONCE` at a time.
+_N_REPEATED_PROMPTS = 6
+#: Logits may move up to this many times as far as in the batches that were tried.
 SLACK = 4.0
 #: The movement that a cache value rounded differently may cause, in standard deviations of a row.
 ALWAYS_ALLOWED = 0.01
-#: Where texts differ, plain decoding is repeated in batches of up to this many rows.
-_LARGEST_BATCH = 16
-#: How many of an answer's first tokens are searched for a place to draw from.
+#: At a difference, plain decoding is repeated in batches of up to this many rows.
+_MAX_BATCH_ROWS = 16
+#: The number of tokens at the start of an answer that are searched for a place to draw from.
 N_SEARCHED = 48
-#: How many draws the engine gets at a time.
-_N_QUEUED = 60
-#: How many prompts are searched for a place to draw from.
-_N_TRIED = 3
-#: The probability of any false alarm of all sampled checks.
-_FALSE_ALARM = 1e-4
+#: The number of draws that the engine gets at a time.
+_N_QUEUED_DRAWS = 60
+#: The number of prompts that are searched for a place to draw from.
+_N_SEARCHED_PROMPTS = 3
+#: The probability of a false alarm in any of the sampled checks.
+_FALSE_ALARM_RATE = 1e-4
 
-#: What decides how much is drafted; "forced" drafts in every round.
+#: A way to draft: the policy of `specgen run`, or "forced", which drafts in every round.
 WayName: TypeAlias = Literal[PolicyName, "forced"]
 CheckName: TypeAlias = Literal["both", "greedy", "sampled"]
 CheckOutcome: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
-#: A function that receives how many answers or draws of a check are done, and how many there are.
+#: A function that receives the number of finished answers or draws of a check, and of all of them.
 CheckProgress: TypeAlias = Callable[[int, int], None]
 
 
 def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
-    """Return how `specgen run` drafts and, if costs decide, also a way that always drafts."""
+    """Return the ways to draft that are checked.
+
+    The first is the way of `specgen run`. If its cost policy may decide not to draft, a second one
+    drafts in every round, so that drafts are checked in any case.
+    """
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
+        # N-gram options that are not set depend on the policy. Keep those of the cost policy.
         shortest, longest = drafting.ngrams_of
         ways["forced"] = replace(
             drafting,
@@ -97,24 +102,28 @@ def run_checks(
     progress: Callable[[str, int, int], None],
     interrupted: Callable[[], bool],
 ) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
-    """Make the checks in each way to draft.
+    """Run the checks with each way to draft.
 
     Args:
-        session: its sampler is greedy at first; its drafting and sampling are changed.
-        prompts: the prompts by number.
-        ways: the ways to draft; the last drafts most, so several answers at once are checked in it.
-        check: which checks to make.
-        sampling: the sampler of the sampled check.
-        n_draws: how many draws to make in each way.
-        progress: receives the name of a check, how much is done, and how much there is.
-        interrupted: whether to stop; what was checked so far is returned.
+        session: A session with a greedy sampler. Its draft options and sampler are changed.
+        prompts: The prompts by number.
+        ways: The ways to draft. Several answers at once are only checked with the last one, which
+            drafts most.
+        check: Which checks to run.
+        sampling: The sampler options of the sampled check.
+        n_draws: The number of draws with each way.
+        progress: Receives the name of a check, how much of it is done, and the total.
+        interrupted: Whether to stop.
+
+    Returns:
+        The results of the greedy and of the sampled checks, up to the interruption if there is one.
     """
     greedy: list[GreedyResult] = []
     sampled: list[SampledResult] = []
 
-    def progress_of(what: str, way: WayName) -> CheckProgress:
+    def progress_of(check_name: str, way: WayName) -> CheckProgress:
         how = "a draft in each round" if way == "forced" else f"--policy {way}"
-        return partial(progress, f"{what}, {how}")
+        return partial(progress, f"{check_name}, {how}")
 
     if check != "sampled":
         progress("greedy, plain decoding", 0, 1)
@@ -123,11 +132,16 @@ def run_checks(
         for way, drafting in ways.items():
             session.change_drafting(drafting)
             greedy += check_texts(prompts, way=way, progress=progress_of("greedy", way))
+        # Again with several answers at once, if the session can do that.
         if not session.why_one_sequence:
-            last = [*ways][-1]
-            shown = progress_of("greedy", last)
-            some = {number: prompts[number] for number in evenly_chosen(prompts, _N_AGAIN)}
-            greedy += check_texts(some, way=last, n_at_once=N_AT_ONCE, progress=shown)
+            last_way = [*ways][-1]
+            repeated_numbers = evenly_chosen(prompts, _N_REPEATED_PROMPTS)
+            greedy += check_texts(
+                {number: prompts[number] for number in repeated_numbers},
+                way=last_way,
+                n_at_once=N_AT_ONCE,
+                progress=progress_of("greedy", last_way),
+            )
 
     if check != "greedy" and not interrupted():
         session.change_sampling(sampling)
@@ -135,9 +149,9 @@ def run_checks(
             session.change_drafting(drafting)
             result = check_sampled(
                 session,
-                dict(islice(prompts.items(), _N_TRIED)),
+                dict(islice(prompts.items(), _N_SEARCHED_PROMPTS)),
                 n_draws,
-                level=_FALSE_ALARM / len(ways),  # the Bonferroni correction
+                level=_FALSE_ALARM_RATE / len(ways),  # the Bonferroni correction
                 seed=max(0, sampling.seed),
                 way=way,
                 interrupted=interrupted,
@@ -155,30 +169,36 @@ def run_checks(
 class Difference:
     """The first position where two texts differ."""
 
+    #: The number of equal tokens before it.
     position: int
-    #: The tokens there, of plain decoding and with drafts; empty if that text ended.
+    #: The text of plain decoding's token; empty if its answer ends there.
     plain: str
+    #: The text of the token with drafts; empty if that answer ends there.
     drafted: str
-    #: How much plain decoding prefers its token, in logits.
+    #: By how many logits plain decoding prefers its token.
     gap: float
-    #: How much of the gap rounding in batches explains; 0 if rows are batch-invariant.
+    #: The largest gap that rounding in batches explains; 0 if rows are batch-invariant.
     allowed: float
-    #: Plain decoding chooses the other token too, in batches of this many rows.
+    #: The smallest batch, in rows, in which plain decoding also chooses the token with drafts;
+    #: None if there is no such batch.
     same_in_batches_of: int | None = None
 
     @property
     def is_defect(self) -> bool:
-        """Whether rounding in batches does not explain the difference."""
+        """Whether the difference cannot be explained by rounding in batches."""
         return self.same_in_batches_of is None and self.gap >= self.allowed
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """The comparison of one answer with plain decoding's."""
+    """The comparison of one answer with drafts to plain decoding's answer."""
 
+    #: The prompt's number.
     prompt: int
     way: WayName
+    #: The number of answers that were generated at once.
     n_at_once: int
+    #: The number of tokens of plain decoding's answer.
     n_tokens: int
     n_drafted: int
     n_accepted: int
@@ -187,7 +207,7 @@ class GreedyResult:
 
     @property
     def is_defect(self) -> bool:
-        """Whether the texts differ, and rounding in batches does not explain it."""
+        """Whether the texts differ in a way that rounding in batches does not explain."""
         return self.difference is not None and self.difference.is_defect
 
 
@@ -196,11 +216,10 @@ def plain_texts(
     prompts: Mapping[int, Prompt],
     interrupted: Callable[[], bool] = never,
 ) -> dict[int, list[int]]:
-    """Return the tokens of plain decoding's answers, by the prompts' numbers."""
+    """Return the tokens of plain decoding's answers by prompt number; fewer if interrupted."""
     max_tokens = session.options.generation.max_tokens
-    asked = [(prompt, max_tokens) for prompt in prompts.values()]
-    answers = _answers(session, asked, 1, interrupted, draft=False)
-    # Fewer answers than prompts if interrupted.
+    limited_prompts = [(prompt, max_tokens) for prompt in prompts.values()]
+    answers = _answers(session, limited_prompts, 1, interrupted, draft=False)
     tokens = [tokens_of(answer.events) for answer in answers]
     return dict(zip(prompts, tokens, strict=False))
 
@@ -215,39 +234,44 @@ def check_greedy(
     interrupted: Callable[[], bool] = never,
     progress: CheckProgress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
-    """Compare greedy answers with plain decoding's.
+    """Compare greedy answers with drafts to plain decoding's answers.
 
     Args:
-        session: opened with a greedy sampler.
-        prompts: the prompts by number; few are repeated so that there are `n_at_once`.
-        plain: plain decoding's answers, if they are known.
-        way: the name of the way to draft.
-        n_at_once: how many answers are generated at once. Some are then shorter, so that others
-            begin in their cells.
-        interrupted: whether to stop.
-        progress: receives how many answers are done, and how many there are.
+        session: A session with a greedy sampler.
+        prompts: The prompts by number. If there are fewer than `n_at_once`, some are repeated.
+        plain: The tokens of plain decoding's answers by prompt number; None to generate them first.
+        way: The name of the way to draft, for the results; None for the session's policy.
+        n_at_once: The number of answers generated at once. If there are several, some get a lower
+            token limit, so that later answers reuse their cache cells.
+        interrupted: Whether to stop.
+        progress: Receives the number of finished answers, and of all answers.
+
+    Yields:
+        A result for each answer, up to the interruption if there is one.
 
     Raises:
-        SpecgenError: the first failure of an answer or a drafter.
+        SpecgenError: If an answer or its drafter fails.
     """
     calibrate(session, interrupted)
     if plain is None:
         plain = plain_texts(session, prompts, interrupted)
     numbers = list(islice(cycle(prompts), max(len(prompts), n_at_once)))
-    lengths = _lengths(session.options.generation.max_tokens, len(numbers), n_at_once)
-    asked = [(prompts[number], n) for number, n in zip(numbers, lengths, strict=True)]
-    progress(0, len(asked))
-    for n_done, request in enumerate(_answers(session, asked, n_at_once, interrupted)):
+    limits = _token_limits(session.options.generation.max_tokens, len(numbers), n_at_once)
+    limited_prompts = [(prompts[number], n) for number, n in zip(numbers, limits, strict=True)]
+    progress(0, len(limited_prompts))
+    answers = _answers(session, limited_prompts, n_at_once, interrupted)
+    for n_done, request in enumerate(answers):
         if interrupted() or request.finished is None:
             return
         number = numbers[n_done]
+        limit = limits[n_done]
         expected = list(plain[number])
-        if lengths[n_done] >= 0:
-            del expected[lengths[n_done] :]
-        found = tokens_of(request.events)
+        if limit >= 0:
+            del expected[limit:]
+        drafted = tokens_of(request.events)
         difference = None
-        if found != expected:
-            difference = _difference(session, request.prompt.tokens, expected, found, n_at_once)
+        if drafted != expected:
+            difference = _difference(session, request.prompt.tokens, expected, drafted, n_at_once)
         yield GreedyResult(
             prompt=number,
             way=way or session.options.drafting.policy_in_use,
@@ -257,11 +281,15 @@ def check_greedy(
             n_accepted=request.finished.n_accepted,
             difference=difference,
         )
-        progress(n_done + 1, len(asked))
+        progress(n_done + 1, len(limited_prompts))
 
 
-def _lengths(max_tokens: int, n_answers: int, n_at_once: int) -> list[int]:
-    """Return the token limits of answers that are generated at once; -1 means no limit."""
+def _token_limits(max_tokens: int, n_answers: int, n_at_once: int) -> list[int]:
+    """Return the token limit of each answer, with fractions of `max_tokens` in turn.
+
+    With three answers at once these are one third, two thirds, all, one third and so on. A negative
+    `max_tokens` means no limit, for any of the answers.
+    """
     if max_tokens < 1:
         return [max_tokens] * n_answers
     shares = [1 + n % n_at_once for n in range(n_answers)]
@@ -270,41 +298,58 @@ def _lengths(max_tokens: int, n_answers: int, n_at_once: int) -> list[int]:
 
 def _answers(
     session: Session,
-    asked: Sequence[tuple[Prompt, int]],
+    limited_prompts: Sequence[tuple[Prompt, int]],
     n_at_once: int,
     interrupted: Callable[[], bool],
     *,
     draft: bool = True,
 ) -> Iterator[Request]:
-    """Answer prompts with their token limits, and yield the requests in order as they finish."""
-    if not asked or interrupted():
+    """Answer prompts, and yield the finished requests in the order of the prompts.
+
+    Args:
+        session: The session.
+        limited_prompts: The prompts, with their token limits.
+        n_at_once: The number of answers generated at once.
+        interrupted: Whether to stop.
+        draft: Whether to draft.
+
+    Raises:
+        SpecgenError: If an answer or its drafter fails.
+    """
+    if not limited_prompts or interrupted():
         return
-    n_ctx = session.context_size(max(len(prompt.tokens) for prompt, _ in asked))
+    n_ctx = session.context_size(max(len(prompt.tokens) for prompt, _ in limited_prompts))
     with Engine(session, n_parallel=n_at_once, n_ctx=n_ctx, interrupted=interrupted) as engine:
         options = session.options.generation
-        waiting = [
-            engine.insert(prompt, generation=replace(options, max_tokens=n), draft=draft)
-            for prompt, n in asked
+        requests = [
+            engine.insert(prompt, generation=replace(options, max_tokens=max_tokens), draft=draft)
+            for prompt, max_tokens in limited_prompts
         ]
-        n_done = 0
+        n_yielded = 0
         for _ in engine.run():
-            while n_done < len(waiting) and waiting[n_done].is_done:
-                _check_drafting(waiting[n_done])
-                yield waiting[n_done]
-                n_done += 1
+            # A later request may finish first; it then waits for the ones before it.
+            while n_yielded < len(requests) and requests[n_yielded].is_done:
+                request = requests[n_yielded]
+                _raise_failure(request)
+                yield request
+                n_yielded += 1
 
 
-def _check_drafting(request: Request) -> None:
-    """Raise the error that ended an answer, or its drafter: it proves nothing without drafts."""
+def _raise_failure(request: Request) -> None:
+    """Raise the error of an answer or of its drafter, if there is one.
+
+    An answer whose drafter failed goes on without drafts, and proves nothing about them.
+    """
     if request.failure is not None:
         raise request.failure
     for event in request.events:
+        # Only the notice of a failed drafter has a detail.
         if isinstance(event, NoticeEvent) and event.detail:
             raise BackendError(event.message)
 
 
 def tokens_of(events: Iterable[Event]) -> list[int]:
-    """Return the tokens that events add to an answer."""
+    """Return the tokens that the events commit."""
     committed = (event for event in events if isinstance(event, CommittedEvent))
     return [piece.token_id for event in committed for piece in event.pieces]
 
@@ -312,57 +357,67 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 def _difference(
     session: Session,
     prompt: Sequence[int],
-    expected: Sequence[int],
-    found: Sequence[int],
+    plain_tokens: Sequence[int],
+    drafted_tokens: Sequence[int],
     n_at_once: int,
 ) -> Difference:
-    """Return where two texts differ, and whether rounding in batches explains it."""
+    """Find the first difference between two texts, and how much of it rounding explains.
+
+    Args:
+        session: The session that generated the texts.
+        prompt: The prompt's tokens.
+        plain_tokens: Plain decoding's answer.
+        drafted_tokens: The answer with drafts, which differs from it.
+        n_at_once: The number of answers that were generated at once.
+    """
     vocabulary = session.target.vocabulary
-    position = common_prefix_length(expected, found)
+    position = common_prefix_length(plain_tokens, drafted_tokens)
 
     def token_text(tokens: Sequence[int]) -> str:
         return vocabulary.token_text(tokens[position]) if position < len(tokens) else ""
 
-    plain = token_text(expected)
-    drafted = token_text(found)
-    if position == min(len(expected), len(found)):
+    plain_text = token_text(plain_tokens)
+    drafted_text = token_text(drafted_tokens)
+    if position == min(len(plain_tokens), len(drafted_tokens)):
         # One text continues where the other ends: no choice of a token explains that.
-        return Difference(position, plain, drafted, gap=math.inf, allowed=0.0)
+        return Difference(position, plain_text, drafted_text, gap=math.inf, allowed=0.0)
 
-    answer = expected[:position]
+    plain_token = plain_tokens[position]
+    drafted_token = drafted_tokens[position]
+    answer = plain_tokens[:position]
     state = TextState(prompt, session.settings.grammar)
     for token in answer:
         state.commit(token)
     sampling = SamplingPipeline(session.settings.sampler, state)
 
-    # Decode the row in batches, as rounds do.
-    *_, alone = plain_rows(session, prompt, answer)
-    moved = 0.0
-    same_in = None
+    # Decode the row alone, and as the last one of batches such as rounds decode.
+    *_, row_alone = plain_rows(session, prompt, answer)
+    max_movement = 0.0
+    same_in_batches_of = None
     for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
         *_, row = plain_rows(session, prompt, answer, n_rows, n_outputs)
-        moved = max(moved, movement(row, alone))
-        if same_in is None and sampling.distribution(row).mode == found[position]:
-            same_in = n_rows
+        max_movement = max(max_movement, movement(row, row_alone))
+        if same_in_batches_of is None and sampling.distribution(row).mode == drafted_token:
+            same_in_batches_of = n_rows
 
-    allowed = (SLACK * moved + ALWAYS_ALLOWED) * float(np.std(alone))
-    if session.target.has_equal_rows and moved == 0.0:
+    allowed = (SLACK * max_movement + ALWAYS_ALLOWED) * float(np.std(row_alone))
+    if session.target.has_equal_rows and max_movement == 0.0:
         allowed = 0.0
-    gap = _preference(session, state, alone, expected[position], found[position])
-    return Difference(position, plain, drafted, gap, allowed, same_in)
+    gap = _preference(session, state, row_alone, plain_token, drafted_token)
+    return Difference(position, plain_text, drafted_text, gap, allowed, same_in_batches_of)
 
 
 def _batches_of_rounds(session: Session, n_at_once: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the sizes of batches in which rounds decode, and how many logits they want of each.
+    """Yield the batches that rounds decode: the number of rows, and of rows with logits.
 
-    None means all logits.
+    The second number is None if all rows have logits.
     """
-    largest = min(session.n_rows_max * n_at_once, _LARGEST_BATCH)
-    for n_rows in range(2, largest + 1):
+    max_rows = min(session.n_rows_max * n_at_once, _MAX_BATCH_ROWS)
+    for n_rows in range(2, max_rows + 1):
         yield n_rows, None
     if session.target.has_recurrent_state or session.settings.grammar is not None:
-        # They also decode batches of which few logits are wanted, which other kernels compute.
-        yield max(2, largest), 1
+        # Such rounds also decode batches with few logits, for which other kernels are used.
+        yield max(2, max_rows), 1
 
 
 def _preference(
@@ -372,8 +427,12 @@ def _preference(
     token: int,
     other: int,
 ) -> float:
-    """Return by how many logits the target prefers a token to another one."""
+    """Return by how many logits the target prefers a token to another one.
+
+    It is infinite if the sampler or the grammar rules one of them out.
+    """
     greedy = session.settings.sampler
+    # At temperature 1 the logarithm of a ratio of probabilities is the difference of logits.
     sampler = Sampler(replace(greedy.options, temperature=1.0), greedy.breakers)
     distribution = SamplingPipeline(sampler, state).distribution(logits)
     token_prob = distribution.probability(token)
@@ -384,9 +443,9 @@ def _preference(
 
 
 def movement(one: Logits, other: Logits) -> float:
-    """Return how far two rows are apart.
+    """Return how far apart two rows of logits are.
 
-    It is the standard deviation of their differences, relative to that of the `other` row.
+    This is the standard deviation of their difference, relative to that of the `other` row.
     """
     spread = float(np.std(other, dtype=np.float64))
     return float(np.std(one - other, dtype=np.float64)) / spread if spread else 0.0
@@ -399,14 +458,18 @@ def plain_rows(
     n_rows: int = 1,
     n_outputs: int | None = None,
 ) -> Iterator[Logits]:
-    """Yield the logits after the prompt, and after each token of the answer.
+    """Decode a known answer, and yield the logits after the prompt and after each of its tokens.
 
     Args:
-        session: whose target decodes.
-        prompt: the prompt's tokens.
-        answer: the answer's tokens.
-        n_rows: the size of the batches in which the answer is decoded.
-        n_outputs: the number of logits wanted of each batch, if not all; the others are missing.
+        session: The session whose target decodes.
+        prompt: The prompt's tokens.
+        answer: The answer's tokens.
+        n_rows: The size of the answer's batches.
+        n_outputs: The number of last rows of each batch whose logits are computed and yielded;
+            None for all rows.
+
+    Yields:
+        float32[n_vocab] for each row.
     """
     tokens = (*prompt, *answer)
     n_prompt = len(prompt)
@@ -414,18 +477,18 @@ def plain_rows(
     n_slots = math.ceil(n_rows / session.n_rows_max)
     with session.contexts(n_ctx, drafts=False, n_slots=n_slots) as (target, _):
         prompt_ends = [*range(target.n_batch, n_prompt, target.n_batch), n_prompt]
-        # The answer's first batch may be short, so that the last one is not.
+        # The last batch has to have `n_rows` rows, so the first one gets the remainder.
         first_end = n_prompt + (len(answer) % n_rows or n_rows)
         answer_ends = range(first_end, len(tokens) + 1, n_rows)
         start = 0
         for end in (*prompt_ends, *answer_ends):
             if end < n_prompt:
-                n_wanted = 0
+                n_logits = 0
             elif end == n_prompt:
-                n_wanted = 1
+                n_logits = 1
             else:
-                n_wanted = n_outputs or n_rows
-            logits = target.decode(Batch.of(tokens[start:end], start, n_wanted))
+                n_logits = n_outputs or n_rows
+            logits = target.decode(Batch.of(tokens[start:end], start, n_logits))
             yield from logits.copy()
             start = end
 
@@ -435,19 +498,21 @@ def plain_rows(
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """The test of draws of one token."""
+    """The test of repeated draws of one token."""
 
+    #: The prompt's number.
     prompt: int
     way: WayName
-    #: The number of tokens of the prompt and of the answer before the drawn one.
+    #: The number of the prompt's tokens.
     n_prompt: int
+    #: The number of the answer's tokens before the one that was drawn.
     n_answer: int
     n_draws: int
-    #: Draws of tokens to which the target gives probability 0.
+    #: The number of draws of tokens to which the target gives probability 0.
     n_impossible: int
     n_drafted: int
     n_accepted: int
-    #: The largest p-value of a defect.
+    #: The significance level: a p-value up to this counts as a defect.
     level: float
     test: GTest
 
@@ -459,28 +524,36 @@ class SampledResult:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in an answer, and the exact distribution there."""
+    """A place in an answer where a token can be drawn."""
 
+    #: The prompt's number.
     prompt: int
-    #: The answer's tokens before it.
+    #: The answer's tokens before the place.
     answer: tuple[int, ...]
+    #: The target's distribution at the place.
     exact: Distribution
-    #: The smallest probability that the drafted token is accepted, that it is rejected, and that
-    #: the target does not choose its likeliest token. Where it is small, mistakes are invisible.
-    chance: float
+    #: How visible mistakes in verification would be there. This is the probability of the rarest
+    #: of three events: the drafted token is accepted, it is rejected, and the target does not
+    #: choose its likeliest token.
+    visibility: float
 
 
 @dataclass(slots=True)
 class _Draws:
-    """The tokens drawn at one place, and how they were drafted."""
+    """The draws at one place."""
 
+    #: The number of times each token was drawn.
     counts: Counter[int] = field(default_factory=Counter)
     n_drafted: int = 0
     n_accepted: int = 0
 
     def add(self, request: Request, position: int) -> None:
-        """Add the token at a position of an answer."""
-        _check_drafting(request)
+        """Count the token at a position of a finished answer.
+
+        Raises:
+            SpecgenError: If the answer or its drafter failed.
+        """
+        _raise_failure(request)
         assert request.finished is not None
         self.counts[tokens_of(request.events)[position]] += 1
         self.n_drafted += request.finished.n_drafted
@@ -488,7 +561,7 @@ class _Draws:
 
 
 class _ForcedStart(SamplingPipeline):
-    """A sampling pipeline with which the answer begins with given tokens."""
+    """A sampling pipeline that makes the answer begin with given tokens."""
 
     def __init__(self, sampler: Sampler, state: TextState, forced: Sequence[int]) -> None:
         super().__init__(sampler, state)
@@ -496,9 +569,9 @@ class _ForcedStart(SamplingPipeline):
         self._forced = forced
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        n_answer = len(self._state.tokens) + len(path) - self._n_prompt
-        if n_answer < len(self._forced):
-            return Distribution.certain(self._forced[n_answer])
+        position = len(self._state.tokens) + len(path) - self._n_prompt
+        if position < len(self._forced):
+            return Distribution.certain(self._forced[position])
         return super().distribution(logits, path)
 
 
@@ -513,21 +586,26 @@ def check_sampled(
     interrupted: Callable[[], bool] = never,
     progress: CheckProgress = lambda _done, _total: None,
 ) -> SampledResult | None:
-    """Draw one token again and again, and compare with the target's exact distribution.
+    """Draw one token many times with drafts, and test the draws against the target's distribution.
+
+    The token is drawn in the answer to one of the prompts, at the place where mistakes would be
+    most visible.
 
     Args:
-        session: opened with a sampler that draws.
-        prompts: prompts by number; the token is drawn in an answer to one of them, where mistakes
-            would be most visible.
-        n_draws: how many draws to make.
-        level: the largest p-value of a defect.
-        seed: of the first draw.
-        way: the name of the way to draft.
-        interrupted: whether to stop.
-        progress: receives how many draws are done, and how many there are.
+        session: A session with a sampler that draws.
+        prompts: The prompts by number.
+        n_draws: The number of draws.
+        level: The significance level: a p-value up to this counts as a defect.
+        seed: The seed of the first draw.
+        way: The name of the way to draft, for the result; None for the session's policy.
+        interrupted: Whether to stop.
+        progress: Receives the number of finished draws, and of all draws.
 
     Returns:
         The result; None if nothing was drafted, or if interrupted.
+
+    Raises:
+        SpecgenError: If an answer or its drafter fails.
     """
     calibrate(session, interrupted)
     places: list[_Place] = []
@@ -535,11 +613,12 @@ def check_sampled(
         places += _places(session, number, prompt, seed, interrupted)
     if not places or interrupted():
         return None
-    place = max(places, key=lambda each: each.chance)
+    place = max(places, key=lambda each: each.visibility)
     prompt = prompts[place.prompt]
     draws = _draw(session, prompt, place, n_draws, seed, interrupted, progress)
     if draws is None:
         return None
+    # `exact` only has the possible tokens, so all other draws are impossible ones.
     counts = [draws.counts[token] for token in place.exact.token_ids.tolist()]
     return SampledResult(
         prompt=place.prompt,
@@ -562,25 +641,37 @@ def _places(
     seed: int,
     interrupted: Callable[[], bool],
 ) -> Iterator[_Place]:
-    """Answer a prompt, and yield the places where a token was drafted and drawn."""
-    answer, drafted = _drafted_answer(session, prompt, seed, interrupted)
+    """Answer a prompt, and yield the places where a token was drafted and sampled.
+
+    Args:
+        session: The session.
+        number: The prompt's number.
+        prompt: The prompt.
+        seed: The seed of the answer.
+        interrupted: Whether to stop.
+    """
+    answer, drafted_tokens = _drafted_answer(session, prompt, seed, interrupted)
     grammar = session.settings.grammar
     if grammar is not None:
-        # The grammar of a draw starts after the forced tokens, of which there can be only one then.
-        drafted = {n: token for n, token in drafted.items() if n == 1}
-    if not drafted or interrupted():
+        # The grammar begins with the answer. But `_draw` moves the answer's first tokens to the
+        # prompt, except the last two before the place. So only the answer's second token is drawn.
+        drafted_tokens = {n: token for n, token in drafted_tokens.items() if n == 1}
+    if not drafted_tokens or interrupted():
         return
     state = TextState(prompt.tokens, grammar)
     sampling = SamplingPipeline(session.settings.sampler, state)
-    searched = answer[: max(drafted)]
-    for n, row in enumerate(plain_rows(session, prompt.tokens, searched)):
-        if n:
-            state.commit(answer[n - 1])
-        if n in drafted and state.forced() is None:
+    searched = answer[: max(drafted_tokens)]
+    # The row at each position gives the token there, so the tokens before it are committed first.
+    for position, row in enumerate(plain_rows(session, prompt.tokens, searched)):
+        if position > 0:
+            state.commit(answer[position - 1])
+        # A token forced by the grammar is not sampled.
+        if position in drafted_tokens and state.forced() is None:
             exact = sampling.distribution(row)
-            accepted = exact.probability(drafted[n])
-            chance = min(accepted, 1.0 - accepted, 1.0 - float(exact.probs.max()))
-            yield _Place(number, tuple(answer[:n]), exact, chance)
+            accept_prob = exact.probability(drafted_tokens[position])
+            max_prob = float(exact.probs.max())
+            visibility = min(accept_prob, 1.0 - accept_prob, 1.0 - max_prob)
+            yield _Place(number, tuple(answer[:position]), exact, visibility)
 
 
 def _drafted_answer(
@@ -589,7 +680,15 @@ def _drafted_answer(
     seed: int,
     interrupted: Callable[[], bool],
 ) -> tuple[list[int], dict[int, int]]:
-    """Return an answer, and the tokens drafted in it by their positions, but the first."""
+    """Generate an answer, and record what was drafted in it.
+
+    Returns:
+        The answer's tokens, and the first token of each draft by its position in the answer. A
+        draft for the answer's first token is left out.
+
+    Raises:
+        SpecgenError: If the answer or its drafter fails.
+    """
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED)
     options = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
@@ -597,14 +696,14 @@ def _drafted_answer(
         request.seed = seed
         for _ in engine.run():
             pass
-    _check_drafting(request)
+    _raise_failure(request)
     answer: list[int] = []
-    drafted: dict[int, int] = {}
+    drafted_tokens: dict[int, int] = {}
     for event in request.events:
         if isinstance(event, DraftedEvent) and event.nodes and answer:
-            drafted[len(answer)] = event.nodes[0].token_id
+            drafted_tokens[len(answer)] = event.nodes[0].token_id
         answer += tokens_of([event])
-    return answer, drafted
+    return answer, drafted_tokens
 
 
 def _draw(
@@ -616,16 +715,34 @@ def _draw(
     interrupted: Callable[[], bool],
     progress: CheckProgress,
 ) -> _Draws | None:
-    """Draw the token at a place `n_draws` times; None if interrupted."""
-    # An answer's first token has no draft, and decoder heads have none for the second. So each draw
-    # is an answer that begins with the last two tokens before the place.
+    """Draw the token at a place `n_draws` times.
+
+    Args:
+        session: The session.
+        prompt: The prompt of the place.
+        place: The place.
+        n_draws: The number of draws.
+        seed: The seed of the first draw.
+        interrupted: Whether to stop.
+        progress: Receives the number of finished draws, and of all draws.
+
+    Returns:
+        The draws; None if interrupted.
+
+    Raises:
+        SpecgenError: If an answer or its drafter fails.
+    """
+    # Each draw is the start of an answer of its own. An answer's first token has no draft, and
+    # decoder heads draft nothing for the second. So the two tokens before the place are forced as
+    # the first two of the answer, and the tokens before those are appended to the prompt.
     forced = place.answer[-2:]
-    begun = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
+    extended_prompt = session.prompts.followed_by(prompt, place.answer[: -len(forced)])
 
     def force_start(_request: Request, sequence: AnswerState) -> None:
         sequence.sampling = _ForcedStart(session.settings.sampler, sequence.text_state, forced)
 
-    # Costs decide as in an answer that continues, though a draw ends after its token.
+    # The limit leaves room for more tokens than are drawn, since the policy would draft less just
+    # before the end of an answer.
     generation = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
     draws = _Draws()
     with Engine(
@@ -635,22 +752,25 @@ def _draw(
         interrupted=interrupted,
         prepare=force_start,
     ) as engine:
-        for n_done in range(0, n_draws, _N_QUEUED):
-            n_more = min(_N_QUEUED, n_draws - n_done)
-            requests = [engine.insert(begun, generation=generation) for _ in range(n_more)]
+        for n_done in range(0, n_draws, _N_QUEUED_DRAWS):
+            n_queued = min(_N_QUEUED_DRAWS, n_draws - n_done)
+            requests = [
+                engine.insert(extended_prompt, generation=generation) for _ in range(n_queued)
+            ]
             for request in requests:
-                # This only makes the draws repeatable. How drafts are verified depends on whether
-                # the user gave a seed.
+                # This makes the draws repeatable. It must not be the seed option, since how drafts
+                # are verified depends on whether the user gave one.
                 request.seed = seed + request.index
             for event in engine.run():
+                # Stop each answer as soon as its token is drawn. Sequences are numbered through all
+                # draws, not from 0 in each queue.
                 if isinstance(event, CommittedEvent) and event.n_tokens > len(forced):
-                    # The token is drawn.
                     engine.cancel(requests[event.sequence - n_done])
             if interrupted():
                 return None
             for request in requests:
                 draws.add(request, position=len(forced))
-            progress(n_done + n_more, n_draws)
+            progress(n_done + n_queued, n_draws)
     return draws
 
 
@@ -659,15 +779,16 @@ def _draw(
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The settings and the results."""
+    """The settings and results of `specgen verify`."""
 
-    #: The names of the target and of the draft.
+    #: The target's name.
     target: str
+    #: The draft's name.
     draft: str
     verifier: str
-    #: The most tokens of a draft.
+    #: The maximum number of tokens of a draft.
     draft_max: int
-    #: The sampler of the sampled check.
+    #: The sampler options of the sampled check.
     sampler: SamplerOptions
     check: CheckName
     greedy: tuple[GreedyResult, ...]
@@ -675,11 +796,11 @@ class VerifyReport:
     #: The numbers of the prompts that did not fit in the context.
     skipped: tuple[int, ...] = ()
     is_interrupted: bool = False
-    #: What computes: specgen's kernels or llama.cpp's.
+    #: The kernels that were used: specgen's or llama.cpp's.
     kernels: str = ""
     #: Why rows depend on their batch; empty if they do not.
     unequal_rows: str = ""
-    #: How drafts differed from those that were asked for.
+    #: Sentences about how the drafts differed from those that the user asked for.
     instead: tuple[str, ...] = ()
 
     @property
@@ -688,27 +809,28 @@ class VerifyReport:
 
     @property
     def undrafted(self) -> list[str]:
-        """The checks that showed nothing, since nothing was drafted in them.
+        """The names of the checks that prove nothing, because nothing was drafted in them.
 
-        Results of the "cost" way do not count, since costs may decide against drafts.
+        Results of the "cost" way are left out, since that policy may decide not to draft.
         """
-        checks: dict[str, Sequence[GreedyResult | SampledResult]] = {}
+        results_by_check: dict[str, Sequence[GreedyResult | SampledResult]] = {}
         if self.check != "sampled":
-            checks["greedy"] = [result for result in self.greedy if result.n_at_once == 1]
-            at_once = [result for result in self.greedy if result.n_at_once > 1]
-            if at_once:  # some models can only generate one answer at a time
-                checks["several answers at once"] = at_once
+            one_at_a_time = [result for result in self.greedy if result.n_at_once == 1]
+            several_at_once = [result for result in self.greedy if result.n_at_once > 1]
+            results_by_check["greedy"] = one_at_a_time
+            if several_at_once:  # some models can only generate one answer at a time
+                results_by_check["several answers at once"] = several_at_once
         if self.check != "greedy":
-            checks["sampled"] = self.sampled
+            results_by_check["sampled"] = self.sampled
         return [
             name
-            for name, results in checks.items()
+            for name, results in results_by_check.items()
             if not any(result.n_drafted for result in results if result.way != "cost")
         ]
 
     @property
     def verdict(self) -> CheckOutcome:
-        """The result of all checks in a word."""
+        """The outcome of all checks together."""
         if any(result.is_defect for result in self._results):
             return "defect"
         if self.is_interrupted:
@@ -716,7 +838,7 @@ class VerifyReport:
         return "nothing drafted" if self.undrafted else "lossless"
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return the report as it is printed with --json."""
+        """Return the report as `--json` prints it."""
         report: dict[str, Any] = {"verdict": self.verdict, **as_json(self)}
         records = (*report["greedy"], *report["sampled"])
         for record, result in zip(records, self._results, strict=True):

@@ -1,4 +1,4 @@
-"""Whether counts of draws fit a known distribution."""
+"""Test whether counts of draws fit a known distribution."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MIN_EXPECTED = 20.0
 class GTest:
     """The result of a G-test."""
 
-    #: 2 Σ count·ln(count / expected) over all cells.
+    #: 2 Σ count·ln(count / expected) over all cells; infinite if an impossible token was drawn.
     statistic: float
-    #: The number of cells, one of which may be the pool of rare ones.
+    #: The number of cells, where the pool of rare cells counts as one.
     n_cells: int
-    #: The probability of a larger statistic if the draws are from the exact distribution.
+    #: The probability of a statistic at least this large if the draws fit the distribution.
     p_value: float
-    #: How many cells were pooled.
+    #: The number of rare cells that were pooled.
     n_pooled: int
 
 
@@ -35,21 +35,23 @@ def g_test(
     *,
     min_expected: float = MIN_EXPECTED,
 ) -> GTest:
-    """Test whether counts are those of draws from a distribution.
+    """Test whether draws come from a known distribution.
 
     The statistic is chi-square distributed only if all expected counts are large. So cells with
-    small ones are pooled, and the statistic is divided by Williams's correction (Biometrika 63,
-    1976, p. 33): 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)). The false-alarm rate is then at most 1.5
-    times the nominal one down to 1e-5.
+    small expected counts are pooled, and the statistic is divided by Williams's correction
+    (Biometrika 63, 1976, p. 33): 1 + (Σ 1/prob - 1) / (6 n_draws (n_cells - 1)). The false-alarm
+    rate is then at most 1.5 times the nominal rate, down to a nominal rate of 1e-5.
 
     Args:
-        counts: int64[n_cells], how often each cell was drawn.
-        exact_probs: float64[n_cells], the cells' exact probabilities.
-        n_draws: the number of all draws; those in no cell are impossible ones.
-        min_expected: the smallest expected count of a cell that is not pooled.
+        counts: int64[n_cells], the number of draws of each cell.
+        exact_probs: float64[n_cells], the probability of each cell.
+        n_draws: The number of all draws; None if all of them are counted. Draws that are not
+            counted are impossible ones, for which the p-value is 0.
+        min_expected: Cells with a smaller expected count are pooled.
 
     Raises:
-        ValueError: the probabilities do not sum to 1, or the counts are not those of `n_draws`.
+        ValueError: If a probability is not positive, if the probabilities do not sum to 1, or if
+            the counts do not match the cells or `n_draws`.
     """
     n_counted = int(counts.sum())
     if n_draws is None:
@@ -61,50 +63,57 @@ def g_test(
         cells = f"{len(counts)} of {len(exact_probs)} cells"
         raise ValueError(f"{n_counted} draws of {n_draws} in {cells}")
 
+    # Pool rare cells into one, which becomes the last cell.
     probs = exact_probs / total
     observed = counts.astype(np.float64)
-    pool, kept = _rare_cells(n_draws * probs, min_expected)
-    if len(pool):
-        probs = np.append(probs[kept], probs[pool].sum())
-        observed = np.append(observed[kept], observed[pool].sum())
+    rare, others = _rare_cells(n_draws * probs, min_expected)
+    if len(rare):
+        probs = np.append(probs[others], probs[rare].sum())
+        observed = np.append(observed[others], observed[rare].sum())
     if n_counted < n_draws:
-        return GTest(math.inf, len(probs), p_value=0.0, n_pooled=len(pool))
+        return GTest(math.inf, len(probs), p_value=0.0, n_pooled=len(rare))
     if len(probs) == 1:
-        return GTest(0.0, 1, p_value=1.0, n_pooled=len(pool))
+        return GTest(0.0, 1, p_value=1.0, n_pooled=len(rare))
 
-    seen = observed > 0.0
-    log_ratios = np.log(observed[seen] / (n_draws * probs[seen]))
-    # Rounding may leave a perfect fit a hair below zero.
-    statistic = max(0.0, 2.0 * float(observed[seen] @ log_ratios))
+    # A cell without draws adds nothing to the statistic: x·ln(x) is 0 at 0.
+    is_drawn = observed > 0.0
+    log_ratios = np.log(observed[is_drawn] / (n_draws * probs[is_drawn]))
+    # Rounding may make a perfect fit slightly negative.
+    statistic = max(0.0, 2.0 * float(observed[is_drawn] @ log_ratios))
     n_degrees = len(probs) - 1
     correction = 1.0 + (float((1.0 / probs).sum()) - 1.0) / (6.0 * n_draws * n_degrees)
     p_value = chi_square_tail(statistic / correction, n_degrees)
-    return GTest(statistic, len(probs), p_value, len(pool))
+    return GTest(statistic, len(probs), p_value, len(rare))
 
 
 def _rare_cells(
     expected: npt.NDArray[np.float64],
     min_expected: float,
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return the indices of the cells to pool and of the others, rare ones first.
+    """Return the indices of the cells to pool, and of the others, each by ascending expectation.
 
-    All cells that are too rare are pooled, and then the rarest others until the pool is large
-    enough. The choice does not depend on the counts, since that would bias the test.
+    All cells with too small an expected count are pooled. If their sum is still too small, the
+    rarest of the others are added. The choice ignores the actual counts, which would bias the test.
+
+    Args:
+        expected: float64[n_cells], the expected count of each cell.
+        min_expected: The smallest expected count of a cell, and of the pool.
     """
     order = expected.argsort(kind="stable")
     n_pooled = int(np.count_nonzero(expected < min_expected))
     if n_pooled:
-        n_enough = int(expected[order].cumsum().searchsorted(min_expected)) + 1
-        n_pooled = min(max(n_pooled, n_enough), len(expected))
+        # The number of rarest cells whose sum reaches the minimum; one too many if none does.
+        n_needed = int(expected[order].cumsum().searchsorted(min_expected)) + 1
+        n_pooled = min(max(n_pooled, n_needed), len(expected))
     return order[:n_pooled], order[n_pooled:]
 
 
 def chi_square_tail(x: float, n_degrees: int) -> float:
     """Return P(X >= x) of the chi-square distribution with `n_degrees` degrees of freedom.
 
-    It is a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5). For an even number of degrees
-    e^(-x/2) Σ (x/2)^k / Γ(k + 1), with k = 0, 1, ... below n_degrees / 2. For an odd number k is
-    1/2, 3/2, ..., and erfc(√(x/2)) is added.
+    It is a finite sum (Abramowitz and Stegun, 26.4.4 and 26.4.5). For an even number of degrees it
+    is e^(-x/2) Σ (x/2)^k / Γ(k + 1) over k = 0, 1, ... below n_degrees / 2. For an odd number, k is
+    1/2, 3/2, ... below n_degrees / 2, and erfc(√(x/2)) is added.
     """
     if x <= 0.0:
         return 1.0
@@ -114,7 +123,7 @@ def chi_square_tail(x: float, n_degrees: int) -> float:
     if is_odd:
         powers += 0.5
     log_gammas = np.array([math.lgamma(power + 1.0) for power in powers], np.float64)
-    # The logarithm of each term: the factors alone would overflow.
+    # Each term is computed from its logarithm, since its factors alone would overflow.
     terms = np.exp(powers * math.log(half) - half - log_gammas)
     tail = float(terms.sum())
     if is_odd:

@@ -1,4 +1,4 @@
-"""Prompts to measure with: the user's own from a file, or ours (prompts.jsonl)."""
+"""Prompts to measure with: the user's from a file, or specgen's (prompts.jsonl)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from specgen.errors import PromptError
 
 T = TypeVar("T")
 
-#: The date for chat templates that write one: the present one must not change the answers.
+#: The date for chat templates that include one. It is fixed, so that answers do not change daily.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-#: The category of a prompt without one.
-_ALL = "all"
-#: How the categories of our prompts for trials of drafts begin.
-_TRIAL = "trial "
-_OWN = Path(__file__).with_name("prompts.jsonl")
+#: The category of prompts that do not name one.
+_DEFAULT_CATEGORY = "all"
+#: The prefix of the categories of specgen's prompts that are used to try drafts.
+_TRIAL_PREFIX = "trial "
+_OWN_FILE = Path(__file__).with_name("prompts.jsonl")
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'
 
 
@@ -35,40 +35,51 @@ class BenchPrompt:
 
 
 def own_prompts() -> list[BenchPrompt]:
-    """Return specgen's prompts, whose categories (code, edit, prose and chat) alternate."""
-    return [each for each in read_bench_prompts(_OWN) if not each.category.startswith(_TRIAL)]
+    """Return specgen's prompts for `specgen bench`.
+
+    Their categories alternate: code, edit, prose and chat.
+    """
+    prompts = read_bench_prompts(_OWN_FILE)
+    return [prompt for prompt in prompts if not prompt.category.startswith(_TRIAL_PREFIX)]
 
 
 def trial_prompts() -> list[BenchPrompt]:
-    """Return specgen's prompts for trials of drafts, in the same categories."""
-    found = [each for each in read_bench_prompts(_OWN) if each.category.startswith(_TRIAL)]
+    """Return specgen's prompts for trying drafts, with the same categories as `own_prompts`."""
+    prompts = read_bench_prompts(_OWN_FILE)
+    chosen = [prompt for prompt in prompts if prompt.category.startswith(_TRIAL_PREFIX)]
     return [
-        BenchPrompt(number, each.category.removeprefix(_TRIAL), each.text)
-        for number, each in enumerate(found, 1)
+        BenchPrompt(number, prompt.category.removeprefix(_TRIAL_PREFIX), prompt.text)
+        for number, prompt in enumerate(chosen, 1)
     ]
 
 
 def given_prompts(texts: Iterable[str]) -> list[BenchPrompt]:
-    """Return texts as prompts without a category."""
-    prompts = [BenchPrompt(number, _ALL, text) for number, text in enumerate(texts, start=1)]
+    """Return texts as prompts of the default category.
+
+    Raises:
+        PromptError: If a text is blank.
+    """
+    prompts = [
+        BenchPrompt(number, _DEFAULT_CATEGORY, text) for number, text in enumerate(texts, start=1)
+    ]
     if not all(prompt.text.strip() for prompt in prompts):
         raise PromptError("a prompt is empty", hint="give some text")
     return prompts
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read the texts of a file's prompts."""
+    """Read the texts of a file's prompts, as `read_bench_prompts` does."""
     return [prompt.text for prompt in read_bench_prompts(path)]
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
     """Read a file's prompts.
 
-    It has a text on each line, or it is JSON Lines with a `prompt` or `turns`, the first of which
-    counts, and perhaps a `category`. Empty lines are skipped.
+    The file has one text per line, or one JSON object per line. An object has a `prompt`, or
+    `turns` of which the first is used, and may have a `category`. Blank lines are skipped.
 
     Raises:
-        PromptError: what is wrong, and in which line.
+        PromptError: If the file cannot be read, has no prompts, or has an invalid line.
     """
     try:
         # Not `splitlines`, which also splits at characters that JSON allows within a string.
@@ -77,18 +88,20 @@ def read_bench_prompts(path: Path) -> list[BenchPrompt]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise PromptError(f"{path}: cannot be read: {reason}") from error
     stripped = enumerate(map(str.strip, lines), 1)
-    filled = [(number, line) for number, line in stripped if line]
-    if not filled:
+    numbered_lines = [(line_number, line) for line_number, line in stripped if line]
+    if not numbered_lines:
         raise PromptError(f"{path}: no prompts in it")
-    if _is_json_lines(path, filled[0][1]):
+    _, first_line = numbered_lines[0]
+    if _is_json_lines(path, first_line):
         return [
-            _record(line, number, f"{path}, line {line_number}")
-            for number, (line_number, line) in enumerate(filled, 1)
+            _parse_json_line(line, number, f"{path}, line {line_number}")
+            for number, (line_number, line) in enumerate(numbered_lines, 1)
         ]
-    return given_prompts(line for _, line in filled)
+    return given_prompts(line for _, line in numbered_lines)
 
 
 def _is_json_lines(path: Path, first_line: str) -> bool:
+    """Decide by the file's extension, or else by the first line."""
     suffix = path.suffix.lower()
     if suffix in (".jsonl", ".json", ".ndjson"):
         return True
@@ -96,24 +109,34 @@ def _is_json_lines(path: Path, first_line: str) -> bool:
 
 
 def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
-    """Return `n` prompts at even distances; all if there are not more."""
-    listed = list(prompts)
-    n = min(n, len(listed))
-    return [listed[index * len(listed) // n] for index in range(n)]
+    """Return `n` prompts that are evenly spaced in the list, or all if there are fewer."""
+    all_prompts = list(prompts)
+    n = min(n, len(all_prompts))
+    return [all_prompts[index * len(all_prompts) // n] for index in range(n)]
 
 
 def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
     """Return the first `n` prompts of each category."""
-    seen: Counter[str] = Counter()
+    n_seen: Counter[str] = Counter()
     chosen: list[BenchPrompt] = []
     for prompt in prompts:
-        seen[prompt.category] += 1
-        if seen[prompt.category] <= n:
+        n_seen[prompt.category] += 1
+        if n_seen[prompt.category] <= n:
             chosen.append(prompt)
     return chosen
 
 
-def _record(line: str, number: int, where: str) -> BenchPrompt:
+def _parse_json_line(line: str, number: int, where: str) -> BenchPrompt:
+    """Parse a line of a JSON Lines file.
+
+    Args:
+        line: The line.
+        number: The prompt's number.
+        where: The file and the line number, for error messages.
+
+    Raises:
+        PromptError: If the line is not a JSON object with a prompt.
+    """
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -130,8 +153,8 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
         text = turns[0]
     if not isinstance(text, str) or not text:
         raise PromptError(f"{where}: no prompt in it", _HINT)
-    category = record.get("category", _ALL)
+    category = record.get("category", _DEFAULT_CATEGORY)
     if not isinstance(category, str):
         raise PromptError(f"{where}: the category is not a text: {category!r}", _HINT)
-    # A category is a name in tables whose columns are separated by tabs.
-    return BenchPrompt(number, " ".join(category.split()) or _ALL, text)
+    # Tabs and line breaks are replaced, since `specgen bench` prints tab-separated lines.
+    return BenchPrompt(number, " ".join(category.split()) or _DEFAULT_CATEGORY, text)

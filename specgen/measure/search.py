@@ -1,4 +1,4 @@
-"""Try what may draft for a target on the target's answers, and rank it by the measured speed-up.
+"""Try drafts on a target's answers, and rank them by their measured speed-ups.
 
 `specgen tune`, `specgen draft find` and `specgen draft make` show the result.
 """
@@ -34,38 +34,43 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
+#: The advice gives the cost of a batch of this many rows, as an example.
+_EXAMPLE_ROWS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A file that cannot draft, and why."""
+    """A file that cannot draft for the target."""
 
     file: Path
+    #: Why it cannot, as the rest of a line that begins with the file.
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A draft, and its figures."""
+    """A draft that was tried, and its figures."""
 
+    #: Its file or its kind; "none" for plain decoding.
     draft: DraftSource
     figures: DraftFigures
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The drafts that were tried for a target."""
+    """The result of a search for the best draft of a target."""
 
     target: Path
     baseline: Baseline
-    #: The best first; plain decoding is among them as "none".
+    #: The drafts from best to worst, with plain decoding as "none" among them.
     tried: tuple[Tried, ...]
     refused: tuple[Refused, ...]
-    #: The numbers of threads that were chosen, by the names of the models.
+    #: The thread counts that were chosen, by the model's name; empty if none were measured.
     threads: dict[str, Threads] = field(default_factory=dict)
-    #: The draft that was saved for the target.
+    #: The draft that was saved for the target afterwards, if any.
     saved: DraftSource | None = None
     is_interrupted: bool = False
-    #: The share of the cores that other programs took.
+    #: The share of the cores that other programs used; None if unknown.
     others_share: float | None = None
 
     def to_json_object(self) -> dict[str, object]:
@@ -79,7 +84,9 @@ class Search:
             "n_tokens": sum(len(answer.tokens) for answer in baseline.answers),
             "skipped_prompts": list(baseline.skipped),
             "threads": as_json(self.threads),
-            "drafts": [{"draft": str(one.draft), **as_json(one.figures)} for one in self.tried],
+            "drafts": [
+                {"draft": str(tried.draft), **as_json(tried.figures)} for tried in self.tried
+            ],
             "refused": as_json(self.refused),
             "advice": list(advice(self)),
             "others_share": self.others_share,
@@ -99,30 +106,35 @@ def search_drafts(
     interrupted: Callable[[], bool] = never,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, drafts without a file, and candidates as `specgen run` would use them.
+    """Try plain decoding, the kinds of drafts without a file, and the candidate files.
 
-    The temperature is 0. The caller saves the costs that were measured.
+    Each draft is used as `specgen run` would use it, at temperature 0. The session's costs are
+    measured again; the caller may save them.
 
     Args:
-        session: its draft is changed.
-        candidates: the files to try.
-        refused: files that cannot draft; candidates that fail are added in the result.
-        prompts: the prompts that the target answers.
-        chat: whether to use the target's template (None: if it has one).
-        tunes_threads: whether to first measure the best numbers of threads, for the target and the
+        session: A session with a greedy sampler. Its draft is changed.
+        candidates: The files to try.
+        refused: Files that are known to be unable to draft. The result also has the candidates that
+            turn out to be.
+        prompts: The prompts that the target answers.
+        chat: Whether to use the chat template; None to use it if the target has one.
+        tunes_threads: Whether to measure the best thread counts first, for the target and for the
             first candidate.
-        interrupted: whether to stop.
-        progress: receives what is being done, how much of it is done, and how much there is.
+        interrupted: Whether to stop.
+        progress: Receives the name of the current step, how much of it is done, and the total.
 
     Returns:
-        The result so far; None if interrupted before there is any.
+        The drafts tried up to an interruption; None if interrupted before the target's answers are
+        complete.
 
     Raises:
-        SpecgenError: an error of the target.
+        SpecgenError: If the target fails.
     """
     target = session.options.target
     load = LoadOfOthers()
     threads: dict[str, Threads] = {}
+
+    # Measure the target alone, with the threads chosen now, so older costs are forgotten.
     session.change_draft("none")
     if tunes_threads:
         threads |= tune_threads(session, target, interrupted, progress, is_draft=False)
@@ -137,29 +149,37 @@ def search_drafts(
     if baseline is None:
         return None
     tried = [Tried("none", _plain_figures(baseline))]
-    failed = list(refused)
-    words: list[DraftSource] = [kind.name for kind in kinds() if kind.suits(session.target)]
-    for draft in (*words, *candidates):
+
+    # Replay each draft on the target's answers.
+    all_refused = list(refused)
+    fileless: list[DraftSource] = [kind.name for kind in kinds() if kind.suits(session.target)]
+    for draft in (*fileless, *candidates):
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
                 threads |= tune_threads(session, draft, interrupted, progress, is_draft=True)
+            # Have the draft's costs measured again, too.
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
-            shown = partial(progress, f"with {name_of(draft)}")
-            figures = try_draft(session, baseline, interrupted=interrupted, progress=shown)
+            figures = try_draft(
+                session,
+                baseline,
+                interrupted=interrupted,
+                progress=partial(progress, f"with {name_of(draft)}"),
+            )
         except DRAFT_ERRORS as error:
-            failed.append(Refused(Path(draft), error.message.removeprefix(f"{draft}: ")))
+            reason = error.message.removeprefix(f"{draft}: ")
+            all_refused.append(Refused(Path(draft), reason))
             continue
-        if figures is None:
+        if figures is None:  # interrupted
             break
         tried.append(Tried(draft, figures))
     return Search(
-        target,
-        baseline,
-        by_speedup(tried),
-        tuple(failed),
-        threads,
+        target=target,
+        baseline=baseline,
+        tried=by_speedup(tried),
+        refused=tuple(all_refused),
+        threads=threads,
         is_interrupted=interrupted(),
         others_share=load.share,
     )
@@ -181,25 +201,27 @@ def _plain_figures(baseline: Baseline) -> DraftFigures:
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Return drafts by their speed-ups, as rounded in tables.
+    """Sort drafts from best to worst by their speed-ups, rounded as in tables.
 
-    Among equal ones, drafts without a second model come first, then plain decoding, then files.
+    Among equally fast ones, drafts without a file come first, then plain decoding, then files.
     """
 
-    def order(one: Tried) -> tuple[float, bool, bool]:
+    def sort_key(one: Tried) -> tuple[float, bool, bool]:
+        # False sorts before True.
         return (-round(one.figures.speedup, 2), isinstance(one.draft, Path), one.draft == "none")
 
-    return tuple(sorted(tried, key=order))
+    return tuple(sorted(tried, key=sort_key))
 
 
 def advice(search: Search) -> tuple[str, ...]:
-    """Return what was measured, what it means, and what to do.
+    """Return three sentences: what was measured, what it means, and what to do.
 
-    If the search was interrupted, or the machine was busy, it is only what was measured.
+    If the search was interrupted, or the machine was busy, only the first is returned.
     """
     baseline = search.baseline
     best = search.tried[0]
     figures = best.figures
+
     answers = f"{counted(len(baseline.answers), 'answer')} of {search.target.name}"
     measured = f"measured on {answers}: {1.0 / baseline.token_s:.1f} tokens/s without a draft"
     if best.draft != "none":
@@ -208,18 +230,20 @@ def advice(search: Search) -> tuple[str, ...]:
     if search.is_interrupted or is_busy(search.others_share):
         return (measured,)
 
-    n_rows = min(4, max(baseline.batch_s))
-    n_tokens = baseline.costs.rows_s(n_rows) / baseline.token_s
-    batch = f"a batch of {n_rows} costs {n_tokens:.1f} tokens"
+    n_rows = min(_EXAMPLE_ROWS, max(baseline.batch_s))
+    cost_in_tokens = baseline.costs.rows_s(n_rows) / baseline.token_s
+    batch_cost = f"a batch of {n_rows} costs {cost_in_tokens:.1f} tokens"
     if not figures.is_gain:
-        meaning = f"{batch}, and no draft that was tried is clearly faster"
+        meaning = f"{batch_cost}, and no draft that was tried is clearly faster"
         others = "draft with another model (`specgen models list` shows some)"
         return measured, meaning, f"{others}, or not at all: --draft none"
-    least = break_even(PairCosts(baseline.batch_s, figures.draft_token_s or 0.0))
+
+    # The acceptance rate at which drafting is as fast as plain decoding.
+    min_acceptance = break_even(PairCosts(baseline.batch_s, figures.draft_token_s or 0.0))
     needed = "drafts cannot pay"
-    if least is not None:
-        needed = f"drafts pay if {least:.0%} are accepted"
-    meaning = f"{batch}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were"
+    if min_acceptance is not None:
+        needed = f"drafts pay if {min_acceptance:.0%} are accepted"
+    meaning = f"{batch_cost}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were"
     return measured, meaning, f"use it: --draft {shlex.quote(str(best.draft))}"
 
 
@@ -235,20 +259,20 @@ def find_candidates(
     """Find the files that may draft for a target.
 
     Args:
-        named: the user's files; those that cannot be tried are refused.
-        target: the target.
-        tries_known: whether to add files of the registry on this disk, and the saved draft, if they
-            are not larger than the target.
+        named: The files that the user named.
+        target: The target's file.
+        tries_known: Whether to add the registry's models that are on this disk, and the draft saved
+            for the target, unless they are larger than the target.
 
     Returns:
-        The files to try, each once though it may have several names; and the refused ones.
+        The files to try, without copies of the same file; and the named files that cannot draft.
     """
     known = _known_files(target) if tries_known else []
-    of_target = identity_of(target)
+    target_identity = identity_of(target)
     candidates: list[Path] = []
     refused: list[Refused] = []
     seen: set[FileIdentity] = set()
-    # Named files come first, since the first of equal files is used.
+    # Of several paths to the same file the first is tried, so the user's come first.
     for path in (*named, *known):
         is_named = path in named
         identity = identify(path)
@@ -256,10 +280,11 @@ def find_candidates(
             if is_named:
                 refused.append(Refused(path, "there is no such file, or it cannot be read"))
             continue
-        if identity in seen or (not is_named and identity.size_bytes > of_target.size_bytes):
+        is_too_large = identity.size_bytes > target_identity.size_bytes
+        if identity in seen or (is_too_large and not is_named):
             continue
         seen.add(identity)
-        if identity != of_target and not path.samefile(target):
+        if identity != target_identity and not path.samefile(target):
             candidates.append(path)
         elif is_named:
             refused.append(Refused(path, "it is the target itself"))
@@ -267,10 +292,11 @@ def find_candidates(
 
 
 def _known_files(target: Path) -> list[Path]:
-    """Return the registry's files on this disk, and the draft saved for the target."""
+    """Return the registry's models that are on this disk, and the draft saved for the target."""
     located = map(hub_names.locate, load_registry().models.values())
     files = [path for path in located if path is not None]
-    saved = saved_draft(identity_of(target))  # only a faster draft replaces it
+    # The saved draft competes with the others, so that only a faster one replaces it.
+    saved = saved_draft(identity_of(target))
     if saved is not None and isinstance(saved.draft, Path):
         files.append(saved.draft)
     return files

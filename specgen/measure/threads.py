@@ -1,6 +1,7 @@
-"""The best numbers of threads.
+"""Measure with how many threads a model decodes fastest.
 
-A single row waits for memory and a batch computes, so each may want its own number.
+Decoding a single row is limited by memory, and decoding a batch by computation. So each has a
+thread count of its own.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
-#: Seconds of decoding for one model.
+#: Seconds of decoding to spend on one model.
 THREADS_BUDGET_S = 20.0
-#: The first rounds may take this many times longer: with fewer of them nothing is changed.
+#: The minimum number of rounds: with fewer of them the default is kept.
+_MIN_ROUNDS = 4
+#: The maximum number of rounds.
+_MAX_ROUNDS = 9
+#: Until the minimum number of rounds is reached, the budget is this many times larger.
 _PATIENCE = 3.0
-_N_LEAST_ROUNDS = 4
-#: The most rounds.
-_N_ROUNDS = 9
-#: Rows of the batch that is timed: as many as the batch of a round usually has.
+#: The number of rows of the timed batch, which is typical of a round that drafts.
 BATCH_ROWS = 6
-#: A number is chosen if it is faster than the default by this share...
+#: A thread count is only chosen if it is faster than the default by at least this share...
 _MARGIN = 0.03
-#: ... and in this share of the rounds.
+#: ... and if it is faster in at least this share of the rounds.
 _MAJORITY = 0.75
 
-#: The seconds of one decode by the number of threads.
+#: Seconds per decode, by thread count.
 _Times: TypeAlias = dict[int, float]
 
 
@@ -47,34 +49,48 @@ def tune_threads(
     *,
     is_draft: bool,
 ) -> dict[str, Threads]:
-    """Measure and keep the best numbers of threads of a session's target or draft.
+    """Measure the fastest thread counts of a session's target or draft, and store them.
+
+    Args:
+        session: The session.
+        model: The file of the target or the draft.
+        interrupted: Whether to stop.
+        progress: Receives the name of the current step, how much of it is done, and the total.
+        is_draft: Whether the model is the session's draft.
 
     Returns:
-        The numbers by the model's name; empty if the user named some, or if interrupted.
+        The thread counts by the model's name; empty if the user gave some, if the draft has no
+        context to measure, or if interrupted.
     """
     options = session.options.draft_context if is_draft else session.options.target_context
-    is_named = options.n_threads is not None or options.n_threads_batch is not None
-    if is_named or interrupted():
+    is_given = options.n_threads is not None or options.n_threads_batch is not None
+    if is_given or interrupted():
         return {}
     progress(f"threads for {model.name}", 0, 1)
     default = default_threads()
     n_logical = logical_cores()
     counts = thread_counts(default, n_logical, usable_cores() or n_logical)
     with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
-        if is_draft and not drafts:
+        if is_draft and not drafts:  # the draft has no context of its own
             return {}
         backend = drafts[0] if is_draft else target
-        chosen = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
+        fastest = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
     if interrupted():
         return {}
-    session.measurements.keep_threads(model, options, chosen)
-    return {model.name: chosen}
+    session.measurements.keep_threads(model, options, fastest)
+    return {model.name: fastest}
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, in ascending order.
+    """Return the thread counts to try, in ascending order.
 
-    They are shares of the cores, and all logical and all usable ones.
+    These are the multiples of an eighth of the cores, from a quarter to all, and the numbers of
+    all logical and of all usable cores.
+
+    Args:
+        n_cores: The default number of threads, which is the number of physical cores.
+        n_logical: The number of logical cores.
+        n_usable: The number of logical cores that this process may use.
     """
     shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
     return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
@@ -87,45 +103,52 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = never,
 ) -> Threads:
-    """Return the best numbers of threads, which the backend then uses.
+    """Measure the fastest thread counts of a backend, and set them.
 
-    All numbers are timed in turn, since a machine's speed changes.
+    All thread counts are timed in each round, since a machine's speed changes over time.
 
     Args:
-        backend: its context is empty before and after.
-        counts: the numbers to try.
-        default: another one to try, which stays unless others are clearly faster.
-        budget_s: how many seconds of decoding this may take.
-        interrupted: whether to stop; the default then stays.
+        backend: The backend, whose context is empty before and after.
+        counts: The thread counts to try, besides `default`.
+        default: The thread count that is kept unless another one is clearly faster.
+        budget_s: Seconds of decoding after which no more rounds begin.
+        interrupted: Whether to stop and keep the default.
+
+    Returns:
+        The thread counts for single rows and for batches.
     """
     backend.set_threads(default, default)
-    chosen = Threads(default, default)
-    tried = sorted({default, *counts}, reverse=True)
-    if len(tried) == 1:
-        return chosen
+    fastest = Threads(default, default)
+    tried_counts = sorted({default, *counts}, reverse=True)
+    if len(tried_counts) == 1:
+        return fastest
     text = begin_text(backend)
     started_s = backend.decode_s
-    single: list[_Times] = []
-    batch: list[_Times] = []
-    for number in range(_N_ROUNDS):
-        patience = _PATIENCE if number < _N_LEAST_ROUNDS else 1.0
+    # The times of single rows and of batches, one element per round.
+    single_rounds: list[_Times] = []
+    batch_rounds: list[_Times] = []
+    for n_rounds in range(_MAX_ROUNDS):
+        patience = _PATIENCE if n_rounds < _MIN_ROUNDS else 1.0
         if interrupted() or backend.decode_s - started_s > patience * budget_s:
             break
-        single.append({})
-        batch.append({})
-        for count in tried:
+        single_rounds.append({})
+        batch_rounds.append({})
+        for count in tried_counts:
             if interrupted():
                 break
             backend.set_threads(count, count)
-            # The first decode after a change may have to start threads: it is not timed.
+            # The first decode after a change may have to start threads, so its time is not used.
             time_batch(backend, text, 1)
-            _time(backend, text, 1, count, single[-1])
-            _time(backend, text, BATCH_ROWS, count, batch[-1])
+            _time(backend, text, 1, count, single_rounds[-1])
+            _time(backend, text, BATCH_ROWS, count, batch_rounds[-1])
     backend.remove(0)
     if not interrupted():
-        chosen = Threads(choose_threads(single, default), choose_threads(batch, default))
-    backend.set_threads(chosen.n_single, chosen.n_batch)
-    return chosen
+        fastest = Threads(
+            choose_threads(single_rounds, default),
+            choose_threads(batch_rounds, default),
+        )
+    backend.set_threads(fastest.n_single, fastest.n_batch)
+    return fastest
 
 
 def _time(
@@ -135,29 +158,30 @@ def _time(
     count: int,
     times: _Times,
 ) -> None:
-    """Add the seconds of a batch to the times; a batch without room in the context has none."""
+    """Time a batch, and store its seconds in `times[count]` unless the context has no room."""
     seconds = time_batch(backend, text, n_rows)
     if seconds:
         times[count] = seconds
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the fastest number of threads; `default` unless another one is clearly faster.
+    """Return the fastest thread count; `default` unless another one is clearly faster.
 
     Args:
-        rounds: the seconds of a decode by the number of threads, in each round.
-        default: the number to which the others are compared.
+        rounds: Seconds per decode by thread count, for each round.
+        default: The thread count with which the others are compared.
     """
     best = default
     best_ratio = 1.0 - _MARGIN
-    timed = [times for times in rounds if default in times]
-    for count in sorted({count for times in timed for count in times} - {default}):
-        ratios = [times[count] / times[default] for times in timed if count in times]
-        if len(ratios) < _N_LEAST_ROUNDS:
+    # An interrupted round may lack the default.
+    comparable = [times for times in rounds if default in times]
+    for count in sorted({count for times in comparable for count in times} - {default}):
+        ratios = [times[count] / times[default] for times in comparable if count in times]
+        if len(ratios) < _MIN_ROUNDS:
             continue
-        ratio = statistics.median(ratios)
-        n_faster = sum(each < 1.0 for each in ratios)
-        if ratio < best_ratio and n_faster >= _MAJORITY * len(ratios):
+        median_ratio = statistics.median(ratios)
+        n_faster = sum(ratio < 1.0 for ratio in ratios)
+        if median_ratio < best_ratio and n_faster >= _MAJORITY * len(ratios):
             best = count
-            best_ratio = ratio
+            best_ratio = median_ratio
     return best

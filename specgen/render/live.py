@@ -1,4 +1,4 @@
-"""The live view on a terminal: the text, round by round."""
+"""The live view on a terminal, which shows the text growing round by round."""
 
 from __future__ import annotations
 
@@ -44,71 +44,78 @@ _WRAP_OFF = "\x1b[?7l"
 _ERASE_RIGHT = "\x1b[K"
 _ERASE_BELOW = "\x1b[J"
 
-#: How many rows of the unfinished line are repainted in each round, and laid out again when the
-#: window changes. Earlier rows belong to the terminal.
-_MOVING_ROWS = 3
-#: The most such rows where the terminal joins rows of one line when they are copied.
-_MOST_MOVING_ROWS = 12
-#: Between the legend and the figures.
+#: The number of rows of the unfinished line that are repainted in each round, and laid out again
+#: when the window's width changes. The rows above have scrolled away and belong to the terminal.
+_REPAINTED_ROWS = 3
+#: The maximum number of such rows if more are kept because the terminal joins them when copying.
+_MAX_REPAINTED_ROWS = 12
+#: The space between the legend and the figures.
 _GAP = "    "
-#: The least height of a screen with a status line, in rows.
-_STATUS_HEIGHT = 4
-#: The least height of a screen with a spare row for rejected text.
-_SPARE_ROW_HEIGHT = 6
+#: The minimum height of a screen with a status line, in rows.
+_MIN_STATUS_HEIGHT = 4
+#: The minimum height of a screen with a spare row for rejected text, in rows.
+_MIN_SPARE_ROW_HEIGHT = 6
 
 
 class ScreenLine(NamedTuple):
     """One row of the screen, ready to be written."""
 
+    #: Its text with escape codes.
     codes: str
-    #: Whether it reaches the right edge, so that nothing is left to be erased there.
+    #: Whether it reaches the right edge, so that nothing is left to be erased after it.
     full: bool = False
 
 
 class Region:
-    """Writes rows that stay, and below them rows that are replaced the next time."""
+    """The rows at the bottom of the output that are repainted in place.
+
+    Between two calls the cursor is hidden and at the start of the region's first row.
+    """
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
+        #: Whether there are rows on the screen that will be repainted.
         self._open = False
 
-    def paint(self, settled: str, moving: Sequence[ScreenLine]) -> None:
-        """Replace the region.
+    def paint(self, settled: str, lines: Sequence[ScreenLine]) -> None:
+        """Replace the region's rows.
 
         Args:
-            settled: rows that scroll away for good.
-            moving: the new region, with fewer rows than the screen.
+            settled: The codes of rows to write above the region, which then scroll away for good.
+            lines: The new rows of the region, at least one and fewer than the screen has.
         """
         parts = ["\r"]
         if not self._open:
             parts.insert(0, _HIDE_CURSOR)
         if settled:
             parts += (_ERASE_BELOW, settled)
+        # Without wrapping, a row that turns out to be too wide cannot move the rows below it.
         parts.append(_WRAP_OFF)
-        for line in moving[:-1]:
+        for line in lines[:-1]:
             parts.append(line.codes)
             if not line.full:
                 parts.append(_ERASE_RIGHT)
             parts.append("\n")
-        n_up = len(moving) - 1
-        last = moving[-1]
+        n_up = len(lines) - 1
+        last = lines[-1]
         parts.append(last.codes)
         if last.full:
-            # The cursor is still on the last column, where erasing would hit the text.
+            # The cursor is still on the last column, where erasing would remove a character.
             parts.append("\n")
             n_up += 1
         parts += (_ERASE_BELOW, _WRAP_ON)
+        # Return to the start of the region's first row.
         parts.append(f"\x1b[{n_up}A\r" if n_up else "\r")
         self._open = True
         self._write("".join(parts))
 
     def erase(self) -> None:
-        """Remove the region, so that something else can be printed in its place."""
+        """Remove the region's rows, so that something else can be printed in their place."""
         if self._open:
             self._write(f"\r{_ERASE_BELOW}")
 
     def close(self, settled: str) -> None:
-        """Replace the region by rows that stay, and show the cursor."""
+        """Replace the region with rows that stay, and show the cursor."""
         if self._open or settled:
             self._open = False
             self._write(f"\r{_ERASE_BELOW}{settled}{_SHOW_CURSOR}")
@@ -117,16 +124,16 @@ class Region:
 class LiveRenderer(Renderer):
     """Shows one generation on a terminal that understands escape codes.
 
-    Text that can no longer change scrolls away. Below it, the end of the text is repainted in each
-    round, followed by what this round rejected (if `show` is ``accepted``), and by a status line
-    with the legend and the speed.
+    Rows that can no longer change are settled: they are written once and scroll away. Below them,
+    the end of the text is repainted in each round. It is followed by the text that this round
+    rejected (if `show` is ``accepted``), and by a status line with the legend and the speed.
 
     Args:
-        console: the terminal.
-        show: which tokens to mark.
-        notice: prints notices; without it they are not shown.
-        thinks: whether the answer may start with a thinking block.
-        folds: whether a line replaces the thinking block once it is complete.
+        console: The terminal.
+        show: Which tokens to mark.
+        notice: Prints notices; None to not show them.
+        thinks: Whether the answer may start with a thinking block.
+        folds: Whether to replace a finished thinking block with one line; implies `thinks`.
     """
 
     def __init__(
@@ -148,7 +155,9 @@ class LiveRenderer(Renderer):
         self._region = Region(self._write)
         self._flow = Flow(max(2, console.width))
         self._status = _Status()
+        #: The texts of the branches that the last round rejected, if they are shown after the text.
         self._rejected: tuple[str, ...] = ()
+        #: The thinking block, if the answer may have one.
         self._thought: Thought | None = None
 
     def handle(self, event: Event) -> None:
@@ -163,35 +172,36 @@ class LiveRenderer(Renderer):
         self._status.update(event)
         if isinstance(event, PromptEvent) and self._thinks:
             self._thought = Thought(Flow(self._flow.columns), event.text, self._folds)
-        completed = self._rounds.read(event)
-        if completed is not None:
-            self._add(completed)
+        round_events = self._rounds.read(event)
+        if round_events is not None:
+            self._add(round_events)
+        # After these two events the round's committed text follows at once.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._paint()
 
-    def _add(self, completed: Round) -> None:
-        """Add the text of a round."""
+    def _add(self, round_events: Round) -> None:
+        """Add the text of a round to the flow."""
         self._fit()
-        event = completed.committed
-        runs = completed.runs(shows_all=self._show == "all")
+        event = round_events.committed
+        runs = round_events.runs(shows_all=self._show == "all")
         if self._show == "none":
             runs = (Run(text, "plain") for text, _ in runs)
         if self._thought is not None:
             runs = self._thought.take(runs, event.time_s, event.n_tokens)
         self._flow.feed(runs)
         if self._show == "accepted":
-            self._rejected = tuple(branch.text for branch in completed.rejected if branch.text)
+            self._rejected = tuple(branch.text for branch in round_events.rejected if branch.text)
 
     def _finish(self) -> None:
         self._fit()
         if self._thought is not None:
             self._flow.feed(self._thought.fold())
-        self._region.close(self._settled(self._flow.finish()))
+        self._region.close(self._settled_codes(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out again if the window's width has changed.
+        """Lay out the text again if the window's width has changed.
 
-        This has to come before text is added, since that settles rows.
+        This has to happen before text is added, since rows that are settled keep their width.
         """
         columns = max(2, self._console.width)
         flows = [self._flow]
@@ -202,40 +212,47 @@ class LiveRenderer(Renderer):
                 flow.resize(columns)
 
     def _paint(self) -> None:
+        """Write the rows that are settled now, and repaint the end of the text and the status."""
         self._fit()
         height = self._console.height
-        has_status = self._show != "none" and height >= _STATUS_HEIGHT
-        # It keeps the status line in place if rejected text needs a second row.
-        has_spare_row = self._show != "none" and height >= _SPARE_ROW_HEIGHT
-        n_below = [has_status, has_spare_row].count(True)
-        room = max(1, height - 1 - n_below)
-        last_column = self._flow.columns - 1
+        has_status = self._show != "none" and height >= _MIN_STATUS_HEIGHT
+        # The spare row keeps the status line in place if rejected text needs a second row.
+        has_spare_row = self._show != "none" and height >= _MIN_SPARE_ROW_HEIGHT
+        n_rows_below_text = [has_status, has_spare_row].count(True)
+        max_text_rows = max(1, height - 1 - n_rows_below_text)
+        n_columns = self._flow.columns - 1  # the last column stays free
         status: list[ScreenLine] = []
         if has_status:
-            status.append(ScreenLine(self._status.codes(last_column, self._pens)))
+            status.append(ScreenLine(self._status.codes(n_columns, self._pens)))
+
         if self._thought is not None and self._thought.is_open:
-            thoughts = self._lines(self._thought.rows(room))
+            thoughts = self._lines(self._thought.rows(max_text_rows))
             self._region.paint("", [*thoughts, *status])
             return
-        rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
-        moving = self._lines(self._flow.rows)
-        same_row, next_row = self._rejected_codes(last_column, self._flow.rows[-1])
+
+        settled_rows = self._flow.take_settled(
+            min(max_text_rows, _REPAINTED_ROWS),
+            min(max_text_rows, _MAX_REPAINTED_ROWS),
+        )
+        lines = self._lines(self._flow.rows)
+        same_row, next_row = self._rejected_codes(n_columns, self._flow.rows[-1])
         if same_row:
-            # At least one column stays free.
-            moving[-1] = ScreenLine(moving[-1].codes + same_row)
+            # The line is not full: the last column stays free.
+            lines[-1] = ScreenLine(lines[-1].codes + same_row)
         if has_spare_row:
-            moving.append(ScreenLine(next_row))
-        self._region.paint(self._settled(rows), [*moving, *status])
+            lines.append(ScreenLine(next_row))
+        self._region.paint(self._settled_codes(settled_rows), [*lines, *status])
 
     def _lines(self, rows: Sequence[Row]) -> list[ScreenLine]:
         columns = self._flow.columns
         return [ScreenLine(row.codes(self._pens), full=row.width >= columns) for row in rows]
 
-    def _settled(self, rows: Sequence[Row]) -> str:
-        """Return the codes of rows that stay.
+    def _settled_codes(self, rows: Sequence[Row]) -> str:
+        """Return the codes of settled rows, with line feeds.
 
-        The terminal itself breaks the line between joined rows, but the last row is never joined to
-        the region. Nothing is erased: a row that turns out to be too long just continues.
+        Joined rows have no line feed between them, since the terminal itself breaks the line there;
+        but the last row is never joined to the region. Unlike in the region, nothing is erased and
+        wrapping is on: a row that turns out to be too wide continues on the next one.
         """
         text = ""
         for row in rows:
@@ -245,7 +262,16 @@ class LiveRenderer(Renderer):
         return text
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
-        """Return this round's rejected text: what fits after the `last` row, and the row below."""
+        """Return the codes of the text that this round rejected.
+
+        Args:
+            columns: The number of columns to use.
+            last: The last row of the committed text.
+
+        Returns:
+            The text that fits after `last`, and the text for the row below it. The second ends with
+            an ellipsis if some text does not fit there. Each may be empty.
+        """
         cells: list[Cell] = []
         for text in self._rejected:
             if cells:
@@ -269,24 +295,26 @@ class LiveRenderer(Renderer):
 
 
 class _Status:
-    """The status line: how far the prefill is, then the legend and the speed."""
+    """The status line: the progress of the prefill, and later the legend and the speed."""
 
     def __init__(self) -> None:
-        #: Texts about the prefill, the longest first.
-        self._reading = ["reading", ""]
+        #: Texts about the prefill, from the longest to the shortest. The first that fits is shown.
+        self._prefill_texts = ["reading", ""]
         self._has_draft = True
         self._first: CommittedEvent | None = None
         self._last: CommittedEvent | None = None
+        #: Drafted tokens; of a tree only those along its longest branch.
         self._n_drafted = 0
         self._n_accepted = 0
 
     def update(self, event: Event) -> None:
-        """Take the next event."""
+        """Update the figures with the next event."""
         if isinstance(event, PromptEvent):
-            self._reading.insert(0, f"reading {event.n_prompt_tokens} prompt tokens")
+            self._prefill_texts.insert(0, f"reading {event.n_prompt_tokens} prompt tokens")
             self._has_draft = event.draft != "none"
         elif isinstance(event, ReadingEvent):
-            self._reading = [reading(event), *self._reading[-3:]]
+            # The last three texts are general; a text before them is the previous progress.
+            self._prefill_texts = [reading(event), *self._prefill_texts[-3:]]
         elif isinstance(event, DraftedEvent):
             depths: list[int] = []
             for node in event.nodes:
@@ -300,22 +328,28 @@ class _Status:
             self._last = event
 
     def codes(self, columns: int, pens: Pens) -> str:
-        """Return the fullest line that fits: with the legend, or with fewer figures."""
-        if self._first is None or self._last is None:
-            return coded(_first_fitting(self._reading, columns), pens["faint"])
-        texts = self._figures(self._first, self._last)
-        legend = ""
-        room = columns - len("  ".join(LEGEND))
-        if self._has_draft and room >= 0:
-            legend = "  ".join(coded(mark, pens[mark]) for mark in LEGEND)
-            texts = [_GAP + text for text in texts]
-            columns = room
-        else:
-            texts.append(str(self._last.n_tokens))
-        return legend + coded(_first_fitting(texts, columns), pens["faint"])
+        """Return the status line, with the legend and as many figures as fit.
 
-    def _figures(self, first: CommittedEvent, last: CommittedEvent) -> list[str]:
-        """Return texts with all figures and with fewer of them, the longest first."""
+        Args:
+            columns: The number of columns that the line may have.
+            pens: The escape codes of each mark.
+        """
+        if self._first is None or self._last is None:
+            return coded(_first_fitting(self._prefill_texts, columns), pens["faint"])
+        figure_texts = self._figure_texts(self._first, self._last)
+        legend = ""
+        columns_after_legend = columns - len("  ".join(LEGEND))
+        if self._has_draft and columns_after_legend >= 0:
+            legend = "  ".join(coded(mark, pens[mark]) for mark in LEGEND)
+            figure_texts = [_GAP + text for text in figure_texts]
+            columns = columns_after_legend
+        else:
+            # On the narrowest screens only the number of tokens fits.
+            figure_texts.append(str(self._last.n_tokens))
+        return legend + coded(_first_fitting(figure_texts, columns), pens["faint"])
+
+    def _figure_texts(self, first: CommittedEvent, last: CommittedEvent) -> list[str]:
+        """Return a text with all figures, and then shorter ones with fewer and fewer of them."""
         figures = [f"{last.n_tokens} tokens"]
         seconds = last.time_s - first.time_s
         if seconds > 0:
@@ -326,49 +360,54 @@ class _Status:
 
 
 def _first_fitting(texts: Iterable[str], columns: int) -> str:
+    """Return the first text that fits in the columns; empty if none does."""
     return next((text for text in texts if len(text) <= columns), "")
 
 
 # --- thoughts
 
-#: Rows of a thinking block that are shown while it is generated.
-_THOUGHT_ROWS = 5
+#: The maximum number of rows of a thinking block that are shown while it is generated.
+_MAX_THOUGHT_ROWS = 5
 
 
 class Thought:
     """The thinking block of one answer, shown dim.
 
     Args:
-        flow: lays out the last rows of the block while it is open.
-        prompt: the prompt's text, which may open the block.
-        folds: whether only the last rows are shown while the block is generated, and then one line
-            in their place.
+        flow: Lays out the rows of a block that is folded.
+        prompt: The prompt's text, which may open the block.
+        folds: Whether to show only the last rows while the block is generated, and then to replace
+            them with one line.
     """
 
     def __init__(self, flow: Flow, prompt: str, folds: bool) -> None:
         self.flow = flow
         self._folds = folds
         self._reader = ThoughtReader(prompt)
-        self._rows: list[Row] = []
-        #: Whether only white space has come so far, which is not shown.
+        #: The last settled rows of a block that is folded.
+        self._settled_rows: list[Row] = []
+        #: Whether the block only has white space so far, which is not shown.
         self._is_blank = True
-        #: When the first and the last thought came, and how many tokens there were then.
+        #: When the first round with thoughts ended; None before it, and after the block.
         self._first_s: float | None = None
+        #: When the last round with thoughts ended, and the answer's number of tokens then.
         self._last_s = 0.0
         self._n_tokens = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether the last rows of the block are shown instead of the answer."""
+        """Whether the last rows of the block are to be shown instead of the answer."""
         return self._folds and self._reader.is_open
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
-        """Take the text that a round added, and yield what to show of it.
+        """Take the text that a round added, and yield the text to add to the answer's flow.
+
+        Thoughts that are folded go to the block's own flow instead.
 
         Args:
-            runs: the text.
-            time_s: when the round ended.
-            n_tokens: the length of the answer so far.
+            runs: The text that the round added.
+            time_s: When the round ended.
+            n_tokens: The number of the answer's tokens so far.
         """
         was_open = self._reader.is_open
         thoughts, answer = self._split(runs)
@@ -385,16 +424,16 @@ class Thought:
                 self.flow.feed([run])
             else:
                 yield run
-        if self._first_s is not None and not self._reader.is_open:
+        if self._first_s is not None and not self._reader.is_open:  # the block has just ended
             yield from self.fold()
         yield from answer
 
     def _split(self, runs: Iterable[Run]) -> tuple[str, list[Run]]:
-        """Return the thoughts in a text, and what belongs to the answer."""
+        """Separate the thoughts in a text from what belongs to the answer."""
         thoughts = ""
         answer: list[Run] = []
         for text, mark in runs:
-            # Rejected text is not shown among thoughts.
+            # Rejected text is only shown after the thoughts.
             if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
                 continue
             thought, rest = self._reader.feed(text)
@@ -404,7 +443,11 @@ class Thought:
         return thoughts, answer
 
     def fold(self) -> Iterator[Run]:
-        """Yield the end of the thinking block, once, and text held back as a possible tag."""
+        """End the thinking block, and yield the text that follows it.
+
+        If there is a block that has not been ended before, this is an empty line, or the line that
+        replaces a folded block. Text that was held back as a possible mark comes after it.
+        """
         if self._first_s is not None:
             end = "\n\n"
             if self._folds:
@@ -417,8 +460,9 @@ class Thought:
         if answer:
             yield Run(answer, "plain")
 
-    def rows(self, n_most: int) -> list[Row]:
-        """Return the last rows of the block, at most `n_most`."""
-        self._rows += self.flow.take_settled(1, 1)
-        del self._rows[:-_THOUGHT_ROWS]
-        return (self._rows + self.flow.rows)[-min(n_most, _THOUGHT_ROWS) :]
+    def rows(self, n_max: int) -> list[Row]:
+        """Return the last rows of a block that is folded, at most `n_max`."""
+        self._settled_rows += self.flow.take_settled(1, 1)
+        del self._settled_rows[:-_MAX_THOUGHT_ROWS]
+        all_rows = self._settled_rows + self.flow.rows
+        return all_rows[-min(n_max, _MAX_THOUGHT_ROWS) :]

@@ -1,6 +1,6 @@
-"""The walk-through: a line for each round.
+"""The walk-through of an answer, with a line for each round.
 
-It shows what was drafted, what the target accepted, and how long the round took.
+A line shows what was drafted, what the target accepted, and how long the round took.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from specgen.events import (
 from specgen.render.rows import Round, RoundReader, clean_line, styles_on
 from specgen.render.streams import Renderer
 
-_MARKS = {
+#: The sign before each token, by its kind.
+_SIGNS = {
     "accepted": "✓",
     "rejected": "✗",
     "corrected": "→",
@@ -38,6 +39,7 @@ _LEGEND = (
     "· plain: without a draft  = forced: the only token that the grammar allows"
 )
 _VERBOSE_LEGEND = "\n41|3: probabilities in percent, by draft and target"
+#: The heading of the columns; tokens start after it.
 _HEADING = "round      ms  tokens  "
 
 
@@ -45,9 +47,9 @@ class RoundsRenderer(Renderer):
     """Prints the rounds of one answer.
 
     Args:
-        console: where to print them.
-        notice: prints notices; without it they are not shown.
-        verbose: whether to print probabilities, and why each round drafted what it did.
+        console: Where to print them.
+        notice: Prints notices; None to not show them.
+        verbose: Whether to print probabilities, and why each round drafted what it did.
     """
 
     def __init__(
@@ -62,124 +64,142 @@ class RoundsRenderer(Renderer):
         self._verbose = verbose
         self._styles = styles_on(console)
         self._rounds = RoundReader()
-        #: When the last round ended.
+        #: When the last round, or the prefill, ended.
         self._last_s = 0.0
         self._has_heading = False
         #: Whether the bound of the threshold policy was explained in words.
         self._is_bound_explained = False
-        #: What was printed last, since only changes are printed.
-        self._reason = ""
-        self._origin = ""
-        self._guesses = ""
+        # The last values of what is only printed when it changes.
+        self._last_reason = ""
+        self._last_origin = ""
+        self._last_guesses = ""
 
     def handle(self, event: Event) -> None:
-        completed = self._rounds.read(event)
-        if completed is not None:
-            if not self._has_heading:  # it comes after the notices before the answer
+        round_events = self._rounds.read(event)
+        if round_events is not None:
+            if not self._has_heading:  # printed with the first round, after any earlier notices
                 self._has_heading = True
                 legend = _LEGEND
                 if self._verbose:
                     legend += _VERBOSE_LEGEND
                 self._print(self._faint(f"{legend}\n{_HEADING}"))
-            self._show(completed)
+            self._print_round(round_events)
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)
         elif isinstance(event, FinishedEvent):
             self.close()
+        # These two events come during a round, all others between rounds.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._last_s = event.time_s
 
     def _finish(self) -> None:
         self._console.file.flush()
 
-    def _show(self, completed: Round) -> None:
-        event = completed.committed
-        # The target's token is in the place of one branch, which is in the line; the other rejected
-        # branches are below it.
-        inline = _replaced_branch(completed)
-        tokens = self._tokens_of(completed, inline) + self._remarks(completed)
+    def _print_round(self, round_events: Round) -> None:
+        """Print a round."""
+        event = round_events.committed
+        # The branch that the target's token replaced is printed within the line, before that token.
+        # The other rejected branches are printed below the line.
+        inline = _replaced_branch(round_events)
+        tokens = self._tokens_of(round_events, inline) + self._new_remarks(round_events)
+        # Tokens before the first round are shown without a number and a time.
         ms = f"{1000 * (event.time_s - self._last_s):.1f}" if event.round else ""
         start = f"{event.round or '':>5} {ms:>7} {len(event.pieces):>7}  "
-        self._lay_out(self._faint(start), tokens)
-        self._show_other_branches(completed, inline)
+        self._print_tokens(self._faint(start), tokens)
+        self._print_other_branches(round_events, inline)
 
-        words = event.reason_text or ""
-        has_draft = bool(completed.nodes)
-        if event.reason not in (None, self._reason) and (self._verbose or not has_draft):
-            self._say(words if has_draft else f"nothing drafted: {words}")
-        if completed.guesses != self._guesses:
-            self._say(completed.guesses)
-        self._reason = event.reason or self._reason
-        self._guesses = completed.guesses
+        # Say why so much or nothing was drafted, and what a second draft guessed, if that is new.
+        reason_text = event.reason_text or ""
+        has_draft = bool(round_events.nodes)
+        if event.reason not in (None, self._last_reason) and (self._verbose or not has_draft):
+            self._print_sentence(reason_text if has_draft else f"nothing drafted: {reason_text}")
+        if round_events.guesses != self._last_guesses:
+            self._print_sentence(round_events.guesses)
+        self._last_reason = event.reason or self._last_reason
+        self._last_guesses = round_events.guesses
 
-    def _tokens_of(self, completed: Round, inline: RejectedBranch | None) -> list[Text]:
-        """Return the committed tokens, with the `inline` branch before the one that replaced it."""
-        n_accepted = len(completed.accepted)
+    def _tokens_of(self, round_events: Round, inline: RejectedBranch | None) -> list[Text]:
+        """Return the committed tokens, with the `inline` branch before its replacement."""
+        n_accepted = len(round_events.accepted)
         tokens: list[Text] = []
-        for position, piece in enumerate(completed.committed.pieces):
+        for position, piece in enumerate(round_events.committed.pieces):
             node = None
             if position < n_accepted:
-                node = completed.nodes[completed.accepted[position]]
+                node = round_events.nodes[round_events.accepted[position]]
             if inline is not None and position == n_accepted:
-                tokens += self._branch(completed, inline, instead=piece)
+                tokens += self._branch_tokens(round_events, inline, instead=piece)
             tokens.append(self._token(piece.kind, piece, node, piece.logprob))
         return tokens
 
-    def _remarks(self, completed: Round) -> list[Text]:
-        """Return the bound that ended the draft, and who drafted, if that is new."""
-        if not completed.nodes:
+    def _new_remarks(self, round_events: Round) -> list[Text]:
+        """Return the probability bound of the draft, and the drafter if it has changed.
+
+        What is returned counts as printed, so that later rounds do not repeat it.
+        """
+        if not round_events.nodes:
             return []
         remarks: list[Text] = []
-        event = completed.committed
+        event = round_events.committed
         if event.reason == "threshold":
-            words = event.reason_text or ""
+            bound = event.reason_text or ""
             if self._is_bound_explained:
-                words = f"≥ {words.rpartition(' ')[2]}"
+                # After the first time only the number at the end of the text is shown.
+                bound = f"≥ {bound.rpartition(' ')[2]}"
             self._is_bound_explained = True
-            remarks.append(self._faint(words))
-        origin = completed.nodes[0].origin
-        if origin != self._origin:
-            self._origin = origin
+            remarks.append(self._faint(bound))
+        origin = round_events.nodes[0].origin
+        if origin != self._last_origin:
+            self._last_origin = origin
             remarks.append(self._faint(f"by {origin}"))
         return remarks
 
-    def _show_other_branches(self, completed: Round, inline: RejectedBranch | None) -> None:
-        """Print rejected branches in a line each, from where they leave those already shown."""
-        shown: set[int] = set()
+    def _print_other_branches(self, round_events: Round, inline: RejectedBranch | None) -> None:
+        """Print all rejected branches except `inline`, each on a line indented by its depth.
+
+        Nodes at the start of a branch that were already printed with another one are left out.
+        """
+        shown_nodes: set[int] = set()
         if inline is not None:
-            shown.update(inline.nodes)
-        for branch in completed.rejected:
+            shown_nodes.update(inline.nodes)
+        for branch in round_events.rejected:
             if branch is inline:
                 continue
-            n_shared = len(shown.intersection(branch.nodes))
-            shown.update(branch.nodes)
-            depth = completed.position_of(branch) + n_shared
+            n_shared = len(shown_nodes.intersection(branch.nodes))
+            shown_nodes.update(branch.nodes)
+            depth = round_events.position_of(branch) + n_shared
             start = " " * len(_HEADING) + "  " * depth + "└ "
-            self._lay_out(self._faint(start), self._branch(completed, branch)[n_shared:])
+            self._print_tokens(
+                self._faint(start), self._branch_tokens(round_events, branch)[n_shared:]
+            )
 
-    def _say(self, words: str) -> None:
-        texts = [self._faint(word) for word in words.split()]
-        self._lay_out(self._faint(" " * len(_HEADING)), texts, gap=" ")
+    def _print_sentence(self, sentence: str) -> None:
+        """Print a sentence below the tokens, broken between words."""
+        words = [self._faint(word) for word in sentence.split()]
+        self._print_tokens(self._faint(" " * len(_HEADING)), words, gap=" ")
 
-    def _branch(
+    def _branch_tokens(
         self,
-        completed: Round,
+        round_events: Round,
         branch: RejectedBranch,
         instead: Piece | None = None,
     ) -> list[Text]:
         """Return the tokens of a rejected branch.
 
-        The target's probability of the first is known if it is listed with the token that came
-        `instead`.
+        Args:
+            round_events: The round.
+            branch: The branch.
+            instead: The token that replaced the branch, if there is one. If the target's most
+                likely tokens are listed with it, they may include the branch's first token, whose
+                target probability is then known.
         """
         tokens: list[Text] = []
         for index in branch.nodes:
-            node = completed.nodes[index]
-            logprob = None
-            if instead is not None and not tokens:
+            node = round_events.nodes[index]
+            target_logprob = None
+            if instead is not None and not tokens:  # only for the first token
                 logprobs = {each.token_id: each.logprob for each in instead.top_logprobs}
-                logprob = logprobs.get(node.token_id)
-            tokens.append(self._token("rejected", node, node, logprob))
+                target_logprob = logprobs.get(node.token_id)
+            tokens.append(self._token("rejected", node, node, target_logprob))
         return tokens
 
     def _token(
@@ -189,18 +209,33 @@ class RoundsRenderer(Renderer):
         node: DraftNode | None,
         target_logprob: float | None,
     ) -> Text:
+        """Return a token with its sign, and its probabilities if they are printed.
+
+        Args:
+            kind: The token's kind, or "rejected".
+            token: The token.
+            node: The node of the draft that proposed the token, if any.
+            target_logprob: The target's log-probability of the token, if it is known.
+        """
         shown = clean_line(token.text.removeprefix(" "))
-        if not shown.strip():
+        if not shown.strip():  # white space is shown as signs
             shown = "␣" * len(token.text) or f"(token {token.token_id}, no text)"
-        text = Text.assemble(f"{_MARKS[kind]} ", (shown, self._styles[kind]))
+        text = Text.assemble(f"{_SIGNS[kind]} ", (shown, self._styles[kind]))
+        # Several independent drafts may contain the node (`--verifier spectr`).
         if node is not None and node.n_walks > 1:
             text.append(f" ({node.n_walks} drafts)", self._styles["faint"])
         if self._verbose:
             text.append(_probabilities(node, target_logprob), self._styles["faint"])
         return text
 
-    def _lay_out(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
-        """Print a line; on a terminal, what does not fit continues below the first token."""
+    def _print_tokens(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
+        """Print a line of tokens; on a terminal, it continues below its first token if necessary.
+
+        Args:
+            start: The text before the first token.
+            tokens: The tokens.
+            gap: The space after each token.
+        """
         columns = self._console.width if self._console.is_terminal else math.inf
         n_start = start.cell_len
         line = start
@@ -220,23 +255,26 @@ class RoundsRenderer(Renderer):
         self._console.print(line, soft_wrap=True)
 
 
-def _replaced_branch(completed: Round) -> RejectedBranch | None:
-    """Return the first rejected branch that starts after the last accepted token."""
-    n_accepted = len(completed.accepted)
-    for branch in completed.rejected:
-        if completed.position_of(branch) == n_accepted:
+def _replaced_branch(round_events: Round) -> RejectedBranch | None:
+    """Return the branch that the target's token replaced; None if there is none.
+
+    It is the first rejected branch that starts right after the last accepted token.
+    """
+    n_accepted = len(round_events.accepted)
+    for branch in round_events.rejected:
+        if round_events.position_of(branch) == n_accepted:
             return branch
     return None
 
 
 def _probabilities(node: DraftNode | None, target_logprob: float | None) -> str:
-    """Return the draft's and the target's probability of a token, as far as they are known."""
-    draft = "–"
-    target = "–"
+    """Return the probabilities of a token in percent, as in the legend; empty if none is known."""
+    draft_percent = "–"
+    target_percent = "–"
     if node is not None and node.probability is not None:
-        draft = f"{100 * node.probability:.0f}"
+        draft_percent = f"{100 * node.probability:.0f}"
     if target_logprob is not None:
-        target = f"{100 * math.exp(target_logprob):.0f}"
-    if draft == target == "–":
+        target_percent = f"{100 * math.exp(target_logprob):.0f}"
+    if draft_percent == target_percent == "–":
         return ""
-    return f" {draft}|{target}"
+    return f" {draft_percent}|{target_percent}"

@@ -1,10 +1,12 @@
 """Text for a terminal: cleaned, marked by where it comes from, and laid out in rows.
 
-A `Cell` is what a reader takes for one character. Terminals disagree about the width of emoji
-sequences, so a cell has the largest usual width, and a row never runs over the edge. Prose is
-broken between words. Code, tables, and words longer than a row are broken where the terminal itself
-would break them, so that it joins their rows when text is copied. No row depends on more than the
-first cell of the next row: all rows of a growing text (`Flow`) but the last are settled.
+A `Cell` is what a reader sees as one character. Terminals disagree about the width of emoji
+sequences, so a cell has the largest width in common use, and a row never runs over the edge. Prose
+is broken between words. Code, tables, and words longer than a row are broken where the terminal
+itself would break them, so that the terminal joins their rows when text is copied.
+
+Where a row ends depends on no more text than the first cell of the next row. So in a growing text
+(`Flow`) all rows but the last are settled: they can no longer change.
 """
 
 from __future__ import annotations
@@ -35,28 +37,26 @@ from specgen.events import (
 # --- text without characters that control a terminal
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: Ranges of characters that are replaced: control characters beyond ASCII, those that reorder text
-#: on the screen, and surrogates, which UTF-8 cannot encode.
-_REPLACED = (
-    range(0x80, 0xA0),
-    range(0x202A, 0x202F),
-    range(0x2066, 0x206A),
-    range(0xD800, 0xE000),
+#: Code points that are shown as `_REPLACEMENT`.
+_REPLACED_RANGES = (
+    range(0x80, 0xA0),  # control characters beyond ASCII
+    range(0x202A, 0x202F),  # characters that reorder text on the screen
+    range(0x2066, 0x206A),  # the same
+    range(0xD800, 0xE000),  # surrogates, which UTF-8 cannot encode
 )
 
 
 def _signs() -> dict[int, str]:
-    """Return what is shown instead of characters, by their code points."""
-    # The signs of ASCII's control characters follow U+2400, the sign of NUL.
+    """Return what to show instead of a character, by its code point."""
+    # Unicode has signs for ASCII's control characters, in the same order, from U+2400 on.
     signs = {code: chr(0x2400 + code) for code in range(0x20)}
     del signs[ord("\n")]
     del signs[ord("\t")]
     signs[0x7F] = "\N{SYMBOL FOR DELETE}"
-    for codes in _REPLACED:
+    for codes in _REPLACED_RANGES:
         signs.update(dict.fromkeys(codes, _REPLACEMENT))
-    # The line and paragraph separators.
-    signs[0x2028] = "\n"
-    signs[0x2029] = "\n"
+    signs[0x2028] = "\n"  # the line separator
+    signs[0x2029] = "\n"  # the paragraph separator
     return signs
 
 
@@ -64,53 +64,54 @@ _SIGNS = _signs()
 
 
 class Cleaner:
-    """Replaces characters that control a terminal, or that UTF-8 cannot encode, in a text stream.
+    """Replaces characters in a text stream that control a terminal or that UTF-8 cannot encode.
 
-    Line feeds and tabs pass; CR LF and the Unicode line and paragraph separators become line feeds.
+    Line feeds and tabs are kept. CR LF, and Unicode's line and paragraph separators, become line
+    feeds.
     """
 
     def __init__(self) -> None:
-        #: A carriage return at the end of the last piece, which a line feed may follow.
+        #: A carriage return that is held back until it is known whether a line feed follows.
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Return the clean text; a carriage return at the end waits for the next piece."""
+        """Clean the next piece of the stream; a carriage return at its end is held back."""
         text = self._held + text
         self._held = "\r" if text.endswith("\r") else ""
         text = text.removesuffix("\r")
-        if text.isprintable():  # translating is slow, and rarely needed
+        if text.isprintable():  # `translate` is slow, and rarely needed
             return text
         return text.replace("\r\n", "\n").translate(_SIGNS)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """End the stream, and return what was held back, cleaned."""
         held = self._held
         self._held = ""
         return held.translate(_SIGNS)
 
 
 def clean(text: str) -> str:
-    """Return a whole text as `Cleaner` cleans it."""
+    """Clean a complete text, as `Cleaner` does."""
     cleaner = Cleaner()
     return cleaner.feed(text) + cleaner.finish()
 
 
 def clean_line(text: str) -> str:
-    """Return a clean text without line breaks and tabs."""
+    """Clean a text, show its line breaks as signs, and replace its tabs with spaces."""
     newline = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
     return clean(text).replace("\n", newline).replace("\t", "    ")
 
 
 # --- marks
 
-#: Where a piece of text comes from. An ``aside`` lists several rejected branches; ``faint`` text is
-#: not part of the answer, such as thoughts.
+#: Where a piece of text comes from. An ``aside`` lists several rejected branches. ``faint`` text is
+#: not part of the answer, for example thoughts.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
-#: The marks in a legend: without forced tokens, which only grammars cause.
+#: The marks in a legend. Forced tokens are left out, since they only occur with grammars.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
-#: Styles by mark. The colours are the terminal's sixteen, which suit dark and light backgrounds.
-#: The most important difference is visible without colours too: accepted tokens are underlined, and
-#: rejected ones struck through.
+#: The style of each mark. The colours are among the terminal's sixteen, which users choose to suit
+#: their background. The main difference is also visible without colours: accepted tokens are
+#: underlined, and rejected ones struck through.
 STYLES: Mapping[str, Style] = {
     "accepted": Style(color="green", underline=True),
     "corrected": Style(color="magenta"),
@@ -121,15 +122,16 @@ STYLES: Mapping[str, Style] = {
     "aside": Style(color="red", dim=True),
     "faint": Style(dim=True),
 }
-#: Escape codes before and after a stretch of text, by mark.
+#: The escape codes before and after a stretch of text, by its mark.
 Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 def styles_on(console: Console) -> Mapping[str, Style]:
     """Return the style of each mark on this console.
 
-    Without colours (NO_COLOR) the attributes stay. The target's corrected and bonus tokens are then
-    bold, and rejected text is also dimmed: not every terminal strikes text through.
+    If colours are turned off (NO_COLOR), the other attributes remain. In that case corrected and
+    bonus tokens are bold, and rejected text is also dimmed, since not every terminal can strike
+    text through.
     """
     if not console.no_color:
         return STYLES
@@ -143,15 +145,16 @@ def styles_on(console: Console) -> Mapping[str, Style]:
 def pens(console: Console) -> Pens:
     """Return the escape codes of each mark on this console; the empty mark has none."""
     system = None if console.color_system is None else ColorSystem.STANDARD
-    codes = {"": ("", "")}
+    codes_by_mark = {"": ("", "")}
     for mark, style in styles_on(console).items():
+        # Rich only renders text, so render a placeholder and take the codes around it.
         before, _, after = style.render("\0", color_system=system).partition("\0")
-        codes[mark] = (before, after)
-    return codes
+        codes_by_mark[mark] = (before, after)
+    return codes_by_mark
 
 
 def coded(text: str, pen: tuple[str, str]) -> str:
-    """Return a text between escape codes; an empty text needs none."""
+    """Return a text between escape codes; an empty text stays empty."""
     if not text:
         return ""
     before, after = pen
@@ -175,14 +178,14 @@ class Round:
     committed: CommittedEvent
     #: The draft's nodes; empty in a round without a draft.
     nodes: tuple[DraftNode, ...] = ()
-    #: Indices of the accepted nodes, which are one path.
+    #: The indices of the accepted nodes: one path, from the root down.
     accepted: tuple[int, ...] = ()
     rejected: tuple[RejectedBranch, ...] = ()
-    #: What a second draft guessed of the first, in words.
+    #: What a second draft guessed of the first, in words; empty if there is no second draft.
     guesses: str = ""
 
     def position_of(self, branch: RejectedBranch) -> int:
-        """Return how many accepted tokens a rejected branch follows."""
+        """Return the number of accepted tokens before a rejected branch."""
         parent = self.nodes[branch.nodes[0]].parent
         if parent < 0:
             return 0
@@ -191,16 +194,25 @@ class Round:
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
         """Yield the committed text in order.
 
-        With `shows_all`, rejected branches come before the token that replaced them: a single one
-        is struck through, several are listed in brackets.
+        Args:
+            shows_all: Whether to include the rejected branches, each before the token that was
+                committed instead of it. A single branch is a run of its own, several are listed
+                in brackets.
         """
-        for index, piece in enumerate(self.committed.pieces):
+        for position, piece in enumerate(self.committed.pieces):
             if shows_all:
-                yield from self._rejected_at(index, piece.kind)
+                yield from self._rejected_at(position, piece.kind)
             if piece.text:
                 yield Run(piece.text, piece.kind)
 
     def _rejected_at(self, position: int, kind: TokenKind) -> Iterator[Run]:
+        """Yield the text of the rejected branches at a position.
+
+        Args:
+            position: The number of accepted tokens before the branches.
+            kind: The kind of the token that was committed there. A branch next to an accepted
+                token was not replaced, so even a single one is listed in brackets.
+        """
         branches = [each for each in self.rejected if self.position_of(each) == position]
         texts = [branch.text for branch in branches if branch.text]
         if len(texts) == 1 and kind != "accepted":
@@ -210,14 +222,14 @@ class Round:
 
 
 class RoundReader:
-    """Combines the events of a round."""
+    """Combines the events of each round into a `Round`."""
 
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
         self._verified: VerifiedEvent | None = None
 
     def read(self, event: Event) -> Round | None:
-        """Take the next event, and return the round that it completes."""
+        """Take the next event, and return the round that it completes, if any."""
         if isinstance(event, DraftedEvent):
             self._drafted = event
         elif isinstance(event, VerifiedEvent):
@@ -235,41 +247,44 @@ class RoundReader:
 
 # --- cells and rows
 
-#: How many characters at the beginning of a line show whether it is code.
+#: The number of cells at the beginning of a line that are looked at to tell whether it is code.
 _N_BEGINNING = 16
-#: Distance of the tab stops, in columns.
+#: The distance between tab stops, in columns.
 TAB_COLUMNS = 8
-#: The most code points and columns of a cell. Longer graphemes are not writing, but letters with an
-#: excess of combining marks; they are cut.
+#: The maximum number of code points in a cell. Longer graphemes do not occur in real writing, only
+#: in text with excessive combining marks. They are cut.
 _MAX_CELL_LENGTH = 24
+#: The maximum number of columns of a cell, for the same reason.
 _MAX_CELL_WIDTH = 8
 
 
 class Cell(NamedTuple):
-    """A user-perceived character."""
+    """What a reader sees as one character: a grapheme, or a part of a very long one."""
 
     text: str
-    #: The most columns that it may take.
+    #: The largest number of columns that a terminal may use for it.
     width: int
-    #: Whether every terminal agrees on the width.
+    #: Whether all terminals use this number of columns.
     exact: bool
-    #: Its mark. A space has none unless it is rejected, so that words are underlined one by one.
+    #: Its mark; empty for a space that is not rejected, so that words are underlined one by one.
     mark: str
 
 
 def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
-    """Cut clean text without line feeds and tabs into cells.
+    """Cut clean text without line feeds and tabs into cells, and append them.
 
     Args:
-        cells: where to append them.
-        text: the text.
-        mark: the mark of the text.
-        join: whether the beginning of the text may continue the last cell.
+        cells: The cells to append to.
+        text: The text.
+        mark: The mark of the text.
+        join: Whether the beginning of the text may continue the last cell, as a combining mark
+            does.
     """
     if not text:
         return
     first_mark = mark
     if cells and join:
+        # Cut the last cell again, together with the new text.
         last = cells.pop()
         text = last.text + text
         first_mark = last.mark
@@ -281,7 +296,11 @@ def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) 
 
 @lru_cache(maxsize=4096)
 def _pieces(grapheme: str) -> tuple[str, ...]:
-    """Cut a grapheme that is too large. A combining mark without a letter gets a space."""
+    """Return a grapheme, cut into several pieces if it is too long or too wide.
+
+    A combining mark without a letter before it gets a space to combine with.
+    """
+    # Category Cf are invisible format characters, which have no width either.
     if wcwidth(grapheme[0]) == 0 and unicodedata.category(grapheme[0]) != "Cf":
         grapheme = f" {grapheme}"
     for n in range(2, len(grapheme) + 1):
@@ -295,25 +314,28 @@ def _cell(text: str, mark: str) -> Cell:
     if text == " " and mark != "rejected":
         mark = ""
     width = sum(map(_width, text))
+    # This selector turns the character before it into an emoji, which may be two columns wide.
     if "\N{VARIATION SELECTOR-16}" in text:
         width = max(width, 2)
     return Cell(text, width, _has_exact_width(text, width), mark)
 
 
 def _has_exact_width(text: str, width: int) -> bool:
-    """Return whether a text is one character of a script whose widths are undisputed."""
+    """Return whether a text is one character of a script on whose widths all terminals agree."""
     if len(text) != 1:
         return False
     code = ord(text)
     if width == 1:
+        is_latin = 0x20 <= code < 0x300
+        is_greek_or_cyrillic = 0x370 <= code < 0x483
         is_soft_hyphen = code == 0xAD
-        # Latin, Greek and Cyrillic.
-        return (0x20 <= code < 0x300 or 0x370 <= code < 0x483) and not is_soft_hyphen
-    # Chinese, Japanese and Korean.
-    return width == 2 and 0x3001 <= code < 0xFF61
+        return (is_latin or is_greek_or_cyrillic) and not is_soft_hyphen
+    is_east_asian = 0x3001 <= code < 0xFF61
+    return width == 2 and is_east_asian
 
 
 def _width(character: str) -> int:
+    """Return the number of columns of a character, for an emoji the largest number in use."""
     is_emoji = 0x1F000 <= ord(character) < 0x1FB00
     return 2 if is_emoji else max(0, wcwidth(character))
 
@@ -323,20 +345,20 @@ class Row:
     """One row of the screen."""
 
     cells: tuple[Cell, ...]
-    #: The most columns that its cells may take.
+    #: The largest number of columns that a terminal may use for its cells.
     width: int
-    #: The next row follows without a line feed: the terminal itself breaks the line there.
+    #: Whether the next row follows without a line feed: the terminal itself breaks the line there.
     joined: bool = False
-    #: Spaces between this row's last word and the next row's first, which are not drawn.
+    #: The spaces between this row's last word and the next row's first, which are not drawn.
     gap: tuple[Cell, ...] = ()
 
     def runs(self) -> Iterator[tuple[str, str]]:
-        """Yield each stretch of text with one mark, and the mark."""
+        """Yield the row's text in stretches of one mark, each with its mark."""
         for mark, cells in groupby(self.cells, attrgetter("mark")):
             yield "".join(cell.text for cell in cells), mark
 
     def codes(self, pens: Pens) -> str:
-        """Return the text with escape codes."""
+        """Return the row's text with escape codes."""
         return "".join([coded(text, pens[mark]) for text, mark in self.runs()])
 
 
@@ -350,24 +372,24 @@ def wrap(
     *,
     between_words: bool = False,
 ) -> list[Row]:
-    """Lay out one line, which gives at least one row.
+    """Lay out one line in rows; even an empty line has one.
 
-    A row is as wide as the screen only if all its cells have an exact width, otherwise it is at
-    least one column narrower.
+    A row only fills the screen's width if all its cells have an exact width. Otherwise at least one
+    column stays free.
 
     Args:
-        cells: the line.
-        columns: the width of the screen.
-        first_columns: the width of the first row, if it is less.
-        between_words: whether to break the line between words where possible.
+        cells: The line's cells.
+        columns: The width of the screen.
+        first_columns: The width of the first row; None if it is the same.
+        between_words: Whether to break the line between words where possible.
     """
     rows: list[Row] = []
     start = 0
-    room = columns if first_columns is None else first_columns
+    row_columns = columns if first_columns is None else first_columns
     while True:
-        end = _end_of_row(cells, start, room)
-        if end == start < len(cells) and room == columns:
-            end += 1  # a cell wider than the screen has a row of its own
+        end = _end_of_row(cells, start, row_columns)
+        if end == start < len(cells) and row_columns == columns:
+            end += 1  # a cell wider than the screen gets a row of its own
         is_last = end == len(cells)
         gap = None
         if between_words and not is_last:
@@ -384,18 +406,18 @@ def wrap(
             if is_last:
                 return rows
             start = end
-        room = columns
+        row_columns = columns
 
 
-def _end_of_row(cells: Sequence[Cell], start: int, room: int) -> int:
-    """Return the end of the cells from `start` that fit into `room` columns."""
+def _end_of_row(cells: Sequence[Cell], start: int, columns: int) -> int:
+    """Return the end of the cells from `start` on that fit in a row of so many columns."""
     width = 0
-    n_spare = 0
+    n_spare_columns = 0
     for end in range(start, len(cells)):
         width += cells[end].width
         if not cells[end].exact:
-            n_spare = 1
-        if width + n_spare > room:
+            n_spare_columns = 1
+        if width + n_spare_columns > columns:
             return end
     return len(cells)
 
@@ -405,43 +427,49 @@ def _total_width(cells: Iterable[Cell]) -> int:
 
 
 def _gap_between_words(cells: Sequence[Cell], start: int, end: int) -> range | None:
-    """Return the spaces at which to end a row that has room for `cells[start:end]`.
+    """Return the range of spaces at which to end a row that has room for `cells[start:end]`.
 
-    The range is empty between characters of a script without spaces. None if no word ends in the
-    second half of the row.
+    Returns:
+        The indices of the last spaces in the row or right after it. The range is empty where a row
+        can end without spaces, next to a wide character. None if there is no good place in the
+        second half of the row, or if the row can simply end at `end`.
     """
-    for n in range(end, start + (end - start) // 2, -1):
+    middle = start + (end - start) // 2
+    for n in range(end, middle, -1):
         if cells[n].text == " ":
-            before = n
-            while before > start and cells[before - 1].text == " ":
-                before -= 1
-            return range(before, n + 1) if before > start else None
-        if cells[n].width > 1 or cells[n - 1].width > 1:  # scripts without spaces
+            first_space = n
+            while first_space > start and cells[first_space - 1].text == " ":
+                first_space -= 1
+            return range(first_space, n + 1) if first_space > start else None
+        # Scripts with wide characters have no spaces.
+        if cells[n].width > 1 or cells[n - 1].width > 1:
             return range(n, n) if n < end else None
     return None
 
 
 class Flow:
-    """Lays text out in rows, and keeps those that `take_settled` has not handed out."""
+    """Lays out a growing text in rows, and keeps the rows that were not handed out yet."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
         self._cleaner = Cleaner()
-        #: Rows of finished lines.
+        #: Rows of finished lines that were not handed out yet.
         self._settled: list[Row] = []
-        #: The last line's rows, at least one, which may be empty. Only the last of them can grow.
+        #: The rows of the last line that were not handed out yet; at least one, which may be empty.
+        #: Only the last of them can still change.
         self.rows: list[Row] = [EMPTY_ROW]
-        #: Columns of the last line before its last row; tab stops depend on it.
+        #: The number of columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
-        #: Whether the text is in a block of code.
+        #: Whether the last line is in a block of code.
         self._in_code = False
-        #: Whether the last line begins or ends a block of code.
+        #: Whether the last line is the fence that begins or ends a block of code.
         self._is_fence = False
-        #: Whether the last line may be broken anywhere, since it is code or a table.
+        #: Whether the last line is code or a table, which is broken anywhere, not between words.
         self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:
-        """Add text. Rejected text does not break lines: its line feeds are shown as signs."""
+        """Add text. Line feeds in rejected text are shown as signs, and do not break lines."""
+        # Only the last row can change, so it is laid out again with the new text.
         cells = list(self.rows[-1].cells)
         for run in runs:
             if run.mark == "rejected":
@@ -457,26 +485,26 @@ class Flow:
         self._lay_out(cells)
 
     def resize(self, columns: int) -> None:
-        """Lay out the last line's rows again, for another width."""
+        """Lay out the rows of the last line again, for another width of the screen."""
         self.columns = columns
         self._columns_before -= sum(row.width for row in self.rows[:-1])
         cells = [cell for row in self.rows for cell in (*row.cells, *row.gap)]
         self.rows = [EMPTY_ROW]
         self._lay_out(cells)
 
-    def take_settled(self, n_kept: int, n_most: int) -> list[Row]:
-        """Hand out the rows of finished lines, and the first of the last line.
+    def take_settled(self, n_kept: int, n_max_kept: int) -> list[Row]:
+        """Hand out the rows of finished lines, and the first rows of the last line.
 
         Args:
-            n_kept: how many rows of the last line to keep; more if rows that are joined would
-                otherwise be separated.
-            n_most: the most rows to keep even so.
+            n_kept: The number of rows of the last line to keep. More are kept if the last row that
+                is handed out would be joined to the next one, since a line feed has to follow it.
+            n_max_kept: If more rows than this would be kept, joined rows are separated after all.
         """
         n_rows = len(self.rows)
         n_taken = max(0, n_rows - n_kept)
         while n_taken and self.rows[n_taken - 1].joined:
             n_taken -= 1
-        if n_rows - n_taken > n_most:
+        if n_rows - n_taken > n_max_kept:
             n_taken = n_rows - n_kept
         settled = self._settled + self.rows[:n_taken]
         self._settled = []
@@ -484,7 +512,7 @@ class Flow:
         return settled
 
     def finish(self) -> list[Row]:
-        """Hand out all rows that are left."""
+        """End the text, and hand out all rows that are left."""
         self.feed([Run(self._cleaner.finish(), "plain")])
         settled = self._settled
         if self.rows != [EMPTY_ROW] or self._columns_before:
@@ -495,19 +523,22 @@ class Flow:
         return settled
 
     def _append(self, cells: list[Cell], text: str, mark: str) -> None:
-        """Add the cells of a text, with spaces for tabs."""
+        """Append the cells of a text without line feeds; tabs become spaces."""
+        # Rejected text is never joined with other text: it is not part of the same word.
         join = not cells or (cells[-1].mark == "rejected") == (mark == "rejected")
-        before, *others = text.split("\t")
-        append_cells(cells, before, mark, join=join)
+        before_first_tab, *others = text.split("\t")
+        append_cells(cells, before_first_tab, mark, join=join)
         for part in others:
             column = self._columns_before + _total_width(cells)
-            append_cells(cells, " " * (TAB_COLUMNS - column % TAB_COLUMNS), mark)
+            n_spaces = TAB_COLUMNS - column % TAB_COLUMNS
+            append_cells(cells, " " * n_spaces, mark)
             append_cells(cells, part, mark)
 
     def _lay_out(self, cells: list[Cell]) -> None:
-        """Replace the last row by these cells, which may need several rows."""
+        """Replace the last row with these cells, which may need several rows."""
         is_first_row = self._columns_before == 0
         if is_first_row:
+            # The beginning of a Markdown line tells whether it is a fence, code or a table.
             beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
             self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
             self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
@@ -516,6 +547,7 @@ class Flow:
         self._columns_before += sum(row.width for row in rows[:-1])
 
     def _start_line(self) -> None:
+        """Settle the rows of the last line, and start another one."""
         if self._is_fence:
             self._in_code = not self._in_code
         self._settled += self.rows

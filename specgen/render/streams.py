@@ -31,21 +31,27 @@ from specgen.system.files import to_line, write_errors
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Seconds between two progress lines about one prefill.
-_READING_S = 5.0
+#: The minimum seconds between two progress lines about one prefill.
+_PROGRESS_INTERVAL_S = 5.0
 
 
 class TerminalConsole(Console):
-    """A Rich console that reports a closed pipe instead of ending the program."""
+    """A Rich console that raises `BrokenPipeError` if the pipe is closed, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
-    """Return a console for a standard stream, which prints text unchanged."""
+    """Return a console that writes to a standard stream, without markup of its own.
+
+    Args:
+        stream: The stream.
+        environ: The environment variables, of which NO_COLOR, FORCE_COLOR and others are used.
+    """
+    # For Rich an empty FORCE_COLOR would mean that the stream is not a terminal.
     ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
-    if stream.isatty():  # the terminal itself knows its size, also after a change
+    if stream.isatty():  # ask the terminal for its size, which can change
         ignored |= {"COLUMNS", "LINES"}
     return TerminalConsole(
         file=stream,
@@ -58,20 +64,24 @@ def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
 
 
 class Renderer(ABC):
-    """Shows the events of one generation. Used as a context manager; it closes only once."""
+    """Shows the events of one generation. As a context manager, it closes itself at the end."""
 
     _closed = False
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Show one event, at once. Raise `OSError` if it cannot be written."""
+        """Show an event immediately.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
 
     @abstractmethod
     def _finish(self) -> None:
-        """Finish the output and leave the terminal as it was; `close` calls this the first time."""
+        """Finish the output, and restore the terminal. `close` calls this only once."""
 
     def close(self) -> None:
-        """Finish the output, the first time."""
+        """Finish the output. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._finish()
@@ -83,24 +93,25 @@ class Renderer(ABC):
         if kind is None:
             self.close()
             return
-        # A second exception from a broken output would only hide the one being raised.
+        # A second exception from a broken output would hide the one that is being raised.
         with contextlib.suppress(OSError):
             self.close()
 
 
 class TextRenderer(Renderer):
-    """Writes the answer's text to a binary stream with each round, and nothing else.
+    """Writes only the answer's text to a binary stream, and flushes it after each round.
 
     Args:
-        stream: where to write.
-        notice: shows notices and the progress of a long prefill.
-        encoding: of the stream.
-        ends_line: whether to end the last line, unless the answer is empty.
-        ends_empty: whether to end it even then.
-        is_terminal: whether this is a terminal without escape codes: control characters become
-            signs, and notices start a line.
-        thinks: whether to put the thoughts of any model family between ``<think>`` and
-            ``</think>``; an answer that follows a grammar has none.
+        stream: The stream to write to.
+        notice: Shows notices and the progress of a long prefill; None to not show them.
+        encoding: The stream's encoding.
+        ends_line: Whether to end the last line with a line feed, unless the answer is empty.
+        ends_empty: Whether to write a line feed even if the answer is empty.
+        is_terminal: Whether the stream is a terminal without escape codes. If so, control
+            characters are replaced with signs, notices start on a new line, and `ends_line` is
+            implied.
+        thinks: Whether to write the thoughts of any model family between ``<think>`` and
+            ``</think>``.
     """
 
     def __init__(
@@ -123,25 +134,26 @@ class TextRenderer(Renderer):
         self._thinks = thinks
         self._cleaner = Cleaner()
         self._marker: ThoughtMarker | None = None
-        #: Whether the last line is not empty.
+        #: Whether the last line still needs a line feed.
         self._in_line = False
         #: When the progress of the prefill was last shown.
-        self._progress_s = 0.0
+        self._last_progress_s = 0.0
 
     def handle(self, event: Event) -> None:
         if isinstance(event, PromptEvent) and self._thinks:
             self._marker = ThoughtMarker(event.text, event.grammar)
         elif isinstance(event, FinishedEvent):
             if self._ends_empty and not event.text:
-                self._in_line = True
+                self._in_line = True  # so that `_finish` writes a line feed
             self.close()
         elif isinstance(event, NoticeEvent):
             if self._is_terminal and self._in_line:
                 self._put("\n")
             self._notice(event)
-        elif isinstance(event, ReadingEvent) and event.time_s - self._progress_s >= _READING_S:
-            self._progress_s = event.time_s
-            self._notice(event)
+        elif isinstance(event, ReadingEvent):
+            if event.time_s - self._last_progress_s >= _PROGRESS_INTERVAL_S:
+                self._last_progress_s = event.time_s
+                self._notice(event)
         elif isinstance(event, CommittedEvent):
             text = event.text
             if self._marker is not None:
@@ -168,14 +180,14 @@ class TextRenderer(Renderer):
 
 
 class JsonlRenderer(Renderer):
-    """Writes every event to a binary stream, as UTF-8; flushed with each round."""
+    """Writes every event to a binary stream as a line of JSON, and flushes it after each round."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
 
     def handle(self, event: Event) -> None:
         self._stream.write(to_line(to_json_object(event)))
-        # The round's last event follows these two at once.
+        # After these two events the round's last event follows immediately.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._finish()
 
@@ -199,9 +211,9 @@ def print_notice(
     """Print a notice as `note: ...`, or the progress of a prefill.
 
     Args:
-        console: where to print it.
-        event: the notice or the progress.
-        verbose: whether to print the notice's detail too, indented.
+        console: The console to print on.
+        event: The notice or the progress.
+        verbose: Whether to also print the notice's detail, indented.
     """
     if isinstance(event, ReadingEvent):
         say(console, Text(reading(event)))
@@ -213,31 +225,33 @@ def print_notice(
 
 
 def say(console: Console, what: RenderableType) -> None:
-    """Print something that is not the answer, wrapped only on a terminal."""
+    """Print something that is not the answer; it is wrapped only on a terminal."""
     console.print(what, soft_wrap=not console.is_terminal, highlight=False)
 
 
-# --- pages in one file: a replay, in which an answer grows round by round, and a benchmark
+# --- HTML pages in one file
 
-#: The package and the file of a page. The server's page saves replays too.
+#: The template of a page that replays an answer, which grows round by round: its package, and the
+#: file there. It belongs to the server, whose page also saves replays.
 REPLAY = ("specgen.serve.server", "page/replay.html")
+#: The template of a page with the results of a benchmark.
 BENCH = ("specgen.render", "bench.html")
 
 
 def write_page(path: Path, template: tuple[str, str], data: object) -> None:
-    """Write a page with its data.
+    """Write an HTML page that contains its data.
 
     Args:
-        path: the file to write.
+        path: The file to write.
         template: `REPLAY` or `BENCH`.
-        data: its data; for a replay the events of a generation.
+        data: The data as JSON values: the events of a generation, or the report of a benchmark.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: If the file cannot be written.
     """
     package, file = template
     page = files(package).joinpath(file).read_text(encoding="utf-8")
-    # Nothing in a script may look like the beginning of a tag.
-    text = json.dumps(data).replace("<", "\\u003c")
+    # The data is inside a script, where nothing may look like the beginning of a tag.
+    json_text = json.dumps(data).replace("<", "\\u003c")
     with write_errors(path):
-        path.write_text(page.replace("DATA_HERE", text, 1), encoding="utf-8")
+        path.write_text(page.replace("DATA_HERE", json_text, 1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The summary after an answer."""
+"""The summary that is printed after an answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from specgen.render.streams import say
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.quantities import counted, gain_text, seconds_text, three_digits, times_text
 
+#: The characters of the histogram, by height.
 _BARS = "▁▂▃▄▅▆▇█"
-#: Above this share of rounds that drafted nothing, the summary says why.
-_LITTLE = 0.25
+#: If a larger share of the rounds drafted nothing, the summary gives the reasons.
+_MAX_UNDRAFTED_SHARE = 0.25
 #: Speed-ups that differ by at most this much count as equal.
 _NOISE = 0.03
-#: No speed is shown for shorter answers.
-_FEWEST_TIMED = 8
-#: The first line mentions the prefill and the time before it only if they took longer.
+#: The speed is only shown for answers of at least this many tokens.
+_MIN_TIMED_TOKENS = 8
+#: The first line only mentions the prefill, or the startup, if it took longer than this.
 _LONG_S = 1.0
 
 
@@ -33,14 +34,14 @@ def print_summary(
     whole: bool = True,
     show_legend: bool = False,
 ) -> None:
-    """Print a summary.
+    """Print the summary of an answer.
 
     Args:
-        console: where to print it.
-        finished: the figures of the answer.
-        prompt: what is known of its prompt, its draft and the kernels.
-        whole: whether to print all figures after the first line.
-        show_legend: whether to explain the colours of the tokens.
+        console: The console to print on.
+        finished: The figures of the answer.
+        prompt: The answer's first event, which has the names of the draft and of the kernels.
+        whole: Whether to print all figures, and not only the first line.
+        show_legend: Whether to explain the colours of the tokens.
     """
     styles = styles_on(console)
     draft = None
@@ -69,7 +70,12 @@ def print_summary(
 
 
 def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
-    """Return one line in plain words: the answer, its speed and its speed-up."""
+    """Return one line in plain words: the answer's length, its speed and its speed-up.
+
+    Args:
+        finished: The figures of the answer.
+        draft: The draft's name; "none" for plain decoding, None if unknown.
+    """
     n_tokens = counted(finished.n_tokens, "token")
     line = _listed(f"{n_tokens} in {seconds_text(finished.wall_s)}", _speed(finished))
     if finished.finish_reason != "stop":
@@ -84,6 +90,7 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
 
 
 def _gain_clause(finished: FinishedEvent) -> str:
+    """Return the clause about the speed-up, with its punctuation; empty if nothing is known."""
     speedups = _speedup_range(finished)
     if not finished.n_drafted and speedups is None:
         return ", nothing was drafted"
@@ -99,26 +106,32 @@ def summary_items(
     draft: str | None = None,
     kernels: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the figures that the first line lacks: a label and a text each."""
+    """Return the figures that are not in the first line, each with its label.
+
+    Args:
+        finished: The figures of the answer.
+        draft: The draft's name; "none" for plain decoding, None if unknown.
+        kernels: The name of the kernels; None if unknown.
+    """
     items = {"answer": _answer_text(finished), "prompt": _prompt_text(finished)}
     if finished.n_drafted:
         items["drafts"] = _drafts_text(finished)
         items["a round"] = _histogram(finished.rounds_by_tokens)
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
-    if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
+    if draft != "none" and n_undrafted > _MAX_UNDRAFTED_SHARE * finished.n_rounds:
         items["reasons"] = undrafted_text(finished.undrafted, finished.n_rounds)
     items["before"] = _startup_times(finished)
     items["time"] = _time_shares(finished)
-    if kernels is not None and kernels != "llama.cpp":  # only those that one may not expect
+    if kernels is not None and kernels != "llama.cpp":  # llama.cpp's are not worth mentioning
         items["kernels"] = kernels
     items["gain"] = _gain(finished, draft) or ""
-    if finished.finish_reason == "stop":  # otherwise it is in the first line
+    if finished.finish_reason == "stop":  # other reasons are in the first line
         items["end"] = _end(finished)
     return ((label, text) for label, text in items.items() if text)
 
 
 def _listed(*texts: str) -> str:
-    """Join the texts that are not empty."""
+    """Join the texts that are not empty with commas."""
     return ", ".join(filter(None, texts))
 
 
@@ -141,7 +154,7 @@ def _prompt_text(finished: FinishedEvent) -> str:
 
 
 def _drafts_text(finished: FinishedEvent) -> str:
-    # Tokens along the longest branch; all branches have `n_drafted`.
+    # Branches of a tree share their positions, so there may be fewer than drafted tokens.
     n_positions = sum(finished.drafted_by_depth)
     parts = []
     if finished.acceptance_rate is not None:
@@ -153,18 +166,23 @@ def _drafts_text(finished: FinishedEvent) -> str:
 
 
 def _histogram(rounds_by_tokens: Sequence[int]) -> str:
-    """Return how many rounds added one token, two tokens and so on."""
-    n_rounds = sum(rounds_by_tokens)
+    """Return a histogram of the number of tokens that rounds added.
+
+    Args:
+        rounds_by_tokens: The number of rounds that added one token, two tokens and so on.
+    """
+    n_all_rounds = sum(rounds_by_tokens)
     bars = []
-    for n_tokens, count in enumerate(rounds_by_tokens, 1):
-        if count:
-            share = count / n_rounds
+    for n_tokens, n_rounds in enumerate(rounds_by_tokens, 1):
+        if n_rounds:
+            share = n_rounds / n_all_rounds
             bar = _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
             bars.append(f"{n_tokens} {bar} {share:.0%}")
     return f"tokens added: {'  '.join(bars)}"
 
 
 def _startup_times(finished: FinishedEvent) -> str:
+    """Return how long loading and measuring took before the answer; empty if they took no time."""
     times = {
         "loading": finished.loading_s,
         "loading and packing": finished.packing_s,
@@ -174,6 +192,7 @@ def _startup_times(finished: FinishedEvent) -> str:
 
 
 def _time_shares(finished: FinishedEvent) -> str:
+    """Return how the answer's time was divided between the prefill, the models and specgen."""
     times = {
         "prompt": finished.prompt_s,
         "draft": finished.draft_s,
@@ -189,17 +208,18 @@ def _time_shares(finished: FinishedEvent) -> str:
 
 
 def _speed(finished: FinishedEvent) -> str:
+    """Return the speed in words; empty if it is unknown, or if the answer is too short."""
     speed = finished.tokens_per_s
-    if not speed or finished.n_tokens < _FEWEST_TIMED:
+    if not speed or finished.n_tokens < _MIN_TIMED_TOKENS:
         return ""
     return f"{three_digits(speed)} tokens/s"
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
-    """Return the speed-up of the whole answer, at least and at most.
+    """Return the lower and upper bound of the whole answer's speed-up; None if it is unknown.
 
-    The prefill is not faster with drafts. So where its share is large, the speed-up is less than
-    that of decoding.
+    The event has bounds for the decoding only. Drafts do not make the prefill faster, so if its
+    share is large, the speed-up of the whole answer is clearly smaller.
     """
     speedup = finished.estimated_speedup
     whole_speedup = finished.estimated_whole_speedup
@@ -208,23 +228,33 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
     low, high = finished.estimated_speedup_range or (speedup, speedup)
     if whole_speedup is None or abs(whole_speedup - speedup) <= _NOISE:
         return low, high
-    prompt_share = finished.prompt_s / finished.wall_s
-    decoding = whole_speedup - prompt_share
-    return prompt_share + decoding * low / speedup, prompt_share + decoding * high / speedup
+    # The whole speed-up is the plain time divided by the actual time. Part of the plain time is the
+    # prefill, which stays the same; the rest is proportional to the speed-up of decoding.
+    prefill_part = finished.prompt_s / finished.wall_s
+    decoding_part = whole_speedup - prefill_part
+    return (
+        prefill_part + decoding_part * low / speedup,
+        prefill_part + decoding_part * high / speedup,
+    )
 
 
 def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
-    """Return how the speed-up is known, and advice if drafts made the answer slower."""
+    """Return details about the speed-up, and advice if drafts made the answer slower.
+
+    Args:
+        finished: The figures of the answer.
+        draft: The draft's name; None if unknown.
+    """
     speedups = _speedup_range(finished)
     others_share = finished.others_share
     if others_share is not None and is_busy(others_share) and (speedups or finished.n_drafted):
         return busy_text(others_share)
     if speedups is None:
-        return finished.estimate
+        return finished.estimate  # why there is no estimate
     parts = []
-    after_first = finished.estimated_speedup_range or speedups
-    if after_first != speedups:
-        parts.append(f"after the first token {times_text(*after_first)} times")
+    decoding_speedups = finished.estimated_speedup_range or speedups
+    if decoding_speedups != speedups:
+        parts.append(f"after the first token {times_text(*decoding_speedups)} times")
     if finished.plain_tokens_per_s is not None:
         parts.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s without drafts")
     if finished.estimate:
@@ -236,7 +266,7 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
 
 
 def _end(finished: FinishedEvent) -> str:
-    """Return why the answer ended."""
+    """Return why the answer ended, in words."""
     if finished.finish_reason == "length":
         return "cut off: -n allows more"
     if finished.finish_reason == "context":

@@ -1,6 +1,6 @@
-"""The results of `specgen bench` and `specgen draft find`.
+"""The results of `specgen bench` and `specgen draft find`, for people and for pipes.
 
-Tables on a terminal, and tab-separated lines in a pipe.
+They are tables on a terminal, and tab-separated lines in a pipe.
 """
 
 from __future__ import annotations
@@ -17,53 +17,59 @@ from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.quantities import counted
 
-#: The width up to which names are never cut to make room for figures, and the least of a figure.
+#: Names up to this width are never wrapped to make room for figures.
 _NAME_COLUMNS = 24
-_FIGURE_COLUMNS = 7
+#: The minimum width of a figure, with the space after it.
+_MIN_FIGURE_COLUMNS = 7
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.events import FinishedEvent
     from specgen.measure.benchmark import Figures
+    from specgen.measure.draft_trial import DraftFigures
     from specgen.measure.search import Search, Tried
     from specgen.serve.batch.runner import BatchStats
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A figure that tables show."""
+    """A column of figures."""
 
-    #: Its name in tab-separated output.
+    #: Its name in tab-separated lines.
     name: str
-    #: Its heading on a terminal; empty if it is not shown there.
+    #: Its heading in tables; empty if it is left out there.
     heading: str
-    #: Returns the figure of a row; None if it is not known.
+    #: Takes the figure from a contender's or a draft's figures; None if it is not known.
     figure: Callable[[Any], float | None]
 
 
+def _draft_token_ms(row: DraftFigures) -> float | None:
+    return None if row.draft_token_s is None else 1000 * row.draft_token_s
+
+
 _SPEEDUP = _Column("speedup", "speed-up", lambda row: row.speedup)
-#: The columns that the tables of contenders and of drafts have in common.
-_COMMON: Sequence[_Column] = (
+#: Columns for contenders and for drafts.
+_COMMON_COLUMNS: Sequence[_Column] = (
     _Column("worst_speedup", "worst", lambda row: row.worst_speedup),
     _Column("tokens_per_s", "tokens/s", lambda row: row.tokens_per_s),
     _Column("acceptance_rate", "accepted", lambda row: row.acceptance_rate),
     _Column("tokens_per_pass", "per-pass", lambda row: row.mean_accepted_length),
 )
-#: The figures of a contender, the most telling ones first.
-_BENCH: Sequence[_Column] = (
+#: The columns for contenders; narrow terminals only show the first ones.
+_BENCH_COLUMNS: Sequence[_Column] = (
     _Column("answers", "", lambda row: row.n_answers),
     _SPEEDUP,
     _Column("first_quartile", "25%", lambda row: row.quartiles[0] if row.quartiles else None),
     _Column("third_quartile", "75%", lambda row: row.quartiles[1] if row.quartiles else None),
-    *_COMMON,
+    *_COMMON_COLUMNS,
     _Column("first_token", "first", lambda row: row.first_token),
 )
-#: The figures of a draft.
-_DRAFT: Sequence[_Column] = (
+#: The columns for drafts.
+_DRAFT_COLUMNS: Sequence[_Column] = (
     _SPEEDUP,
-    *_COMMON,
-    _Column("draft_token_ms", "ms", lambda row: row.draft_token_s and 1000 * row.draft_token_s),
+    *_COMMON_COLUMNS,
+    _Column("draft_token_ms", "ms", _draft_token_ms),
     _Column("start_ms", "start", lambda row: 1000 * row.start_s),
 )
 _BENCH_EXPLANATION = (
@@ -78,7 +84,11 @@ _BENCH_EXPLANATION = (
 
 
 def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
-    """Yield a line for each contender, and for each of its categories if there are several."""
+    """Return the lines for `specgen bench`; none if there are no figures.
+
+    After the heading comes a line for each contender, followed by one for each of its categories if
+    there are several.
+    """
     shown: list[Figures] = []
     for overall in figures:
         shown.append(overall)
@@ -87,26 +97,35 @@ def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
     rows = [(f"{row.temperature:g}\t{row.contender}\t{row.category}", row) for row in shown]
     if not rows:
         return iter(())
-    return _lines("temperature\tcontender\tcategory", _BENCH, rows)
+    return _lines("temperature\tcontender\tcategory", _BENCH_COLUMNS, rows)
 
 
 def draft_lines(tried: Sequence[Tried]) -> Iterator[str]:
-    """Yield a line for each draft."""
-    return _lines("draft", _DRAFT, [(str(one.draft), one.figures) for one in tried])
+    """Return the lines for `specgen draft find`: a heading, and a line for each draft."""
+    return _lines("draft", _DRAFT_COLUMNS, [(str(one.draft), one.figures) for one in tried])
 
 
 def _lines(
-    key_names: str,
+    first_names: str,
     columns: Sequence[_Column],
     rows: Sequence[tuple[str, Any]],
 ) -> Iterator[str]:
-    yield "\t".join((key_names, *(column.name for column in columns)))
-    for key, row in rows:
-        cells = [_cell(column.figure(row)) for column in columns]
-        yield "\t".join((key, *cells))
+    """Yield a heading and a line for each row.
+
+    Args:
+        first_names: The names of the columns before the figures, separated by tabs.
+        columns: The columns with figures.
+        rows: For each row the text of the columns before the figures, and the object from which
+            `columns` take the figures.
+    """
+    yield "\t".join((first_names, *(column.name for column in columns)))
+    for first_cells, figures in rows:
+        cells = [_cell(column.figure(figures)) for column in columns]
+        yield "\t".join((first_cells, *cells))
 
 
 def _cell(value: float | None, missing: str = "") -> str:
+    """Return a figure as text: an integer as it is, another number with two decimals."""
     if value is None:
         return missing
     if isinstance(value, int):
@@ -118,33 +137,45 @@ def _cell(value: float | None, missing: str = "") -> str:
 
 
 def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
-    """Print for each temperature a table of contenders, and their speed-ups by category."""
+    """Print a table of contenders, and one of their speed-ups by category, per temperature."""
     for temperature in dict.fromkeys(each.temperature for each in figures):
         contenders = [each for each in figures if each.temperature == temperature]
         rows = [(each.contender, each) for each in contenders]
         console.print(Text(f"temperature {temperature:g}", style="bold"))
-        console.print(_figure_table("contender", _BENCH, rows, console))
+        console.print(_figure_table("contender", _BENCH_COLUMNS, rows, console))
         _print_categories(contenders, console)
         console.print()
     console.print(Text(_BENCH_EXPLANATION))
 
 
 def _print_categories(contenders: Sequence[Figures], console: Console) -> None:
-    speedups = [{each.category: each.speedup for each in one.categories} for one in contenders]
-    categories = dict.fromkeys(category for one in speedups for category in one)
+    """Print the contenders' speed-ups by category, if there are several categories."""
+    speedups_of_contenders = [
+        {each.category: each.speedup for each in contender.categories} for contender in contenders
+    ]
+    # A dict keeps the categories in order.
+    categories = dict.fromkeys(
+        category for speedups in speedups_of_contenders for category in speedups
+    )
     if len(categories) < 2:
         return
-    table = _table("category", *(one.contender for one in contenders))
+    table = _table("category", *(each.contender for each in contenders))
     for category in categories:
-        cells = [_cell(one.get(category), "-") for one in speedups]
+        cells = [_cell(speedups.get(category), "-") for speedups in speedups_of_contenders]
         table.add_row(Text(clean_line(category)), *cells)
     console.print(table)
 
 
 def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
-    """Print the drafts that were tried, why they pay or not, and then `sentences`."""
+    """Print the result of a search.
+
+    Args:
+        search: The result.
+        sentences: More sentences, which are printed at the end.
+        console: The console to print on.
+    """
     rows = [(name_of(one.draft), one.figures) for one in search.tried]
-    console.print(_figure_table("draft", _DRAFT, rows, console))
+    console.print(_figure_table("draft", _DRAFT_COLUMNS, rows, console))
     print_argument(search, console)
     n_answers = counted(len(search.baseline.answers), "answer")
     explanation = (
@@ -158,7 +189,11 @@ def print_draft_table(search: Search, sentences: Sequence[str], console: Console
 
 
 def print_argument(search: Search, console: Console) -> None:
-    """Print why drafts pay here or not: what decodes cost, and what is accepted by kind of task."""
+    """Print why drafting pays here or not.
+
+    The first table has the costs of decoding, and the second the acceptance rate of the best draft
+    by kind of task.
+    """
     best = next((one for one in search.tried if one.draft != "none"), None)
     console.print()
     console.print(_cost_table(search, best))
@@ -173,17 +208,22 @@ def print_argument(search: Search, console: Console) -> None:
 
 
 def _cost_table(search: Search, best: Tried | None) -> Table:
-    """Return what one and several tokens cost in one decode of the target, and one of the draft."""
+    """Return a table of costs: of decoding several tokens with the target, and one with the draft.
+
+    Args:
+        search: The result of a search.
+        best: The best draft, if any draft was tried.
+    """
     baseline = search.baseline
     table = _table("in one decode", "ms", "in tokens")
 
-    def add(text: str, seconds: float) -> None:
-        table.add_row(Text(text), f"{1000 * seconds:.1f}", _cell(seconds / baseline.token_s))
+    def add(label: str, seconds: float) -> None:
+        table.add_row(Text(label), f"{1000 * seconds:.1f}", _cell(seconds / baseline.token_s))
 
     for n_tokens in (1, 2, 4, 8):
         if n_tokens <= max(baseline.batch_s):
-            text = f"{counted(n_tokens, 'token')} of {search.target.name}"
-            add(text, baseline.costs.rows_s(n_tokens))
+            label = f"{counted(n_tokens, 'token')} of {search.target.name}"
+            add(label, baseline.costs.rows_s(n_tokens))
     if best is not None and best.figures.draft_token_s is not None:
         add(f"1 token of {name_of(best.draft)}", best.figures.draft_token_s)
     return table
@@ -195,29 +235,39 @@ def _figure_table(
     rows: Sequence[tuple[str, Any]],
     console: Console,
 ) -> Table:
-    """Return a table of as many of the first columns as fit; the best speed-up's row is bold."""
-    longest_name = max((len(name) for name, _ in rows), default=0)
-    shown = _fitting_columns(columns, console.width - min(_NAME_COLUMNS, longest_name))
+    """Return a table with as many columns as fit, the row of the best speed-up in bold.
+
+    Args:
+        first_heading: The heading of the names.
+        columns: The columns with figures; the last ones are left out if they do not fit.
+        rows: For each row its name, and the object from which `columns` take the figures.
+        console: The console on which the table is printed.
+    """
+    max_name_length = max((len(name) for name, _ in rows), default=0)
+    shown = _fitting_columns(columns, console.width - min(_NAME_COLUMNS, max_name_length))
     table = _table(first_heading, *(column.heading for column in shown))
-    best = max((row.speedup or 0.0 for _, row in rows), default=0.0)
-    for name, row in rows:
-        cells = [_cell(column.figure(row), "-") for column in shown]
-        table.add_row(Text(name), *cells, style="bold" if row.speedup == best else "")
+    best_speedup = max((figures.speedup or 0.0 for _, figures in rows), default=0.0)
+    for name, figures in rows:
+        cells = [_cell(column.figure(figures), "-") for column in shown]
+        style = "bold" if figures.speedup == best_speedup else ""
+        table.add_row(Text(name), *cells, style=style)
     return table
 
 
 def _fitting_columns(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Return the columns of a terminal's table that fit; all if names leave no room for any."""
+    """Return the first columns that fit in the width; all if there is no room for any figure."""
     shown = [column for column in columns if column.heading]
     if width <= 0:
         return shown
-    widths = [max(_FIGURE_COLUMNS, len(column.heading) + 2) for column in shown]
+    # Two spaces follow a heading.
+    widths = [max(_MIN_FIGURE_COLUMNS, len(column.heading) + 2) for column in shown]
     while sum(widths[: len(shown)]) > width:
         shown.pop()
     return shown
 
 
 def _table(first_heading: str, *headings: str) -> Table:
+    """Return an empty table: names on the left, which may be wrapped, and figures."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(first_heading, overflow="fold")
     for heading in headings:
@@ -229,7 +279,12 @@ def _table(first_heading: str, *headings: str) -> Table:
 
 
 def totals(n_answers: int, answers: Sequence[FinishedEvent | BatchStats]) -> list[str]:
-    """Return the figures of several answers together, in words."""
+    """Return the totals of several answers, in words.
+
+    Args:
+        n_answers: The number of answers.
+        answers: The figures of each answer, or of all of them together.
+    """
 
     def total(name: str) -> int:
         return sum(getattr(each, name) for each in answers)
@@ -248,9 +303,9 @@ def batch_summary(stats: BatchStats, seconds: float, where: str) -> str:
     """Return a sentence about a finished batch.
 
     Args:
-        stats: Its figures.
-        seconds: How long it took.
-        where: How many answers were generated at once, or by whom.
+        stats: The totals of the batch.
+        seconds: The time that it took.
+        where: How the answers were generated, such as the number at once or of workers.
     """
     answers, *others = totals(stats.n_answers, [stats])
     speed = f"{duration(seconds)}: {stats.n_tokens / seconds:.1f} tokens/s"
@@ -258,14 +313,18 @@ def batch_summary(stats: BatchStats, seconds: float, where: str) -> str:
 
 
 def notes_on_figures(others_share: float | None) -> list[str]:
-    """Return a note if the machine was too busy for its figures to be trusted."""
+    """Return the notes to print with measurements: one if the machine was too busy, else none.
+
+    Args:
+        others_share: The share of the cores that other programs used; None if unknown.
+    """
     if others_share is None or not is_busy(others_share):
         return []
     return [f"{busy_text(others_share)}: run it again when the machine is idle"]
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in seconds, minutes or hours."""
+    """Return a duration in words, rounded to seconds, minutes or tenths of hours."""
     if seconds < 90.0:
         return f"{seconds:.0f} s"
     if seconds < 5400.0:

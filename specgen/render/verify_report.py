@@ -1,4 +1,4 @@
-"""The report of `specgen verify` for people, on one screen."""
+"""The report that `specgen verify` prints, which fits on one screen."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from specgen.measure.exactness import Difference, GreedyResult, SampledResult, V
 from specgen.render.rows import clean_line
 from specgen.system.quantities import counted
 
-#: Wide enough to be readable in a file.
-_WIDTH = 100
-_DEFECT = "bold red"
-#: The ways to decide how much is drafted, in words.
-_WAYS: Mapping[WayName, str] = {
+#: The width of a report in a file or a pipe.
+_FILE_COLUMNS = 100
+_DEFECT_STYLE = "bold red"
+#: The ways to draft, in words.
+_WAY_TEXTS: Mapping[WayName, str] = {
     "cost": "as `specgen run` drafts: costs decide (--policy cost)",
     "threshold": "as `specgen run` drafts: the draft's probability decides (--policy threshold)",
     "fixed": "as `specgen run` drafts: a fixed length (--policy fixed, or --tree)",
     "forced": "with a draft in every round, whatever it costs",
 }
 
-#: A line of the report and its indentation.
+#: A line of the report: the number of columns by which it is indented, and its text.
 _ReportLine: TypeAlias = tuple[int, "str | Text"]
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
-    """Print a report."""
+    """Print a report; in a file or a pipe it has a fixed width."""
     if not console.is_terminal:
-        console.width = _WIDTH
+        console.width = _FILE_COLUMNS
     for indent, line in _lines(report):
         text = Text(line) if isinstance(line, str) else line
         console.print(Padding(text, (0, 0, 0, indent), expand=False))
@@ -48,12 +48,13 @@ def _lines(report: VerifyReport) -> Iterator[_ReportLine]:
 
 
 def _heading(report: VerifyReport) -> Iterator[_ReportLine]:
+    """Yield the outcome of all checks, and the settings."""
     yield 0, _outcome(report)
     for line in report.instead:
         yield 2, line
-    most = counted(report.draft_max, "token")
-    drafts = f"at most {most} per draft, verifier {report.verifier}"
-    yield 0, f"{report.target} with drafts from {report.draft}: {drafts}"
+    max_tokens = counted(report.draft_max, "token")
+    settings = f"at most {max_tokens} per draft, verifier {report.verifier}"
+    yield 0, f"{report.target} with drafts from {report.draft}: {settings}"
     if report.kernels:
         yield 0, f"computed by {report.kernels}"
     if report.unequal_rows:
@@ -63,21 +64,23 @@ def _heading(report: VerifyReport) -> Iterator[_ReportLine]:
 
 
 def _greedy_part(report: VerifyReport) -> Iterator[_ReportLine]:
+    """Yield the greedy results, grouped by the way to draft and the number of answers at once."""
     if report.greedy:
         yield 0, Text("Greedy: the same text with and without drafts?", "bold")
-    by_check: dict[tuple[WayName, int], list[GreedyResult]] = defaultdict(list)
+    groups: dict[tuple[WayName, int], list[GreedyResult]] = defaultdict(list)
     for result in report.greedy:
-        by_check[result.way, result.n_at_once].append(result)
-    for (way, n_at_once), results in by_check.items():
+        groups[result.way, result.n_at_once].append(result)
+    for (way, n_at_once), results in groups.items():
         at_once = f"; {n_at_once} answers at once" if n_at_once > 1 else ""
-        yield 2, _WAYS[way] + at_once
-        yield 4, _greedy(results)
+        yield 2, _WAY_TEXTS[way] + at_once
+        yield 4, _greedy_counts(results)
         for result in results:
             if result.difference is not None:
-                yield 6, _difference(result.prompt, result.difference)
+                yield 6, _difference_line(result.prompt, result.difference)
 
 
 def _sampled_part(report: VerifyReport) -> Iterator[_ReportLine]:
+    """Yield the sampled results, with the way to draft of each."""
     if report.sampled:
         temperature = f"{report.sampler.temperature:g}"
         question = f"Sampled at temperature {temperature}: the target's distribution?"
@@ -85,63 +88,72 @@ def _sampled_part(report: VerifyReport) -> Iterator[_ReportLine]:
     elif report.check != "greedy" and not report.is_interrupted:
         yield 0, "Sampled: nothing was drafted in any answer, so there was nothing to sample"
     for result in report.sampled:
-        yield 2, _WAYS[result.way]
-        yield 4, _sampled(result)
+        yield 2, _WAY_TEXTS[result.way]
+        yield 4, _sampled_line(result)
 
 
 # --- lines
 
 
 def _outcome(report: VerifyReport) -> Text:
+    """Return the outcome of all checks in a sentence."""
     if report.verdict == "defect":
-        return Text("Not lossless: at least one defect.", _DEFECT)
+        return Text("Not lossless: at least one defect.", _DEFECT_STYLE)
     if report.verdict == "interrupted":
         return Text("Interrupted: no defect in what was checked.", "bold")
     if report.verdict == "nothing drafted":
         undrafted = ", ".join(report.undrafted)
-        return Text(f"Nothing was drafted, so nothing was checked: {undrafted}.", _DEFECT)
+        return Text(f"Nothing was drafted, so nothing was checked: {undrafted}.", _DEFECT_STYLE)
     if report.instead:
         return Text("Lossless, but not all was checked that was asked for.", "bold")
     return Text("Lossless: no defect found.", "bold green")
 
 
-def _greedy(results: Sequence[GreedyResult]) -> str:
+def _greedy_counts(results: Sequence[GreedyResult]) -> str:
+    """Return the number of equal answers, near-ties and defects."""
     n_equal = sum(result.difference is None for result in results)
     n_defects = sum(result.is_defect for result in results)
     n_near_ties = len(results) - n_equal - n_defects
     answers = f"{counted(len(results), 'prompt')}, "
     answers += counted(sum(result.n_tokens for result in results), "token")
     counts = f"{n_equal} equal, {counted(n_near_ties, 'near-tie')}, {counted(n_defects, 'defect')}"
-    return f"{answers}: {counts}; {_drafts(results)}"
+    return f"{answers}: {counts}; {_acceptance(results)}"
 
 
-def _difference(prompt: int, difference: Difference) -> Text:
-    plain = _token(difference.plain)
-    drafted = _token(difference.drafted)
-    why = f"{plain} without drafts, {drafted} with drafts; {difference.gap:.3g} logits apart, "
+def _difference_line(prompt: int, difference: Difference) -> Text:
+    """Return what differs in the answer to a prompt, and whether rounding explains it.
+
+    Args:
+        prompt: The prompt's number.
+        difference: The first difference between the answer and plain decoding's.
+    """
+    plain = _quoted_token(difference.plain)
+    drafted = _quoted_token(difference.drafted)
+    details = f"{plain} without drafts, {drafted} with drafts; {difference.gap:.3g} logits apart, "
     if difference.allowed:
-        why += f"of which batches explain {difference.allowed:.3g}"
+        details += f"of which batches explain {difference.allowed:.3g}"
     else:
-        why += "and rows are the same in any batch"
+        details += "and rows are the same in any batch"
     if difference.same_in_batches_of is not None:
-        why += f" (plain decoding does the same in batches of {difference.same_in_batches_of})"
-    kind = ("defect", _DEFECT) if difference.is_defect else ("near-tie", "")
-    where = f"prompt {prompt}, token {difference.position + 1}: "
-    return Text.assemble(where, kind, f": {why}")
+        details += f" (plain decoding does the same in batches of {difference.same_in_batches_of})"
+    kind = ("defect", _DEFECT_STYLE) if difference.is_defect else ("near-tie", "")
+    place = f"prompt {prompt}, token {difference.position + 1}: "
+    return Text.assemble(place, kind, f": {details}")
 
 
-def _token(text: str) -> str:
-    """Return a token in quotes; an empty text means that the answer ended."""
+def _quoted_token(text: str) -> str:
+    """Return a token's text in quotes; an empty text means that the answer ended."""
     if not text:
         return "the end"
-    # Vocabularies write a space in one of these ways.
+    # Vocabularies write a space as one of these characters.
     return repr(clean_line(text.replace("Ġ", " ").replace("▁", " ")))
 
 
-def _sampled(result: SampledResult) -> Text:
+def _sampled_line(result: SampledResult) -> Text:
+    """Return the result of a sampled check in a line."""
     conclusion = ("fits", "")
     if result.is_defect:
-        conclusion = ("defect", _DEFECT)
+        conclusion = ("defect", _DEFECT_STYLE)
     elif result.test.n_cells == 1:
         conclusion = ("no test: only one token is likely", "")
     draws = f"{result.n_draws} draws in {result.test.n_cells} cells"
@@ -153,11 +165,12 @@ def _sampled(result: SampledResult) -> Text:
     return Text.assemble(
         f"prompt {result.prompt}, after token {result.n_answer}: {draws}, {p_value}{impossible}: ",
         conclusion,
-        f"; {_drafts([result])}",
+        f"; {_acceptance([result])}",
     )
 
 
-def _drafts(results: Sequence[GreedyResult] | Sequence[SampledResult]) -> str:
+def _acceptance(results: Sequence[GreedyResult] | Sequence[SampledResult]) -> str:
+    """Return the share of drafted tokens that were accepted, in words."""
     n_drafted = sum(result.n_drafted for result in results)
     if not n_drafted:
         return "nothing was drafted"
