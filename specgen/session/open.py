@@ -31,7 +31,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.calibration import (
-    WORTH,
+    MIN_SPEEDUP,
     PairCosts,
     Status,
     expected_gain,
@@ -226,10 +226,10 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         except DRAFT_ERRORS as error:
             reasons.append(error.message)
             continue
-        if model is None or costs is None or expected_gain(costs) >= WORTH:
+        if model is None or costs is None or expected_gain(costs) >= MIN_SPEEDUP:
             return "; ".join(filter(None, (*reasons, choice.why, choice.advice)))
         # The model costs more than it gains, or any model would, even one that costs nothing.
-        batches_are_quick = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
+        batches_are_quick = expected_gain(replace(costs, draft_token_s=0.0)) >= MIN_SPEEDUP
         why = "batches of the target take too long here for any draft model"
         if batches_are_quick:
             gain = expected_gain(costs)
@@ -257,7 +257,7 @@ def _load_draft(
         session.change_draft(draft)
         return None
     costs = known_costs(session, model)
-    if costs is not None and expected_gain(costs) < WORTH:
+    if costs is not None and expected_gain(costs) < MIN_SPEEDUP:
         return costs
     session.change_draft(draft)
     measure_costs(session)
