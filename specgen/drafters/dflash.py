@@ -46,7 +46,7 @@ class DflashDrafter(StatesDrafter):
         self._predicts_from_last = draft.predicts_from_last
         #: The most tokens of a draft.
         self._n_block = draft.n_most
-        self._n_most = self._n_block
+        self._max_predicted = self._n_block
         #: The rows of a block.
         self._n_rows = draft.n_most if draft.predicts_from_last else draft.n_most + 1
         self._cache = StatesCache(backend, request, self.hidden_states)

@@ -22,7 +22,7 @@ from specgen.drafters.interface import (
     Price,
 )
 from specgen.drafters.states import (
-    N_USUAL,
+    N_ROUND_ROWS,
     LayerDrafter,
     StatesCache,
     StatesDraft,
@@ -51,14 +51,14 @@ class MtpChainDrafter(StatesDrafter):
     def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
         self._caches = [StatesCache(layer, request, self.hidden_states) for layer in backend.layers]
-        self._n_most = len(self._caches)
+        self._max_predicted = len(self._caches)
 
     def price(self, n_context: int) -> Price:
         """Return the costs: each token takes a decode of another layer."""
         n_decoded = self._n_decoded(n_context)
         n_rows = self._caches[0].n_missing(n_decoded)
-        one_layer = self._costs.price_of_draft(n_rows, N_USUAL)
-        next_s = self._costs.seconds_each(min(n_rows, N_USUAL) + 1)
+        one_layer = self._costs.price_of_draft(n_rows, N_ROUND_ROWS)
+        next_s = self._costs.seconds_each(min(n_rows, N_ROUND_ROWS) + 1)
         n_undecoded = n_context - 1 - n_decoded
         return Price(
             one_layer.first_s + n_undecoded * next_s,
