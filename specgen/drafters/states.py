@@ -281,9 +281,9 @@ class StatesDrafter(Drafter):
 class LayerDrafter(StatesDrafter):
     """Drafts with one layer that has a cache: a chain or a tree.
 
-    The first batch of a draft has the rows of all tokens that were accepted since the last one, and
-    its last row begins the draft. Rows of drafted tokens are dropped afterwards: the target's
-    states are better.
+    The first batch of a draft has the rows of all tokens that were accepted since the last draft.
+    Its last row predicts the first drafted token. The rows of drafted tokens are dropped
+    afterwards, to be decoded again with the target's states, which are better.
     """
 
     name = "mtp"
@@ -317,7 +317,14 @@ class LayerDrafter(StatesDrafter):
         first_state: Hidden,
         n_cells: int,
     ) -> Drafting:
-        """Grow a draft, given the logits and the state after the text, which takes `n_cells`."""
+        """Grow a draft after the text.
+
+        Args:
+            draft: The draft to grow.
+            first: The logits after the text.
+            first_state: The draft's state after the text.
+            n_cells: The number of cells that the text takes.
+        """
         backend = self._backend
         cache = self._tree_cache
         max_width = min(MAX_WIDTH, backend.n_outputs)
@@ -363,14 +370,19 @@ class StatesDraft(LoadedDraft):
         self.timed = key
         self._target = setup.target
         self._grows_trees = setup.drafting.grows_trees
-        #: The number of tokens that both models have, from 0 on; None: all.
+        #: The number of tokens that both vocabularies have; None if they are the same one.
         self._n_shared_tokens: int | None = None
 
     def n_sequences(self, n_rows: int) -> int:
+        """Return the number of llama.cpp's sequences per text.
+
+        With a sliding window, one more is needed besides those of the branches.
+        """
         n_branches = self._n_branches(n_rows)
         return n_branches + 1 if self._target.n_window > 0 else n_branches
 
     def _n_branches(self, n_rows: int) -> int:
+        """Return the number of branches: one for each node of a tree, and one for the text."""
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
     def _context_size(self, spec: ContextSpec) -> DraftContextSize:
@@ -382,7 +394,11 @@ class StatesDraft(LoadedDraft):
         )
 
     def _use_model(self, model: LlamaModel) -> None:
-        """Use a loaded model, which is not the target. Raise `PairError` if it does not fit."""
+        """Use a loaded model that is separate from the target. It is closed after an error.
+
+        Raises:
+            PairError: If its vocabulary is not the target's.
+        """
         self.models = (model,)
         target = self._target
         try:
@@ -397,8 +413,11 @@ class StatesDraft(LoadedDraft):
 class TrainedDraft(StatesDraft):
     """A loaded draft that was trained for one target, in a file with its own architecture."""
 
+    #: Loads the file.
     model_type: ClassVar[type[TrainedDraftModel]]
+    #: The type of its contexts.
     context_type: ClassVar[type[HiddenStateContext]]
+    #: The type of its drafters.
     drafter_type: ClassVar[type[StatesDrafter]]
     #: Whether its drafts may branch.
     draws_trees: ClassVar[bool] = False
