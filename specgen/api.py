@@ -245,10 +245,16 @@ class Model:
         self.engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:
+        """Return the sampling options of an answer."""
         sampling = options.get("sampling", self._session.options.sampler)
         return replace(sampling, **_given(options, "temperature", "seed"))
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
+        """Return the options about when an answer ends and which form it has.
+
+        Raises:
+            UsageError: If options exclude each other, or the schema is invalid.
+        """
         given = _given(options, "max_tokens", "ignore_eos", "logprobs")
         if "grammar" in options and "json_schema" in options:
             raise UsageError("grammar and json_schema exclude each other")

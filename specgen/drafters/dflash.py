@@ -71,15 +71,17 @@ class DflashDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Decode a block after the text, and grow a draft from its logits."""
         yield from self._fill_cache(context, n_decoded)
-        n = draft.n_deepest
-        n_masks = n - 1 if self._predicts_from_last else n
+        n_tokens = draft.n_deepest
+        n_masks = n_tokens - 1 if self._predicts_from_last else n_tokens
         block = [context[-1], *[self._mask] * n_masks]
         position = n_decoded - self._cache.n_skipped
         batch = Batch.of(block, position, len(block), self._slot.first)
-        batch.hidden = [None] * len(block)
+        batch.hidden = [None] * len(block)  # the states are in the cache already
         rows = yield Ask(self._backend, batch, self._costs)
-        return (yield from draft.grow_from(rows[len(rows) - n :]))
+        # Unless it predicts, the row of the text's last token comes first: leave it out.
+        return (yield from draft.grow_from(rows[len(rows) - n_tokens :]))
 
     def _fill_cache(self, context: Sequence[int], n_decoded: int) -> Generator[Ask, Logits, None]:
         """Fill the cache with the states of the tokens that the target has decoded."""

@@ -339,6 +339,7 @@ class CostAwareTree(Tree):
         tokens: list[int],
         probabilities: list[float],
     ) -> None:
+        """Add the likeliest token, and others if they are likely enough."""
         parent_acceptance = 1.0 if node == ROOT else self._cumulative_acceptances[node]
         self.confidences.append(probabilities[0])
         for rank, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):

@@ -34,6 +34,7 @@ class AssistantDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Decode the tokens that the target has not decoded, then the draft, one by one."""
         state = self.hidden_states.after(n_decoded - 1)
         if state is None:
             return NO_DRAFT

@@ -75,6 +75,7 @@ class MtpChainDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Grow a draft, using a further layer for each token."""
         #: The state after the last row of each layer that was used so far.
         states: list[Hidden] = []
 

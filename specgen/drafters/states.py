@@ -302,8 +302,10 @@ class LayerDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Decode the rows of the text that the cache lacks, and grow a draft after them."""
         n_skipped = self._cache.n_skipped
         rows = yield from self._cache.catch_up(context, n_decoded)
+        # Known tokens that the target has not decoded yet read the draft's own states.
         for index in range(n_decoded + 1, len(context)):
             state = self._cache.state()
             rows = yield from self._decode_token(context[index], index - n_skipped, state)

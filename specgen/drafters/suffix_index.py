@@ -171,6 +171,7 @@ class TextIndex(SuffixIndex):
                 self._places[tuple(tokens[-n:])].pop()
 
     def longest(self, ending: Sequence[int]) -> Match | None:
+        """Return the longest match, starting from the occurrences of the last n-gram."""
         tokens = self._tokens
         max_length = min(len(ending), MAX_MATCH)
         length = self._min_match
@@ -232,6 +233,7 @@ class SuffixArray(SuffixIndex):
         return len(self.tokens)
 
     def longest(self, ending: Sequence[int]) -> Match | None:
+        """Return the longest match by binary search."""
         wanted = tuple(ending[: -MAX_MATCH - 1 : -1])  # the last tokens, from the last one back
         if not wanted or not len(self):
             return None

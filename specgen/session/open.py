@@ -46,7 +46,7 @@ from specgen.session.session import Session
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
 from specgen.system.machine import look_at_machine, usable_cores
 
-#: Raises a `SpecgenError` if the loaded target cannot do what it is needed for.
+#: Checks a session with a loaded target: raises a `SpecgenError` if it does not suit the caller.
 Check = Callable[[Session], object]
 #: Errors while loading a draft after which the target can still be used without it.
 DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)

@@ -39,6 +39,15 @@ class PrefixReuse:
     """
 
     def __init__(self, session: Session, target: LlamaBackend) -> None:
+        """Load the user's file, if the options name one, and open the store.
+
+        Args:
+            session: The session with the options.
+            target: The target's context.
+
+        Raises:
+            UsageError: If the user's file exists and is not a prompt cache.
+        """
         self._session = session
         self._target = target
         #: A message about why the user's file is not used; empty if it is used, or not wanted.

@@ -73,6 +73,14 @@ class PrefixStore:
         context: CachedContext,
         clock: Callable[[], float],
     ) -> None:
+        """Open the store; the folder need not exist.
+
+        Args:
+            folder: The folder of all entries.
+            options: Which prefixes are stored, and how much space they may take.
+            context: The context of the engine. Entries of other contexts are ignored.
+            clock: Returns the current time in seconds.
+        """
         self._folder = folder
         self._options = options
         self._context = context

@@ -54,13 +54,13 @@ class PromptCache:
         if saved is not None:
             if saved.key != context.key or len(saved.tokens) > backend.n_ctx:
                 return (
-                    f"{self._path} was made with another model or other settings: it is made anew"
+                    f"{self._path} was made with another model or other settings: it will be replaced"
                 )
             result = saved.restore(backend, 0)
         if result is RestoreResult.DAMAGED:
-            return f"{self._path} is damaged: it is made anew"
+            return f"{self._path} is damaged: it will be replaced"
         if result is RestoreResult.REFUSED:
-            return f"{self._path}: llama.cpp refused the saved state: the prompt is read again"
+            return f"{self._path}: llama.cpp refused the saved state: the prompt is prefilled again"
         self._restored = list(backend.text(0))
         return ""
 

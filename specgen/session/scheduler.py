@@ -42,6 +42,10 @@ class Scheduler:
     """The requests of an engine: those that wait, and those that have a slot.
 
     Any thread may add and drop requests. Everything else is for the thread that steps the engine.
+
+    Args:
+        n_slots: The maximum number of requests that are served at once.
+        target: The target's context.
     """
 
     def __init__(self, n_slots: int, target: LlamaBackend) -> None:

@@ -446,6 +446,7 @@ class Session:
             )
 
     def _draft_notices(self, draft: LoadedDraft) -> Iterator[str]:
+        """Yield notices about what the draft learnt, what it lacks, and its shape."""
         if draft.learnt is not None and draft.learns is not None:
             folder = self.options.learning
             learnt = read_learnt(folder, draft.learns) if folder is not None else Learnt()

@@ -416,7 +416,7 @@ def test_the_command_line_shows_and_clears_the_store(models: Path, specgen: Spec
 # --- the file that the user names: the text that a context held when a process ended
 
 PROMPT = "the cat is in the else for with that it be not self " * 4
-OTHER = "was made with another model or other settings: it is made anew"
+OTHER = "was made with another model or other settings: it will be replaced"
 
 
 def kept_in(file: Path, target: Path, **choices: Any) -> tuple[FinishedEvent, list[str]]:
@@ -460,7 +460,7 @@ def test_what_does_not_fit_is_made_anew(models: Path, tmp_path: Path, change: st
     last, notices = kept_in(file, target)
     assert last.n_cached_tokens == 0
     assert last.token_ids == answered(target, None, PROMPT)[0].token_ids
-    why = OTHER if change == "model" else "is damaged: it is made anew"
+    why = OTHER if change == "model" else "is damaged: it will be replaced"
     assert notices == [f"{file} {why}"]
     assert kept_in(file, target)[0].n_cached_tokens > 0
 

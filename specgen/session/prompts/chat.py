@@ -80,6 +80,7 @@ class ChatTurns:
         special = vocabulary.special_tokens()
 
         def write(*, marks_contents: bool) -> str:
+            """Render the conversation, with or without marks on the texts of messages."""
             return render(
                 template,
                 self.messages,
