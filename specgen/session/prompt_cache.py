@@ -54,7 +54,8 @@ class PromptCache:
         if saved is not None:
             if saved.key != context.key or len(saved.tokens) > backend.n_ctx:
                 return (
-                    f"{self._path} was made with another model or other settings: it will be replaced"
+                    f"{self._path} was made with another model or other settings: "
+                    "it will be replaced"
                 )
             result = saved.restore(backend, 0)
         if result is RestoreResult.DAMAGED:
