@@ -197,8 +197,8 @@ def known_costs(session: Session, draft: Key) -> PairCosts | None:
     """
     if not is_pair_measured(session, draft):
         return None
-    target_costs = session.costs.table().known
-    batch_s = {n: seconds for n, seconds in target_costs.items() if n <= session.n_rows_max}
+    target_s = session.costs.table().known
+    batch_s = {n: seconds for n, seconds in target_s.items() if n <= session.n_rows_max}
     if len(batch_s) <= 1:
         return None
     # A parallel draft model predicts several tokens with one decode, which share its cost. A draft

@@ -171,8 +171,8 @@ class PrefixStore:
             return
         try:
             n_bytes = backend.saved_bytes(sequence)
-            load_s = n_bytes / self._bytes_per_s
-            if prefill_s and prefill_s < _MIN_SPEEDUP * load_s:
+            # The quotient is the time that loading will take.
+            if prefill_s and prefill_s < _MIN_SPEEDUP * n_bytes / self._bytes_per_s:
                 return
             if n_bytes > min(self._max_bytes(), available_memory_bytes() // 2):
                 _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
