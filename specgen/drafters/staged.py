@@ -120,13 +120,13 @@ class SecondDraft:
         n_drafted = n_before + len(drafted)
         self._show(text, len(context))
         n_max = min(self._policy.n_max, n_room)
-        found = drafters.look_up(text, n_max, n_drafted)
+        ngram_draft = drafters.look_up(text, n_max, n_drafted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
                 n_left=n_room + 1,
                 n_most=n_max,
-                found=found,
+                found=ngram_draft,
                 drafter=drafters.model_name,
                 price=price,
             )
@@ -141,7 +141,7 @@ class SecondDraft:
         self._guess = _OpenGuess(
             plan=plan,
             draft=draft,
-            proposed=(found, uncut),
+            proposed=(ngram_draft, uncut),
             n_before=len(drafted),
             draft_s=draft_s,
         )

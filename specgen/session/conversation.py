@@ -317,18 +317,22 @@ class Chat:
         """Return the notice that `n_turns` more turns are left out from now on."""
         turns = "the oldest turn is" if n_turns == 1 else f"the {n_turns} oldest turns are"
         message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
-        kept = []
+        kept_parts = []
         if self.conversation.system is not None:
-            kept.append("the system message")
+            kept_parts.append("the system message")
         if self.conversation.files:
-            kept.append("the files")
-        if kept:
-            message += f" ({' and '.join(kept)} kept)"
+            kept_parts.append("the files")
+        if kept_parts:
+            message += f" ({' and '.join(kept_parts)} kept)"
         return message
 
 
 def check_template(session: Session) -> None:
-    """Raise `UsageError` if the target has no chat template."""
+    """Check that a conversation with the target is possible.
+
+    Raises:
+        UsageError: If the target has no chat template.
+    """
     if session.target.chat_template() is None:
         raise UsageError(
             f"a conversation needs a chat template, and {session.target.name} has none",

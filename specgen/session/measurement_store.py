@@ -350,8 +350,10 @@ def _identity(model: Path) -> str:
 
     It consists of the file's name and size; a file that does not exist has no size.
     """
-    found = identify(model)
-    return f"{found.name}:{found.size_bytes}" if found is not None else model.name
+    identity = identify(model)
+    if identity is None:
+        return model.name
+    return f"{identity.name}:{identity.size_bytes}"
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
