@@ -172,36 +172,36 @@ class Prompts:
             draft_tokens = (*draft_tokens, *own)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
 
-    def continued(self, prompt: Prompt, begun: Message) -> Prompt:
+    def continued(self, prompt: Prompt, beginning: Message) -> Prompt:
         """Return a prompt with the beginning of the model's turn appended, for it to go on.
 
         Args:
             prompt: The prompt up to where the model's turn begins.
-            begun: The beginning of that turn. Its reasoning is used only if the prompt opens a
-                thought.
+            beginning: The beginning of that turn. Its reasoning is used only if the prompt opens
+                a thought.
 
         Raises:
             PromptError: If the content is too long.
         """
         inside = self.target.vocabulary.tokenize_inside
-        check_length(self.target.vocabulary, begun.content, self.n_ctx)
+        check_length(self.target.vocabulary, beginning.content, self.n_ctx)
         marks = begun_in(prompt.text)
         if marks is None:
             mark = _HARMONY_FINAL if prompt.text.endswith(_HARMONY_END) else ""
-            text = mark + begun.content
-            answer = inside(mark, parse_special=True) + inside(begun.content)
+            text = mark + beginning.content
+            answer = inside(mark, parse_special=True) + inside(beginning.content)
         else:
-            reasoning = begun.reasoning or ""
+            reasoning = beginning.reasoning or ""
             # While `Prompt.text` ends with the mark that opens a thought, the answer is taken to
             # begin within the thought. So reasoning without content after it must not be appended
             # to the text, although its tokens are.
             text = ""
             answer = inside(reasoning)
-            if begun.content:
-                text = f"{reasoning}{marks.end}\n\n{begun.content}"
+            if beginning.content:
+                text = f"{reasoning}{marks.end}\n\n{beginning.content}"
                 answer += inside(marks.end, parse_special=True)
-                answer += inside(f"\n\n{begun.content}")
-        thoughts = None if begun.content else prompt.thoughts
+                answer += inside(f"\n\n{beginning.content}")
+        thoughts = None if beginning.content else prompt.thoughts
         prompt = replace(prompt, text=prompt.text + text, thoughts=thoughts)
         return self.followed_by(prompt, answer)
 
