@@ -43,8 +43,8 @@ from specgen.method.hidden_states import LastHiddenState
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.vocabulary import Vocabulary
 
-#: Nothing is drafted if the target has not decoded more tokens than this: its own last one, and
-#: those that a grammar or another drafter added.
+#: Nothing is drafted if more tokens than this are not yet decoded by the target. These are its own
+#: last token, and those that a grammar or another drafter added.
 _MAX_UNDECODED = 16
 #: The numbers of nodes for which the expansion is timed.
 _TIMED_WIDTHS = (1, 2, 4, 8)
