@@ -36,35 +36,35 @@ from specgen.text.grammar.json_schema import schema_grammar
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: The prompt of an answer: a user's message, a conversation, or tokens.
+#: The prompt for an answer: a user's message, a conversation, or a finished `Prompt`.
 Asked: TypeAlias = "str | Sequence[Message] | Prompt"
 
 
 class AnswerOptions(TypedDict, total=False):
-    """The options of one answer. One that is left out has the value that was given to `load`."""
+    """The options of one answer. Options that are left out are those that were given to `load`."""
 
-    #: The most tokens; if negative, until the text ends or the context is full.
+    #: The maximum number of tokens; if negative, there is no limit but the context size.
     max_tokens: int
-    #: Strings that end the answer; they are not part of it.
+    #: Strings that end the answer. They are not part of it.
     stop: Sequence[str]
-    #: 0 chooses the most likely token each time.
+    #: The temperature of sampling; 0 chooses the most likely token each time.
     temperature: float
-    #: The same seed gives the same text.
+    #: The seed of sampling: the same seed gives the same text.
     seed: int
-    #: All samplers; `temperature` and `seed` change these.
+    #: The options of all samplers; `temperature` and `seed` take precedence.
     sampling: SamplerOptions
     #: A grammar (GBNF) that the answer follows.
     grammar: str
     #: A JSON schema that the answer follows.
     json_schema: str | Mapping[str, Any]
-    #: Never choose an end-of-text token.
+    #: Whether to never choose an end-of-text token.
     ignore_eos: bool
     #: Report the log-probability of each token, and of this many of the most likely ones.
     logprobs: int
-    #: A system message before a prompt that is a text.
+    #: A system message; the prompt must be a text.
     system: str
-    #: Whether the text is a user's turn in the model's chat template, if it has one, or is
-    #: continued.
+    #: Whether a text is a user's turn in the model's chat template (True) or is continued as it is
+    #: (False). By default, the template is used if the model has one.
     chat: bool
 
 
@@ -86,27 +86,29 @@ def load(
 
     Args:
         target: A GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the
-            Hugging Face hub. What is not on this disk is downloaded.
-        draft: Also a file or a name, or ``ngram``, or ``none``; in a list each drafts for the one
-            before it. None chooses one as `specgen run` does.
-        n_ctx: The tokens of a prompt and its answer, at most; None is 4096, or what the target was
-            trained with if that is smaller.
-        n_parallel: How many answers are generated at once, each in a context of `n_ctx` tokens.
+            Hugging Face hub. Models that are not on this disk are downloaded.
+        draft: A file, a name or a hub reference as for the target, ``ngram``, or ``none``. In a
+            list, each draft drafts for the one before it. None chooses a draft as `specgen run`
+            does.
+        n_ctx: The maximum number of tokens of a prompt and its answer. None is 4096, or the size
+            that the target was trained with if that is smaller.
+        n_parallel: The number of answers that can be generated at once, each in a context of
+            `n_ctx` tokens.
         sampling: How tokens are chosen.
         generation: When an answer ends.
-        drafting: How much is drafted, and how drafts are judged.
-        context: How the target is loaded and its context made.
+        drafting: How much is drafted, and how drafts are verified.
+        context: How the target is loaded and its context is made.
         draft_context: The same for the draft.
-        kernels: What computes on the CPU.
-        note: Receives what the command line would print, for example why a draft was chosen.
+        kernels: Which CPU kernels are used.
+        note: Receives the notes that the command line would print, such as why a draft was chosen.
 
     Raises:
-        ModelFileError: A file cannot be used.
-        PairError: The draft cannot draft for the target.
-        UnknownModelError: There is no model of this name.
-        FetchError: A model cannot be downloaded.
-        MemoryLimitError: A model does not fit into memory.
-        UsageError: An option is not valid.
+        ModelFileError: If a file cannot be used.
+        PairError: If the draft cannot draft for the target.
+        UnknownModelError: If a name is unknown.
+        FetchError: If a model cannot be downloaded.
+        MemoryLimitError: If a model does not fit into memory.
+        UsageError: If an option is invalid.
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     choice = staged(str(target), [str(each) for each in drafts], None)
@@ -124,22 +126,22 @@ def load(
     with contextlib.ExitStack() as on_error:
         session = open_session(wanted, Reporter(note), clock=time.perf_counter)
         on_error.callback(session.close)
-        news = calibrate(session)
+        calibration_notice = calibrate(session)
         engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx)
-        engine.notify(news)
+        engine.notify(calibration_notice)
         on_error.pop_all()
     return Model(session, engine)
 
 
 class Model:
-    """A target and its draft, ready to answer. `load` makes it.
+    """A target and its draft, ready to generate answers. `load` makes it.
 
-    Several threads may call it; one at a time decodes, for the answers of all.
+    It may be used by several threads: one at a time decodes, for the answers of all of them.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
         self._session = session
-        #: The engine that makes the answers, for callers that step it themselves.
+        #: The engine that generates the answers, for callers that step it themselves.
         self.engine = engine
 
     def __enter__(self) -> Model:
@@ -149,7 +151,7 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free all memory, and save what was measured. Answers that are not done fail."""
+        """Free all memory, and save measurements. Unfinished answers fail with `BackendError`."""
         self.engine.close()
         self._session.measurements.save()
         self._session.close()
@@ -161,16 +163,19 @@ class Model:
 
     @property
     def draft(self) -> str:
-        """The draft: a model's file name, ``ngram`` or ``none``."""
+        """The name of the draft: a model's file name, ``ngram`` or ``none``."""
         return self._session.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Return one whole answer: its `text`, and its figures in `finished`.
+        """Generate one answer, and return it when it is complete.
+
+        Returns:
+            The request, with the answer as `text`, and its figures in `finished`.
 
         Raises:
-            PromptError: The prompt is not valid.
-            UsageError: An option is not valid.
-            SpecgenError: What ended the answer early.
+            PromptError: If the prompt is empty, too long, or refused by the chat template.
+            UsageError: If an option is invalid.
+            SpecgenError: If generating the answer failed.
         """
         answer = self.submit(prompt, **options)
         for _ in self.engine.stream(answer):
@@ -178,21 +183,31 @@ class Model:
         return answer
 
     def stream(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[str]:
-        """Yield the text of one answer in pieces, as it is generated."""
+        """Yield the text of one answer in pieces, as it is generated.
+
+        Raises what `generate` raises.
+        """
         for event in self.events(prompt, **options):
             if isinstance(event, CommittedEvent) and event.text:
                 yield event.text
 
     def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
-        """Yield the events of one answer as it is made: drafts, verdicts, tokens, figures."""
+        """Yield the events of one answer as it is generated: drafts, verdicts, tokens, figures.
+
+        Raises what `generate` raises.
+        """
         return self.engine.stream(self.submit(prompt, **options))
 
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Request]:
-        """Return the answers to several prompts, in their order.
+        """Generate the answers to several prompts, and return them in the order of the prompts.
 
-        One that fails has the error as its `failure`.
+        An answer that failed has the error as its `failure`; the others are not affected.
+
+        Raises:
+            PromptError: If a prompt is empty, too long, or refused by the chat template.
+            UsageError: If an option is invalid.
         """
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
@@ -200,11 +215,14 @@ class Model:
         return answers
 
     def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
-        """Ask for an answer. `engine.step` makes it, also while a caller waits for another answer.
+        """Queue a request for an answer, and return it at once.
+
+        The answer is generated by calls of `engine.step`, including those by callers that wait for
+        other answers.
 
         Raises:
-            PromptError: The prompt is not valid.
-            UsageError: An option is not valid.
+            PromptError: If the prompt is empty, too long, or refused by the chat template.
+            UsageError: If an option is invalid.
         """
         system = options.get("system")
         chat = options.get("chat")
@@ -220,14 +238,23 @@ class Model:
         )
 
     def cancel(self, answer: Request) -> None:
-        """End an answer, at the next step if it has begun. It keeps the text that it has then."""
+        """End an answer with the text that it has so far.
+
+        An answer that has begun ends at the next step.
+        """
         self.engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:
+        """Return the sampling options of an answer."""
         sampling = options.get("sampling", self._session.options.sampler)
         return replace(sampling, **_given(options, "temperature", "seed"))
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
+        """Return the options about when an answer ends and which form it has.
+
+        Raises:
+            UsageError: If options exclude each other, or the schema is invalid.
+        """
         given = _given(options, "max_tokens", "ignore_eos", "logprobs")
         if "grammar" in options and "json_schema" in options:
             raise UsageError("grammar and json_schema exclude each other")
@@ -246,5 +273,5 @@ class Model:
 
 
 def _given(options: AnswerOptions, *names: str) -> dict[str, Any]:
-    """Return those of an answer's options that were given, by their names."""
+    """Return the options with these names that the caller gave."""
     return {name: value for name, value in options.items() if name in names}

@@ -1,8 +1,8 @@
 """A draft model that drafts one token after another, as a chain or as a tree.
 
 A small model decodes each drafted token to predict the next one (Leviathan et al.,
-arXiv:2211.17192; Chen et al., arXiv:2302.01318). A tree is decoded level by level, each branch in a
-sequence of its own (SpecInfer, arXiv:2305.09781; EAGLE-2, arXiv:2406.16858).
+arXiv:2211.17192; Chen et al., arXiv:2302.01318). A tree is decoded level by level, with each branch
+in its own sequence of the cache (SpecInfer, arXiv:2305.09781; EAGLE-2, arXiv:2406.16858).
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from specgen.drafters.tree_cache import TreeCache
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 
-#: Tokens at the beginning of the text that a sliding window keeps: attention rests on them
-#: (arXiv:2309.17453).
+#: The number of tokens at the beginning of the text that always stay in the cache ("attention
+#: sinks", arXiv:2309.17453): without them, the model's predictions break down.
 _N_SINK = 4
-#: If the cache lacks more than twice this many tokens of a text, only its first few tokens and this
-#: many of its last are read. With those, a draft model agrees with the target nearly as often as
-#: with all of them, unless the answer copies from the text (and then n-grams draft well).
+#: If the cache lacks more than twice this many tokens of a text, only the first few tokens and this
+#: many of the last are prefilled. The draft model then agrees with the target nearly as often as
+#: with the whole text, unless the answer copies from the text (where n-grams draft well).
 _N_WINDOW = 64
-#: The most tokens that are usually new in a round: the target's own, and the last drafted token if
-#: all were accepted.
-N_USUAL = 2
+#: The maximum number of tokens that a round usually adds to what the cache lacks: the target's own
+#: token, and the last drafted token if all were accepted.
+N_NEW_PER_ROUND = 2
 
 
 class ModelDrafter(Drafter):
     """Drafts with a model: chains or trees.
 
-    The model's cache keeps all tokens that became text, so no token is decoded twice. If a text
-    outgrows the model's context, the cache is filled again with the text's first few tokens and as
-    many of its latest as fill half of it.
+    The cache keeps all drafted tokens that became text, so that no token is decoded twice. If a
+    text outgrows the model's context, the cache is filled again with the first few tokens of the
+    text and with its latest tokens, up to half of the context.
 
-    To expand the nodes of a tree, the model decodes them in one batch, each on its own branch of
-    the cache. Leaves are never decoded, since decoding a node finds all of its children. After the
-    round the branch that became text stays in the cache.
+    To expand nodes of a tree, the model decodes them in one batch, each on its own branch of the
+    cache. Leaves are never decoded, since decoding a node finds all of its children. After the
+    round, the branch that became text stays in the cache.
 
-    What a chat template puts before every prompt (`DraftRequest.head`) is not read: the model
-    drafts nearly the same without it, and its prefill is shorter, which saves 1 to 4% of the time
-    of an answer to a short prompt.
+    What a chat template puts before every prompt (`DraftRequest.head`) is skipped. The model drafts
+    nearly the same without it, and the shorter prefill saves 1 to 4% of the time of an answer to a
+    short prompt.
 
     Args:
         backend: The model's context.
         request: The answer to draft for.
-        n_shared_tokens: Tokens from here on exist in only one of the two vocabularies (padding),
-            and are never drafted.
+        n_shared_tokens: The number of tokens that both vocabularies have. Later ones (padding) are
+            never drafted.
     """
 
     name = "model"
@@ -82,9 +82,10 @@ class ModelDrafter(Drafter):
         self._sequence = slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._tree_cache = TreeCache(backend, slot)
-        #: The number of tokens on which cache and text agree for certain.
+        #: The number of the text's first tokens, including skipped ones, up to which the cache is
+        #: known to agree with the text.
         self._n_agreed = 0
-        #: The positions of the text that the cache leaves out.
+        #: The positions of the text that are left out of the cache.
         self._skipped = request.head
         #: The last tree, while the cache holds its branches.
         self._tree: Expansion | None = None
@@ -94,15 +95,15 @@ class ModelDrafter(Drafter):
 
     @property
     def n_skipped(self) -> int:
-        """The number of the text's tokens that the cache leaves out."""
+        """The number of the text's tokens that are left out of the cache."""
         return len(self._skipped)
 
     def price(self, n_context: int) -> Price:
-        """Return the cost of decoding what the cache lacks, and then token by token."""
-        return self._costs.price_of_draft(self.n_to_decode(n_context), N_USUAL)
+        """Return the cost of decoding the text that the cache lacks, and each drafted token."""
+        return self._costs.price_of_draft(self.n_to_decode(n_context), N_NEW_PER_ROUND)
 
     def n_to_decode(self, n_context: int) -> int:
-        """Return how many tokens of the text are decoded before the next draft."""
+        """Return the number of tokens of the text that are decoded before the next draft."""
         if self._slides_to(n_context):
             return min(_N_WINDOW, self._n_ctx // 2)
         return max(1, self._n_lacking(n_context))
@@ -113,7 +114,7 @@ class ModelDrafter(Drafter):
         plan: RoundPlan,
         n_drafted: int = 0,
     ) -> Drafting:
-        """Bring the cache to `context`, and grow a chain or a tree from the logits after it."""
+        """Decode the part of `context` that the cache lacks, then grow a chain or a tree."""
         if self._tree is not None:
             self._keep_text(context, self._tree)
         n_max = self._make_room(len(context), plan.n_max)
@@ -130,7 +131,7 @@ class ModelDrafter(Drafter):
         self._end_tree()
         if n_tokens >= self._n_agreed:
             return
-        if n_tokens < self._skipped.stop:
+        if n_tokens < self._skipped.stop:  # the cache could not be continued after a gap
             self._empty()
             return
         self._backend.remove(self._sequence, n_tokens - self.n_skipped)
@@ -145,6 +146,7 @@ class ModelDrafter(Drafter):
         n_drafted: int,
         n_max: int,
     ) -> Expansion:
+        """Start a draft after `context`, to which the cache can go back afterwards."""
         self._backend.checkpoint(self._sequence)
         self._n_text = len(context)
         return start_expansion(
@@ -158,19 +160,22 @@ class ModelDrafter(Drafter):
         )
 
     def _grow_chain(self, chain: Expansion, first: Logits) -> Drafting:
+        """Grow a chain in the text's sequence, given the logits after the text."""
+
         def logits_after(_nodes: Sequence[int]) -> Decoding:
-            """Decode the last token; the cache holds the others."""
+            """Decode the last token of the chain; the others are in the cache already."""
             rows = yield from self._decode(chain.tokens[-1:], n_wanted=1)
             return rows[:, : self._n_shared_tokens]
 
         return chain.grow(first[: self._n_shared_tokens], logits_after)
 
     def _grow_tree(self, tree: Expansion, first: Logits) -> Drafting:
+        """Grow a tree in several sequences, given the logits after the text."""
         cache = self._tree_cache
         n_cells = self._n_text - self.n_skipped
 
         def update_width() -> None:
-            """Limit what is decoded at once: each node needs a sequence and a row of logits."""
+            """Limit the nodes that are decoded at once: each needs a sequence and a row."""
             tree.max_width = min(cache.n_free, self._backend.n_outputs)
 
         def logits_after(nodes: Sequence[int]) -> Decoding:
@@ -190,7 +195,12 @@ class ModelDrafter(Drafter):
         return tree.grow(first[: self._n_shared_tokens], logits_after)
 
     def _keep_text(self, context: Sequence[int], tree: Expansion) -> None:
-        """End the last tree: keep the nodes that became text in the cache, and drop the others."""
+        """End the last tree: keep its nodes that became text in the cache, and drop the others.
+
+        Args:
+            context: The text, with what the target made of the tree.
+            tree: The last tree.
+        """
         node = ROOT
         n_kept = 0
         for token in context[self._n_text :]:
@@ -202,7 +212,12 @@ class ModelDrafter(Drafter):
         self._end_tree(node, n_kept)
 
     def _end_tree(self, node: int = ROOT, n_kept: int = 0) -> None:
-        """Drop the last tree from the cache, but for the path of `n_kept` nodes down to `node`."""
+        """Drop the last tree from the cache, except for the path from the root to a node.
+
+        Args:
+            node: The last node of the path; `ROOT` keeps nothing.
+            n_kept: The number of nodes on the path.
+        """
         if self._tree is not None:
             self._tree_cache.keep(node, self._n_text - self.n_skipped, n_kept)
             self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
@@ -211,32 +226,43 @@ class ModelDrafter(Drafter):
     # --- the text in the cache
 
     def _without_skipped(self, text: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a text that belong into the cache."""
         skipped = self._skipped
         return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
 
     def _empty(self) -> None:
+        """Empty the cache; from now on nothing is skipped."""
         self._backend.remove(self._sequence)
         self._n_agreed = 0
         self._skipped = range(0)
 
     def _n_lacking(self, n_context: int) -> int:
-        # Most of what became text since the last draft is in the cache.
+        """Estimate the number of tokens of a text that the cache lacks.
+
+        It is exact if all tokens of the last draft in the cache became text.
+        """
         return n_context - self.n_skipped - self._backend.length(self._sequence)
 
     def _slides_to(self, n_context: int) -> bool:
-        """Return whether the cache lacks so much of a text that only a window of it is read."""
+        """Return whether the cache lacks so much of a text that only a window of it is decoded."""
         return self._n_lacking(n_context) > 2 * _N_WINDOW
 
     def _n_free(self, n_context: int) -> int:
-        """Return how many tokens can be drafted after a text of `n_context` tokens."""
+        """Return the number of tokens for which the context has room after a text."""
         # The last drafted token is not decoded, so n tokens need n - 1 cells.
         return self._n_ctx - (n_context - self.n_skipped) + 1
 
     def _make_room(self, n_context: int, n_max: int) -> int:
         """Slide the window if the text or a draft does not fit, or if much of the text is lacking.
 
+        To slide the window is to empty the cache and skip all but the first and the last tokens.
+
+        Args:
+            n_context: The length of the text.
+            n_max: The number of tokens that are wanted.
+
         Returns:
-            How many tokens can be drafted, at most `n_max`; less than 1 if there is no room.
+            The number of tokens that can be drafted, at most `n_max`; below 1 if there is no room.
         """
         n_ctx = self._n_ctx
         n_window: int | None = None
@@ -245,25 +271,30 @@ class ModelDrafter(Drafter):
         elif self._n_free(n_context) < min(n_max, max(1, n_ctx // 4)):
             n_window = n_ctx // 2
         if n_window is not None:
-            if n_window <= _N_SINK:  # too small for a beginning and an end
+            if n_window <= _N_SINK:  # the context is too small for a beginning and an end
                 return 0
             self._empty()
             self._skipped = range(_N_SINK, _N_SINK + max(0, n_context - n_window))
         return min(n_max, self._n_free(n_context))
 
     def _catch_up(self, context: Sequence[int]) -> Decoding:
-        """Bring the cache to `context`; return the logits after it, float32[1, n_vocab]."""
+        """Decode what the cache lacks of `context`; return the logits after it.
+
+        Returns:
+            float32[1, n_vocab]
+        """
         rows = yield from self._decode(self._missing(context), n_wanted=1)
         self._n_agreed = len(context)
         return rows
 
     def _missing(self, context: Sequence[int]) -> Sequence[int]:
-        """Drop whatever is not a prefix of `context` from the cache.
+        """Drop everything from the cache after its common prefix with `context`.
 
         Returns:
-            The tokens that the cache then lacks; at least one.
+            The tokens that the cache then lacks; at least one, whose logits are needed.
         """
         backend = self._backend
+        # Up to here, cache and text are known to agree.
         start = max(0, self._n_agreed - self.n_skipped)
         wanted = self._without_skipped(context)
         n_same = common_prefix_length(backend.text(self._sequence)[start:], wanted[start:])
@@ -273,11 +304,15 @@ class ModelDrafter(Drafter):
         return wanted[n_kept:]
 
     def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Decoding:
-        """Decode tokens, in several batches if needed.
+        """Append tokens to the text's sequence, in several batches if necessary.
+
+        Args:
+            tokens: The tokens, at least one.
+            n_wanted: The number of last tokens after which logits are wanted.
 
         Returns:
-            The logits after the last `n_wanted` tokens, as far as they were in the last batch,
-            float32[n, n_vocab].
+            The logits after the last `n_wanted` tokens, or after those of them that were in the
+            last batch: float32[n, n_vocab].
         """
         backend = self._backend
         n_cells = backend.length(self._sequence)

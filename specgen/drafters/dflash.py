@@ -30,10 +30,10 @@ from specgen.system.arrays import Logits
 class DflashDrafter(StatesDrafter):
     """Drafts a chain with one decode of a block.
 
-    Before it, the cache is filled with the states of the target's layers for the tokens that were
-    accepted since the last draft; this decodes no token. The row of a mask predicts that mask's own
-    token; with `predicts_from_last` each row predicts the token after it. A row does not depend on
-    the tokens drafted before it, so every verifier can judge it.
+    Before the block is decoded, the cache is filled with the states of the target's layers for the
+    tokens that were accepted since the last draft; no token is decoded for that. The row of a mask
+    predicts the token at its own position; with `predicts_from_last`, each row predicts the next
+    token. A row does not depend on drafted tokens, so every verifier can judge the draft.
     """
 
     name = "dflash"
@@ -44,22 +44,24 @@ class DflashDrafter(StatesDrafter):
         draft = backend.draft
         self._mask = draft.mask
         self._predicts_from_last = draft.predicts_from_last
-        #: The most tokens of a draft.
+        #: The maximum number of tokens of a draft.
         self._n_block = draft.n_most
-        self._n_most = self._n_block
-        #: The rows of a block.
+        self._max_predicted = self._n_block
+        #: The number of rows of the largest block. Unless `predicts_from_last`, the row of the
+        #: text's last token predicts nothing.
         self._n_rows = draft.n_most if draft.predicts_from_last else draft.n_most + 1
         self._cache = StatesCache(backend, request, self.hidden_states)
         self._caches = [self._cache]
-        #: What filling the cache costs. It is cheaper than a block, and counted separately.
+        #: The costs of filling the cache, separately because it is cheaper than decoding tokens.
         self._fill_costs = CostTable()
 
     def price(self, n_context: int) -> Price:
-        """Return the cost of a block, however many of its tokens are used."""
-        # Filling the cache costs less than decoding a token.
+        """Return the cost of a block, which is the same however many of its tokens are used."""
         block_s = self._costs.seconds_each(self._n_rows)
         n_new = self._n_decoded(n_context) - max(self._cache.n_held, self.hidden_states.first)
-        n_prefill = max(0, n_new - (self._n_block + 1))  # beyond what one round adds
+        # One round adds at most a whole draft and the target's own token; more is a prefill. Its
+        # cost is overestimated, since filling the cache costs less than decoding tokens.
+        n_prefill = max(0, n_new - (self._n_block + 1))
         prefill_s = self._costs.seconds_each(n_prefill) if n_prefill else 0.0
         return Price(block_s, 0.0, prefill_s)
 
@@ -69,18 +71,20 @@ class DflashDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Decode a block after the text, and grow a draft from its logits."""
         yield from self._fill_cache(context, n_decoded)
-        n = draft.n_deepest
-        n_masks = n - 1 if self._predicts_from_last else n
+        n_tokens = draft.n_deepest
+        n_masks = n_tokens - 1 if self._predicts_from_last else n_tokens
         block = [context[-1], *[self._mask] * n_masks]
         position = n_decoded - self._cache.n_skipped
         batch = Batch.of(block, position, len(block), self._slot.first)
-        batch.hidden = [None] * len(block)
+        batch.hidden = [None] * len(block)  # the states are in the cache already
         rows = yield Ask(self._backend, batch, self._costs)
-        return (yield from draft.grow_from(rows[len(rows) - n :]))
+        # Unless it predicts, the row of the text's last token comes first: leave it out.
+        return (yield from draft.grow_from(rows[len(rows) - n_tokens :]))
 
     def _fill_cache(self, context: Sequence[int], n_decoded: int) -> Generator[Ask, Logits, None]:
-        """Give the cache the states of the tokens that the target has decoded."""
+        """Fill the cache with the states of the tokens that the target has decoded."""
         cache = self._cache
         while cache.n_held < n_decoded:
             batch = Batch()

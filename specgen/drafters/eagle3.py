@@ -1,6 +1,6 @@
 """EAGLE-3: a trained layer drafts from the inputs of three of the target's layers.
 
-It decodes its own hidden states again, token after token, and drafts a chain or a tree (Li et al.,
+For further tokens it reads its own hidden states. It drafts a chain or a tree (Li et al.,
 arXiv:2503.01840).
 """
 
@@ -12,10 +12,10 @@ from specgen.llama.paired_drafts import EagleModel
 
 
 class EagleDrafter(LayerDrafter):
-    """Drafts as an MTP layer does, but the text's first token has no row: no state precedes it."""
+    """Drafts like an MTP layer, but the text's first token has no row: no state precedes it."""
 
     name = "eagle3"
-    n_left_out = 1
+    n_skipped = 1
 
 
 class Eagle3Draft(TrainedDraft):

@@ -1,11 +1,12 @@
-"""How a draft grows from a model's logits, as a chain or as a tree.
+"""Grow a draft from a model's logits, as a chain or as a tree.
 
 To *expand* a node is to ask the drafter for the logits of the token after it. From these the node
-gets its children: the likeliest tokens, or tokens sampled at random. One object grows one draft and
-decides which nodes to expand and which tokens to add; the drafter only computes logits. There are:
+gets its children: the likeliest tokens, or tokens sampled at random. An `Expansion` grows one draft
+and decides which nodes to expand and which tokens to add; the drafter only computes logits. Its
+subclasses are:
 
 - `Chain`: one branch, as long as the plan wants.
-- `CostAwareTree`: the most likely paths, as long as they are worth their time.
+- `CostAwareTree`: the most likely paths, as far as they are worth their time.
 - `FixedTree`: a given number of children at each depth (SpecInfer, arXiv:2305.09781).
 - `IndependentWalks`: chains that are sampled independently of each other (SpecTr,
   arXiv:2310.15141).
@@ -38,37 +39,42 @@ from specgen.system.arrays import Logits
 from specgen.text.sampling.distribution import Distribution
 from specgen.text.vocabulary import Vocabulary
 
-#: The most likely tokens that are considered at a position, if the shape asks for no more.
+#: The number of likeliest tokens that are considered at each position, unless the shape of the tree
+#: has more children.
 _N_CANDIDATES = 4
-#: The least probability of a further sibling, where costs decide.
-_LEAST_PROBABILITY = 0.02
-#: The most nodes that are expanded at once.
+#: In a tree that depends on costs, tokens with a lower probability are added only as the likeliest
+#: of their position.
+_MIN_PROBABILITY = 0.02
+#: The maximum number of nodes that are expanded at once.
 MAX_WIDTH = 8
 #: A computation in progress: a generator that asks for decodes and returns logits.
 Decoding: TypeAlias = Generator[Ask, Logits, Logits]
-#: Computes the logits of the token after each of some nodes, float32[n_vocab].
+#: Computes, for each of the given nodes, the logits of the token after it, float32[n_vocab].
 LogitsAfter: TypeAlias = Callable[[Sequence[int]], Generator[Ask, Logits, Iterable[Logits]]]
 
 
 @dataclass(eq=False)
 class Expansion(ABC):
-    """A draft as it grows. Parents come before their children."""
+    """A draft as it grows. Nodes are numbered from 0; parents come before their children."""
 
     #: The name of the drafter.
     origin: str
+    #: The answer to draft for.
     request: DraftRequest
     #: The shape of the tree.
     shape: TreeShape
+    #: Decides how far to draft.
     plan: RoundPlan
     #: The tokens between the text and this draft, which another drafter drafted.
     before: tuple[int, ...]
-    #: Whether a token ends the text, so that it has no children.
+    #: Returns whether a token ends the text, so that it has no children.
     is_end: Callable[[int], bool]
-    #: The most tokens.
+    #: The maximum number of tokens.
     n_max: int
-    #: The most levels.
+    #: The maximum number of levels.
     n_deepest: int
-    #: The most nodes that can be expanded at once. The drafter may change it after each expansion.
+    #: The maximum number of nodes that are expanded at once. The drafter may change it after each
+    #: expansion.
     max_width: int = field(default=MAX_WIDTH, init=False)
     #: The token of each node.
     tokens: list[int] = field(default_factory=list, init=False)
@@ -76,9 +82,9 @@ class Expansion(ABC):
     parents: list[int] = field(default_factory=list, init=False)
     #: The depth of each node; children of the root have depth 0.
     depths: list[int] = field(default_factory=list, init=False)
-    #: The probability of each token, if it is known.
+    #: The probability of each token; None if it is not known.
     probabilities: list[float | None] = field(default_factory=list, init=False)
-    #: The distribution that each token was sampled from; None for one that was not.
+    #: The distribution that each token was sampled from; None if it was not sampled.
     distributions: list[Distribution | None] = field(default_factory=list, init=False)
     #: The nodes of each independent chain, if the draft consists of such chains.
     walks: list[list[int]] = field(default_factory=list, init=False)
@@ -87,37 +93,40 @@ class Expansion(ABC):
 
     @abstractmethod
     def grow(self, first: Logits, logits_after: LogitsAfter) -> Drafting:
-        """Grow the draft and return it.
+        """Grow the draft, and return it when it is complete.
 
         Args:
             first: The logits of the token after the root, float32[n_vocab].
-            logits_after: Computes those after other nodes.
+            logits_after: Computes the logits of the token after other nodes.
         """
 
     def grow_from(self, rows: Logits) -> Drafting:
-        """Grow from logits that do not depend on the drafted tokens.
+        """Grow the draft from logits that were computed beforehand for each depth.
+
+        This is for drafters that predict all positions at once, without knowing the drafted tokens.
 
         Args:
-            rows: float32[n, n_vocab], a row for all nodes of each depth.
+            rows: float32[n_levels, n_vocab]: row d has the logits for all nodes of depth d.
         """
 
         def logits_after(nodes: Sequence[int]) -> Generator[Ask, Logits, list[Logits]]:
-            """Return the row of the next depth for each node."""
+            """Return the row for the children of each node, which are one level deeper."""
             yield from ()  # nothing is decoded
             return [rows[self.depths[node] + 1] for node in nodes]
 
+        # There is no row for deeper nodes.
         self.n_deepest = min(self.n_deepest, len(rows))
         return self.grow(rows[0], logits_after)
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of a node that has this token; None if there is none."""
+        """Return the child of a node with this token; None if there is none."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
     def _path_to(self, node: int) -> tuple[int, ...]:
-        """Return the tokens between the text and the position after a node."""
+        """Return the tokens from the end of the text down to a node, including that node's."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tokens[node])
@@ -131,7 +140,14 @@ class Expansion(ABC):
         probability: float | None,
         source: Distribution | None = None,
     ) -> None:
-        """Add a node. Its token was sampled from `source`, if that is given."""
+        """Add a node.
+
+        Args:
+            parent: The parent node, or `ROOT`.
+            token: The token.
+            probability: The probability of the token, if it is known.
+            source: The distribution that the token was sampled from, if it was sampled.
+        """
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
@@ -139,6 +155,7 @@ class Expansion(ABC):
         self.distributions.append(source)
 
     def _draft(self) -> Draft:
+        """Return the draft as it is now."""
         return Draft(
             tokens=tuple(self.tokens),
             parents=tuple(self.parents),
@@ -165,7 +182,14 @@ class Chain(Expansion):
         return self._draft()
 
     def _add_next(self, row: Logits) -> bool:
-        """Add the next token, if the plan wants one; return whether another one may follow."""
+        """Add the next token if the plan wants it.
+
+        Args:
+            row: The logits of the next token.
+
+        Returns:
+            Whether another token may follow.
+        """
         path = (*self.before, *self.tokens)
         try:
             if self.request.draws:
@@ -182,19 +206,22 @@ class Chain(Expansion):
         )
 
     def _sample_next(self, row: Logits, path: Sequence[int]) -> DraftStep:
+        """Ask the plan whether to add a token, and sample it if so."""
         request = self.request
         confidence = 1.0
         if self.plan.stop.needs_confidence:
             confidence = request.shaper.top_probability(row, path)
         step = self._decide(confidence)
         if step.keep_token:
-            # Sampled only now: whether the token is drafted must not depend on what it is.
+            # Sample only now: for exact verification, the decision to draft a token must not depend
+            # on the token.
             source = request.shaper.distribution(row, path)
             token = source.sample(request.rng)
             self._add(len(self.tokens) - 1, token, source.probability(token), source)
         return step
 
     def _add_likeliest(self, row: Logits, path: Sequence[int]) -> DraftStep:
+        """Ask the plan whether to add a token, and add the likeliest one if so."""
         shaper = self.request.shaper
         parent = len(self.tokens) - 1
         if self.plan.stop.needs_confidence:
@@ -209,7 +236,11 @@ class Chain(Expansion):
         return step
 
     def _decide(self, confidence: float) -> DraftStep:
-        """Ask the plan whether to add the next token, given the largest probability there."""
+        """Ask the plan whether to add the next token.
+
+        Args:
+            confidence: The largest probability at its position; 1 if the plan does not need it.
+        """
         self.confidences.append(confidence)
         n_drafted = len(self.tokens)
         step = self.plan.after_draft_step(n_drafted, self._cumulative_acceptance, confidence)
@@ -221,7 +252,7 @@ class Chain(Expansion):
 class Tree(Expansion):
     """Several branches, which grow by expanding several nodes at once."""
 
-    #: The nodes that were not expanded and may have children: their tokens do not end the text.
+    #: The nodes that can still be expanded: those that end the text cannot.
     _open: list[int] = field(default_factory=list, init=False)
 
     def grow(self, first: Logits, logits_after: LogitsAfter) -> Drafting:
@@ -234,7 +265,7 @@ class Tree(Expansion):
         return self._draft()
 
     def _add_children(self, node: int, row: Logits) -> None:
-        """Add children of a node, or of `ROOT`, given the logits after it."""
+        """Add the children of a node, or of `ROOT`, given the logits after it."""
         request = self.request
         path = self._path_to(node)
         n_before = len(self.tokens)
@@ -244,13 +275,14 @@ class Tree(Expansion):
             else:
                 tokens, probabilities = request.shaper.likeliest(row, path, self._n_candidates())
                 self._add_likeliest(node, tokens, probabilities)
-        except NoTokenAllowedError:
+        except NoTokenAllowedError:  # the grammar allows no token here
             return
         for child in range(n_before, len(self.tokens)):
             if not self.is_end(self.tokens[child]):
                 self._open.append(child)
 
     def _n_candidates(self) -> int:
+        """Return the number of likeliest tokens to consider at each position."""
         shape = self.request.shape
         return max(_N_CANDIDATES, *shape.numbers) if shape.is_fixed else _N_CANDIDATES
 
@@ -261,32 +293,40 @@ class Tree(Expansion):
         tokens: list[int],
         probabilities: list[float],
     ) -> None:
-        """Add some of the likeliest tokens; their probabilities are at temperature 1."""
+        """Add some of the likeliest tokens as children of a node.
+
+        Args:
+            node: The node, or `ROOT`.
+            tokens: The likeliest tokens, the likeliest first.
+            probabilities: Their probabilities at temperature 1.
+        """
 
     def _sample_children(self, node: int, source: Distribution) -> None:
+        """Sample children of a node. Trees that are never sampled do not implement it."""
         raise NotImplementedError
 
     def _nodes_to_expand(self) -> list[int]:
-        """Return the nodes to expand next, at most `max_width`; none ends the draft."""
+        """Return the nodes to expand next, at most `max_width`. If there are none, growth ends."""
         if len(self.tokens) >= self.n_max:
             return []
         return self._open_nodes()[: self.max_width]
 
     def _open_nodes(self) -> list[int]:
+        """Return the nodes that can be expanded and whose children would not be too deep."""
         return [node for node in self._open if self.depths[node] < self.n_deepest - 1]
 
 
 @dataclass(eq=False)
 class CostAwareTree(Tree):
-    """A tree that grows while that pays.
+    """A tree that grows as long as the expected gain exceeds the cost.
 
-    The likeliest paths are expanded, and the nodes that are worth a row of the target's batch are
-    kept.
+    The likeliest paths are expanded as long as that is worth the drafter's decodes. In the end, the
+    nodes are kept that are worth a row of the target's batch.
     """
 
-    #: The number of each node among its siblings.
+    #: The rank of each node among its siblings; 0 for the likeliest.
     _ranks: list[int] = field(default_factory=list, init=False)
-    #: The probability that each node and all before it are accepted.
+    #: The estimated probability that each node, and all nodes before it on its path, are accepted.
     _cumulative_acceptances: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -299,17 +339,21 @@ class CostAwareTree(Tree):
         tokens: list[int],
         probabilities: list[float],
     ) -> None:
-        before = 1.0 if node == ROOT else self._cumulative_acceptances[node]
+        """Add the likeliest token, and others if they are likely enough."""
+        parent_acceptance = 1.0 if node == ROOT else self._cumulative_acceptances[node]
         self.confidences.append(probabilities[0])
         for rank, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
-            if rank == 0 or probability >= _LEAST_PROBABILITY:
+            if rank == 0 or probability >= _MIN_PROBABILITY:
                 self._add(node, token, probability)
                 self._ranks.append(rank)
                 acceptance = self._stop.rates(self._stop.origin, rank).acceptance(probability)
-                self._cumulative_acceptances.append(before * acceptance)
+                self._cumulative_acceptances.append(parent_acceptance * acceptance)
 
     def _nodes_to_expand(self) -> list[int]:
-        """Return as many of the likeliest nodes as are together worth a decode of the drafter."""
+        """Return the likeliest nodes, as many as save the most time when decoded in one batch.
+
+        If no number of nodes is expected to save time, none are returned.
+        """
         stop = self._stop
         acceptances = self._cumulative_acceptances
         if not stop.values:
@@ -318,31 +362,35 @@ class CostAwareTree(Tree):
         nodes.sort(key=acceptances.__getitem__, reverse=True)
         n_verified = len(stop.best_nodes(acceptances))
 
-        # How many of them? Each adds a gain, and a decode of more rows costs more.
+        # Each further node adds an expected gain, but a decode with more rows costs more.
         n_best = 0
-        most_saved_s = 0.0
+        max_saved_s = 0.0
         gain_s = 0.0
         for n, node in enumerate(nodes[: self.max_width], start=1):
             # The children of all these nodes compete for the same rows of the target's batch.
             n_rows = max(n_verified + n - 1, self.depths[node] + 1)
             if n_rows >= len(stop.extra_s) - 1:
                 break
-            # The value of a step is net of the drafter's decode (`next_s`), which is paid below,
-            # once for all nodes. The value of an impossible node is not a gain: it is that of a
-            # larger batch, which may cost less.
+            # `stop.value` subtracts the drafter's decode (`next_s`) for each node. Add it back,
+            # because one decode of all nodes is paid for below. Also subtract the value of a node
+            # that is never accepted: it is above 0 if a larger batch of the target costs less.
             gain_s += max(0.0, stop.value(n_rows, acceptances[node]) + stop.next_s)
             gain_s -= max(0.0, stop.value(n_rows, 0.0) + stop.next_s)
             saved_s = gain_s - self.request.costs.seconds_each(n)
-            if saved_s > most_saved_s:
+            if saved_s > max_saved_s:
                 n_best = n
-                most_saved_s = saved_s
+                max_saved_s = saved_s
         return nodes[:n_best]
 
     def _may_be_expanded(self, node: int) -> bool:
-        """Return whether the node is likely enough; only first siblings need `p_min`."""
+        """Return whether a node is likely enough: the first of its siblings has to reach `p_min`.
+
+        Siblings after the first are less likely, and are limited by their expected gain alone.
+        """
         return self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= self._stop.p_min
 
     def _draft(self) -> Draft:
+        """Return the draft with only those nodes that are worth a row of the target's batch."""
         likeliest_first = self._stop.best_nodes(self._cumulative_acceptances)
         return super()._draft().only(likeliest_first[: self.n_max])
 
@@ -350,7 +398,7 @@ class CostAwareTree(Tree):
 class FixedTree(Tree):
     """A tree with a fixed number of children at each depth.
 
-    These are the likeliest tokens, or tokens that are sampled without replacement.
+    The children are the likeliest tokens, or tokens that are sampled without replacement.
     """
 
     def _add_likeliest(
@@ -366,23 +414,24 @@ class FixedTree(Tree):
     def _sample_children(self, node: int, source: Distribution) -> None:
         remaining: Distribution | None = source
         for _ in range(self._n_children(node)):
-            if remaining is None:
+            if remaining is None:  # all tokens with a probability are drawn
                 break
             token = remaining.sample(self.request.rng)
             self._add(node, token, remaining.probability(token), remaining)
             remaining = remaining.minus(Distribution.certain(token))
 
     def _n_children(self, node: int) -> int:
+        """Return the number of children of a node, as far as there is room."""
         depth = 0 if node == ROOT else self.depths[node] + 1
         return min(self.shape.numbers[depth], self.n_max - len(self.tokens))
 
 
 @dataclass(eq=False)
 class IndependentWalks(Tree):
-    """Chains that are sampled independently, or one chain of the likeliest tokens.
+    """Chains ("walks") that are sampled independently, or one chain of the likeliest tokens.
 
-    Chains share the nodes of a common prefix. If there is no room for all of them, there are fewer
-    or shorter ones, which is decided before anything is sampled.
+    Walks share the nodes of a common prefix. If there is no room for all of them, there are fewer
+    or shorter ones. This is decided before anything is sampled, as exact verification requires.
     """
 
     def __post_init__(self) -> None:
@@ -398,6 +447,7 @@ class IndependentWalks(Tree):
         self._add(node, tokens[0], probabilities[0])
 
     def _sample_children(self, node: int, source: Distribution) -> None:
+        """Sample the next token of each walk that ends at a node, or is empty if it is `ROOT`."""
         for walk in self.walks:
             end = walk[-1] if walk else ROOT
             if end != node:
@@ -425,10 +475,10 @@ def start_expansion(
         origin: The name of the drafter.
         request: The answer to draft for.
         plan: Decides how far to draft.
-        context: The text, and the tokens that another drafter drafted after it.
-        n_drafted: The number of these tokens.
+        context: The text, followed by tokens that another drafter drafted.
+        n_drafted: The number of tokens that the other drafter drafted.
         vocabulary: Tells which tokens end the text.
-        n_max: The most tokens of the draft.
+        n_max: The maximum number of tokens of the draft.
     """
     shape = request.shape
     n_deepest = min(n_max, request.n_deepest or n_max, plan.n_deepest or n_max)
@@ -440,7 +490,9 @@ def start_expansion(
         n_deepest = min(n_deepest, shape.n_levels)
     elif isinstance(plan.stop, CostAwareStopping):
         kind = CostAwareTree
-    else:  # without costs it is unknown where a branch is worth its row
+    else:
+        # Without costs, it is unknown where a branch is worth a row: draft one chain as long as
+        # possible, with all the features of a tree.
         kind = IndependentWalks
         shape = TreeShape("walks", (1, n_max))
     before = tuple(context[len(context) - n_drafted :])

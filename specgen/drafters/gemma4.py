@@ -22,8 +22,8 @@ from specgen.llama.paired_drafts import AssistantModel
 class AssistantDrafter(StatesDrafter):
     """Drafts chains.
 
-    The first row reads the target's hidden state, each further one that of the row before. All are
-    at the same position, the one after the target's last token.
+    The first row reads the target's hidden state, and each further row the state of the previous
+    row. All rows are at the same position: the one after the last token that the target decoded.
     """
 
     name = "gemma4-assistant"
@@ -34,6 +34,7 @@ class AssistantDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Decode the tokens that the target has not decoded, then the draft, one by one."""
         state = self.hidden_states.after(n_decoded - 1)
         if state is None:
             return NO_DRAFT
@@ -43,7 +44,7 @@ class AssistantDrafter(StatesDrafter):
         rows = yield from self._decode_token(context[-1], n_decoded, state)
 
         def logits_after(_nodes: Sequence[int]) -> Decoding:
-            """Decode the last token of the chain."""
+            """Decode the last token of the chain with the state after the previous one."""
             state = self._backend.state(self._slot.first)
             return self._decode_token(draft.tokens[-1], n_decoded, state)
 

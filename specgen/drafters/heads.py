@@ -1,7 +1,7 @@
-"""Decoder heads: small matrices, made for one target, that draft from its last hidden state.
+"""Decoder heads: small matrices, trained for one target, that draft from its last hidden state.
 
-They predict the target's next hidden state from the last one and the next token, and from that the
-token after it, and so on (ReDrafter, Cheng et al., arXiv:2403.09919; EAGLE, Li et al.,
+From the last hidden state and the next token they predict the next hidden state; from this they
+predict the token after it, and so on (ReDrafter, Cheng et al., arXiv:2403.09919; EAGLE, Li et al.,
 arXiv:2401.15077). `specgen.llama.decoder_heads` has the formula.
 """
 
@@ -43,20 +43,20 @@ from specgen.method.hidden_states import LastHiddenState
 from specgen.system.arrays import Hidden, Logits
 from specgen.text.vocabulary import Vocabulary
 
-#: The most tokens that the target has not decoded yet: its own, and those that a grammar or another
-#: drafter added.
+#: Nothing is drafted if more tokens than this are not yet decoded by the target. These are its own
+#: last token, and those that a grammar or another drafter added.
 _MAX_UNDECODED = 16
-#: The numbers of nodes whose expansion is timed.
+#: The numbers of nodes for which the expansion is timed.
 _TIMED_WIDTHS = (1, 2, 4, 8)
-#: How often each is timed; the fastest counts.
+#: The number of times that each is timed; the fastest time counts.
 _N_REPEATS = 5
 
 
 class HeadsDrafter(Drafter):
     """Drafts with decoder heads: a chain or a tree.
 
-    There is no cache and no decode of a model: to expand a node takes two products with small
-    matrices. Tokens outside the frequent part of the vocabulary are never drafted.
+    There is no cache, and no model decodes anything: expanding a node takes two products with small
+    matrices. Only the frequent tokens of the vocabulary are drafted.
     """
 
     name = "heads"
@@ -72,11 +72,11 @@ class HeadsDrafter(Drafter):
         self._request = request
         self._costs = request.costs
         self.hidden_states: LastHiddenState = LastHiddenState()
-        #: A row of logits. Those of infrequent tokens stay at minus infinity.
+        #: A buffer for a row of logits. Those of infrequent tokens stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
 
     def price(self, n_context: int) -> Price:
-        """Return the measured costs; the first token costs as much as each further one."""
+        """Return the measured costs, which are the same for the first and each further token."""
         token_s = self._costs.seconds_each(1)
         return Price(token_s, token_s)
 
@@ -86,7 +86,7 @@ class HeadsDrafter(Drafter):
         plan: RoundPlan,
         n_drafted: int = 0,
     ) -> Drafting:
-        """Draft from the target's last hidden state, if only a few tokens follow it."""
+        """Draft from the target's last hidden state, unless too many tokens follow it."""
         if self.hidden_states.last is None:
             return ready(NO_DRAFT)
         n_decoded, target_state = self.hidden_states.last
@@ -124,7 +124,7 @@ class HeadsDrafter(Drafter):
         return draft.grow(next(self._rows(first)), logits_after)
 
     def _rows(self, states: Hidden) -> Iterator[Logits]:
-        """Yield the logits after each state, float32[n_vocab]. Each is valid until the next."""
+        """Yield the logits after each state, float32[n_vocab], always in the same buffer."""
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
@@ -140,6 +140,12 @@ class LoadedHeads(LoadedDraft):
     origin = "heads"
 
     def __init__(self, path: Path, setup: DraftSetup) -> None:
+        """Load the heads, and measure what they cost.
+
+        Raises:
+            ModelFileError: If the file cannot be used.
+            PairError: If the heads were not made for the target, or it has a recurrent state.
+        """
         target = setup.target
         if target.has_recurrent_state:
             raise PairError(
@@ -167,7 +173,7 @@ class LoadedHeads(LoadedDraft):
         self._heads.close()
 
     def _measure_costs(self, clock: Callable[[], float]) -> CostTable:
-        """Time the expansion of one and several nodes, which takes some milliseconds."""
+        """Time the expansion of one and of several nodes, which takes a few milliseconds."""
         heads = self._heads
         state = heads.begin(np.zeros(heads.weights.n_embd, np.float32), 0)
         seconds: dict[int, float] = {}

@@ -1,12 +1,13 @@
-"""The interface of a kind of draft: all that the rest of specgen knows of a way to draft.
+"""The interface of a kind of draft: everything that the rest of specgen knows about it.
 
-Three objects make a kind, from the longest-lived to the shortest-lived:
+A kind consists of three objects, from the longest-lived to the shortest-lived:
 
 1. `DraftKind`, the `KIND` of a module. It recognizes the value of `--draft` and opens it.
 2. `LoadedDraft`, a draft that is loaded for a target. It opens contexts (KV caches).
-3. `Drafter`, which it makes for each answer. It proposes drafts, round by round.
+3. `Drafter`, made by the loaded draft for each answer. It proposes drafts, round by round.
 
-`specgen.drafters.kinds` lists the kinds. A kind in another package needs this import only.
+`specgen.drafters.kinds` lists the kinds. A kind in another package needs to import only this
+module.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ __all__ = [
     "ready",
 ]
 
-#: What measured costs and acceptance of a draft are stored under: its file, or a word.
+#: Identifies a draft among stored measurements: its file, or a word.
 Key: TypeAlias = Path | str
-#: What a draft reads besides tokens: nothing, the target's hidden states of the last rows or of all
-#: rows, or the target's cache and these.
+#: What a draft reads: only tokens; also the target's hidden states of the last rows; those of all
+#: rows; or also the target's KV cache, besides the states of all rows.
 Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
@@ -102,9 +103,9 @@ Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 class CacheSlot:
     """The place of one text: one of `n` equal shares of the sequences and cells of each cache."""
 
-    #: The number of this share, from 0.
+    #: The index of this share, from 0.
     number: int = 0
-    #: The number of all shares.
+    #: The total number of shares.
     n: int = 1
 
     def branches(self, backend: Backend) -> Branches:
@@ -123,21 +124,23 @@ class CacheSlot:
         *,
         n_again: int = 0,
     ) -> int:
-        """Reuse the longest prefix of `tokens` that any slot of a cache holds, without copying.
+        """Let this slot hold the longest prefix of `tokens` that any slot of a cache holds.
 
-        Whatever else this slot holds is dropped.
+        Nothing is copied: slots can share cells. Whatever else this slot holds is dropped. A cache
+        that cannot drop cells (a recurrent state) can only reuse a prefix in the slot itself.
 
         Args:
             backend: The cache.
             tokens: The text that the slot is to hold. Its last token is never reused, since its
                 logits are needed.
-            n_again: How many of the prefix's last tokens not to reuse, where the cache can drop
-                them: a drafter needs their hidden states.
+            n_again: The number of tokens at the end of the prefix that are not reused, because a
+                drafter needs their hidden states. Ignored if the cache cannot drop cells.
 
         Returns:
-            The number of tokens that the slot holds then.
+            The number of tokens that the slot now holds.
         """
         own = self.branches(backend)
+        # The first sequence has the text; empty the others, which had the branches of a tree.
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
                 backend.remove(branch)
@@ -161,7 +164,7 @@ class CacheSlot:
         n_held = {first: common_prefix_length(backend.text(first), tokens) for first in firsts}
         lender = max(firsts, key=n_held.__getitem__)
         if n_held[lender] == n_held[own]:
-            lender = own
+            lender = own  # then nothing has to be shared
         n_shared = max(0, n_held[lender] - n_again)
         n_kept = min(n_held[own], n_shared)
         if backend.length(own) > n_kept:
@@ -171,9 +174,10 @@ class CacheSlot:
         return n_shared
 
     def _go_back(self, backend: Backend, tokens: Sequence[int]) -> int:
-        """Go back to the longest prefix that this slot has a state of; return its length.
+        """Go back to the longest prefix of which this slot has a saved state; return its length.
 
-        Such a cache cannot drop cells: to go back to any other place, it would decode all again.
+        Such a cache cannot drop cells: to go back to any other place, it would have to decode the
+        whole text again.
         """
         own = self.branches(backend).first
         n_kept = common_prefix_length(backend.text(own), tokens)
@@ -186,69 +190,81 @@ class CacheSlot:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """An answer to draft for."""
+    """Everything that a drafter needs to know about the answer to draft for."""
 
     #: The text of the answer.
     text: TextState
-    #: Makes the distributions of drafted tokens.
+    #: Turns logits into the distributions of drafted tokens.
     shaper: SamplingPipeline
-    #: The draft's own random generator.
+    #: The random generator for drafts. The target has a separate one.
     rng: np.random.Generator
-    #: The text's first tokens, as the draft reads them: its caches may hold some of them already.
+    #: The tokens before the answer. The draft's caches may hold some of them already.
     prompt: Sequence[int] = ()
-    #: The draft's contexts: its own, then those of what drafts for it.
+    #: The draft's contexts: its own, then those of the models that draft for it.
     caches: Sequence[Backend] = ()
     #: The place of the text in these contexts, and in the target's.
     slot: CacheSlot = field(default_factory=CacheSlot)
-    #: What the draft's decodes cost; each decode corrects it.
+    #: The costs of the draft's decodes. Each decode refines them.
     costs: CostTable = field(default_factory=CostTable)
-    #: Returns what the decodes of another draft cost.
+    #: Returns the costs of another draft's decodes.
     costs_of: Callable[[Key], CostTable] = lambda _key: CostTable()
-    #: Returns the acceptance statistics of what one draft (the second key) drafts for another.
+    #: Returns the acceptance statistics of a draft (the second key) that drafts for another draft
+    #: (the first key).
     guesses_of: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = lambda _one, _two: {}
-    #: Whether tokens are sampled from their distributions; else they are the likeliest.
+    #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     draws: bool = False
     #: Whether the draft may be a tree.
     branches: bool = False
     #: The shape of the tree.
     shape: TreeShape = AUTO_TREE
-    #: The most tokens of a draft.
+    #: The maximum number of tokens of a draft.
     n_max: int = 16
-    #: The most levels of a tree; None: as many as there may be tokens.
+    #: The maximum number of levels of a tree; None if only the number of tokens limits it.
     n_deepest: int | None = None
-    #: Positions of the text that a draft model need not read: what a chat template puts before
+    #: The positions of tokens that a draft model may skip: turns that the chat template adds before
     #: every prompt.
     head: range = range(0)
-    #: The prompt of a draft with another vocabulary, in its own template; None translates the
-    #: target's.
+    #: The prompt for a draft with another vocabulary, in its own tokens and template. If it is
+    #: None, such a draft translates the target's prompt.
     draft_prompt: Sequence[int] | None = None
     #: Whether tokens that end a text are never chosen.
     is_endless: bool = False
 
-    def reused(self, backend: Backend, start: int = 0) -> Sequence[int]:
-        """Let the slot hold the longest known prefix of the prompt, from `start` on; return it."""
-        tokens = self.prompt[start:]
-        return tokens[: self.slot.share_prefix(backend, tokens)]
+    def reuse_prefix(self, backend: Backend, start: int = 0) -> int:
+        """Let the slot hold the longest known prefix of `prompt[start:]`; drop everything else.
+
+        Args:
+            backend: One of the draft's caches.
+            start: The number of the prompt's first tokens that the cache leaves out.
+
+        Returns:
+            The number of tokens that the slot now holds.
+        """
+        return self.slot.share_prefix(backend, self.prompt[start:])
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What a draft is opened for: a target, with options."""
+    """The arguments with which a draft is opened: its target, and options."""
 
+    #: The target that it drafts for.
     target: LlamaModel
+    #: How much is drafted, and how.
     drafting: DraftOptions
+    #: The options of the draft's contexts.
     context: ContextOptions
+    #: Returns the current time in seconds.
     clock: Callable[[], float]
-    #: The sources of what drafts for the draft.
+    #: The draft's own draft, the draft of that one, and so on.
     helpers: tuple[DraftSource, ...] = ()
-    #: A file of weights that the draft learnt from answers.
+    #: A file of weights that the draft learnt from answers; None for its original weights.
     learnt: Path | None = None
-    #: A folder for what can be made again.
+    #: The folder for files that can be made again; None if nothing is stored.
     cache: Path | None = None
 
     @property
     def why_chains(self) -> str | None:
-        """Why no draft for this target can branch; None if drafts can."""
+        """Why drafts for this target can only be chains; None if they can branch."""
         if not self.target.has_recurrent_state:
             return None
         return f"{self.target.name} has a recurrent state, which branches cannot share"
@@ -258,14 +274,15 @@ class DraftSetup:
 class ContextSpec:
     """The size of a draft's contexts."""
 
-    #: The number of tokens of each text.
+    #: The maximum number of tokens of each text.
     n_ctx: int
     #: The number of texts.
     n_slots: int
-    #: The most rows of a text in a round.
+    #: The maximum number of the target's rows per text in a round.
     n_rows: int
+    #: Returns the current time in seconds.
     clock: Callable[[], float]
-    #: Returns the options of the context of a draft.
+    #: Returns the options for the context of a draft.
     options_of: Callable[[Key], ContextOptions]
     #: The target's context; None if it decodes elsewhere.
     target: LlamaBackend | None = None
@@ -275,31 +292,31 @@ class LoadedDraft:
     """A draft that is loaded for a target.
 
     Args:
-        name: What it is called in messages.
-        key: What its acceptance is stored under.
+        name: The name that messages show.
+        key: Identifies its acceptance statistics.
     """
 
     #: What it reads besides tokens.
     reads: Reads = "text"
-    #: Whether it decodes nothing, so that its draft is known before a round is planned.
+    #: Whether it needs no decodes, so that its draft is known before a round is planned.
     is_free = False
     #: Whether it can sample tokens at random and return their distributions.
     can_draw = True
-    #: How many tokens one decode predicts, for measuring the cost of a token.
+    #: The number of tokens that one decode predicts. They share its cost.
     n_at_once = 1
     #: The name of its tokens in events and statistics.
     origin = "model"
-    #: What the costs of its decodes are stored under; None if it has no context of its own.
+    #: Identifies the costs of its decodes; None if it has no context of its own.
     timed: Key | None = None
-    #: Why its drafts cannot branch; None if they can.
+    #: Why its drafts can only be chains; None if they can branch.
     why_chains: str | None = None
-    #: Its own models, and those of what drafts for it.
+    #: Its own models, and those that draft for it.
     models: tuple[LlamaModel, ...] = ()
     #: Its model, if the vocabulary is not the target's.
     own_vocabulary: LlamaModel | None = None
-    #: The file that can learn from answers; None if it cannot learn.
+    #: The file whose weights can learn from answers; None if it cannot learn.
     learns: Path | None = None
-    #: The file of weights in use that it learnt; None if it uses its original ones.
+    #: The file of learnt weights in use; None if it uses its original ones.
     learnt: Path | None = None
 
     def __init__(self, name: str, key: Key) -> None:
@@ -307,34 +324,34 @@ class LoadedDraft:
         self.key = key
 
     def n_sequences(self, n_rows: int) -> int:
-        """Return the most of llama.cpp's sequences that a text needs in its contexts.
+        """Return the maximum number of llama.cpp's sequences per text in its contexts.
 
         Args:
-            n_rows: The most rows of a text in a round.
+            n_rows: The maximum number of the target's rows per text in a round.
         """
         return 0
 
     def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
-        """Open its contexts: `DraftRequest.caches`, which the caller closes.
+        """Open its contexts, which the caller closes. Drafters get them as `DraftRequest.caches`.
 
         Raises:
-            MemoryLimitError: They do not fit.
+            MemoryLimitError: If they do not fit into memory.
         """
         return ()
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        """Return what drafts for an answer."""
+        """Return a drafter for one answer."""
         raise NotImplementedError
 
     def keep_text(self, tokens: Sequence[int]) -> None:
-        """Store a finished text for later answers, if the options ask for that."""
+        """Store the tokens of a finished text for later answers, if the options ask for that."""
 
     def notices(self) -> Iterable[str]:
-        """Return notices to print before the first answer."""
+        """Return notices to show before the first answer."""
         return ()
 
     def close(self) -> None:
-        """Free its models. May be called twice."""
+        """Free its models. It may be called more than once."""
         for model in self.models:
             model.close()
 
@@ -345,11 +362,11 @@ class DraftKind:
 
     #: The name of the kind.
     name: str
-    #: Whether a file, or the word after `--draft`, is of this kind. A file that cannot be read is
-    #: not.
+    #: Returns whether a file, or the word after `--draft`, is of this kind. For a file that cannot
+    #: be read, it returns False.
     matches: Callable[[DraftSource], bool]
-    #: Loads a source that matches. Raises `ModelFileError`, `PairError`, or `UsageError` if the
-    #: options ask for something that it cannot do.
+    #: Loads a source that matches. Raises `ModelFileError` if the file cannot be used, `PairError`
+    #: if it does not fit the target, and `UsageError` if it cannot do what the options ask for.
     open: Callable[[DraftSource, DraftSetup], LoadedDraft]
-    #: Whether its name alone, as the word after `--draft`, drafts for a target.
+    #: Returns whether the name of the kind, as the word after `--draft`, can draft for a target.
     suits: Callable[[LlamaModel], bool] = lambda _target: False

@@ -1,8 +1,8 @@
-"""All kinds of drafts: the first one that matches a source opens it.
+"""All kinds of drafts. The first kind that matches the value of `--draft` opens it.
 
-No kind is imported before it is needed. A new kind is a module in this folder with a `KIND`, which
-is a `DraftKind` (`interface.py`), and an entry in `KINDS` below. A kind of another package is an
-entry point of the group `GROUP`.
+Kinds are imported only when needed. To add one, write a module in this folder with a `KIND`, which
+is a `DraftKind` (`interface.py`), and add an entry to `KINDS` below. Other packages can add kinds
+as entry points of the group `GROUP`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class KindEntry:
 
     #: The module in `specgen.drafters`, which has a `KIND`.
     module: str
-    #: The word after `--draft` that selects it.
+    #: The word after `--draft` that selects it; empty if only files do.
     word: str = ""
-    #: The GGUF architecture that only such drafts have.
+    #: The GGUF architecture that only such drafts have; empty if there is none.
     architecture: str = ""
 
 
@@ -45,15 +45,17 @@ KINDS = (
     KindEntry("dflash", architecture="dflash"),
     KindEntry("gemma4", architecture="gemma4-assistant"),
 )
+#: The words after `--draft` that select kinds of this package.
 WORDS = tuple(kind.word for kind in KINDS if kind.word)
-#: The name of the kind that takes any file: it is tried after the kinds of other packages.
+#: The name of the kind that accepts any file (a stand-alone model). It is tried last, after the
+#: kinds of other packages.
 ANY_FILE = "model"
-#: The group of the entry points of other packages, each with a `DraftKind`.
+#: The entry point group in which other packages register a `DraftKind`.
 GROUP = "specgen.drafts"
 
 
 def kinds() -> Iterator[DraftKind]:
-    """Yield the kinds in their order. Each is imported only if those before it do not match."""
+    """Yield the kinds in the order in which they are tried; each is imported when it is reached."""
     for entry in KINDS:
         yield _import_kind(entry.module)
     yield from _kinds_of_packages()
@@ -61,7 +63,7 @@ def kinds() -> Iterator[DraftKind]:
 
 
 def find_kind(source: DraftSource) -> DraftKind | None:
-    """Return the kind of a source; None if there is none."""
+    """Return the first kind that matches the value of `--draft`; None if none does."""
     for kind in kinds():
         if kind.matches(source):
             return kind
@@ -69,12 +71,16 @@ def find_kind(source: DraftSource) -> DraftKind | None:
 
 
 def is_word(name: str) -> bool:
-    """Return whether a word after `--draft` names a kind."""
+    """Return whether a value of `--draft` is a word that selects a kind, and not a model."""
     return name in WORDS or any(kind.matches(name) for kind in _kinds_of_packages())
 
 
 def refuse_draft(path: Path) -> None:
-    """Raise `ModelFileError` if a file is a draft for one target instead of a whole model."""
+    """Refuse a file that can only be a draft where a complete model is needed.
+
+    Raises:
+        ModelFileError: If the file is a draft that was trained for one target.
+    """
     from specgen.llama.gguf_file import architecture_of
 
     architecture = architecture_of(path)
@@ -86,7 +92,20 @@ def refuse_draft(path: Path) -> None:
 
 
 def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
-    """Load a draft; return None for "none". Raise what `DraftKind.open` raises."""
+    """Load a draft.
+
+    Args:
+        source: The value of `--draft`: a file or a word.
+        setup: The target and the options.
+
+    Returns:
+        The loaded draft; None if the source is "none".
+
+    Raises:
+        UsageError: If no kind matches the source, or it cannot do what the options ask for.
+        ModelFileError: If the file cannot be used.
+        PairError: If it cannot draft for the target.
+    """
     if source == "none":
         return None
     kind = find_kind(source)

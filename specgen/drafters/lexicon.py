@@ -1,6 +1,6 @@
-"""The tokens of a vocabulary by their bytes, and texts that are spelled with them.
+"""Spell texts, byte for byte, with the tokens of a vocabulary.
 
-Different vocabularies have only their bytes in common, so text passes from one to another as bytes.
+Different vocabularies have only bytes in common, so text passes from one to another as bytes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import numpy as np
 from specgen.system.arrays import TokenArray
 from specgen.text.vocabulary import Vocabulary
 
-#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
-#: a letter or a space.
+#: Put before texts if the tokenizer adds a space to the beginning of every text: the space is then
+#: added to this. No tokenizer merges it with a letter or a space.
 _ANCHOR = "\n"
-#: Longer than any run of this byte in a vocabulary: what starts with a prefix sorts before the
-#: prefix and this.
+#: Appended to a prefix, this sorts after all tokens with the prefix: no vocabulary has a token with
+#: so many of these bytes.
 _HIGHEST = b"\xff" * 64
-#: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
+#: Matches runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")
-#: Tokens, each with the end of its bytes, counted from the start of the text. There may be bytes
-#: without a token in between.
+#: Tokens, each with the position in the text at which its bytes end. Bytes that no token has are
+#: left out, so a token may start after the end of the previous one.
 Spelling: TypeAlias = list[tuple[int, int]]
 
 
 def n_incomplete_bytes(data: bytes) -> int:
-    """Count the bytes of an incomplete character at the end of UTF-8 text, 0 to 3.
+    """Return the number of bytes, 0 to 3, of an incomplete character at the end of UTF-8 text.
 
-    Bytes that cannot begin a character do not count.
+    Bytes that are not the beginning of any character do not count.
     """
     if data[-1:].isascii():
         return 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(data[-3:])
-    return len(decoder.getstate()[0])
+    undecoded, _ = decoder.getstate()
+    return len(undecoded)
 
 
 def counterpart(
@@ -46,13 +47,22 @@ def counterpart(
     source: Vocabulary,
     destination: Vocabulary,
 ) -> int | None:
-    """Return another vocabulary's token for a control token; None if there is none.
+    """Return the control token of another vocabulary that corresponds to a control token.
 
-    It is the control token of the same name, else one of the same role. In the middle of a text
-    there are two roles only: the end of a turn, and the end of a text.
+    It is the one with the same name, or else, for a token that ends a turn or a text, one that does
+    the same.
+
+    Args:
+        token: A control token of `source`.
+        source: The vocabulary of the token.
+        destination: The other vocabulary.
+
+    Returns:
+        The token of `destination`; None if there is none.
     """
     is_end = source.is_end(token)
     named = destination.tokenize(source.token_text(token), add_special=False, parse_special=True)
+    # Control tokens have no bytes.
     is_one_control = len(named) == 1 and not destination.token_bytes(named[0])
     if is_one_control and destination.is_end(named[0]) == is_end:
         return named[0]
@@ -71,8 +81,8 @@ def counterpart(
 class Lexicon:
     """Spells texts with the tokens of a vocabulary, byte for byte.
 
-    Characters go through the vocabulary's own tokenizer. Bytes that are not characters are spelled
-    with the longest tokens that there are. Bytes that no token has are left out.
+    Valid characters go through the vocabulary's own tokenizer. Other bytes are spelled with the
+    longest possible tokens. Bytes that no token has are left out.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -85,8 +95,8 @@ class Lexicon:
     def tokens(self) -> dict[bytes, int]:
         """Every token that stands for text, by its bytes.
 
-        Of several tokens (that of a byte and that of a character, for example) it has the one that
-        the tokenizer uses. Reading a whole vocabulary takes a tenth of a second or more.
+        If several tokens have the same bytes (a byte token and a character token, for example), it
+        is the one that the tokenizer uses. Reading a vocabulary takes a tenth of a second or more.
         """
         tokens: dict[bytes, int] = {}
         for token_id in range(self.vocabulary.n_tokens):
@@ -102,15 +112,16 @@ class Lexicon:
 
     @cached_property
     def _sorted(self) -> tuple[list[bytes], TokenArray]:
+        """The bytes of all tokens, sorted, and the tokens in the same order, int64[n]."""
         keys = sorted(self.tokens)
         return keys, np.array([self.tokens[key] for key in keys], np.int64)
 
     def load(self) -> None:
-        """Read the vocabulary now."""
+        """Read the vocabulary now, so that later calls are fast."""
         self.with_prefix(b"")
 
     def with_prefix(self, prefix: bytes) -> TokenArray:
-        """Return the tokens whose bytes start with `prefix`: int64[m], sorted by their bytes."""
+        """Return the tokens whose bytes start with `prefix`, sorted by their bytes: int64[m]."""
         keys, token_ids = self._sorted
         start = bisect_left(keys, prefix)
         return token_ids[start : bisect_left(keys, prefix + _HIGHEST, start)]
@@ -122,7 +133,7 @@ class Lexicon:
         runs = _STRAY.split(data.decode("utf-8", "surrogateescape"))
         for number, run in enumerate(runs):
             run_bytes = run.encode("utf-8", "surrogateescape")
-            is_stray = number % 2 == 1  # `split` returns text and separators in turns
+            is_stray = number % 2 == 1  # `split` alternates between text and matches
             if is_stray:
                 spelling += self._spell_bytes(run_bytes, offset)
             elif run:
@@ -131,14 +142,15 @@ class Lexicon:
         return spelling
 
     def spell_after(self, before: bytes, data: bytes) -> Spelling:
-        """Return the spelling of `data` after `before`; ends count from the start of `data`.
+        """Return the spelling of `data` as the continuation of `before`.
 
-        Both are spelled together, since a token depends on what precedes it. But a token that spans
-        the border between them is replaced by the spelling of its part after the border.
+        Both are spelled together, since the tokens of a text depend on what precedes it. A token
+        that spans the border between them is replaced with the spelling of its part after the
+        border. Positions count from the start of `data`.
 
         Example:
-            With the tokens "a", "b", "ab" and "c", "bc" after "a" is spelled "b", "c": together
-            they are "ab", "c", and "ab" spans the border.
+            The tokens are "a", "b", "c" and "ab". Then "bc" after "a" is spelled "b", "c": together
+            they are "ab", "c", where "ab" spans the border.
         """
         if not data:
             return []
@@ -152,7 +164,11 @@ class Lexicon:
         return spelling
 
     def _spell_text(self, text: str, offset: int) -> Spelling:
-        """Spell characters. A part that has no token is found by halving the text."""
+        """Spell characters; the text starts at position `offset`.
+
+        If the tokenizer cannot spell all of it, each half is spelled separately, and so on, down to
+        the characters that it cannot spell: these are spelled as bytes.
+        """
         spelling = self._tokenize(text, offset)
         if spelling is not None:
             return spelling
@@ -163,7 +179,7 @@ class Lexicon:
         return self._spell_text(text[:half], offset) + self._spell_text(text[half:], middle)
 
     def _spell_bytes(self, data: bytes, offset: int) -> Spelling:
-        """Spell bytes with the longest tokens that there are; leave out those without a token."""
+        """Spell bytes with the longest possible tokens, and leave out bytes without a token."""
         spelling: Spelling = []
         start = 0
         while start < len(data):
@@ -178,10 +194,14 @@ class Lexicon:
         return spelling
 
     def _tokenize(self, text: str, offset: int = 0) -> Spelling | None:
-        """Tokenize characters at an offset, without what the tokenizer adds.
+        """Tokenize characters, and remove what the tokenizer adds.
+
+        Args:
+            text: The characters.
+            offset: The position at which they start.
 
         Returns:
-            The spelling; None if the tokens' bytes are not those of the text.
+            The spelling; None if the bytes of the tokens are not exactly those of the text.
         """
         data = text.encode()
         token_bytes = self.vocabulary.token_bytes
@@ -193,14 +213,15 @@ class Lexicon:
         if not spelled.endswith(data):
             return None
         spelling: Spelling = []
-        # Counted from the start of the text: the anchor, and what the tokenizer added, is below 0.
+        # Positions count from the start of the text. The anchor, and anything else that the
+        # tokenizer adds before the text, is at negative positions.
         end = len(data) - len(spelled)
         for token, piece in zip(tokens, pieces, strict=True):
-            # A token without bytes stands for something unknown: an anchor that has no token.
-            is_added = end < 0 or not (piece or spelling)
+            # A token without bytes before the text stands for an anchor that has no token.
+            is_before_text = end < 0 or not (piece or spelling)
             end += len(piece)
-            if not is_added:
+            if not is_before_text:
                 spelling.append((token, offset + end))
-            elif end > 0:  # it reaches into the text
+            elif end > 0:  # one token has the end of the anchor and the start of the text
                 return None
         return spelling

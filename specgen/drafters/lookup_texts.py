@@ -1,4 +1,4 @@
-"""The texts that prompt lookup searches besides the prompt: files, folders, and earlier answers."""
+"""The other texts that prompt lookup searches: files, folders, and earlier answers."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from specgen.errors import OutputError, UsageError
 from specgen.system.files import locked
 from specgen.text.vocabulary import Vocabulary
 
-#: Larger files in a folder are left out.
+#: Larger files in a folder are ignored.
 MAX_FILE_BYTES = 4 << 20
-#: More in all is refused: sorting takes 150 bytes of memory a token.
+#: A larger total size is refused: sorting takes 150 bytes of memory per token.
 MAX_CORPUS_BYTES = 16 << 20
-#: The fields of a record that may hold text, in the order in which they are taken.
+#: The fields of a record that may have text, in the order in which they are read.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
+#: Files with these suffixes consist of records.
 _RECORD_SUFFIXES = (".jsonl", ".ndjson")
-#: The version of the arrays in the cache. Raise it if the same files give another array.
+#: The version of the arrays in the cache. Increase it if the same files result in another array.
 _VERSION = 2
-#: The size of a store of earlier texts. If it grows beyond that, its older half is removed.
+#: The maximum size of a store of earlier texts. When it grows beyond that, its older half is
+#: removed.
 MAX_STORE_BYTES = 8 << 20
-#: The most tokens of earlier texts that are not in the saved array, ...
+#: The number of unsaved tokens, which are sorted again for each session, may reach this...
 MAX_UNSAVED = 16384
-#: ... unless this share of the saved ones is more. They are sorted again for each answer.
+#: ...or this share of the saved tokens, whichever is more, before all are sorted and saved.
 _UNSAVED_SHARE = 0.25
-#: The longest wait for another process that adds a text.
+#: The longest wait for another process that adds a text, in seconds.
 _WAIT_S = 2.0
 
 
@@ -52,8 +54,9 @@ class _CorpusFile:
     """A file with text to look up."""
 
     path: Path
+    #: Its size and modification time.
     about: os.stat_result
-    #: Whether the user named this very file, so that it must be text.
+    #: Whether the user named the file itself, and not a folder: then it has to be text.
     is_named: bool
 
 
@@ -65,18 +68,18 @@ def load_corpus(
 ) -> SuffixArray:
     """Load the texts of files and folders as tokens.
 
-    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden ones
-    and links. A .jsonl or .ndjson file has records, one JSON object per line, with texts, or lists
-    and objects with texts, in the `FIELDS`.
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files
+    and links. A .jsonl or .ndjson file has records, one JSON object per line. Texts are read from
+    their `FIELDS`, including those in lists and objects there.
 
     Args:
         paths: The files and folders.
-        vocabulary: Makes the tokens.
+        vocabulary: Tokenizes the texts.
         fingerprint: Identifies the vocabulary.
-        cache: A folder that keeps the sorted texts until the files change; None: nothing is kept.
+        cache: A folder that stores the sorted texts until the files change; None stores nothing.
 
     Raises:
-        UsageError: There is no text or too much, or a file that is named is not text.
+        UsageError: If there is no text, or too much, or if a file that the user named is not text.
     """
     files = [file for path in paths for file in _corpus_files(path)]
     option = f"--lookup-file {', '.join(map(str, paths))}"
@@ -88,23 +91,24 @@ def load_corpus(
         )
     states = [(str(file.path), file.about.st_size, file.about.st_mtime_ns) for file in files]
     made_of = np.frombuffer(_digest(_VERSION, fingerprint, states), np.int32)
-    # The name depends on the paths only, so a changed file replaces the array in the cache.
-    kept_at = None
+    # The name of the cached file does not depend on the contents of the files: when they change,
+    # the new array replaces the old one.
+    cache_file = None
     if cache is not None:
-        kept_at = cache / f"{_digest(fingerprint, [*map(str, paths)]).hex()}.npz"
-        kept = SuffixArray.load(kept_at, made_of)
-        if kept is not None:
-            return kept
+        cache_file = cache / f"{_digest(fingerprint, [*map(str, paths)]).hex()}.npz"
+        cached = SuffixArray.load(cache_file, made_of)
+        if cached is not None:
+            return cached
     texts = [text for file in files for text in _texts(file)]
     array = SuffixArray.build(
         vocabulary.tokenize(text, add_special=False, parse_special=False) for text in texts
     )
     if not len(array):
         raise UsageError(f"{option}: no text in it")
-    if kept_at is not None:
-        with contextlib.suppress(OSError):  # the next run makes it again
-            kept_at.parent.mkdir(parents=True, exist_ok=True)
-            array.save(kept_at, made_of)
+    if cache_file is not None:
+        with contextlib.suppress(OSError):  # the next run will make it again
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            array.save(cache_file, made_of)
     return array
 
 
@@ -113,7 +117,11 @@ def _digest(*parts: object) -> bytes:
 
 
 def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
-    """Yield a file, or the files of a folder in the order of their paths. Raise `UsageError`."""
+    """Yield a file, or the files of a folder in the order of their paths.
+
+    Raises:
+        UsageError: If the path does not exist, or is neither a file nor a folder.
+    """
     try:
         path = path.expanduser().resolve(strict=True)
         about = path.stat()
@@ -134,17 +142,23 @@ def _visible(names: Sequence[str]) -> list[str]:
 
 def _files_in(folder: Path) -> Iterator[_CorpusFile]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = _visible(folders)  # in place, as `os.walk` then walks these
+        folders[:] = _visible(folders)  # in place: `os.walk` goes on with what is in this list
         for name in _visible(names):
             path = Path(parent, name)
-            with contextlib.suppress(OSError):  # the file has vanished
+            with contextlib.suppress(OSError):  # the file may have been deleted meanwhile
                 about = path.lstat()
                 if stat.S_ISREG(about.st_mode) and 0 < about.st_size <= MAX_FILE_BYTES:
                     yield _CorpusFile(path, about, is_named=False)
 
 
 def _texts(file: _CorpusFile) -> list[str]:
-    """Return the texts of a file. If it cannot be read, it has none, or `UsageError` is raised."""
+    """Return the texts of a file: its content, or the texts of its records.
+
+    A file of a folder that cannot be read has none; if it has invalid records, it is one text.
+
+    Raises:
+        UsageError: If the user named the file, and it is not text or has invalid records.
+    """
     path = file.path
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -168,6 +182,11 @@ def _texts(file: _CorpusFile) -> list[str]:
 
 
 def _texts_of_records(path: Path, lines: str) -> list[str]:
+    """Return the texts of the records in a file.
+
+    Raises:
+        UsageError: If a line is not a JSON object, or if no record has text.
+    """
     texts: list[str] = []
     for number, line in enumerate(lines.split("\n"), start=1):
         if not line.strip():
@@ -181,12 +200,12 @@ def _texts_of_records(path: Path, lines: str) -> list[str]:
         texts += _texts_of_value(record)
     if not texts:
         raise UsageError(f"{path}: no record has text in {', '.join(FIELDS)}")
-    # JSON may escape halves of characters (lone surrogates), which no tokenizer takes.
+    # JSON escapes can stand for halves of characters (lone surrogates): replace them.
     return [text.encode(errors="replace").decode() for text in texts]
 
 
 def _texts_of_value(value: object) -> Iterator[str]:
-    """Yield a text, or those in the items of a list and in the `FIELDS` of an object."""
+    """Yield a text itself, or all texts in the items of a list or in the `FIELDS` of an object."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -202,22 +221,22 @@ def _texts_of_value(value: object) -> Iterator[str]:
 
 def texts_in(store: Path) -> list[IntArray]:
     """Return the texts in the folder of an `EarlierTexts`, int32[n] each, the newest last."""
-    found = load_arrays(store / "tokens.npz", "tokens")
-    return split_texts(found[0]) if found is not None else []
+    arrays = load_arrays(store / "tokens.npz", "tokens")
+    return split_texts(arrays[0]) if arrays is not None else []
 
 
 class EarlierTexts:
-    """The tokens of earlier texts, in a file for each vocabulary, and a sorted array of most.
+    """The tokens of earlier texts on the disk, with a saved suffix array of most of them.
 
-    Nothing here raises an error: a store that cannot be read is empty, and one that cannot be
-    written stays as it is.
+    Nothing here raises an error: a store that cannot be read counts as empty, and one that cannot
+    be written stays as it is.
 
     Args:
-        folder: Contains the stores of all vocabularies.
+        folder: The folder with the stores of all vocabularies.
         fingerprint: Identifies the vocabulary.
-        max_bytes: The size beyond which the older half of the texts is removed.
-        max_unsaved: How many tokens may be sorted again for each answer before all texts are
-            sorted and saved.
+        max_bytes: When the texts become larger than this, the older half is removed.
+        max_unsaved: The number of tokens, not yet in the saved array, that may be sorted again in
+            each session before all texts are sorted and saved.
     """
 
     def __init__(
@@ -235,15 +254,16 @@ class EarlierTexts:
         self._max_unsaved = max_unsaved
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Store a text that is not there yet as the newest one.
+        """Store a text as the newest one, unless the store has it already.
 
-        Only the end of a text that is larger than the store is kept.
+        Of a text that is larger than the store, only the end is stored.
         """
         new = np.array(tokens[-self._max_tokens :], np.int32)
         if not len(new):
             return
-        busy = OutputError(f"{self.folder}: another process is writing to it")
-        with contextlib.suppress(OSError, OutputError), locked(self.folder / "lock", busy, _WAIT_S):
+        lock_error = OutputError(f"{self.folder}: another process is writing to it")
+        lock = locked(self.folder / "lock", lock_error, _WAIT_S)
+        with contextlib.suppress(OSError, OutputError), lock:
             texts = texts_in(self.folder)
             if any(np.array_equal(text, new) for text in texts):
                 return
@@ -251,7 +271,7 @@ class EarlierTexts:
             save_arrays(self.folder / "tokens.npz", tokens=join_texts(texts))
 
     def _without_oldest(self, texts: list[IntArray]) -> list[IntArray]:
-        """Return the newest texts that fill half of the store, or all of them if there is room."""
+        """Return all texts if they fit into the store, or else the newest, to fill half of it."""
         n_tokens = sum(map(len, texts))
         if n_tokens <= self._max_tokens:
             return texts
@@ -262,19 +282,21 @@ class EarlierTexts:
         return texts[first:]
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """Return all texts, the newest in the last array.
+        """Return suffix arrays of all texts, with the newest texts in the last one.
 
-        Most are in the saved array, which is made again when many are not in it.
+        One array is loaded from the disk; another one is built of the texts that it lacks. If it
+        lacks too much, an array of all texts is built and saved.
         """
         tokens = join_texts(texts_in(self.folder))
-        saved_at = self.folder / "texts.npz"
-        saved = SuffixArray.load(saved_at)
+        saved_file = self.folder / "texts.npz"
+        saved = SuffixArray.load(saved_file)
+        # If the oldest texts were removed meanwhile, the saved array is of no use.
         if saved is None or not np.array_equal(saved.tokens, tokens[: len(saved)]):
             saved = SuffixArray.build([])
         n_unsaved = len(tokens) - len(saved)
         if n_unsaved > max(self._max_unsaved, _UNSAVED_SHARE * len(saved)):
             saved = SuffixArray.build(split_texts(tokens))
             with contextlib.suppress(OSError):
-                saved.save(saved_at)
+                saved.save(saved_file)
         unsaved = SuffixArray.build(split_texts(tokens[len(saved) :]))
         return tuple(array for array in (saved, unsaved) if len(array))

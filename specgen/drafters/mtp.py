@@ -1,8 +1,8 @@
-"""MTP layers: extra layers that a target was trained with to predict further tokens.
+"""MTP layers: extra layers that a target was trained with, to predict further tokens.
 
-They are in the target's file, or in a separate one. A single layer drafts a chain or a tree by
-reading its own output again. Of several layers, each drafts one token (multi-token prediction,
-DeepSeek-V3, arXiv:2412.19437, section 2.2).
+They are in the target's file or in a separate one. A single layer drafts a chain or a tree by
+reading its own output again. If there are several layers, each drafts one token (multi-token
+prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specgen.drafters.interface import (
     Price,
 )
 from specgen.drafters.states import (
-    N_USUAL,
+    N_ROUND_ROWS,
     LayerDrafter,
     StatesCache,
     StatesDraft,
@@ -39,11 +39,14 @@ from specgen.system.arrays import Hidden
 class MtpChainDrafter(StatesDrafter):
     """Drafts chains with several MTP layers.
 
-    Layer k predicts the k-th token after those that the target has decoded. Each layer has its own
-    cache, in which the rows of accepted tokens read the target's states. After these, layer k
-    decodes k rows of drafted tokens: the first reads the first layer's state, and so on. So a draft
-    has no more tokens than there are layers, and tokens that the target has not decoded count among
-    them.
+    Each layer has its own cache of the text, whose rows read the target's states. To draft, the
+    layers are used one after the other. Each first decodes the rows of the text that its cache
+    lacks, then one row for each earlier layer, which reads that layer's state; the logits after its
+    last row are those of the next token. So layer k (from 1) predicts the k-th token after the
+    first one that the target has not decoded.
+
+    A draft thus has at most as many tokens as there are layers. Known tokens that the target has
+    not decoded, besides the first, take up layers, too.
     """
 
     name = "mtp"
@@ -51,19 +54,19 @@ class MtpChainDrafter(StatesDrafter):
     def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
         self._caches = [StatesCache(layer, request, self.hidden_states) for layer in backend.layers]
-        self._n_most = len(self._caches)
+        self._max_predicted = len(self._caches)
 
     def price(self, n_context: int) -> Price:
-        """Return the costs: each token takes a decode of another layer."""
+        """Return the costs. Each token takes a decode of a further layer."""
         n_decoded = self._n_decoded(n_context)
         n_rows = self._caches[0].n_missing(n_decoded)
-        one_layer = self._costs.price_of_draft(n_rows, N_USUAL)
-        next_s = self._costs.seconds_each(min(n_rows, N_USUAL) + 1)
+        one_layer = self._costs.price_of_draft(n_rows, N_ROUND_ROWS)
+        next_s = self._costs.seconds_each(min(n_rows, N_ROUND_ROWS) + 1)
         n_undecoded = n_context - 1 - n_decoded
         return Price(
-            one_layer.first_s + n_undecoded * next_s,
-            next_s,
-            len(self._caches) * one_layer.prefill_s,
+            first_s=one_layer.first_s + n_undecoded * next_s,
+            next_s=next_s,
+            prefill_s=len(self._caches) * one_layer.prefill_s,
         )
 
     def _grow(
@@ -72,17 +75,18 @@ class MtpChainDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
-        #: The state of each layer that was used, after its last row.
+        """Grow a draft, using a further layer for each token."""
+        #: The state after the last row of each layer that was used so far.
         states: list[Hidden] = []
 
         def decode_next_layer(_nodes: Sequence[int] = ()) -> Decoding:
-            """Decode the text and what was drafted with the first layer that was not used yet."""
+            """Use the next layer: let it decode the text and the draft so far."""
             layer = self._caches[len(states)]
             rows = yield from layer.catch_up(context, n_decoded, draft.tokens, states)
             states.append(layer.state())
             return rows
 
-        # The first layers predict tokens that are known already.
+        # The first layers predict tokens that are known already: only their states are needed.
         for _ in range(n_decoded + 1, len(context)):
             yield from decode_next_layer()
         rows = yield from decode_next_layer()
@@ -90,9 +94,19 @@ class MtpChainDrafter(StatesDrafter):
 
 
 class MtpDraft(StatesDraft):
-    """The MTP layers of a loaded target, or those in a separate file (`path`)."""
+    """The MTP layers of a loaded target, or those in a separate file."""
 
     def __init__(self, setup: DraftSetup, path: Path | None) -> None:
+        """Use or load the MTP layers.
+
+        Args:
+            setup: The target and the options.
+            path: The file with the layers; None if they are in the target's file.
+
+        Raises:
+            PairError: If the target has no MTP layers, or the file does not fit the target.
+            ModelFileError: If the file cannot be used.
+        """
         target = setup.target
         if path is None and target.why_no_mtp:
             raise PairError(

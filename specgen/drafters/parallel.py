@@ -1,8 +1,8 @@
 """A draft model that predicts several tokens in one decode (PARD, arXiv:2504.18583).
 
-The model was trained with a *mask* token, which stands for a token that is not known yet: the row
-of each mask predicts the token after it. So a draft of n tokens takes one decode, of the last token
-and n - 1 masks.
+The model was trained with a *mask* token, which stands for a token that is not known yet. The row
+of each mask predicts the token after it. So a draft of n tokens takes a single decode of n rows:
+the text's last token, and n - 1 masks.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ from specgen.errors import UsageError
 if TYPE_CHECKING:
     from specgen.llama import LlamaModel
 
-#: Ordinary models may have this key too, such as Gemma for <mask>.
+#: The metadata key of the mask token. Ordinary models may have it, too, such as Gemma (<mask>).
 _MASK_KEY = "tokenizer.ggml.mask_token_id"
-#: Where a file has the names of its model. Converters copy them from the model's page.
+#: The metadata keys of a model's names. Converters copy the names from the model's page.
 _NAME_KEYS = ("general.name", "general.basename", "general.finetune", "general.base_model.0.name")
-#: The method's name, which all published parallel drafts have in theirs: PARD-Qwen2.5-0.5B,
-#: PARD2-Qwen3-8B.
+#: Matches the name of the method, which is part of the name of every published parallel draft, such
+#: as PARD-Qwen2.5-0.5B or PARD2-Qwen3-8B.
 _PARD = re.compile(r"(?<![a-z])pard-?2?(?![a-z0-9])", re.IGNORECASE)
-#: How fast the usual confidence follows the latest ones.
+#: The weight of the latest value in the moving average of confidences.
 _RATE = 0.1
+#: The average confidence that is assumed before anything was drafted.
+_INITIAL_CONFIDENCE = 0.8
 
 
 class ParallelDrafter(ModelDrafter):
     """Drafts with a parallel draft model: one decode for each draft.
 
-    There are as many rows as the plan would draft tokens if all were as likely as recent ones. A
-    row does not depend on the tokens drafted before it, so each token is sampled from a
-    distribution that is known beforehand, and every verifier can judge it. In a tree, all nodes of
-    one depth get their children from the same row.
+    The number of rows has to be chosen before anything is predicted: it is the number of tokens
+    that the plan would draft if all had the average confidence of recent ones. A row does not
+    depend on drafted tokens, so each token is sampled from a distribution that is known beforehand,
+    and every verifier can judge it. In a tree, all nodes of one depth get their children from the
+    same row.
 
     Args:
         backend: The model's context.
@@ -66,24 +69,26 @@ class ParallelDrafter(ModelDrafter):
         n_shared_tokens: int,
     ) -> None:
         super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
-        # Expanding a node of a tree costs nothing: its row is there already.
+        # Expanding a node of a tree costs nothing, since its row is there already: an empty table.
         self._request = replace(request, costs=CostTable())
         self._mask = mask
-        self._most_rows = min(max(1, request.n_max), backend.n_outputs)
-        #: The average confidence of recent tokens.
-        self._usual_confidence = 0.8
+        #: The maximum number of rows that predict tokens.
+        self._max_rows = min(max(1, request.n_max), backend.n_outputs)
+        #: A moving average of the confidences of drafted tokens.
+        self._average_confidence = _INITIAL_CONFIDENCE
 
     def price(self, n_context: int) -> Price:
-        """Return the cost of one decode; a further token costs a further row."""
+        """Return the cost of one decode, in which each further token costs a further row."""
         costs = self._costs
         if not costs:
             return FREE
-        n_masks = self._most_rows - 1
+        n_masks = self._max_rows - 1
         n_text = self.n_to_decode(n_context)
-        # If all was accepted, all drafted tokens and the target's own are new to the model.
-        n_usual = min(n_text, self._most_rows + 1)
-        first_s = costs.seconds_each(n_usual)
-        next_s = (costs.seconds_each(n_usual + n_masks) - first_s) / max(1, n_masks)
+        # One round adds at most all drafted tokens, whose masks are no longer in the cache, and the
+        # target's own token. If more of the text is missing, the rest is a prefill.
+        n_round = min(n_text, self._max_rows + 1)
+        first_s = costs.seconds_each(n_round)
+        next_s = (costs.seconds_each(n_round + n_masks) - first_s) / max(1, n_masks)
         prefill_s = costs.seconds_each(n_text) - first_s
         return Price(first_s, max(0.0, next_s), max(0.0, prefill_s))
 
@@ -113,22 +118,26 @@ class ParallelDrafter(ModelDrafter):
         )
         draft = yield from expansion.grow_from(rows)
         for confidence in draft.step_confidences:
-            self._usual_confidence += _RATE * (confidence - self._usual_confidence)
+            self._average_confidence += _RATE * (confidence - self._average_confidence)
         return draft
 
     def _n_worthwhile(self, plan: RoundPlan) -> int:
-        """Return how many tokens the plan drafts if all are as likely as usual."""
-        n_max = min(plan.n_max, self._most_rows, self._request.n_deepest or plan.n_max)
+        """Return the number of tokens that the plan would draft with the average confidence."""
+        n_max = min(plan.n_max, self._max_rows, self._request.n_deepest or plan.n_max)
         cumulative_acceptance = 1.0
         for n in range(1, n_max):
-            step = plan.after_draft_step(n - 1, cumulative_acceptance, self._usual_confidence)
+            step = plan.after_draft_step(n - 1, cumulative_acceptance, self._average_confidence)
             if not step.continue_drafting:
                 return n
             cumulative_acceptance = step.cumulative_acceptance
         return n_max
 
     def _predict(self, context: Sequence[int], n_rows: int) -> Decoding:
-        """Bring the cache to `context`, and predict the next tokens.
+        """Decode what the cache lacks of `context`, and predict the next tokens.
+
+        Args:
+            context: The text.
+            n_rows: The number of tokens to predict.
 
         Returns:
             Their logits, float32[n_rows, n_shared_tokens].
@@ -136,8 +145,9 @@ class ParallelDrafter(ModelDrafter):
         backend = self._backend
         n_masks = n_rows - 1
         missing = self._missing(context)
-        # A prompt is decoded first, in separate batches. So is everything else if dropping the
-        # masks from the cache means decoding again.
+        # All but the last token are decoded separately if the batch would be too large. So are they
+        # if the cache cannot drop cells: to drop the masks, it goes back to the checkpoint below
+        # and decodes the tokens after it again.
         is_long = len(missing) + n_masks > backend.n_batch
         if len(missing) > 1 and (is_long or backend.rollback == "states"):
             yield from self._decode(missing[:-1], n_wanted=0)
@@ -158,11 +168,11 @@ def mask_token(model: LlamaModel, wanted: str) -> int | None:
 
     Args:
         model: The draft model.
-        wanted: ``auto`` (what the file says), ``off``, the number of a token, or its text in the
-            vocabulary.
+        wanted: The value of `--draft-mask`: ``auto`` (the token that the file names, if the model
+            is a parallel draft), ``off``, a token id, or the text of a token in the vocabulary.
 
     Raises:
-        UsageError: There is no such token.
+        UsageError: If the model has no such token.
     """
     vocabulary = model.vocabulary
     if wanted == "off":
@@ -184,6 +194,6 @@ def mask_token(model: LlamaModel, wanted: str) -> int | None:
 
 
 def is_parallel_draft(model: LlamaModel) -> bool:
-    """Return whether a model is a parallel draft, judging by its names."""
+    """Return whether the name of a model says that it is a parallel draft."""
     names = (model.name, *(model.metadata(key) or "" for key in _NAME_KEYS))
     return any(_PARD.search(name) for name in names)

@@ -1,9 +1,9 @@
 """A draft for the draft: a cheaper drafter guesses what the draft model will draft.
 
-The draft model decodes the guessed tokens in one batch, takes each token from its own distribution,
-and goes on in the same batch while the token is the guessed one, as `MatchVerifier` does. So it
-drafts what it would without guesses (staged speculative decoding, Spector & Re, arXiv:2308.04623,
-section 3.2).
+The draft model decodes the guessed tokens in one batch. It chooses each token from its own
+distribution, and needs no further decode as long as it chooses the guessed token. So it drafts
+exactly what it would without guesses, only faster (staged speculative decoding, Spector & Re,
+arXiv:2308.04623, section 3.2).
 """
 
 from __future__ import annotations
@@ -32,33 +32,38 @@ from specgen.method.policy import Offer, Policy
 from specgen.system.arrays import Logits
 from specgen.text.overlap import common_prefix_length
 
-#: How fast the average seconds of a drafted token follow the latest ones.
+#: The weight of the latest value in the moving average of seconds per drafted token.
 _RATE = 0.1
 
 
 @dataclass(slots=True)
 class _OpenGuess:
-    """Guessed tokens, as long as it is unknown how many of them are right."""
+    """A guess of the draft model's next tokens, until it is known how many of them are right."""
 
+    #: The plan for the guess.
     plan: RoundPlan
+    #: The guessed tokens.
     draft: Draft
-    #: What was found and drafted, before the plan cut it.
+    #: The proposals of the drafters that guess, before the plan cut them.
     proposed: tuple[Draft, ...]
-    #: How many tokens the draft model had drafted before.
+    #: The number of tokens that the draft model had drafted before.
     n_before: int
-    #: The seconds of making the guess.
+    #: The seconds that making the guess took.
     draft_s: float
-    #: The seconds of the draft model's decode that checks it.
+    #: The seconds of the draft model's decode that checks the guess.
     decode_s: float = 0.0
 
 
 class SecondDraft:
-    """Guesses the tokens of a draft model, as many as the costs of its decodes make worthwhile.
+    """Guesses the next tokens of a draft model.
+
+    It does for the draft model what a draft does for the target: it makes as many guesses as the
+    policy finds worthwhile, and learns from how many of them are right.
 
     Args:
-        drafters: What guesses.
+        drafters: The drafters that guess.
         policy: Decides how much to guess.
-        caches: The contexts in which the drafters decode.
+        caches: The contexts in which these drafters decode.
     """
 
     def __init__(
@@ -72,20 +77,26 @@ class SecondDraft:
         self._caches = caches
         #: The last guess, until its result is known.
         self._guess: _OpenGuess | None = None
-        #: Recent seconds for a drafted token; None before the first.
+        #: The moving average of seconds per token of the draft model, with guesses; None before the
+        #: first guess.
         self._token_s: float | None = None
-        #: The length of the text that the drafters were shown last.
+        #: The length of the text that the drafters have seen.
         self._n_text = 0
-        #: The drafted tokens after that text that they were shown.
+        #: The draft model's tokens after that text that the drafters have seen.
         self._shown: tuple[int, ...] = ()
-        #: The guessed tokens of the present draft, and how many of them were right.
+        #: The number of tokens that were guessed during the current draft.
         self._n_guessed = 0
+        #: The number of them that were right.
         self._n_right = 0
-        #: The reason of the first plan for the present draft.
+        #: The reason that the first plan of the current draft gave for guessing much or little.
         self._why = ""
 
     def token_s(self, plain_s: float) -> float:
-        """Return the expected seconds of a drafted token that takes `plain_s` without guesses."""
+        """Return the expected seconds per token of the draft model.
+
+        Args:
+            plain_s: The seconds per token without guesses, which are never exceeded.
+        """
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def guess(
@@ -95,26 +106,27 @@ class SecondDraft:
         n_room: int,
         n_before: int,
     ) -> Generator[Ask, Logits, Sequence[int]]:
-        """Guess the draft model's next tokens.
+        """Guess the draft model's next tokens, and return them.
 
         Args:
             context: The text, and the tokens that another drafter drafted after it.
-            drafted: What the draft model has drafted so far.
-            n_room: The most tokens to guess.
-            n_before: How many tokens of the context another drafter drafted.
+            drafted: The tokens that the draft model has drafted so far.
+            n_room: The maximum number of tokens to guess.
+            n_before: The number of tokens of `context` that another drafter drafted.
         """
+        # This corresponds to a round of the target: first look up n-grams, then plan, then draft.
         drafters = self._drafters
         text = [*context, *drafted]
         n_drafted = n_before + len(drafted)
         self._show(text, len(context))
         n_max = min(self._policy.n_max, n_room)
-        found = drafters.look_up(text, n_max, n_drafted)
+        ngram_draft = drafters.look_up(text, n_max, n_drafted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
                 n_left=n_room + 1,
                 n_max=n_max,
-                found=found,
+                found=ngram_draft,
                 drafter=drafters.model_name,
                 price=price,
             )
@@ -124,12 +136,12 @@ class SecondDraft:
         uncut = yield from drafters.propose(text, plan, n_drafted)
         draft_s = self._decoded_s() - before_s
         draft = plan.stop.cut(uncut)
-        if not draft.is_chain:
+        if not draft.is_chain:  # the draft model checks chains only
             draft = NO_DRAFT
         self._guess = _OpenGuess(
             plan=plan,
             draft=draft,
-            proposed=(found, uncut),
+            proposed=(ngram_draft, uncut),
             n_before=len(drafted),
             draft_s=draft_s,
         )
@@ -137,12 +149,16 @@ class SecondDraft:
         return draft.tokens
 
     def observe_decode(self, seconds: float) -> None:
-        """Learn how long the draft model's decode that checks the last guess took."""
+        """Record how long the draft model's decode took that checks the last guess."""
         if self._guess is not None:
             self._guess.decode_s = seconds
 
     def settle(self, drafted: Sequence[int]) -> None:
-        """Learn from the result of the last guess; `drafted` is what the draft model drafted."""
+        """Learn from the result of the last guess, if that was not done yet.
+
+        Args:
+            drafted: All tokens that the draft model has drafted.
+        """
         guess = self._guess
         if guess is None:
             return
@@ -152,7 +168,7 @@ class SecondDraft:
         self._n_right += n_right
         result = RoundResult(
             plan=guess.plan,
-            # Guesses beyond the end of the draft are neither right nor wrong.
+            # If the draft ended before all guesses were checked, the others are not counted.
             draft=guess.draft.first(len(added)),
             path=tuple(range(n_right)),
             draft_s=guess.draft_s,
@@ -169,7 +185,7 @@ class SecondDraft:
         self._token_s += _RATE * (token_s - self._token_s)
 
     def in_words(self) -> str:
-        """Return what was guessed of the draft that is done, and begin the next one."""
+        """Return a sentence about the guesses for the finished draft, and start the next one."""
         n_guessed = self._n_guessed
         n_right = self._n_right
         why = self._why
@@ -184,7 +200,7 @@ class SecondDraft:
         return f"the second draft guessed nothing: {why or 'the draft is a single token'}"
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`."""
+        """Forget all but the first `n_tokens` of the text, and the tokens of the draft model."""
         if self._shown:
             n_tokens = min(n_tokens, self._n_text)
         self._drafters.rewind(n_tokens)
@@ -192,7 +208,12 @@ class SecondDraft:
         self._guess = None
 
     def _show(self, text: Sequence[int], n_context: int) -> None:
-        """Let the drafters forget tokens that they were shown and that did not become text."""
+        """Record that the drafters now see a text; first let them forget what is not part of it.
+
+        Args:
+            text: The text, followed by the draft model's tokens.
+            n_context: The length of the text without these tokens.
+        """
         n_same = common_prefix_length(self._shown, text[self._n_text :])
         if n_same < len(self._shown):
             self._drafters.rewind(self._n_text + n_same)
@@ -204,13 +225,13 @@ class SecondDraft:
 
 
 class StagedDrafter(ModelDrafter):
-    """Drafts chains with a model and a second draft, which guesses the model's tokens.
+    """Drafts chains with a model, whose tokens are guessed by a second draft.
 
     Args:
         backend: The model's context. It must be able to drop single cells.
         request: The answer to draft for.
         n_shared_tokens: See `ModelDrafter`.
-        guesses: The second draft.
+        guesses: The second draft, which guesses the model's tokens.
     """
 
     def __init__(
@@ -223,15 +244,16 @@ class StagedDrafter(ModelDrafter):
     ) -> None:
         super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
         self._guesses = guesses
-        #: The logits after the last tokens in the cache, which the next decode replaces.
+        #: The logits after the last tokens in the cache. The backend's next decode overwrites them.
         self._rows: Logits = np.empty((0, 0), np.float32)
-        #: The number of rows that the backend had decoded when it computed them.
+        #: The number of rows that the backend had decoded when it computed these logits; they are
+        #: valid as long as it is the same.
         self._n_decoded = 0
         #: The guessed tokens at the end of the cache that the model has not confirmed yet.
         self._ahead: Sequence[int] = ()
 
     def price(self, n_context: int) -> Price:
-        """Return the model's costs; with guesses a token takes less."""
+        """Return the model's costs; each further token costs less with guesses."""
         price = super().price(n_context)
         return replace(price, next_s=self._guesses.token_s(price.next_s))
 
@@ -241,7 +263,7 @@ class StagedDrafter(ModelDrafter):
         plan: RoundPlan,
         n_drafted: int = 0,
     ) -> Drafting:
-        """Draft a chain; it is the one that the model would draft without guesses."""
+        """Draft a chain: the one that the model would draft without guesses."""
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
@@ -250,11 +272,16 @@ class StagedDrafter(ModelDrafter):
         chain = self._start_draft(context, plan, n_drafted, n_max)
 
         def logits_after(_nodes: Sequence[int]) -> Decoding:
-            """Take the row of the last token if it was guessed, else decode it with guesses."""
+            """Return the logits after the chain's last token.
+
+            If that token was guessed, its row is there already; else it is decoded with new
+            guesses.
+            """
             if self._ahead and self._ahead[0] == chain.tokens[-1]:
                 self._ahead = self._ahead[1:]
             else:
                 yield from self._decode_with_guesses(context, chain, n_drafted)
+            # The last row follows the last guess that is not confirmed.
             row = len(self._rows) - 1 - len(self._ahead)
             return self._rows[row : row + 1, : self._n_shared_tokens]
 
@@ -273,7 +300,7 @@ class StagedDrafter(ModelDrafter):
         chain: Expansion,
         n_drafted: int,
     ) -> Generator[Ask, Logits, None]:
-        """Decode the last token of the chain together with guesses of those after it."""
+        """Decode the last token of the chain, together with guesses of the tokens after it."""
         backend = self._backend
         drafted = chain.tokens
         if self._ahead:  # the remaining guesses were wrong
@@ -288,19 +315,20 @@ class StagedDrafter(ModelDrafter):
         self._guesses.observe_decode(backend.decode_s - before_s)
 
     def _catch_up(self, context: Sequence[int]) -> Decoding:
-        """Bring the cache to `context`.
+        """Decode what the cache lacks of `context`.
 
-        If guesses became text, and nothing was decoded since, no decode is needed.
+        If the new tokens of the text were guessed before, and the logits of the last decode are
+        still valid, nothing has to be decoded.
 
         Returns:
-            The logits after the context, and after the tokens that the cache holds beyond it,
+            The logits after the context, and after further tokens (guesses) that the cache holds,
             float32[n, n_vocab].
         """
         new = list(context[self._n_agreed :])
         start = max(0, self._n_agreed - self.n_skipped)
         cached = list(self._backend.text(self._sequence)[start:])
         were_guesses_right = bool(new) and new == cached[: len(new)]
-        # The last row follows the last token in the cache, and this one the last of the context.
+        # The last row follows the last token in the cache; row `first` follows the text.
         first = len(self._rows) - 1 - (len(cached) - len(new))
         are_rows_valid = self._n_decoded == self._backend.n_decoded_rows
         if were_guesses_right and are_rows_valid and first >= 0:

@@ -1,7 +1,7 @@
-"""A stand-alone draft model: any small GGUF model drafts for the target.
+"""A stand-alone draft model: any small GGUF model that drafts for the target.
 
-Depending on the files and options it drafts token by token (`autoregressive`), several tokens at
-once (`parallel`), with a draft of its own (`staged`), or in another vocabulary (`translated`).
+Depending on the file and the options, it drafts token by token (`autoregressive`), several tokens
+at once (`parallel`), with a draft of its own (`staged`), or in another vocabulary (`translated`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from specgen.method.text_state import TextState
 from specgen.options import SamplerOptions
 from specgen.text.sampling.chain import Sampler
 
-#: The most tokens that one draft model guesses for another.
-LONGEST_GUESS = 8
-#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
+#: The maximum number of tokens that are guessed at once for a draft model.
+MAX_GUESS = 8
+#: Context sizes are rounded up to a multiple of this, as in llama.cpp.
 _CONTEXT_STEP = 256
-#: A token of a parallel draft is taken to cost its share of a decode that predicts this many.
+#: To estimate the cost of a token of a parallel draft, a decode is assumed to predict this many.
 _N_PARALLEL = 4
 
 
@@ -69,7 +69,8 @@ class StandaloneDraft(LoadedDraft):
     Args:
         path: The model's file.
         setup: The target and the options.
-        weights: A file of weights to load instead of the model's own, which it learnt.
+        weights: A file of learnt weights to load in place of the model's own; None if there is
+            none.
     """
 
     def __init__(
@@ -87,20 +88,21 @@ class StandaloneDraft(LoadedDraft):
         #: A draft model that drafts for this one.
         self.helper: StandaloneDraft | None = None
         #: Whether n-grams draft for this model.
-        self._guesses_ngrams = False
-        #: The number of tokens that both vocabularies have, from 0 on, if they are the same.
+        self._has_ngram_helper = False
+        #: If the vocabularies are the same: the number of tokens that both have. (One may be padded
+        #: at the end.)
         self._n_shared_tokens = self.model.vocabulary.n_tokens
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             #: The translation between the vocabularies; None if they are the same.
             self._translation = self._compare_vocabularies(setup)
             mask = mask_token(self.model, setup.drafting.mask)
-            #: Whether it would draft in parallel if its file named the mask token.
+            #: Whether it could draft in parallel, but its file does not name the mask token.
             self._lacks_mask = (
                 mask is None and setup.drafting.mask == "auto" and is_parallel_draft(self.model)
             )
-            #: The token that stands for unknown ones, if the model drafts in parallel. It does not
-            #: with a translation: a token may depend on how the one before it is spelled.
+            #: The mask token; None if the model does not draft in parallel. A translated draft
+            #: never does: each of its tokens may depend on how the one before it is spelled.
             self.mask = mask if self._translation is None else None
             self._open_helper(setup)
             on_error.pop_all()
@@ -118,7 +120,11 @@ class StandaloneDraft(LoadedDraft):
         )
 
     def _compare_vocabularies(self, setup: DraftSetup) -> Translation | None:
-        """Return a translation if the vocabularies differ. Raise `PairError` if none is wanted."""
+        """Return a translation if the vocabularies differ, else None.
+
+        Raises:
+            PairError: If they differ, and the options exclude a translation.
+        """
         target = setup.target
         own = self.model.vocabulary
         try:
@@ -127,12 +133,18 @@ class StandaloneDraft(LoadedDraft):
             if setup.drafting.translate == "off":
                 raise
             translation = Translation(target.vocabulary, own)
-            translation.draft_lexicon.load()  # now, and not in the middle of an answer
+            translation.draft_lexicon.load()  # now, since it would delay an answer
             return translation
         return None
 
     def _open_helper(self, setup: DraftSetup) -> None:
-        """Load what drafts for this model: another model, which drafts chains, or n-grams."""
+        """Load the draft for this model, if the options name one: another model, or n-grams.
+
+        Raises:
+            UsageError: If this model drafts in parallel, so that it cannot have a draft.
+            ModelFileError: If a file cannot be used.
+            PairError: If the other model has another vocabulary.
+        """
         if not setup.helpers:
             return
         if self.mask is not None:
@@ -143,8 +155,9 @@ class StandaloneDraft(LoadedDraft):
             )
         source, *others = setup.helpers
         if not isinstance(source, Path):
-            self._guesses_ngrams = True
+            self._has_ngram_helper = True
             return
+        # The other model drafts chains, token by token, in the same vocabulary.
         drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
         own_setup = replace(
             setup,
@@ -158,10 +171,14 @@ class StandaloneDraft(LoadedDraft):
 
     @property
     def _has_second_draft(self) -> bool:
-        return self._guesses_ngrams or self.helper is not None
+        """Whether n-grams or another model draft for this model."""
+        return self._has_ngram_helper or self.helper is not None
 
     def _why_chains(self) -> str | None:
-        # A parallel draft decodes no node of a tree, so that its own state does not matter.
+        """Return why this model can only draft chains, whatever the target; None if it can branch.
+
+        A parallel draft can branch with a recurrent state, since it decodes no nodes of a tree.
+        """
         if self.model.has_recurrent_state and self.mask is None:
             return f"{self.name} has a recurrent state, which branches cannot share"
         if self._translation is not None:
@@ -171,12 +188,12 @@ class StandaloneDraft(LoadedDraft):
         return None
 
     def n_sequences(self, n_rows: int) -> int:
-        """Return the sequences of a text: one for each node of a tree, and the text's own."""
+        """Return the number of llama.cpp's sequences per text: one per node of a tree, and one."""
         n_branches = n_rows + 1 if self._decodes_branches else 1
         return n_native_sequences(self.model, n_branches)
 
     def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
-        """Open its context, no larger than its training context, and that of what drafts for it."""
+        """Open its context, and those of the models that draft for it."""
         self.model.check_parallel(spec.n_slots)
         n_branches = spec.n_rows + 1 if self._decodes_branches else 1
         n_outputs = self._n_outputs(spec.n_rows)
@@ -198,25 +215,34 @@ class StandaloneDraft(LoadedDraft):
         return (context, *others)
 
     def _n_ctx(self, n_ctx: int) -> int:
-        """Return the size of the model's context for a text of `n_ctx` of the target's tokens."""
-        if self._translation is not None:  # it may need half as many tokens again
-            n_steps = -(-n_ctx * 3 // 2 // _CONTEXT_STEP)
+        """Return the size of the model's context, which is never larger than in training.
+
+        Args:
+            n_ctx: The number of the target's tokens of a text.
+        """
+        if self._translation is not None:
+            # In another vocabulary, the text may have half as many tokens again.
+            n_steps = -(-n_ctx * 3 // 2 // _CONTEXT_STEP)  # rounded up
             n_ctx = n_steps * _CONTEXT_STEP
         n_train = self.model.n_ctx_train
         return min(n_ctx, n_train) if n_train > 0 else n_ctx
 
     def _n_outputs(self, n_rows: int) -> int:
-        """Return the most rows of a text that want logits at once."""
+        """Return the maximum number of rows per text whose logits are needed in one decode.
+
+        Args:
+            n_rows: The maximum number of the target's rows per text in a round.
+        """
         if self.mask is not None:
             return max(1, n_rows - 1)
         if self._decodes_branches:
             return min(n_rows, MAX_WIDTH)
         if self._has_second_draft:
-            return 1 + LONGEST_GUESS
+            return 1 + MAX_GUESS
         return 1
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        """Return what drafts in the way that files and options ask for."""
+        """Return a drafter for one answer, of the kind that the file and the options ask for."""
         if self._translation is not None:
             return self._translated_drafter(request, self._translation)
         if self.mask is not None:
@@ -226,6 +252,7 @@ class StandaloneDraft(LoadedDraft):
         return self._model_drafter(request)
 
     def _model_drafter(self, request: DraftRequest) -> ModelDrafter:
+        """Return a drafter that drafts token by token, with a second draft if there is one."""
         backend = request.caches[0]
         n_shared = self._n_shared_tokens
         guesses = self._second_draft(request)
@@ -236,8 +263,9 @@ class StandaloneDraft(LoadedDraft):
     def _translated_drafter(
         self, request: DraftRequest, translation: Translation
     ) -> TranslatedDrafter:
+        """Return a drafter that drafts in the model's vocabulary and translates."""
         text = translation.text(request.prompt, request.draft_prompt)
-        # The target's biases and penalties refer to the target's token ids.
+        # A new pipeline: the target's biases and penalties refer to the target's token ids.
         never = self.model.vocabulary.end_tokens() if request.is_endless else ()
         sampling = PrefixPipeline(translation.draft_lexicon, never)
         own = replace(
@@ -257,9 +285,9 @@ class StandaloneDraft(LoadedDraft):
         )
 
     def _second_draft(self, request: DraftRequest) -> SecondDraft | None:
-        """Return what drafts for this model, if anything does."""
+        """Return the draft for this model; None if it has none, or none with open contexts."""
         caches = request.caches[1:]
-        if self._guesses_ngrams:
+        if self._has_ngram_helper:
             caches = ()
             key = Path("ngram")
             min_match, max_match = DraftOptions().ngrams_of
@@ -281,11 +309,11 @@ class StandaloneDraft(LoadedDraft):
         else:
             return None
         acceptance = request.guesses_of(self.model.path, key)
-        options = DraftOptions(max_tokens=LONGEST_GUESS)
+        options = DraftOptions(max_tokens=MAX_GUESS)
         return SecondDraft(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
 
     def notices(self) -> Iterator[str]:
-        """Yield a notice if it could be faster with an option."""
+        """Yield a notice if the model would be faster with `--draft-mask`."""
         if self._lacks_mask:
             yield (
                 f"{self.name} is a parallel draft, but its file does not say which its mask token "
@@ -295,9 +323,9 @@ class StandaloneDraft(LoadedDraft):
 
 
 def _open(source: DraftSource, setup: DraftSetup) -> StandaloneDraft:
-    """Load a model with the weights that it learnt, if these can be loaded.
+    """Load a model, with the weights that it learnt if possible, else with its original ones.
 
-    A parallel draft uses its original weights: it learnt without masks.
+    A parallel draft uses its original weights, since learning does not train it with masks.
     """
     path = Path(source)
     if setup.learnt is not None:

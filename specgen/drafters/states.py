@@ -1,8 +1,8 @@
 """Drafts that read the target's hidden states: the common part of MTP, EAGLE-3, DFlash and Gemma 4.
 
-Such a draft is a few layers that were trained for one target. A *row* is a token together with the
-hidden state after the token before it. For tokens that the target has decoded this is the target's
-state; for drafted tokens it is the draft's own.
+Such a draft consists of a few layers that were trained for one target. A *row* is a token together
+with the hidden state after the previous token. This state is the target's if the target has decoded
+the previous token, and else the draft's own.
 """
 
 from __future__ import annotations
@@ -51,16 +51,31 @@ if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
     from specgen.llama.paired_drafts import TrainedDraftModel
 
-#: The most rows that count as those of the last round, and not as a prefill.
-N_USUAL = 8
-#: Cells beyond those of a text, for drafted tokens.
+#: If more rows than this are missing in the cache, they count as a prefill; up to this number, they
+#: are taken to be those of the last round.
+N_ROUND_ROWS = 8
+#: Cells for drafted tokens, besides those for the text.
 N_DRAFT_CELLS = 256
 
 
 class StatesCache:
     """The rows of a text in one sequence of a draft's cache.
 
-    If the target's states of some tokens were never seen, the cache begins after these tokens.
+    The cache may leave out the first tokens of the text, whose states of the target were never
+    seen. The tokens of the text are divided like this::
+
+        [ skipped | in the cache        | missing             ]
+        0         n_skipped             n_held                length of the text
+
+    All rows in the cache read the target's states. After `n_held`, the cache may also have rows
+    that read the draft's own states, until `drop_drafted`.
+
+    Args:
+        backend: The draft's context.
+        request: The answer to draft for. As much of its prompt as possible is reused from the
+            cache; everything else in the slot is dropped.
+        hidden_states: The target's hidden states along the text.
+        n_skipped: The number of the first tokens that never have a row.
     """
 
     def __init__(
@@ -68,41 +83,45 @@ class StatesCache:
         backend: StatesBackend,
         request: DraftRequest,
         hidden_states: HiddenStateBuffer,
-        n_left_out: int = 0,
+        n_skipped: int = 0,
     ) -> None:
         self._backend = backend
         self._hidden_states = hidden_states
         self._costs = request.costs
         self._sequence = request.slot.branches(backend).first
-        #: The number of the text's first tokens that have no row.
-        self.n_skipped = n_left_out
-        #: The number of the text's first tokens that the cache holds, with those skipped. Their
-        #: rows have read the target's states.
-        self.n_held = n_left_out + len(request.reused(backend, n_left_out))
+        #: The number of the text's first tokens that are not in the cache.
+        self.n_skipped = n_skipped
+        #: The number of the text's first tokens that are skipped or in the cache.
+        self.n_held = n_skipped + request.reuse_prefix(backend, n_skipped)
 
     @property
     def length(self) -> int:
-        """The number of rows that have read the target's states."""
+        """The number of rows in the cache that have read the target's states."""
         return self.n_held - self.n_skipped
 
     def n_missing(self, n_decoded: int) -> int:
-        """Return how many rows are decoded before the next draft."""
+        """Return the number of rows to decode before the next draft.
+
+        Args:
+            n_decoded: The number of the text's tokens that the target has decoded.
+        """
         return max(1, n_decoded + 1 - max(self.n_held, self._hidden_states.first))
 
     def prepare(self, n_decoded: int) -> bool:
         """Drop the rows that have to be decoded again.
 
         Args:
-            n_decoded: How many of the text's tokens the target has decoded.
+            n_decoded: The number of the text's tokens that the target has decoded.
 
         Returns:
-            Whether the cache can catch up: whether the state before the last row is known.
+            Whether the cache can catch up; False if the state that the last row reads is not known.
         """
         if n_decoded and self._hidden_states.after(n_decoded - 1) is None:
             return False
         self.n_held = min(self.n_held, n_decoded)
         if self._hidden_states.first > self.n_held:
-            # Where a kept text is continued, one state is missing: that row reads zeros.
+            # There is a gap of unknown states after the rows in the cache: skip up to its end. The
+            # first row after it, whose previous state is unknown, reads zeros.
             self.n_held = self._hidden_states.first
             self.n_skipped = self.n_held
             self._backend.remove(self._sequence)
@@ -120,11 +139,11 @@ class StatesCache:
 
         Args:
             context: The text.
-            n_decoded: How many of its tokens the target has decoded. The row of the next token is
-                the last one that reads the target's states.
-            drafted: The tokens after `context`.
-            own_states: The draft's states after the tokens from `n_decoded` on. The rows that read
-                them are decoded too.
+            n_decoded: The number of its tokens that the target has decoded. The row of the next
+                token is the last one that reads a state of the target.
+            drafted: The drafted tokens after `context`.
+            own_states: The draft's own states, one for each further row: those after the tokens at
+                `n_decoded`, `n_decoded + 1`, and so on.
 
         Returns:
             The logits after the last row, float32[1, n_vocab].
@@ -144,6 +163,7 @@ class StatesCache:
                 else:
                     batch.hidden.append(own_states[index - n_decoded - 1])
             rows = yield Ask(self._backend, batch, self._costs)
+            # Rows that read the draft's own states do not count: they are dropped later.
             self.n_held = min(batch_end, n_decoded + 1)
         assert rows is not None, "at least one token is decoded"
         return rows
@@ -153,20 +173,20 @@ class StatesCache:
         return self._backend.state(self._sequence)
 
     def drop_drafted(self) -> None:
-        """Drop the rows that have read states of the draft."""
+        """Drop the rows that have read the draft's own states."""
         if self._backend.length(self._sequence) > self.length:
             self._backend.remove(self._sequence, self.length)
 
 
 class StatesDrafter(Drafter):
-    """The base of drafters that read the target's hidden states.
+    """The base class of drafters that read the target's hidden states.
 
-    It decodes nothing, not even a prefill, before a plan asks for a draft.
+    Nothing is decoded, not even the prompt, before a plan asks for a draft.
     """
 
     name: ClassVar[str]
-    #: The most tokens that the target has not decoded yet, besides the first one. The draft
-    #: decodes each of them separately.
+    #: Nothing is drafted if more tokens than this, besides the first one, are not yet decoded by
+    #: the target. The draft decodes each of them separately.
     max_undecoded = 16
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
@@ -177,17 +197,17 @@ class StatesDrafter(Drafter):
         #: The target's hidden states along the text.
         self.hidden_states: HiddenStateBuffer = backend.hidden_states_by_slot[request.slot.number]
         self.hidden_states.begin(request.prompt, backend.hidden_states_by_slot)
-        #: The draft's own rows of the text.
+        #: The draft's caches: one per layer, or none.
         self._caches: list[StatesCache] = []
-        #: The most tokens that it can draft after those that the target has decoded; None: any
-        #: number.
-        self._n_most: int | None = None
+        #: The maximum number of tokens that can be predicted after the token that follows those
+        #: that the target has decoded; None if there is no limit.
+        self._max_predicted: int | None = None
 
     def price(self, n_context: int) -> Price:
-        """Return the costs of the rows that are missing, and of further ones."""
+        """Return the costs of the rows that are missing, and of each further token."""
         n_decoded = self._n_decoded(n_context)
         n_rows = self._caches[0].n_missing(n_decoded) if self._caches else 1
-        return self._costs.price_of_draft(n_rows, N_USUAL, n_context - 1 - n_decoded)
+        return self._costs.price_of_draft(n_rows, N_ROUND_ROWS, n_context - 1 - n_decoded)
 
     def propose(
         self,
@@ -195,15 +215,18 @@ class StatesDrafter(Drafter):
         plan: RoundPlan,
         n_drafted: int = 0,
     ) -> Drafting:
-        """Draft, if the target's state before the last token is known.
+        """Draft after the text, if the target's states are known that the draft reads.
 
-        Whatever was decoded for drafted tokens is dropped afterwards.
+        The rows of drafted tokens are dropped from the cache afterwards, because they read the
+        draft's own states and not the target's.
         """
         n_decoded = self._n_decoded(len(context))
+        # Besides the first one, which is the target's own token of the last round.
         n_undecoded = len(context) - 1 - n_decoded
         n_max = plan.n_max
-        if self._n_most is not None:
-            n_max = min(n_max, self._n_most - n_undecoded)
+        if self._max_predicted is not None:
+            # The known tokens after the first count as predicted.
+            n_max = min(n_max, self._max_predicted - n_undecoded)
         if n_undecoded > self.max_undecoded or n_max < 1:
             return NO_DRAFT
         if not all(cache.prepare(n_decoded) for cache in self._caches):
@@ -221,6 +244,7 @@ class StatesDrafter(Drafter):
             return (yield from self._grow(draft, context, n_decoded))
         finally:
             self._drop_drafted()
+            # Forget states that all caches have read; row n reads the state after token n - 1.
             n_read = min((cache.n_held - 1 for cache in self._caches), default=n_decoded)
             self.hidden_states.forget(n_read)
 
@@ -238,6 +262,7 @@ class StatesDrafter(Drafter):
             cache.drop_drafted()
 
     def _n_decoded(self, n_context: int) -> int:
+        """Return the number of the text's tokens that the target has decoded, but not the last."""
         return min(self.hidden_states.n_decoded, n_context - 1)
 
     def _decode_token(
@@ -256,19 +281,19 @@ class StatesDrafter(Drafter):
 class LayerDrafter(StatesDrafter):
     """Drafts with one layer that has a cache: a chain or a tree.
 
-    The first batch of a draft has the rows of all tokens that were accepted since the last one, and
-    its last row begins the draft. Rows of drafted tokens are dropped afterwards: the target's
-    states are better.
+    The first batch of a draft has the rows of all tokens that were accepted since the last draft.
+    Its last row predicts the first drafted token. The rows of drafted tokens are dropped
+    afterwards, to be decoded again with the target's states, which are better.
     """
 
     name = "mtp"
-    #: The number of a text's first tokens that have no row.
-    n_left_out: ClassVar[int] = 0
+    #: The number of a text's first tokens that never have a row.
+    n_skipped: ClassVar[int] = 0
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
         super().__init__(backend, request)
         self._tree_cache = TreeCache(backend, self._slot)
-        self._cache = StatesCache(backend, request, self.hidden_states, self.n_left_out)
+        self._cache = StatesCache(backend, request, self.hidden_states, self.n_skipped)
         self._caches = [self._cache]
 
     def _grow(
@@ -277,8 +302,10 @@ class LayerDrafter(StatesDrafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
+        """Decode the rows of the text that the cache lacks, and grow a draft after them."""
         n_skipped = self._cache.n_skipped
         rows = yield from self._cache.catch_up(context, n_decoded)
+        # Known tokens that the target has not decoded yet read the draft's own states.
         for index in range(n_decoded + 1, len(context)):
             state = self._cache.state()
             rows = yield from self._decode_token(context[index], index - n_skipped, state)
@@ -292,7 +319,14 @@ class LayerDrafter(StatesDrafter):
         first_state: Hidden,
         n_cells: int,
     ) -> Drafting:
-        """Grow a draft, given the logits and the state after the text, which takes `n_cells`."""
+        """Grow a draft after the text.
+
+        Args:
+            draft: The draft to grow.
+            first: The logits after the text.
+            first_state: The draft's state after the text.
+            n_cells: The number of cells that the text takes.
+        """
         backend = self._backend
         cache = self._tree_cache
         max_width = min(MAX_WIDTH, backend.n_outputs)
@@ -338,14 +372,19 @@ class StatesDraft(LoadedDraft):
         self.timed = key
         self._target = setup.target
         self._grows_trees = setup.drafting.grows_trees
-        #: The number of tokens that both models have, from 0 on; None: all.
+        #: The number of tokens that both vocabularies have; None if they are the same one.
         self._n_shared_tokens: int | None = None
 
     def n_sequences(self, n_rows: int) -> int:
+        """Return the number of llama.cpp's sequences per text.
+
+        With a sliding window, one more is needed besides those of the branches.
+        """
         n_branches = self._n_branches(n_rows)
         return n_branches + 1 if self._target.n_window > 0 else n_branches
 
     def _n_branches(self, n_rows: int) -> int:
+        """Return the number of branches: one for each node of a tree, and one for the text."""
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
     def _context_size(self, spec: ContextSpec) -> DraftContextSize:
@@ -357,7 +396,11 @@ class StatesDraft(LoadedDraft):
         )
 
     def _use_model(self, model: LlamaModel) -> None:
-        """Use a loaded model, which is not the target. Raise `PairError` if it does not fit."""
+        """Use a loaded model that is separate from the target. It is closed after an error.
+
+        Raises:
+            PairError: If its vocabulary is not the target's.
+        """
         self.models = (model,)
         target = self._target
         try:
@@ -372,8 +415,11 @@ class StatesDraft(LoadedDraft):
 class TrainedDraft(StatesDraft):
     """A loaded draft that was trained for one target, in a file with its own architecture."""
 
+    #: Loads the file.
     model_type: ClassVar[type[TrainedDraftModel]]
+    #: The type of its contexts.
     context_type: ClassVar[type[HiddenStateContext]]
+    #: The type of its drafters.
     drafter_type: ClassVar[type[StatesDrafter]]
     #: Whether its drafts may branch.
     draws_trees: ClassVar[bool] = False

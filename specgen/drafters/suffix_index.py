@@ -1,6 +1,6 @@
-"""Indexes that find where the end of a text occurred before, for prompt lookup.
+"""Indexes for prompt lookup: they find where the end of a text occurred before.
 
-`TextIndex` searches a text that grows token by token, and `SuffixArray` a corpus that stays.
+`TextIndex` searches a text that grows token by token, and `SuffixArray` texts that do not change.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 _NOTHING: IntArray = np.empty(0, np.int32)
 #: The longest match that is searched for, in tokens.
 MAX_MATCH = 32
-#: The most occurrences of a match that are considered.
+#: The maximum number of occurrences of a match that are considered.
 MAX_PLACES = 100
-#: The most occurrences of an n-gram in a growing text, latest first, that are tried for a longer
-#: match.
-_MOST_SEARCHED = 1024
+#: The maximum number of occurrences of an n-gram in a growing text, from the latest on, that are
+#: examined for a longer match.
+_MAX_SEARCHED = 1024
 #: Follows each text of a corpus. It is not a token.
 SEPARATOR = -1
-#: The token that followed last is preferred, unless another one followed this many times as often.
-_CLEARLY_OFTENER = 3
+#: The token that followed most recently is preferred, unless another one followed at least this
+#: many times as often.
+_CLEARLY_MORE_OFTEN = 3
 #: The errors that reading a damaged archive of arrays raises.
 _DAMAGE: Final = (
     OSError,
@@ -61,9 +62,9 @@ _DAMAGE: Final = (
 class Match(NamedTuple):
     """The last tokens of a text, found in an index."""
 
-    #: How many of the last tokens match.
+    #: The number of last tokens that match.
     length: int
-    #: The indices of the tokens that follow the occurrences; at least one.
+    #: The indices of the tokens that follow the occurrences. There is at least one.
     places: tuple[int, ...]
 
 
@@ -71,22 +72,23 @@ class Match(NamedTuple):
 class Followers:
     """The tokens that follow the occurrences of a match."""
 
-    #: How often each token follows.
+    #: The number of times that each token follows.
     counts: dict[int, int]
-    #: The last place at which each token follows.
+    #: The index of the last occurrence at which each token follows.
     latest: dict[int, int]
 
     def ranked(self) -> list[int]:
-        """Return the tokens, the most frequent first.
+        """Return the tokens, the most promising first.
 
-        But the one that followed last comes first, unless another one is clearly more frequent:
-        texts tend to repeat what they said recently.
+        The most frequent tokens come first, with one exception: the token that followed most
+        recently is put first, unless another one is clearly more frequent, because texts tend to
+        repeat what they said recently.
         """
         counts = self.counts
         latest = self.latest
         tokens = sorted(counts, key=lambda token: (counts[token], latest[token]), reverse=True)
         last = max(latest, key=latest.__getitem__)
-        if counts[tokens[0]] < _CLEARLY_OFTENER * counts[last]:
+        if counts[tokens[0]] < _CLEARLY_MORE_OFTEN * counts[last]:
             tokens.remove(last)
             tokens.insert(0, last)
         return tokens
@@ -96,15 +98,25 @@ class SuffixIndex(ABC):
     """Tokens in which the longest occurrences of the end of a text can be found."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        #: The tokens as a list or memoryview, whose items are read faster than those of an array.
+        #: The tokens as a list or a memoryview, whose items are read faster than an array's.
         self._token_at = tokens
 
     @abstractmethod
     def longest(self, ending: Sequence[int]) -> Match | None:
-        """Return the longest match of the last tokens of `ending` that is followed by a token."""
+        """Return the longest match of the last tokens of `ending`; None if there is none.
+
+        Only occurrences that are followed by a token count.
+        """
 
     def extend_match(self, match: Match | None, ending: Sequence[int]) -> Match | None:
-        """Return the longest match of `ending`, given `match`, that of all but its last token."""
+        """Return the longest match of `ending`, faster than `longest`.
+
+        Args:
+            match: The longest match of `ending` without its last token; None if there is none.
+            ending: The last tokens of a text.
+        """
+        # If the new token follows some of the occurrences, these are the occurrences of the longer
+        # ending, and no longer match can exist.
         if match is not None:
             places = tuple(
                 place + 1
@@ -126,17 +138,18 @@ class SuffixIndex(ABC):
         return Followers(counts, latest)
 
     def _has_token(self, place: int) -> bool:
+        """Return whether there is a token at an index, and not the end of a text."""
         return place < len(self._token_at) and self._token_at[place] != SEPARATOR
 
 
 class TextIndex(SuffixIndex):
-    """Finds endings of at least `min_match` tokens in a text that grows and is taken back."""
+    """Finds endings of at least `min_match` tokens in a text that grows and can be shortened."""
 
     def __init__(self, min_match: int) -> None:
         self._min_match = min_match
         self._tokens: list[int] = []
         super().__init__(self._tokens)
-        #: The indices of the tokens that follow each n-gram of `min_match` tokens, in order.
+        #: The indices of the tokens that follow each n-gram of `min_match` tokens, ascending.
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def follow(self, text: Sequence[int]) -> None:
@@ -158,14 +171,16 @@ class TextIndex(SuffixIndex):
                 self._places[tuple(tokens[-n:])].pop()
 
     def longest(self, ending: Sequence[int]) -> Match | None:
+        """Return the longest match, starting from the occurrences of the last n-gram."""
         tokens = self._tokens
         max_length = min(len(ending), MAX_MATCH)
         length = self._min_match
         places: list[int] = []
         candidates = self._places.get(tuple(ending[-length:]), [])
-        for place in reversed(candidates[-_MOST_SEARCHED:]):
+        for place in reversed(candidates[-_MAX_SEARCHED:]):
             if tokens[max(0, place - length) : place] != ending[-length:]:
                 continue  # shorter than the longest match so far
+            # It is at least as long. Compare further tokens, backwards.
             n_equal = length
             n_comparable = min(place, max_length)
             while n_equal < n_comparable and tokens[place - 1 - n_equal] == ending[-1 - n_equal]:
@@ -175,7 +190,7 @@ class TextIndex(SuffixIndex):
                 places.clear()
             if len(places) < MAX_PLACES:
                 places.append(place)
-            elif length == max_length:
+            elif length == max_length:  # there are enough, and none can be longer
                 break
         return Match(length, tuple(places)) if places else None
 
@@ -183,15 +198,15 @@ class TextIndex(SuffixIndex):
 class SuffixArray(SuffixIndex):
     """Finds endings in a corpus of texts by binary search.
 
-    It holds the prefixes of the texts, one for each token, sorted by their last tokens, the last
-    one first (Manber and Myers, "Suffix arrays", 1990). So all prefixes that end with the same
-    tokens are neighbours. Those of the text a b a c, for example, are in the order a b a, a, a b,
-    a b a c. No match runs from one text into the next.
+    This is a suffix array of the reversed texts (Manber and Myers, "Suffix arrays", 1990): all
+    prefixes of the texts, sorted by their tokens from the last to the first. So all prefixes that
+    end with the same tokens are neighbours. Those of the text a b a c, for example, are in the
+    order a b a, a, a b, a b a c. No match extends from one text into the next.
 
     Args:
-        tokens: int32[n], the texts, each followed by a separator.
-        order: int32[n], the indices of the tokens, counted from the end of `tokens`, sorted by the
-            `MAX_MATCH` tokens from there backwards. Each stands for the prefix that ends there.
+        tokens: int32[n]: the texts, each followed by a separator.
+        order: int32[n]: the sorted prefixes. Each is given by the index of its last token, counted
+            from the end of `tokens`. Only the last `MAX_MATCH` tokens of a prefix are compared.
     """
 
     def __init__(self, tokens: IntArray, order: IntArray) -> None:
@@ -204,12 +219,13 @@ class SuffixArray(SuffixIndex):
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[int] | IntArray]) -> SuffixArray:
-        """Sort these texts.
+        """Make a suffix array of texts.
 
-        Among equally frequent followers the last one wins, so put the best text last.
+        Among equally frequent followers, the one in the last text wins, so put the best text last.
         """
         tokens = join_texts(texts)
-        # As bytes, the highest first, slices compare as the tokens do.
+        # Each row is the bytes of `MAX_MATCH` tokens, overlapping its neighbours by all but one
+        # token. With the highest byte of each token first, rows compare as the tokens do.
         rows = np.ndarray(len(tokens), f"S{4 * MAX_MATCH}", _backwards(tokens), strides=(4,))
         return cls(tokens, rows.argsort(kind="stable").astype(np.int32))
 
@@ -217,9 +233,11 @@ class SuffixArray(SuffixIndex):
         return len(self.tokens)
 
     def longest(self, ending: Sequence[int]) -> Match | None:
-        wanted = tuple(ending[: -MAX_MATCH - 1 : -1])  # the last tokens backwards
+        """Return the longest match by binary search."""
+        wanted = tuple(ending[: -MAX_MATCH - 1 : -1])  # the last tokens, from the last one back
         if not wanted or not len(self):
             return None
+        # The longest occurrences may all be at the end of a text, where no token follows.
         for length in range(self._longest_length(wanted), 0, -1):
             places = self._places_after(wanted[:length])
             if places:
@@ -227,7 +245,7 @@ class SuffixArray(SuffixIndex):
         return None
 
     def _longest_length(self, wanted: tuple[int, ...]) -> int:
-        """Return how many of the tokens `wanted`, from the first one on, occur in this order."""
+        """Return the length of the longest prefix of `wanted` that occurs in the reversed texts."""
         key = self._key(len(wanted))
         position = bisect_left(self._place_at, _as_bytes(wanted), key=key)
         # The longest match is next to where the wanted tokens themselves would be inserted.
@@ -235,12 +253,18 @@ class SuffixArray(SuffixIndex):
         backwards = self.tokens[::-1]
         longest = 0
         for place in neighbours:
-            found = backwards[place : place + len(wanted)].tolist()
-            longest = max(longest, common_prefix_length(wanted, found))
+            candidate = backwards[place : place + len(wanted)].tolist()
+            longest = max(longest, common_prefix_length(wanted, candidate))
         return longest
 
     def _places_after(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the indices of the tokens after the occurrences; of many, an even sample."""
+        """Return the indices of the tokens that follow the occurrences of an ending.
+
+        If there are more than `MAX_PLACES`, it is an even sample of them.
+
+        Args:
+            wanted: The ending, from its last token back.
+        """
         key = self._key(len(wanted))
         data = _as_bytes(wanted)
         first = bisect_left(self._place_at, data, key=key)
@@ -248,63 +272,85 @@ class SuffixArray(SuffixIndex):
         step = max(1, math.ceil((end - first) / MAX_PLACES))
         places: list[int] = []
         for backward_index in self._place_at[first:end:step].tolist():
-            place = len(self) - backward_index  # there is one: the last entry is a separator
+            # The index after the occurrence; there is one, since the last entry is a separator.
+            place = len(self) - backward_index
             if self._token_at[place] != SEPARATOR:
                 places.append(place)
         return tuple(places)
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
-        """Return the function that `order` is sorted by: the `n_tokens` tokens from a place on."""
+        """Return the sort key of `order`, limited to `n_tokens` tokens.
+
+        The key of an index is the bytes of the reversed tokens from there on.
+        """
         data = self._backwards
         n_bytes = 4 * n_tokens
         return lambda place: data[4 * place : 4 * place + n_bytes]
 
     def save(self, path: Path, made_of: IntArray = _NOTHING) -> None:
-        """Write the array to a file; `made_of` identifies the texts. Raise `OSError`."""
+        """Write the array to a file.
+
+        Args:
+            path: The file, which is replaced.
+            made_of: int32[n], any numbers that identify the texts, for `load`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         save_arrays(path, tokens=self.tokens, places=self._order, made_of=made_of)
 
     @classmethod
     def load(cls, path: Path, made_of: IntArray = _NOTHING) -> SuffixArray | None:
-        """Load a saved array; None if the file is missing, damaged, or made of other texts."""
-        found = load_arrays(path, "tokens", "places", "made_of")
-        if found is None:
+        """Load a saved array; None if the file is missing, damaged, or made of other texts.
+
+        Args:
+            path: The file.
+            made_of: The numbers that identify the texts, as in `save`.
+        """
+        arrays = load_arrays(path, "tokens", "places", "made_of")
+        if arrays is None:
             return None
-        tokens, order, found_made_of = found
-        if not np.array_equal(found_made_of, made_of):
+        tokens, order, saved_made_of = arrays
+        if not np.array_equal(saved_made_of, made_of):
             return None
         return cls(tokens, order)
 
 
 def _as_bytes(tokens: Sequence[int] | IntArray) -> bytes:
+    """Return tokens as bytes, the highest byte first, so that bytes compare as the tokens do."""
     return np.asarray(tokens).astype(">u4").tobytes()
 
 
 def _backwards(tokens: IntArray) -> bytes:
-    """Return the tokens from the last to the first, and separators for keys that end beyond it."""
+    """Return the bytes of the reversed tokens, padded with separators for the last sort keys."""
     return _as_bytes(tokens[::-1]) + _as_bytes([SEPARATOR] * MAX_MATCH)
 
 
 def join_texts(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
-    """Join texts to int32[n], a separator after each."""
+    """Join texts, each followed by a separator: int32[n]. Empty texts are left out."""
     parts = [np.array([*text, SEPARATOR], np.int32) for text in texts if len(text)]
     return np.concatenate(parts) if parts else _NOTHING
 
 
 def split_texts(tokens: IntArray) -> list[IntArray]:
-    """Return the texts that `join_texts` joined."""
+    """Return the texts that were joined by `join_texts`, without the separators."""
     ends = np.flatnonzero(tokens == SEPARATOR)
     return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
 
 
 def save_arrays(path: Path, **arrays: IntArray) -> None:
-    """Write arrays to a file, replacing it as a whole. Raise `OSError`."""
+    """Write named arrays to a file, which is replaced atomically.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     replace_bytes(path, file.getvalue())
 
 
 def load_arrays(path: Path, *names: str) -> list[IntArray] | None:
-    """Read the named arrays, int32[n] each, from a file; None if it is missing or damaged."""
+    """Read arrays by name, int32[n] each, from a file; None if it is missing or damaged."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return [file[name] for name in names]

@@ -1,4 +1,4 @@
-"""The nodes of a growing draft in a model's KV cache, which stores a tree as several sequences."""
+"""Store a growing tree in a model's KV cache, as several sequences that share cells."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from specgen.method.draft import ROOT, Branches
 class TreeCache:
     """Assigns the nodes of a tree to sequences of a cache.
 
-    Each sequence holds a path from the root and ends on a node, its *tip*. The first child of a tip
-    extends the sequence. Any other node starts a sequence of its own, which shares the cells of the
-    nodes before it. The text itself is in the *trunk*, the first sequence.
+    Each sequence holds a path from the root, and ends with a node, its *tip*. The first child of a
+    tip extends the sequence. Any other node starts a new sequence, which shares the cells of the
+    nodes before it. The text itself is in the first sequence, the *trunk*.
+
+    Args:
+        backend: The cache.
+        slot: The sequences of the text. They are emptied, except for the trunk.
     """
 
     def __init__(self, backend: Backend, slot: Branches) -> None:
         self._backend = backend
         self._trunk = slot.first
-        #: The sequences for branches; sequences outside the slot belong to other texts.
+        #: The sequences for further branches.
         self._others = range(slot.first + 1, slot.first + slot.n_branches)
-        #: The sequence of each decoded node.
+        #: The sequence in which each node was decoded.
         self._sequences: dict[int, int] = {}
-        #: The node on which each sequence ends.
+        #: The last node of each sequence that is in use.
         self._tips: dict[int, int] = {}
-        #: The sequences that are not used yet.
+        #: The sequences that are not in use.
         self._free: list[int] = []
-        for sequence in self._others:  # an earlier answer may have left cells
+        for sequence in self._others:  # an earlier answer may have left cells in them
             if backend.length(sequence):
                 backend.remove(sequence)
 
@@ -34,11 +38,11 @@ class TreeCache:
 
     @property
     def n_free(self) -> int:
-        """The number of nodes that can be added, wherever in the tree they are."""
+        """The number of nodes that can certainly be added: each may need a new sequence."""
         return len(self._free)
 
     def begin(self) -> None:
-        """Begin a tree after the text."""
+        """Start a tree after the text."""
         self._free = list(reversed(self._others))
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}
@@ -49,7 +53,16 @@ class TreeCache:
         parent: int,
         position: int,
     ) -> int:
-        """Return the sequence in which to decode a new node, at a position of the cache."""
+        """Assign a new node to a sequence.
+
+        Args:
+            node: The node.
+            parent: The parent node, or `ROOT`.
+            position: The position of the node in the cache.
+
+        Returns:
+            The sequence in which to decode the node.
+        """
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
             branch = self._free.pop()
@@ -65,12 +78,12 @@ class TreeCache:
         n_text: int,
         n_kept: int,
     ) -> None:
-        """End the tree: keep a path in the trunk, and drop all other nodes.
+        """End the tree: keep one path, as part of the trunk, and drop all other nodes.
 
         Args:
-            node: The last node of the path, or `ROOT`.
-            n_text: The number of the text's tokens in the cache, before the tree.
-            n_kept: The number of the path's nodes.
+            node: The last node of the path; `ROOT` keeps no node.
+            n_text: The number of tokens in the cache before the tree.
+            n_kept: The number of nodes on the path.
         """
         backend = self._backend
         trunk = self._trunk

@@ -1,7 +1,7 @@
-"""Do two models have the same vocabulary?
+"""Check whether two models have the same vocabulary.
 
-Two vocabularies of one size may number their tokens differently. Models of one family often differ
-in the padding at the end of their tables, which never matters.
+Two vocabularies of the same size may number their tokens differently. Models of one family often
+differ in the padding at the end of their vocabularies, which does not matter.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ def check_pair(
     target_name: str,
     draft_name: str,
 ) -> int:
-    """Return the number of tokens that both models share; ids from there on are padding of one.
+    """Return the number of tokens that two models share. Later tokens are padding of one of them.
+
+    Args:
+        target: The target's vocabulary.
+        draft: The draft's vocabulary.
+        target_name: The target's name, for messages.
+        draft_name: The draft's name, for messages.
 
     Raises:
-        PairError: The vocabularies differ. It names the tokens that do.
+        PairError: If the vocabularies differ. The message names the first tokens that do.
     """
     difference = _difference(target, draft, target_name, draft_name)
     if difference is not None:
@@ -45,12 +51,13 @@ def _difference(
     target_name: str,
     draft_name: str,
 ) -> str | None:
-    """Return how two vocabularies differ; None if they do not."""
+    """Return a description of how two vocabularies differ; None if they do not."""
     if target.kind != draft.kind:
         return "their tokenizers are of different kinds"
 
     n_shared = min(target.n_tokens, draft.n_tokens)
-    # A comparison without a Python loop: there may be hundreds of thousands of entries.
+    # No Python loop, since there may be hundreds of thousands of entries. It ends with the shorter
+    # vocabulary.
     differing = list(compress(count(), map(ne, target.token_entries(), draft.token_entries())))
     if differing:
         shown = "each has a vocabulary of its own"
@@ -78,7 +85,7 @@ def _difference(
 
 
 def _is_padding(vocabulary: LlamaVocabulary, token_id: int) -> bool:
-    """Return whether an entry only fills the table, by the marks of model converters."""
+    """Return whether an entry only fills the vocabulary, as model converters mark it."""
     entry = vocabulary.token_entry(token_id)
     is_unused = bool(vocabulary.token_attributes(token_id) & _ATTRIBUTE_UNUSED)
     return is_unused or not entry or entry.startswith((b"[PAD", b"<pad"))

@@ -1,9 +1,9 @@
-"""Calibration: what decodes cost on this machine, measured at first use.
+"""Calibration: measure what decodes cost on this machine, at first use.
 
-`calibrate` is the entry: it measures what is not known yet and writes it into the session's cost
-tables, which answers correct from then on (`method/cost_table.py`) and which are kept in a file
-(`measurement_store.py`). The speed-up that is expected of a draft that was never tried with its
-target follows from these costs. `specgen.measure.draft_trial` measures one.
+`calibrate` is the entry point. It measures the costs that are not known yet and writes them into
+the session's cost tables. Each answer then refines them (`method/cost_table.py`), and a file keeps
+them (`measurement_store.py`). The expected speed-up of a draft that was never tried with its
+target is computed from these costs; `specgen.measure.draft_trial` measures the actual speed-up.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from specgen.method.drafter import never
 from specgen.session.session import Session
 from specgen.system.machine import LoadOfOthers, is_busy
 
-#: The usual acceptance rate of draft models of the target's own family, if drafts stop where they
-#: are unsure.
-ACCEPTANCE = 0.7
-#: The least expected speed-up of a draft in use: the margin pays for prefill, and for prompts that
-#: suit it less.
-WORTH = 1.1
-#: A table with fewer sizes was not measured: it has only seen a few decodes.
+#: A typical acceptance rate for draft models of the target's own family that stop drafting when
+#: they are unsure.
+ASSUMED_ACCEPTANCE = 0.7
+#: A draft is used only if its expected speed-up is at least this. The margin above 1 pays for the
+#: draft's prefill, and for prompts on which it does worse.
+MIN_SPEEDUP = 1.1
+#: A table with fewer batch sizes was not calibrated: it has only seen a few decodes.
 MIN_SIZES = 3
-#: A text to decode. The first tokens come before anything is timed, so that llama.cpp has planned
-#: its graphs.
+#: The text to decode while timing.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
-_N_FILLER = 4
-#: All sizes of batches up to this one are timed; of larger ones only some, since the others are
-#: interpolated.
+#: So many of its tokens are decoded before anything is timed, to let llama.cpp plan its graphs.
+_N_UNTIMED = 4
+#: All batch sizes up to this one are timed. Between larger timed sizes, costs are interpolated.
 _N_DENSE = 8
-#: How often each size is timed.
+#: The number of times that each size is timed.
 _N_REPEATS = 3
-#: The seconds of all decodes; answers correct these costs.
+#: The total decode time of a calibration, in seconds. It can be short, since answers refine costs.
 _BUDGET_S = 2.0
-#: The least share of them for a draft model.
+#: The minimum share of that time for a draft model.
 _DRAFT_SHARE = 0.25
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
 #: The size, in tokens, of the contexts in which decodes are timed.
-_N_SHORT = 256
+_TIMING_N_CTX = 256
 
-#: Shows what is being done while a context is open.
+#: Makes a context manager that shows a text, such as a spinner's, while it is open.
 Status: TypeAlias = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
@@ -57,7 +56,7 @@ def no_status(_text: str) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-# --- the entry --------------------------------------------------------------------------------
+# --- entry points -----------------------------------------------------------------------------
 
 
 def calibrate(
@@ -65,12 +64,23 @@ def calibrate(
     interrupted: Callable[[], bool] = never,
     status: Status = no_status,
 ) -> str:
-    """Measure what drafting costs here, if costs decide and are not known.
+    """Measure what drafting costs on this machine, if the drafting policy needs to know it.
+
+    Nothing is measured if there is no draft, if the policy does not depend on costs, or if the
+    costs are already known.
+
+    Args:
+        session: The loaded models; its cost tables are filled in.
+        interrupted: Checked between decodes.
+        status: Shows the user what is being done.
 
     Returns:
-        A sentence if that has to be done again, else "".
+        A notice for the user if the machine was too busy, so that the next run will measure again;
+        else "".
 
     Raises:
+        BackendError: If a batch cannot be decoded.
+        MemoryLimitError: If there is no memory for the contexts.
         KeyboardInterrupt: If `interrupted` returned True.
     """
     draft = session.draft
@@ -89,10 +99,11 @@ def calibrate(
 
 
 def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> None:
-    """Measure the costs of decodes that are not known, in short contexts of their own.
+    """Measure decode costs that are not known yet, in short contexts opened for that purpose.
 
-    What was measured while the machine was busy is not kept: it may say that no draft pays, and
-    then no decode would correct it.
+    Costs that were measured while the machine was busy are used by this process, but not written
+    to disk. They may suggest that no draft pays; nothing would be drafted from then on, so no
+    decode would ever correct them.
 
     Raises:
         BackendError: If a batch cannot be decoded.
@@ -121,6 +132,7 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
             interrupted,
         )
         if has_draft:
+            # The draft also gets the time that the target did not use.
             left_s = _BUDGET_S - (target.decode_s - decode_s_before)
             draft_budget_s = max(_DRAFT_SHARE * _BUDGET_S, left_s)
             _time_missing(
@@ -138,9 +150,11 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
 
 
 def target_costs(session: Session, interrupted: Callable[[], bool] = never) -> CostTable:
-    """Return the target's costs, measured now if they are not known.
+    """Return the target's cost table, measuring it first if its costs are not known.
 
     Raises:
+        BackendError: If a batch cannot be decoded.
+        MemoryLimitError: If there is no memory for the contexts.
         KeyboardInterrupt: If `interrupted` returned True.
     """
     if not _is_measured(session.costs.table()):
@@ -152,15 +166,19 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = never) -> C
 
 
 def _is_measured(table: CostTable, n_rows: int = 1) -> bool:
-    """Return whether costs up to `n_rows` rows were measured."""
+    """Return whether a table was calibrated for batches of up to `n_rows` rows."""
     known = table.known
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
 
 def is_pair_measured(session: Session, draft: Key | None) -> bool:
-    """Return whether the costs of the target and of a draft were measured.
+    """Return whether the target and a draft were calibrated.
 
-    Those of the target have to reach the largest batch of a round.
+    The target's costs have to cover the largest batch of a round.
+
+    Args:
+        session: The session, with its cost tables.
+        draft: The key of the draft's costs; None if the draft has no model to time.
     """
     if not _is_measured(session.costs.table(), session.n_rows_max):
         return False
@@ -168,19 +186,26 @@ def is_pair_measured(session: Session, draft: Key | None) -> bool:
 
 
 def known_costs(session: Session, draft: Key) -> PairCosts | None:
-    """Return the costs of the target and of a draft.
+    """Return the measured costs of the target and of a draft.
 
-    They are None if they are not known, or known for one size of batches only.
+    Args:
+        session: The session, with its cost tables.
+        draft: The key of the draft's costs. They may be known before the draft is loaded.
+
+    Returns:
+        The costs; None if they were not measured, or if rounds have no room for a drafted token.
     """
     if not is_pair_measured(session, draft):
         return None
-    known = session.costs.table().known
-    batch_s = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
+    target_s = session.costs.table().known
+    batch_s = {n: seconds for n, seconds in target_s.items() if n <= session.n_rows_max}
     if len(batch_s) <= 1:
         return None
+    # A parallel draft model predicts several tokens with one decode, which share its cost. A draft
+    # that is not loaded yet counts as predicting one token at a time.
     n_at_once = session.draft.n_at_once if session.draft is not None else 1
-    token_s = session.costs.table(draft).seconds(n_at_once) / n_at_once
-    return PairCosts(batch_s, token_s)
+    draft_token_s = session.costs.table(draft).seconds(n_at_once) / n_at_once
+    return PairCosts(batch_s, draft_token_s)
 
 
 # --- what a draft is expected to gain ---------------------------------------------------------
@@ -188,35 +213,36 @@ def known_costs(session: Session, draft: Key) -> PairCosts | None:
 
 @dataclass(frozen=True, slots=True)
 class PairCosts:
-    """What a target and a draft cost together."""
+    """What decodes of a target and of its draft cost."""
 
-    #: The seconds of the target's batches by their rows, among them that of 1 row.
+    #: The target's seconds per batch, by the number of rows. It contains the cost of 1 row.
     batch_s: Mapping[int, float]
-    #: The seconds of a drafted token.
+    #: Seconds per drafted token.
     draft_token_s: float = 0.0
 
     def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch: at least those of one row.
+        """Return the target's seconds for a batch of `n_rows` rows.
 
-        Those of one row may be from a busier moment.
+        A batch never counts as cheaper than one row, even if one row was timed at a busier moment.
         """
         return max(self.batch_s[1], CostTable(self.batch_s).seconds(n_rows))
 
 
-def expected_gain(costs: PairCosts, acceptance: float = ACCEPTANCE) -> float:
-    """Return the expected speed-up of a draft, with the best number of drafted tokens.
+def expected_gain(costs: PairCosts, acceptance: float = ASSUMED_ACCEPTANCE) -> float:
+    """Return a draft's expected speed-up, with the best number of drafted tokens per round.
 
-    If a drafted token is accepted with probability a, a round with n of them gives
-    1 + a + ... + a^n tokens. Plain decoding takes v(1) for each of these; the round takes v(n + 1)
-    for the target's batch, and c for each drafted token:
+    If each drafted token is accepted with probability a, a round with n of them yields
+    1 + a + ... + a^n tokens on average. Plain decoding takes v(1) seconds for each of these; the
+    round takes v(n + 1) for the target's batch, and c for each drafted token:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
-    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that cost.)
+    This is theorem 3.8 of Leviathan et al. (arXiv:2211.17192), generalized to batches that cost
+    more than one row.
 
     Args:
-        costs: v and c. n goes up to the largest size that was timed.
-        acceptance: a.
+        costs: v (`rows_s`) and c (`draft_token_s`). n + 1 goes up to the largest timed batch.
+        acceptance: a, the acceptance rate.
     """
 
     def speedup(n_drafted: int) -> float:
@@ -224,13 +250,15 @@ def expected_gain(costs: PairCosts, acceptance: float = ACCEPTANCE) -> float:
         seconds = costs.rows_s(n_drafted + 1) + n_drafted * costs.draft_token_s
         return costs.batch_s[1] * n_tokens / seconds
 
-    return max(map(speedup, range(1, max(costs.batch_s))))
+    n_rows_max = max(costs.batch_s)
+    return max(map(speedup, range(1, n_rows_max)))
 
 
 def break_even(costs: PairCosts) -> float | None:
-    """Return the acceptance, in steps of a percent, from which on a draft pays.
+    """Return the lowest acceptance rate, in steps of 1%, at which a draft pays.
 
-    It is None if even a draft that is always right would save nothing.
+    Returns:
+        The rate; None if even a draft that is always accepted would save no time.
     """
     for percent in range(101):
         acceptance = percent / 100
@@ -244,12 +272,15 @@ def break_even(costs: PairCosts) -> float | None:
 
 def short_context(session: Session) -> int:
     """Return the size of a context for timing, in tokens."""
-    n_train = session.target.n_ctx_train
-    return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
+    n_train = session.target.n_ctx_train  # 0 if the model file does not say
+    return min(_TIMING_N_CTX, n_train) if n_train > 0 else _TIMING_N_CTX
 
 
 def timed_batch_sizes(n_max: int) -> list[int]:
-    """Return the sizes to time, ascending: in steps of one at first, of a quarter later."""
+    """Return the batch sizes to time, ascending, from 1 to `n_max`.
+
+    They include every size up to `_N_DENSE`; each size beyond is a quarter larger than the last.
+    """
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
@@ -264,16 +295,18 @@ def _time_missing(
     n_rows: int,
     interrupted: Callable[[], bool],
 ) -> None:
-    """Time the sizes that a table lacks, unless it was measured up to `n_rows` rows.
+    """Time the batch sizes that a table lacks, unless it already covers `n_rows` rows.
 
-    If there is no time for as many rows, their cost is estimated. If `measure_sizes` raises, the
-    table stays as it was.
+    If the budget runs out before a batch of `n_rows` rows was timed, its cost is extrapolated. If
+    `measure_sizes` raises, the table is unchanged.
     """
     if _is_measured(table, n_rows):
         return
+    # A few decodes may have left costs in a table that was never calibrated: time all its sizes.
     is_new = not _is_measured(table)
-    missing = [size for size in sizes if is_new or size == 1 or size not in table.known]
-    for size, seconds in measure_sizes(backend, missing, budget_s, interrupted).items():
+    # One row is always timed again, so that the other sizes are compared with a current figure.
+    sizes_to_time = [size for size in sizes if is_new or size == 1 or size not in table.known]
+    for size, seconds in measure_sizes(backend, sizes_to_time, budget_s, interrupted).items():
         table.set_seconds(size, seconds)
     if table and max(table.known) < n_rows:
         table.set_seconds(n_rows, table.seconds(n_rows))
@@ -285,16 +318,18 @@ def measure_sizes(
     budget_s: float,
     interrupted: Callable[[], bool] = never,
 ) -> dict[int, float]:
-    """Time batches of several sizes, powers of two first.
+    """Time batches of several sizes.
+
+    Powers of two are timed first, so that the sizes cover the whole range if the budget runs out.
 
     Args:
-        backend: The model, whose context is empty before and after.
+        backend: The model's context. It is empty before and after.
         sizes: The numbers of rows.
-        budget_s: The seconds after which nothing new is begun, once two sizes are timed.
-        interrupted: Asked between decodes.
+        budget_s: No batch is started after this many seconds of decoding, once two sizes are timed.
+        interrupted: Checked between decodes.
 
     Returns:
-        The median seconds of each size that was timed.
+        The median seconds of each size that was timed, by size.
 
     Raises:
         BackendError: If a batch cannot be decoded.
@@ -323,12 +358,13 @@ def _is_power_of_two(n: int) -> bool:
 
 
 def begin_text(backend: Backend) -> list[int]:
-    """Decode the first tokens of a text, and return the text."""
-    text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
-    n_first = min(_N_FILLER, backend.n_ctx // 2, backend.n_batch)
+    """Decode the first tokens of a sample text, and return all tokens of the text."""
+    # Even a vocabulary that cannot encode the text has a token 0.
+    tokens = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
+    n_first = min(_N_UNTIMED, backend.n_ctx // 2, backend.n_batch)
     if n_first > 0:
-        backend.decode(Batch.of(text[:n_first], 0, 1))
-    return text
+        backend.decode(Batch.of(tokens[:n_first], 0, 1))
+    return tokens
 
 
 def time_batch(
@@ -336,17 +372,26 @@ def time_batch(
     text: Sequence[int],
     n_rows: int,
 ) -> float | None:
-    """Return the seconds of a batch of `n_rows` rows of a text; None if there is no room for it.
+    """Time the decode of one batch, and restore the cache.
 
-    A rollback of the decode before counts, too. The cache is the same afterwards. Rows differ as
-    those of a text do, since the time of experts depends on that.
+    If the decode has to undo the previous one first (a rollback), that counts too.
+
+    Args:
+        target: The model's context.
+        text: Tokens for the rows. Real text, and not one repeated token, because the time of a
+            mixture of experts depends on which experts the tokens are routed to.
+        n_rows: The number of rows.
+
+    Returns:
+        Its seconds; None if the batch does not fit into the context.
     """
     length = target.length(0)
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:
         return None
     target.checkpoint(0)
     rows = [text[(row - n_rows) % len(text)] for row in range(n_rows)]
-    n_decodes = 3 if target.replays_graphs else 1  # a new size is slower twice
+    # With CUDA graphs, the first two decodes of a size are slower; the third replays its graph.
+    n_decodes = 3 if target.replays_graphs else 1
     seconds = 0.0
     for _ in range(n_decodes):
         decode_s_before = target.decode_s

@@ -19,8 +19,8 @@ from specgen.system.folders import cache_folder
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
 Fetch = Callable[[str], Path]
-#: The general draft is for targets of at least this many times its bytes: one that is not much
-#: quicker cannot pay.
+#: The general draft is used for targets of at least this many times its size: a draft that is not
+#: much faster than the target cannot pay.
 _MIN_RATIO = 4
 #: Unlike `Path.exists`, this is False for a name that is too long.
 _exists = os.path.exists
@@ -46,7 +46,7 @@ class Sources:
     target: Path
     #: The drafts to try, best first.
     drafts: tuple[DraftChoice, ...]
-    #: What drafts for the draft model, what drafts for that one, and so on.
+    #: The draft's own draft, the draft of that one, and so on.
     helpers: tuple[DraftSource, ...] = ()
 
     @property
@@ -65,22 +65,23 @@ def find_models(
     registry: Registry | None = None,
     fetch: Fetch | None = None,
 ) -> Sources:
-    """Find the target and the drafts, fetching what is missing.
+    """Find the files of the target and of the drafts, downloading those that are missing.
 
-    Without a target it is the default pair's; that pair's draft is fetched if none is saved. A
-    named draft, or that of a named pair, replaces those of `choose_drafts`.
+    If the user named no target, the default pair is used: its draft is downloaded too, unless a
+    draft was saved for its target. If the user named a draft, or a pair, only that draft is tried;
+    otherwise `choose_drafts` picks the drafts.
 
     Args:
         choice: What the user named.
-        quiet: Whether downloads show no progress.
-        registry: The models that are known by name; None is the user's.
+        quiet: Whether to hide the progress of downloads.
+        registry: The models that are known by name; None reads the user's registry.
         fetch: Fetches a model; None downloads it.
 
     Raises:
-        UsageError: The choices exclude each other.
-        UnknownModelError: There is no model of a name.
-        FetchError: A model cannot be fetched.
-        ModelFileError: A file cannot be used.
+        UsageError: If both a target and a pair are named.
+        UnknownModelError: If a name is not in the registry.
+        FetchError: If a model cannot be downloaded.
+        ModelFileError: If a file does not exist or cannot be used.
     """
     from specgen.llama.mtp_layers import mtp_of
 
@@ -118,29 +119,38 @@ def _named_draft(
     registry: Registry,
     fetch: Fetch,
 ) -> DraftSource:
-    """Return the draft that the user named: a file, or a word."""
+    """Return the draft that the user named: a model's file, or a word such as ``ngram``."""
     words = ("none", *WORDS)
     is_model = name in registry.models or _exists(Path(name))
+    # The words that are listed to users always win. Other words, which plugins may accept, are
+    # words only if no model has that name.
     if name not in words and (is_model or not is_word(name)):
         return find_model(name, registry, fetch, others=words)
     if name == "mtp":
         from specgen.llama.mtp_layers import mtp_of
 
-        return mtp_of(target) or name  # without any, opening the draft says why
-    if name != "heads":
-        return name
-    heads = heads_file(cache_folder(), identity_of(target))
-    if not _exists(heads):
-        hint = f"`specgen draft make -m {target}` makes them"
-        raise UsageError(f"--draft heads: none were made for {target.name}", hint)
-    return heads
+        # If the target has no MTP layers, opening the draft "mtp" raises an error that says why.
+        return mtp_of(target) or name
+    if name == "heads":
+        heads = heads_file(cache_folder(), identity_of(target))
+        if not _exists(heads):
+            hint = f"`specgen draft make -m {target}` makes them"
+            raise UsageError(f"--draft heads: none were made for {target.name}", hint)
+        return heads
+    return name
 
 
 def find_target(name: str, *, quiet: bool) -> Path:
-    """Return the file of a target. Raise what `find_model` raises, or `ModelFileError`."""
+    """Return the file of a target, downloading it if it is missing.
+
+    Raises:
+        UnknownModelError: If the name is not in the registry.
+        FetchError: If the model cannot be downloaded.
+        ModelFileError: If the file does not exist or cannot be read.
+    """
     registry = load_registry()
     path = find_model(name, registry, fetching(registry, quiet=quiet))
-    identity_of(path)
+    identity_of(path)  # raises if the file cannot be read
     return path
 
 
@@ -153,26 +163,28 @@ def find_model(
     """Return the file of a model, fetched if it is missing.
 
     Args:
-        name: A model on the hub (``hf:``), a path, or a name in the registry.
+        name: A model on the hub (``hf:...``), a path, or a name in the registry.
         registry: The models that are known by name.
         fetch: Fetches a model.
-        others: Words that may have been meant, if there is no such model.
+        others: More words to suggest if the name is unknown and similar to one of them.
 
     Raises:
-        UnknownModelError: There is no model of this name.
-        ModelFileError: There is no such file.
-        FetchError: It cannot be fetched.
+        UnknownModelError: If the name is not in the registry.
+        ModelFileError: If the name looks like one on the hub without ``hf:``, and is no file.
+        FetchError: If the model cannot be fetched.
     """
     if name.startswith(PREFIX):
         return fetch(name)
     path = Path(name).expanduser()
     separators = (os.sep, os.altsep or os.sep)
     looks_like_path = name.endswith(".gguf") or any(each in name for each in separators)
+    # A name in the registry wins over a file of that name. A missing file is reported later, when
+    # it is opened.
     if name and name not in registry.models and (looks_like_path or _exists(path)):
         if looks_like_reference(name) and not _exists(path):
             raise ModelFileError(f"{name}: no such file", f"a model on the hub is {PREFIX}{name}")
         return path
-    if path.suffix:  # a file's name may be misspelt
+    if path.suffix:  # perhaps a misspelt file name: suggest the files beside it, too
         others = [*others, *(each.name for each in path.parent.glob("*.gguf"))]
     return fetch(registry.model(name, others).name)
 
@@ -181,13 +193,13 @@ def fetching(registry: Registry, *, quiet: bool) -> Fetch:
     """Return a function that downloads models, with progress on standard error unless `quiet`."""
     from specgen.models.download import fetch, fetch_reference, stderr_progress
 
-    def get(name: str) -> Path:
+    def download(name: str) -> Path:
         progress = stderr_progress(quiet=quiet)
         if name.startswith(PREFIX):
             return fetch_reference(parse_reference(name), progress=progress)
         return fetch(registry.model(name), progress=progress)
 
-    return get
+    return download
 
 
 # --- the drafts for a target, if the user names none ----------------------------------------------
@@ -203,40 +215,49 @@ def choose_drafts(
 ) -> tuple[DraftChoice, ...]:
     """Return the drafts to try for a target, best first.
 
-    They are the saved one, its MTP layers, its partner in the registry, the general draft if it is
-    much smaller, and n-grams, which always load. Only models that are on this disk are tried.
+    In this order: the saved draft, the target's MTP layers, its partner in the registry, the
+    general draft if it is much smaller than the target, and n-grams, which always load. Models are
+    tried only if they are on this disk already.
 
     Args:
-        target: The target.
-        saved: What was saved for it.
+        target: The target's file.
+        saved: The draft that was saved for it, if any.
         registry: The models that are known by name.
-        mtp: Its MTP layers.
-        locate: Returns the file of a model in the registry, if it is on this disk.
+        mtp: The target's MTP layers, if it has any.
+        locate: Returns the file of a model in the registry; None if it is not on this disk.
+
+    Returns:
+        The choices; only "none" if a measurement found that no draft pays.
     """
     by = f"as `specgen draft find --save` found best for {target.name}"
-    gone = ""
+    #: Precedes the reason for any other choice, if the saved draft is missing.
+    missing_note = ""
     measured: list[DraftChoice] = []
     if saved is not None:
         if saved.draft == "none":
             return (DraftChoice("none", f"not drafting, {by}", is_measured=True),)
         if isinstance(saved.draft, Path) and not saved.draft.is_file():
-            gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
+            missing_note = (
+                f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
+            )
         else:
             gain = f": {saved.gain}" if saved.gain else ""
             why = f"drafting with {name_of(saved.draft)}, {by}{gain}"
             measured.append(DraftChoice(saved.draft, why, is_measured=True))
-    others = chain(
+    unmeasured = chain(
         _own_layers(mtp),
         _partner(target, registry, locate),
         _general_draft(target, registry, locate),
         [_NGRAMS],
     )
-    found: dict[DraftSource, DraftChoice] = {}
-    for choice in chain(measured, (replace(each, why=gone + each.why) for each in others)):
-        found.setdefault(choice.draft, choice)
-        if choice.draft == "ngram":  # it always loads, so nothing else is tried
+    noted = (replace(choice, why=missing_note + choice.why) for choice in unmeasured)
+    # The first choice of each draft, in order: several rules may choose the same file.
+    choices: dict[DraftSource, DraftChoice] = {}
+    for choice in chain(measured, noted):
+        choices.setdefault(choice.draft, choice)
+        if choice.draft == "ngram":  # it always loads, so later choices would never be tried
             break
-    return tuple(found.values())
+    return tuple(choices.values())
 
 
 #: The last choice, which always loads.
@@ -257,7 +278,10 @@ def _partner(
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
 ) -> Iterator[DraftChoice]:
-    """Yield the target's partners in pairs of the registry, up to the first that is here."""
+    """Yield the draft of the first pair in the registry whose draft is on this disk.
+
+    A pair with n-grams counts as such a pair.
+    """
     model = registry.recognise(target)
     if model is None:
         return
@@ -268,8 +292,8 @@ def _partner(
             return
         path = locate(registry.model(pair.draft))
         if path is not None:
-            where = f"the partner of {pair.target} in the pair {pair.name}"
-            yield DraftChoice(path, f"drafting with {path.name}, {where}")
+            role = f"the partner of {pair.target} in the pair {pair.name}"
+            yield DraftChoice(path, f"drafting with {path.name}, {role}")
             return
 
 
@@ -278,7 +302,7 @@ def _general_draft(
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
 ) -> Iterator[DraftChoice]:
-    """Yield the general draft, if it is here and much smaller than the target."""
+    """Yield the general draft, if it is on this disk and much smaller than the target."""
     if registry.general_draft is None:
         return
     general = registry.model(registry.general_draft)
@@ -292,7 +316,7 @@ def _general_draft(
 
 
 def name_of(draft: DraftSource) -> str:
-    """Return a draft's name for users."""
+    """Return the name of a draft that messages show to users."""
     if isinstance(draft, Path):
         return draft.name
     return {"mtp": "MTP layers", "ngram": "n-grams"}.get(draft, draft)

@@ -1,4 +1,4 @@
-"""A conversation at the command line: its turns, the file that keeps them, and its answers."""
+"""A conversation at the command line: its turns, the file that stores them, and its answers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from specgen.session.prompts.thoughts import ThoughtMarker, ThoughtReader
 from specgen.session.session import Session
 from specgen.system.files import replace_bytes, to_line, write_errors
 
-#: The share of the context that is kept free for an answer, unless answers are limited to less.
+#: The share of the context that is reserved for an answer, unless answers are limited to less.
 _ANSWER_SHARE = 1 / 4
-#: If turns have to be left out, the others take at most this share of the context.
-_KEPT_SHARE = 1 / 2
+#: If turns have to be left out, the remaining ones take at most this share of the context.
+_REMAINING_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user asked, and the answer."""
+    """A question of the user, and the answer."""
 
     question: str
-    #: None if there is no answer (yet).
+    #: None if there is no answer yet. An interrupted answer is stored as far as it got.
     answer: str | None = None
 
 
@@ -41,34 +41,44 @@ class Conversation:
     system: str | None = None
     #: The text of files, before the first question.
     files: str = ""
-    #: All but the last one have an answer.
+    #: The turns, the oldest first. All but the last one have an answer.
     turns: tuple[Turn, ...] = ()
 
     @property
     def is_open(self) -> bool:
-        """Whether the last question has no answer."""
+        """Whether the last question has no answer yet."""
         return bool(self.turns) and self.turns[-1].answer is None
 
     def asking(self, question: str) -> Conversation:
-        """Return the conversation with another question, which replaces one without an answer."""
+        """Return this conversation with a new question at its end.
+
+        If the last question has no answer yet, the new one replaces it.
+        """
         turns = self.turns[:-1] if self.is_open else self.turns
         return replace(self, turns=(*turns, Turn(question)))
 
     def messages(self, n_left_out: int = 0) -> list[Message]:
-        """Return the messages up to the last question, without the first `n_left_out` turns."""
+        """Return the messages up to the last question, without the first `n_left_out` turns.
+
+        The system message and the files are always included.
+        """
         messages: list[Message] = []
         if self.system is not None:
             messages.append(Message("system", self.system))
-        before = self.files
+        before_question = self.files
         for turn in self.turns[n_left_out:]:
-            messages.append(Message("user", before + turn.question))
+            messages.append(Message("user", before_question + turn.question))
             messages.append(_answer_message(turn.answer or ""))
-            before = ""
+            before_question = ""
+        # The answer to the last question is what the model will write (again).
         return messages[:-1]
 
 
 def _answer_message(text: str) -> Message:
-    """Return an answer with its thoughts apart: templates choose whether the model sees them."""
+    """Return the message for an answer, with its thoughts in a separate field.
+
+    The chat template then decides whether the model sees the thoughts of earlier turns.
+    """
     reader = ThoughtReader()
     thought, answer = reader.feed(text)
     more_thought, more_answer = reader.finish()
@@ -77,12 +87,16 @@ def _answer_message(text: str) -> Message:
 
 
 def read_conversation(path: Path) -> Conversation:
-    """Return the conversation in a file. Raise `PromptError` if it cannot be read, or has none."""
+    """Return the conversation that a file contains.
+
+    Raises:
+        PromptError: If the file cannot be read, or is not a conversation.
+    """
     from pydantic import TypeAdapter
 
     try:
-        found = json.loads(path.read_bytes())
-        return TypeAdapter(Conversation).validate_python(found, extra="forbid")
+        document = json.loads(path.read_bytes())
+        return TypeAdapter(Conversation).validate_python(document, extra="forbid")
     except OSError as error:
         raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
@@ -91,15 +105,19 @@ def read_conversation(path: Path) -> Conversation:
 
 
 def save_conversation(path: Path, conversation: Conversation) -> None:
-    """Replace a file by a conversation; only the user may read it. Raise `OutputError`."""
+    """Write a conversation to a file, which only the user may read. An existing file is replaced.
+
+    Raises:
+        OutputError: If the file cannot be written.
+    """
     with write_errors(path):
         replace_bytes(path, to_line(asdict(conversation)))
 
 
 class Chat:
-    """Asks an engine for a conversation's answers, and keeps them in a file.
+    """Generates the answers of a conversation, and stores the conversation in a file.
 
-    Interrupted answers are kept as they are.
+    Of an interrupted answer, the text so far is stored.
     """
 
     def __init__(
@@ -117,30 +135,31 @@ class Chat:
             session: The loaded models.
             engine: Generates the answers.
             conversation: The turns so far.
-            path: The file that keeps the conversation; None keeps it nowhere.
-            now: The time for templates. It stays the same, so that the caches stay valid.
+            path: The file that stores the conversation; None stores it nowhere.
+            now: The time for templates. It never changes, so that all prompts of the conversation
+                begin with the same tokens and the caches stay valid.
         """
         self._session = session
         self._engine = engine
         self._path = path
         self._now = now
         self.conversation = conversation
-        #: What the file has.
-        self._kept = conversation
-        #: Whether the next answers use drafts.
+        #: The conversation as the file contains it.
+        self._saved = conversation
+        #: Whether the next answers are generated with drafts.
         self.drafts = True
         #: The summaries of the answers of this run.
         self.answers: list[FinishedEvent] = []
-        #: The first and the last event of the last answer.
+        #: The first and the last event of the last answer; None until it is finished.
         self.last: tuple[PromptEvent, FinishedEvent] | None = None
-        #: How many of the first turns are left out, because they do not fit into the context.
+        #: The number of oldest turns that are left out, because they do not fit into the context.
         self._n_left_out = 0
-        #: How often the last question was answered again.
+        #: The number of times that the last question was answered again.
         self._n_again = 0
 
     @property
     def draft_name(self) -> str:
-        """What drafts for the next answers, or ``none``."""
+        """The name of the draft for the next answers, or ``none``."""
         return self._session.draft_name if self.drafts else "none"
 
     @property
@@ -154,56 +173,72 @@ class Chat:
         return self._session.options.sampler.greedy
 
     def ask(self, question: str) -> Generator[Event, None, None]:
-        """Answer a question, and yield the events. Turns that do not fit are left out.
+        """Answer a question, and yield the events of the answer.
+
+        The oldest turns are left out of the prompt if they do not fit into the context.
 
         Raises:
-            PromptError: The question alone does not fit.
+            PromptError: If the question alone does not fit into the context.
+            OutputError: If the conversation cannot be written to its file.
         """
         asked = self.conversation.asking(question)
-        prompt, n_gone = self._make_prompt(asked)
+        prompt, n_newly_left_out = self._make_prompt(asked)
         self._change_to(asked)
         self._n_again = 0
-        yield from self._answer(prompt, n_gone)
+        yield from self._answer(prompt, n_newly_left_out)
 
     def regenerate(self) -> Generator[Event, None, None]:
-        """Answer the last question again; a given seed is increased each time.
+        """Answer the last question again, and yield the events of the answer.
+
+        If the user gave a seed, each new answer to the question uses the next seed.
 
         Raises:
-            UsageError: There is no question.
+            UsageError: If there is no question.
+            OutputError: If the conversation cannot be written to its file.
         """
         if not self.conversation.turns:
             raise UsageError("there is no question to answer again")
-        prompt, n_gone = self._make_prompt(self.conversation)
+        prompt, n_newly_left_out = self._make_prompt(self.conversation)
         if not self.conversation.is_open:
             self._n_again += 1
-        yield from self._answer(prompt, n_gone)
+        yield from self._answer(prompt, n_newly_left_out)
 
     def change(self, conversation: Conversation) -> None:
-        """Go on with another conversation, also if it cannot be kept. Raise `OutputError` then."""
+        """Continue with another conversation.
+
+        Raises:
+            OutputError: If it cannot be written to the file. The chat continues with it all the
+                same.
+        """
         self._n_left_out = 0
         self._change_to(conversation)
 
     def keep(self) -> None:
-        """Write the conversation, unless the file has it already.
+        """Write the conversation to its file, unless the file is up to date.
 
-        An interrupt or a full disk may have prevented that before.
+        Every change is written at once, so there is something left to write only if an interrupt
+        or a full disk prevented that.
 
         Raises:
-            OutputError: It cannot be written.
+            OutputError: If the file cannot be written.
         """
-        if self._path is not None and self._kept is not self.conversation:
+        # Conversations are immutable and replaced at each change, so identity suffices.
+        if self._path is not None and self._saved is not self.conversation:
             save_conversation(self._path, self.conversation)
-            self._kept = self.conversation
+            self._saved = self.conversation
 
     def _change_to(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self.keep()
 
     def _make_prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
-        """Return the prompt of the answer, and how many more turns are left out of it.
+        """Return the prompt of the next answer, and the number of turns newly left out of it.
 
-        If turns have to be left out, it is more than necessary: whenever some go, the rest is
-        decoded again.
+        When turns have to be left out, more are left out than necessary. Each time it happens, the
+        remaining turns have to be prefilled again, so it should happen rarely.
+
+        Raises:
+            PromptError: If the last question alone does not fit into the context.
         """
         last = len(conversation.turns) - 1
 
@@ -222,25 +257,29 @@ class Chat:
                 hint=f"use --ctx-size {n_alone + 1} or more, or a shorter message",
             )
         n_before = self._n_left_out
-        if n_before < last and n_tokens(n_before) > self.n_ctx - self._n_kept_free:
-            # Leave out the fewest turns with which the prompt is short enough.
-            n_goal = int(self.n_ctx * _KEPT_SHARE)
+        if n_before < last and n_tokens(n_before) > self.n_ctx - self._n_reserved:
+            # Leave out as few turns as bring the prompt down to the goal. Lengths decrease with
+            # the number of turns left out; bisection needs an ascending order, so negate them.
+            n_goal = int(self.n_ctx * _REMAINING_SHARE)
             self._n_left_out = bisect_left(
                 range(last), -n_goal, lo=n_before + 1, key=lambda first: -n_tokens(first)
             )
         return prompt(self._n_left_out), self._n_left_out - n_before
 
     @property
-    def _n_kept_free(self) -> int:
-        """How many tokens of the context are kept free for an answer."""
-        n_usual = int(self.n_ctx * _ANSWER_SHARE)
+    def _n_reserved(self) -> int:
+        """The number of tokens of the context that are reserved for an answer."""
+        n_default = int(self.n_ctx * _ANSWER_SHARE)
         max_tokens = self._session.options.generation.max_tokens
-        if max_tokens < 0:
-            return n_usual
-        return min(n_usual, max_tokens)
+        if max_tokens < 0:  # no limit
+            return n_default
+        return min(n_default, max_tokens)
 
-    def _answer(self, prompt: Prompt, n_gone: int) -> Generator[Event, None, None]:
-        """Generate an answer, yield its events, and keep its text, even if it is cut off."""
+    def _answer(self, prompt: Prompt, n_newly_left_out: int) -> Generator[Event, None, None]:
+        """Generate an answer, yield its events, and store its text, even if it is cut off.
+
+        A notice is added if turns were newly left out of the prompt.
+        """
         sampling = self._session.options.sampler
         if self._n_again and sampling.seed >= 0:
             sampling = replace(sampling, seed=sampling.seed + self._n_again)
@@ -248,46 +287,52 @@ class Chat:
         events = self._engine.stream(request)
         marker = ThoughtMarker(prompt.text)
         text = ""
-        is_whole = False
-        begun: PromptEvent | None = None
+        is_complete = False
+        prompt_event: PromptEvent | None = None
         try:
             for event in events:
                 if isinstance(event, PromptEvent):
-                    begun = event
+                    prompt_event = event
                     self.last = None
                 elif isinstance(event, CommittedEvent):
                     text += marker.feed(event.text)
-                elif isinstance(event, FinishedEvent) and begun is not None:
-                    is_whole = event.finish_reason != "interrupted"
-                    self.last = (begun, event)
+                elif isinstance(event, FinishedEvent) and prompt_event is not None:
+                    is_complete = event.finish_reason != "interrupted"
+                    self.last = (prompt_event, event)
                     self.answers.append(event)
                 yield event
-                if isinstance(event, PromptEvent) and n_gone:
-                    yield NoticeEvent(event.sequence, event.time_s, self._gone(n_gone))
+                if isinstance(event, PromptEvent) and n_newly_left_out:
+                    notice = self._left_out_notice(n_newly_left_out)
+                    yield NoticeEvent(event.sequence, event.time_s, notice)
         finally:
-            events.close()  # cancels an answer that nobody waits for
+            events.close()  # cancels the answer if the caller stopped reading
             text += marker.finish()
-            if text or is_whole:
+            # A complete answer may be empty; an interrupted one without text is no answer.
+            if text or is_complete:
                 *turns, last = self.conversation.turns
                 turns.append(replace(last, answer=text))
                 self._change_to(replace(self.conversation, turns=tuple(turns)))
 
-    def _gone(self, n_gone: int) -> str:
-        """Return the notice that turns are left out."""
-        turns = "the oldest turn is" if n_gone == 1 else f"the {n_gone} oldest turns are"
+    def _left_out_notice(self, n_turns: int) -> str:
+        """Return the notice that `n_turns` more turns are left out from now on."""
+        turns = "the oldest turn is" if n_turns == 1 else f"the {n_turns} oldest turns are"
         message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
-        kept = []
+        kept_parts = []
         if self.conversation.system is not None:
-            kept.append("the system message")
+            kept_parts.append("the system message")
         if self.conversation.files:
-            kept.append("the files")
-        if kept:
-            message += f" ({' and '.join(kept)} kept)"
+            kept_parts.append("the files")
+        if kept_parts:
+            message += f" ({' and '.join(kept_parts)} kept)"
         return message
 
 
 def check_template(session: Session) -> None:
-    """Raise `UsageError` if the target has no chat template."""
+    """Check that a conversation with the target is possible.
+
+    Raises:
+        UsageError: If the target has no chat template.
+    """
     if session.target.chat_template() is None:
         raise UsageError(
             f"a conversation needs a chat template, and {session.target.name} has none",

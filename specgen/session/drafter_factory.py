@@ -27,19 +27,20 @@ from specgen.session.request import Request, RequestSettings, Slot
 from specgen.session.session import Session
 from specgen.text.sampling.chain import Sampler
 
-#: Samplers that change the logits of particular tokens, whatever the other logits are.
-_BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: How many of the likeliest tokens are considered at a position of a tree: hardly another would be
-#: worth a row.
+#: Samplers that change the logits of particular tokens, regardless of the other logits.
+_PER_TOKEN_SAMPLERS: tuple[SamplerName, ...] = ("penalties", "dry")
+#: The number of likeliest tokens that are considered at each position of a tree. Less likely ones
+#: are hardly ever worth a row of the target's batch.
 _N_GUESSES = 8
 
 
 @dataclass(frozen=True)
 class DrafterFactory:
-    """Makes what drafts for an answer."""
+    """Makes the state of each answer, with its drafter and its policy."""
 
     session: Session
-    #: Whether an answer adds to a copy of the statistics, which is dropped with it.
+    #: Whether each answer works on its own copy of the acceptance statistics, so that it neither
+    #: depends on earlier answers nor influences later ones.
     learns_alone: bool = False
 
     def new_answer(
@@ -54,11 +55,11 @@ class DrafterFactory:
 
         Args:
             prompt: The text before the answer.
-            n_ctx: The tokens of prompt and answer, at most.
-            caches: The draft's contexts, without which models draft nothing.
+            n_ctx: The maximum number of tokens of prompt and answer together.
+            caches: The draft's contexts. Without them, a draft that needs contexts is not used.
             seed: The seed of all random numbers.
-            request: Has the settings, the slot in all contexts, and the number of the answer.
-                Without one, it has the session's settings, and the only slot.
+            request: Supplies the settings, the slot and the number of the answer. None stands for
+                an answer with the session's settings in the only slot.
         """
         session = self.session
         settings = session.settings
@@ -77,11 +78,13 @@ class DrafterFactory:
         text_state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
         hidden_states: HiddenStateSink | None = None
-        if draft is not None and (caches or draft.timed is None):
+        needs_caches = draft is not None and draft.timed is not None
+        if draft is not None and (caches or not needs_caches):
             draft_request = self._draft_request(draft, prompt, text_state, settings, draft_seed)
             draft_request = replace(draft_request, caches=caches, slot=slot)
             drafter = draft.drafter(draft_request)
             hidden_states = drafter.hidden_states
+            # A cascade asks its free drafter (n-grams) first, and then the one with a model.
             if draft.is_free:
                 cascade = Cascade(drafter, None, text_state)
             elif settings.drafting.adds_ngrams:
@@ -110,9 +113,13 @@ class DrafterFactory:
     def acceptance(
         self, settings: RequestSettings | None = None
     ) -> MutableMapping[str, AcceptanceRates]:
-        """Return the statistics of accepted tokens for an answer with these settings.
+        """Return the acceptance statistics for answers with these settings, by drafts' origins.
 
-        They are kept by target, draft and the way of sampling.
+        There are separate statistics for each target, draft and way of sampling. The answer adds
+        to them in place.
+
+        Args:
+            settings: The settings of the answer; None uses the session's.
         """
         settings = settings or self.session.settings
         draft = self.session.draft
@@ -126,7 +133,7 @@ class DrafterFactory:
             return self._acceptance_of(target, "none", mode)
         rates = self._acceptance_of(target, draft.key, mode)
         if not rates and draft.learnt is not None and draft.timed is not None:
-            # The learnt weights start from the statistics of the original weights.
+            # A draft with newly learnt weights starts from the statistics of the original weights.
             original = self._acceptance_of(target, draft.timed, mode)
             rates.update(copy.deepcopy(dict(original)))
         return rates
@@ -141,14 +148,19 @@ class DrafterFactory:
         return copy.deepcopy(rates) if self.learns_alone else rates
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
-        """Return what decides how much is drafted for a text of `n_past` tokens."""
+        """Return the policy that decides how much to draft.
+
+        Args:
+            n_past: The length of the prompt in tokens, on which the costs of decodes depend.
+            settings: The settings of the answer.
+        """
         drafting = settings.drafting
         if drafting.tree.is_fixed and self.session.why_chains:
-            n_most = drafting.tree.n_levels
+            # Drafts cannot branch here: draft chains with as many tokens as the tree has levels.
             chains = replace(
                 drafting,
                 tree=TreeShape("off"),
-                max_tokens=n_most,
+                max_tokens=drafting.tree.n_levels,
                 p_min=0.0,
             )
             return FixedPolicy(chains)
@@ -167,6 +179,7 @@ class DrafterFactory:
         settings: RequestSettings,
         seed: np.random.SeedSequence,
     ) -> DraftRequest:
+        """Return the request to a draft for an answer, still without its contexts and its slot."""
         drafting = settings.drafting
         n_past = len(prompt.tokens)
 
@@ -179,6 +192,8 @@ class DrafterFactory:
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
         draws = draft.can_draw and settings.sampler.is_random and wants_sampled_drafts
         can_branch = drafting.grows_trees and draft.why_chains is None
+        # Sampled drafts branch only in a fixed shape: for exact verification, the number of
+        # siblings must not depend on the samples.
         branches = can_branch and (drafting.tree.is_fixed or not draws)
         options = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
         sampler = Sampler(options, settings.sampler.breakers)
@@ -208,15 +223,15 @@ def draft_sampling(
     draws: bool,
     branches: bool,
 ) -> SamplerOptions:
-    """Return the target's samplers, changed so that more of a draft is accepted.
+    """Return the draft's samplers: the target's, changed so that more drafted tokens are accepted.
 
-    Penalties and biases stay.
+    Penalties and biases are kept.
 
     Args:
         target: The samplers of the answer.
         drafting: How drafts are made.
-        draws: Whether drafted tokens are sampled.
-        branches: Whether drafts are trees of the likeliest tokens.
+        draws: Whether drafted tokens are sampled at random.
+        branches: Whether drafts are trees.
     """
     if draws:
         temperature = drafting.temperature
@@ -226,20 +241,21 @@ def draft_sampling(
         if top_k is None:
             top_k = target.top_k
         return replace(target, temperature=temperature, top_k=top_k)
-    if branches:  # several of the likeliest tokens, which no sampler cuts off
-        by_token = tuple(name for name in target.samplers if name in _BY_TOKEN)
+    if branches:
+        # Siblings are the likeliest tokens at a position: samplers such as top-p would cut them off
+        per_token = tuple(name for name in target.samplers if name in _PER_TOKEN_SAMPLERS)
         n_guesses = _N_GUESSES
         if drafting.tree.is_fixed:
             n_guesses = max(_N_GUESSES, *drafting.tree.numbers)
         return replace(
             target,
-            samplers=(*by_token, "top_k", "temperature"),
+            samplers=(*per_token, "top_k", "temperature"),
             top_k=n_guesses,
             temperature=1.0,
             dynatemp_range=0.0,
         )
-    # The likeliest token. Without the temperature sampler, or with a dynamic temperature, sampling
-    # would not be greedy.
+    # A chain consists of the likeliest tokens: sampling at temperature 0. That needs the
+    # temperature sampler, which is added if the target has none, and no dynamic temperature.
     samplers = tuple(dict.fromkeys((*target.samplers, "temperature")))
     return replace(
         target,

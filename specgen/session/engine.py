@@ -1,7 +1,7 @@
 """The engine: generates several answers at once with loaded models, in caches that stay filled.
 
-Each step begins the next request, prefills a piece of one prompt, runs a round of all answers that
-have begun, and settles those that are finished.
+Each step starts the next request, prefills a piece of one prompt, runs one round for all answers
+that are being decoded, and completes those that are finished.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from specgen.llama import LlamaBackend
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
 from specgen.method.cost_table import CostTable
+from specgen.method.drafter import never
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
@@ -42,22 +43,18 @@ from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 
 
-def _never() -> bool:
-    return False
-
-
-def _as_it_is(_request: Request, _answer: AnswerState) -> None:
-    """Change nothing."""
+def _leave_unchanged(_request: Request, _answer: AnswerState) -> None:
+    """Do nothing to prepare an answer."""
 
 
 class Engine:
     """Generates up to `n_parallel` answers at once with the models of a session.
 
-    The contexts stay open as long as the engine: of a prompt that begins like a text in a cache,
-    only the rest is decoded. An answer that fails or is cancelled ends alone. Several threads may
-    use the engine; one at a time steps it, for the answers of all.
+    The contexts stay open as long as the engine does: if a prompt begins like a text in a cache,
+    only the rest of the prompt is decoded. An answer that fails or is cancelled does not affect
+    the others. Several threads may use the engine: one at a time steps it, for all answers.
 
-    It is a context manager. It does not close the session.
+    The engine is a context manager. It does not close the session.
     """
 
     def __init__(
@@ -66,34 +63,36 @@ class Engine:
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
-        interrupted: Callable[[], bool] = _never,
+        interrupted: Callable[[], bool] = never,
         learn_alone: bool = False,
-        prepare: Callable[[Request, AnswerState], None] = _as_it_is,
+        prepare: Callable[[Request, AnswerState], None] = _leave_unchanged,
     ) -> None:
         """Open the contexts.
 
         Args:
             session: The loaded models.
-            n_parallel: How many answers are generated at once.
-            n_ctx: The tokens of one prompt and its answer, at most.
-            interrupted: Once it returns True, answers end with the text that they have.
-            learn_alone: Whether drafts never depend on another text.
+            n_parallel: The maximum number of answers that are generated at once.
+            n_ctx: The maximum number of tokens of one prompt and its answer; None uses the
+                session's default.
+            interrupted: Checked between decodes. Once it returns True, all answers end with the
+                text that they have.
+            learn_alone: Whether the drafts for an answer are independent of all other answers.
             prepare: Called with each request and its answer before the prompt is prefilled.
 
         Raises:
-            MemoryLimitError: The contexts do not fit into memory.
-            UsageError: So many answers at once are not possible.
+            MemoryLimitError: If the contexts do not fit into memory.
+            UsageError: If `n_parallel` is below 1, or more than the shape of drafts allows.
         """
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
-        n_most = MAX_SEQUENCES // session.n_sequences_max
-        if n_parallel > n_most:
+        max_parallel = MAX_SEQUENCES // session.n_sequences_max
+        if n_parallel > max_parallel:
             raise UsageError(
                 f"{n_parallel} answers at once: "
-                f"with drafts of this shape at most {n_most} are possible",
+                f"with drafts of this shape at most {max_parallel} are possible",
                 hint="--tree off allows more",
             )
-        #: The tokens of one prompt and its answer, at most.
+        #: The maximum number of tokens of one prompt and its answer.
         self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
@@ -107,12 +106,12 @@ class Engine:
             target, _ = self._resources.enter_context(
                 session.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
             )
-            #: The target's context, in which the answers are generated. Nobody else may decode in
+            #: The target's context, in which the answers are generated. Callers must not decode in
             #: it.
             self.target: LlamaBackend = target
             self._loop = AnswerLoop(target, session.clock, interrupted)
             self._scheduler = Scheduler(n_parallel, target)
-            #: The parts of the caches, and the request that each serves.
+            #: Equal shares of the caches, each with the request that it serves.
             self.slots = self._scheduler.slots
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
@@ -125,12 +124,19 @@ class Engine:
 
     @classmethod
     def largest(cls, session: Session, *, n_parallel: int, **options: Any) -> Engine:
-        """Return an engine for `n_parallel` answers at once, or for as many as memory allows.
+        """Return an engine for `n_parallel` answers at once, or for fewer if memory is short.
 
-        Models that cannot make several at once get an engine for 1, with a notice.
+        The number is halved until the contexts fit. If the models cannot decode several sequences
+        at once, the engine is for one answer at a time, and its first answer has a notice.
+
+        Args:
+            session: The loaded models.
+            n_parallel: The wanted number of answers at once.
+            **options: More arguments of the constructor.
 
         Raises:
-            MemoryLimitError: Not even one context fits.
+            MemoryLimitError: If the contexts for a single answer do not fit into memory.
+            UsageError: If the shape of drafts does not allow so many answers at once.
         """
         why_one = None
         if n_parallel > 1:
@@ -153,7 +159,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the contexts. Answers that are not done fail."""
+        """Free the contexts. Unfinished answers fail with a `BackendError`."""
         with self.stepping:
             try:
                 self._resources.close()
@@ -164,12 +170,12 @@ class Engine:
 
     @property
     def n_parallel(self) -> int:
-        """How many answers can be generated at once."""
+        """The number of answers that can be generated at once."""
         return len(self.slots)
 
     @property
     def n_busy(self) -> int:
-        """How many answers are being generated; prefilling their prompts counts, too."""
+        """The number of requests being served: their prompts are prefilled, or they decode."""
         return len(self._scheduler.busy)
 
     @property
@@ -187,20 +193,23 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request. Any thread may do that. Options that are None are the session's.
+        """Queue a request. Any thread may do that.
+
+        For options that are None, the session's are used.
 
         Args:
-            prompt: A text becomes a user's turn in the model's chat template, if it has one.
+            prompt: The prompt. A text becomes a user's turn in the model's chat template, if it
+                has one.
             sampling: How tokens are chosen.
             generation: When the answer ends.
-            draft: Whether drafts are made for it.
-            n_drafted_max: The most tokens to draft in a round.
+            draft: Whether to draft for this answer.
+            n_drafted_max: The maximum number of tokens to draft in a round.
             verifier: How drafts are verified.
 
         Raises:
-            PromptError: The prompt is empty or too long.
-            UsageError: An option is not valid.
-            BackendError: The engine is closed.
+            PromptError: If the prompt is empty, or longer than the context.
+            UsageError: If an option is invalid.
+            BackendError: If the engine is closed.
         """
         session = self._session
         if isinstance(prompt, str):
@@ -219,30 +228,34 @@ class Engine:
             thoughts=prompt.thoughts,
         )
         seed = settings.sampling.seed
-        if seed < 0:
+        if seed < 0:  # the user gave none
             seed = secrets.randbits(32)
         return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def cancel(self, request: Request) -> FinishedEvent | None:
-        """End an answer with the text that it has, at the next step. Any thread may do that.
+        """End an answer with the text that it has so far. Any thread may do that.
 
-        A request that still waits leaves the queue at once, and its summary is returned.
+        An answer that has begun ends at the next step, which returns its summary.
+
+        Returns:
+            The summary of a request that was still waiting: it leaves the queue at once. None for
+            any other request.
         """
         request.is_cancelled = True
         if not self._scheduler.drop(request):
             return None
-        ended = interrupted_event(request.index, self._loop.now_s, len(request.prompt.tokens))
-        self._pass_on(request, ended)
-        request.finished = ended
-        return ended
+        finished = interrupted_event(request.index, self._loop.now_s, len(request.prompt.tokens))
+        self._pass_on(request, finished)
+        request.finished = finished
+        return finished
 
     def notify(self, message: str) -> None:
-        """Add a message to the events of the next answer; nothing if it is empty."""
+        """Let the next answer's events include a notice; an empty message is ignored."""
         if message:
             self._notices.append(message)
 
     def take_notices(self) -> list[str]:
-        """Return the messages for the next answer, and forget them."""
+        """Return the messages of `notify` that no answer has had yet, and forget them."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
@@ -250,14 +263,14 @@ class Engine:
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last.
 
-        Nothing drafts after an error.
+        After an error, the engine goes on without a draft.
 
         Returns:
-            Whether that was done: not while answers are generated.
+            Whether it was loaded; False if answers are being generated, which need the old one.
 
         Raises:
-            ModelFileError: The weights cannot be loaded.
-            MemoryLimitError: They do not fit into memory.
+            ModelFileError: If the weights cannot be loaded.
+            MemoryLimitError: If they do not fit into memory.
         """
         with self.stepping:
             if self.n_busy:
@@ -271,21 +284,21 @@ class Engine:
     # --- steps ------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Advance all answers, and return their events.
+        """Advance all answers, and return their new events.
 
-        The next request begins if there is a slot for its answer, a piece of one prompt is
-        prefilled, and all answers that have started run one round.
+        If a slot is free, the next request starts. Then a piece of one prompt is prefilled, and
+        all answers whose prompt is complete run one round.
 
         Raises:
-            BackendError: The round's batch cannot be decoded, so all of its answers have failed.
-                (An answer that fails alone has a `failure` and no more events.)
+            BackendError: If the round's batch cannot be decoded: all of its answers have failed.
+                (The error of a single answer is not raised; it becomes the request's `failure`.)
         """
         with self.stepping:
             events = self._begin_next()
             for request in self._scheduler.busy:
-                if request.is_cancelled:  # its slot is free for others at once
+                if request.is_cancelled:  # free its slot at once
                     request.running.finish("interrupted")
-                    events += self._settle(request)
+                    events += self._complete(request)
             request_to_prefill = self._scheduler.next_prefill()
             if request_to_prefill is None:
                 return events + self._round()
@@ -294,22 +307,23 @@ class Engine:
             return events + self._prefill_piece(request_to_prefill) + self._round()
 
     def run(self) -> Iterator[Event]:
-        """Step until nothing is to do, and yield the events of all answers."""
+        """Step until all requests are done, and yield the events of all answers."""
         while not self.is_idle:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; others advance at the same time.
+        """Yield the events of one answer until it is done; other answers advance meanwhile.
 
-        To close the iterator cancels the request.
+        Closing the iterator cancels the request.
 
         Raises:
-            SpecgenError: What ended the answer early. If a worker was lost, a summary of the text
-                so far is yielded first.
+            SpecgenError: If the answer failed. If a worker was lost, a summary of the text so far
+                is yielded first.
         """
         try:
             while True:
-                is_done = request.is_done  # asked before its events: another thread may step
+                # Read before the events are taken: another thread may finish the answer meanwhile.
+                is_done = request.is_done
                 while request.events:
                     yield request.events.popleft()
                 if is_done:
@@ -322,13 +336,16 @@ class Engine:
                         yield request.running.finished_event(self._loop.now_s, None)
                     raise
         finally:
-            if not request.is_done:  # nobody wants the rest
+            if not request.is_done:  # the caller stopped reading
                 self.cancel(request)
         if request.failure is not None:
             raise request.failure
 
     def _begin_next(self) -> list[Event]:
-        """Begin the next request, if there is a slot for its answer."""
+        """Start the next request if a slot is free, and return its first events.
+
+        Its slot takes over the known prefix of its prompt, and the state of its answer is made.
+        """
         request = self._scheduler.take_next()
         if request is None:
             return []
@@ -336,7 +353,7 @@ class Engine:
         assert slot is not None, "it was given one"
         request.load = LoadOfOthers()
         events: list[Event] = []
-        with self._failing([request]):
+        with self._fail_on_error([request]):
             uses_cache = request.settings.generation.uses_cache
             plan = self._prefixes.begin(slot, request.prompt, uses_cache=uses_cache)
             answer = self._factory.new_answer(
@@ -348,14 +365,16 @@ class Engine:
             self._prepare(request, answer)
             self._store_prefix(request)
             slot.request = request
-            begun = self._begun(request)
+            prompt_event = self._prompt_event(request)
             notices = [
-                NoticeEvent(request.index, begun.time_s, text) for text in self.take_notices()
+                NoticeEvent(request.index, prompt_event.time_s, text)
+                for text in self.take_notices()
             ]
-            events += self._pass_on(request, begun, *notices)
+            events += self._pass_on(request, prompt_event, *notices)
         return events
 
-    def _begun(self, request: Request) -> PromptEvent:
+    def _prompt_event(self, request: Request) -> PromptEvent:
+        """Return the first event of an answer: its prompt, its models and its settings."""
         session = self._session
         settings = request.settings
         draft = session.draft if request.drafts else None
@@ -376,41 +395,48 @@ class Engine:
         )
 
     def _prefill_piece(self, request: Request) -> list[Event]:
-        def is_unwanted() -> bool:
+        """Prefill the next piece of a prompt, and return the events."""
+
+        def is_cancelled() -> bool:
             return request.is_cancelled
 
         events: list[Event] = []
-        with self._failing([request]):
-            events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_unwanted)
+        with self._fail_on_error([request]):
+            events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_cancelled)
             self._store_prefix(request)
             request.events.extend(events)
-            events += self._settle(request)
+            events += self._complete(request)
         return events
 
     def _round(self, request_to_prefill: Request | None = None) -> list[Event]:
-        """Run a round of all answers that have started, perhaps with a piece of a prompt in it."""
+        """Run one round for all answers whose prompt is complete, and return the events.
+
+        Args:
+            request_to_prefill: A piece of its prompt is decoded in the same batch.
+        """
         decoding = self._scheduler.decoding
-        busy = list(decoding)
+        participants = list(decoding)
         decode = None
         if request_to_prefill is not None:
-            busy.append(request_to_prefill)
-        with self._failing(busy, raises=True):
+            participants.append(request_to_prefill)
+        with self._fail_on_error(participants, raises=True):
             if request_to_prefill is not None:
                 costs = self._session.costs.table()
                 decode = functools.partial(
                     self._loop.decode_alongside, request_to_prefill.running, costs
                 )
             events = self._loop.round([request.running for request in decoding], decode)
-        requests = {request.index: request for request in busy}
+        requests = {request.index: request for request in participants}
         for event in events:
             requests[event.sequence].events.append(event)
         if request_to_prefill is not None:
             self._store_prefix(request_to_prefill)
-        for request in busy:
-            events += self._settle(request)
+        for request in participants:
+            events += self._complete(request)
         return events
 
     def _store_prefix(self, request: Request) -> None:
+        """Store the prefix of a prompt on the disk, if prefill has just reached its end."""
         if request.slot is not None:
             self._prefixes.store(
                 request.slot, functools.partial(self._loop.prefill_costs.seconds, 0)
@@ -418,8 +444,12 @@ class Engine:
 
     # --- ends of answers --------------------------------------------------------------------------
 
-    def _settle(self, request: Request) -> list[Event]:
-        """Free the slot of a request if its answer is finished; return the events of its end."""
+    def _complete(self, request: Request) -> list[Event]:
+        """Complete a request whose answer is finished: free its slot, and return its last events.
+
+        Nothing happens to a request whose answer is not finished. The request of an answer with an
+        error fails, and has no last events.
+        """
         answer = request.running
         if not answer.is_finished:
             return []
@@ -434,22 +464,28 @@ class Engine:
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
         finished = self._summary(request)
         events = self._pass_on(request, *notices, finished)
-        request.finished = finished  # after its events: another thread may wait for them
+        # This marks the request as done, so its events have to be queued before: another thread
+        # may be waiting for them.
+        request.finished = finished
         self._free(request)
         return events
 
     def _summary(self, request: Request) -> FinishedEvent:
         """Return the summary of a finished answer.
 
-        If other programs kept the machine busy, what its decodes cost is not kept.
+        If other programs kept the machine busy meanwhile, the costs of its decodes are not written
+        to disk.
         """
         answer = request.running
         costs = self._session.costs
-        table = CostTable()  # which knows nothing
+        # With an empty table, the summary does not compare the answer with plain decoding: costs
+        # from a busy machine would mislead.
+        table = CostTable()
         if not costs.was_busy:
             table = costs.table(n_past=answer.n_prompt)
         finished = self._loop.finish(answer, table)
         if request.load is not None:
+            # The first answer after loading reports how long loading took.
             setup_s: dict[str, Any] = dict(self._session.setup_s)
             self._session.setup_s.clear()
             finished = replace(finished, others_share=request.load.share, **setup_s)
@@ -461,8 +497,12 @@ class Engine:
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups and for learning, if the options ask for that.
 
+        Args:
+            prompt: The prompt.
+            tokens: All tokens of the text: those of the prompt, then those of the answer.
+
         Raises:
-            OutputError: It cannot be written for learning.
+            OutputError: If the answer cannot be written for learning.
         """
         self._session.ngrams.keep_text(tokens)
         folder = self._session.options.learning
@@ -476,30 +516,39 @@ class Engine:
         keep_answer(folder, answer)
 
     @contextlib.contextmanager
-    def _failing(self, requests: Sequence[Request], *, raises: bool = False) -> Iterator[None]:
-        """End the requests with what the block raises.
+    def _fail_on_error(
+        self, requests: Sequence[Request], *, raises: bool = False
+    ) -> Iterator[None]:
+        """Let the requests fail with any error that the block raises.
 
-        Only a lost worker, an error that is not specgen's, or any error if it `raises`, leaves the
-        block.
+        After a `WorkerLostError` they do not fail, since another process may continue them. It is
+        always raised again, as is an error that is not a `SpecgenError`.
+
+        Args:
+            requests: The requests that the block works for.
+            raises: Whether to raise any other error again, too.
         """
         try:
             yield
-        except WorkerLostError:  # the answers have not failed: another process may make them
+        except WorkerLostError:
             for request in requests:
                 if request.state == "waiting":
                     self._scheduler.put_back(request)
             raise
-        except BaseException as error:  # also Ctrl-C in the middle of a round
+        except BaseException as error:  # even Ctrl-C, since it leaves the caches in disorder
             for request in requests:
                 if request.answer is not None and request.answer.is_finished:
-                    self._settle(request)
+                    self._complete(request)
                 else:
                     self._fail(request, error)
             if raises or not isinstance(error, SpecgenError):
                 raise
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error, and clear its slot: what it holds is uncertain."""
+        """End a request with an error.
+
+        Its slot is emptied in all caches, since the error may have left any part of a decode there.
+        """
         if not isinstance(error, SpecgenError):
             error = BackendError(f"the round was broken off: {type(error).__name__}")
         request.failure = error
@@ -508,12 +557,14 @@ class Engine:
         self._free(request)
 
     def _clear(self, slot: Slot) -> None:
+        """Remove the texts of all sequences of a slot from all caches."""
         for backend in (self.target, *self.drafts):
             branches = slot.branches(backend)
             for sequence in range(branches.first, branches.first + branches.n_branches):
                 backend.remove(sequence)
 
     def _free(self, request: Request) -> None:
+        """Make the slot of a request available to others. Its text stays in the caches."""
         if request.slot is not None:
             request.slot.request = None
         request.slot = None
@@ -535,21 +586,26 @@ def generate(
     session: Session,
     prompt: Prompt,
     *,
-    interrupted: Callable[[], bool] = _never,
+    interrupted: Callable[[], bool] = never,
     status: Status = no_status,
 ) -> Generator[Event, None, None]:
-    """Generate an answer in new contexts, and yield its events.
+    """Generate one answer in new contexts, and yield its events; the last is a `FinishedEvent`.
 
-    The last one is a `FinishedEvent`. Costs that decide how much is drafted are measured first,
-    if they are not known.
+    The costs of drafting are measured first, if they are needed and not known.
+
+    Args:
+        session: The loaded models.
+        prompt: The prompt.
+        interrupted: Once it returns True, the answer ends with the text that it has.
+        status: Shows the user what is being done.
 
     Raises:
-        PromptError: The prompt is too long.
-        MemoryLimitError: The contexts do not fit into memory.
-        BackendError: The models are closed.
+        PromptError: If the prompt is too long.
+        MemoryLimitError: If the contexts do not fit into memory.
+        BackendError: If the models are closed, or a batch cannot be decoded.
     """
     n_ctx = session.context_size(len(prompt.tokens))
-    news = calibrate(session, interrupted, status)
+    calibration_notice = calibrate(session, interrupted, status)
     with Engine(session, n_ctx=n_ctx, interrupted=interrupted) as engine:
-        engine.notify(news)
+        engine.notify(calibration_notice)
         yield from engine.stream(engine.insert(prompt))

@@ -1,7 +1,7 @@
-"""What was measured on this machine: costs of decodes, acceptance of drafts, the fastest threads.
+"""Measurements of this machine: costs of decodes, acceptance of drafts, the fastest thread counts.
 
-Each process reads the JSON file once, and writes the entries that it corrected into the file as it
-is by then.
+Each process reads the JSON file once. To save, it reads the file again and replaces only the
+entries that it measured or refined itself, because other processes may have written meanwhile.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import read_object, replace_json
 
-#: Cost tables are kept by how full the context is, in tokens: below 512, 1024, 2048, ...
-_SHALLOW = 512
+#: Decodes cost more in a fuller context, so each model has several cost tables, one per "depth":
+#: depth 0 is for contexts with fewer than 512 tokens, depth 1 for fewer than 1024, 2 for 2048, ...
+_DEPTH_0_TOKENS = 512
 _N_DEPTHS = 22
-#: The number of entries of each kind that are kept, the latest ones.
-_N_KEPT = 256
+#: The maximum number of entries of each kind in the file; the oldest ones are removed.
+_MAX_ENTRIES = 256
 #: The kinds of entries in the file.
 _COSTS = "costs"
 _ACCEPTANCE = "chances"
 _THREADS = "threads"
 
 _Value = TypeVar("_Value")
-#: Makes a cost table of the seconds of batches by their rows.
+#: Makes a cost table from the seconds of batches, by their numbers of rows.
 _TableKind: TypeAlias = Callable[[Mapping[int, float]], CostTable]
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Numbers of threads; llama.cpp has no room for more than 512."""
+    """Numbers of threads; llama.cpp supports up to 512."""
 
     #: Threads for a single row.
     n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
@@ -51,10 +52,13 @@ class Threads:
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """Return the options with measured threads where they name none.
+    """Return the options with the fastest thread counts filled in where the user gave none.
 
-    A named number of threads is for batches, too.
+    Args:
+        context: The options of a context.
+        threads: The measured thread counts; None if nothing was measured.
     """
+    # A number that the user gave for single rows also holds for batches.
     if threads is None or context.n_threads is not None:
         return context
     n_batch = context.n_threads_batch or threads.n_batch
@@ -62,27 +66,28 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 class MeasurementStore:
-    """Costs, acceptance and threads, from a file if there is one."""
+    """All measured costs, acceptance rates and thread counts, in memory and in a file."""
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
         """Read the file.
 
         Args:
-            file: The JSON file; None keeps everything for this process only.
-            machine: All that decides what decodes cost. Entries of other machines are left alone.
+            file: The JSON file; None stores everything for this process only.
+            machine: Everything about the machine that affects what decodes cost. It is part of the
+                keys, so that entries of other machines are neither used nor changed.
         """
         self._file = file
         self._machine = dict(machine or {})
         #: The entries of the file as it was read, by kind and key.
-        self._known = _read(file)
-        # What is in use, by key.
+        self._file_entries = _read(file)
+        # What this process uses and refines, by key.
         self._tables: dict[str, CostTable] = {}
         self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
         self._threads: dict[str, Threads] = {}
-        #: Keys of tables that are to be removed from the file.
+        #: Keys of cost tables that are to be removed from the file.
         self._forgotten: set[str] = set()
-        #: Keys of tables that are not written.
-        self._unkept: set[str] = set()
+        #: Keys of cost tables that must not be written to the file.
+        self._not_saved: set[str] = set()
 
     # --- costs --------------------------------------------------------------------------------
 
@@ -93,12 +98,19 @@ class MeasurementStore:
         n_past: int = 0,
         kind: _TableKind = CostTable,
     ) -> CostTable:
-        """Return a model's table for contexts of about `n_past` tokens; what it learns is kept.
+        """Return a model's cost table for contexts of about `n_past` tokens.
 
-        A new table begins with what is known of the nearest depth.
+        Whatever is added to the table will be saved. If nothing is known for this depth yet, the
+        table starts with the costs of the nearest depth.
+
+        Args:
+            model: The model's file.
+            context: The options of its context.
+            n_past: The number of tokens in the context.
+            kind: Makes the table.
         """
         keys = self._cost_keys(model, context)
-        depth = min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
+        depth = min(max(0, n_past // _DEPTH_0_TOKENS).bit_length(), _N_DEPTHS - 1)
         table = self._tables.get(keys[depth])
         if table is None:
             known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
@@ -109,30 +121,33 @@ class MeasurementStore:
         return table
 
     def forget_costs(self, model: Path, context: ContextOptions) -> None:
-        """Forget costs, so that they are measured again. No table of them may be in use."""
+        """Forget a model's costs at all depths, so that they are measured again.
+
+        None of its tables may be in use: what is added to them later is lost.
+        """
         for key in self._cost_keys(model, context):
             self._tables.pop(key, None)
-            self._known[_COSTS].pop(key, None)
+            self._file_entries[_COSTS].pop(key, None)
             self._forgotten.add(key)
-            self._unkept.discard(key)
+            self._not_saved.discard(key)
 
     def do_not_keep_costs(self, model: Path, context: ContextOptions) -> None:
-        """Leave a model's costs to this process: the machine had other work to do."""
-        self._unkept.update(self._cost_keys(model, context))
+        """Use a model's costs in this process only: they were measured on a busy machine."""
+        self._not_saved.update(self._cost_keys(model, context))
 
     def _table(self, key: str) -> CostTable:
         """Return the table in use, or the one in the file; an empty one if there is neither."""
         if key in self._tables:
             return self._tables[key]
-        known = _valid(_SECONDS, self._known[_COSTS].get(key)) or {}
-        # A batch costs at most what a larger one does: otherwise the time of other programs was
-        # counted.
-        sizes = sorted(known, reverse=True)
-        least_s = itertools.accumulate((known[size] for size in sizes), min)
-        return CostTable(dict(zip(sizes, least_s, strict=True)))
+        batch_s = _valid(_SECONDS, self._file_entries[_COSTS].get(key)) or {}
+        # A batch cannot cost more than a larger one. If it seems to, it was timed while other
+        # programs were running: take the cost of the larger one.
+        sizes = sorted(batch_s, reverse=True)
+        corrected_s = itertools.accumulate((batch_s[size] for size in sizes), min)
+        return CostTable(dict(zip(sizes, corrected_s, strict=True)))
 
     def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
-        """Yield the tables of other depths that know something, the nearest first."""
+        """Yield the tables of other depths that are not empty, the nearest depth first."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if other != depth:
                 table = self._table(keys[other])
@@ -145,28 +160,30 @@ class MeasurementStore:
         keys: Sequence[str],
         depth: int,
     ) -> None:
-        """Copy the costs of larger batches from the nearest depth, scaled to this one.
+        """Copy missing batch sizes from the nearest depth at which larger batches are known.
 
-        A table lacks them while answers have no drafts at this depth.
+        Only drafts lead to batches of several rows, so a table lacks their costs if there were no
+        drafts at this depth. The copied costs are scaled with the ratio of the costs of one row.
         """
         largest = max(table.known, default=0)
         for other in self._nearest(keys, depth):
             if max(other.known) <= largest:
                 continue
-            pace = 1.0
+            scale = 1.0
             if 1 in table.known and 1 in other.known:
-                pace = table.seconds(1) / other.seconds(1)
+                scale = table.seconds(1) / other.seconds(1)
             for size, seconds in other.known.items():
                 if size not in table.known:
-                    table.set_seconds(size, seconds * pace)
+                    table.set_seconds(size, seconds * scale)
             return
 
     # --- threads and acceptance ---------------------------------------------------------------
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
-        """Return the fastest threads for a model, if they were measured."""
+        """Return the fastest thread counts for a model; None if they were not measured."""
         key = self._model_key(model, context)
-        return self._threads.get(key) or _valid(_THREAD_COUNTS, self._known[_THREADS].get(key))
+        entry = self._file_entries[_THREADS].get(key)
+        return self._threads.get(key) or _valid(_THREAD_COUNTS, entry)
 
     def keep_threads(
         self,
@@ -174,7 +191,7 @@ class MeasurementStore:
         context: ContextOptions,
         threads: Threads,
     ) -> None:
-        """Store the fastest threads for a model."""
+        """Store the fastest thread counts for a model."""
         self._threads[self._model_key(model, context)] = threads
 
     def acceptance(
@@ -183,19 +200,23 @@ class MeasurementStore:
         draft: Key,
         mode: str,
     ) -> dict[str, AcceptanceRates]:
-        """Return the acceptance rates of a draft by origin; what is added is kept.
+        """Return the acceptance rates of a draft, by the origin of its tokens.
+
+        Whatever is added to them will be saved.
 
         Args:
             target: The target's file.
             draft: The draft's file, or a word.
-            mode: Separates cases that differ, as in the temperature.
+            mode: The way of sampling; each has separate rates.
         """
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._acceptance:
-            entries = self._known[_ACCEPTANCE].get(key)
+            entries = self._file_entries[_ACCEPTANCE].get(key)
+            if not isinstance(entries, dict):
+                entries = {}
             rates: dict[str, AcceptanceRates] = {}
-            for origin, entry in (entries if isinstance(entries, dict) else {}).items():
+            for origin, entry in entries.items():
                 counts = _valid(_COUNTS, entry)
                 if counts is not None:
                     rates[origin] = AcceptanceRates(origin, _counts_of(counts))
@@ -205,30 +226,38 @@ class MeasurementStore:
     # --- writing ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write what was learnt, if the file can be written; else it is learnt again."""
+        """Write the measurements to the file.
+
+        If it cannot be written, they are lost without an error: they will be measured again.
+        """
         with contextlib.suppress(OSError):
             self.write()
 
     def write(self) -> None:
-        """Write what was learnt to the file. Raise `OSError`; the file is then as it was."""
+        """Write the measurements to the file.
+
+        Raises:
+            OSError: If it cannot be written. The file is then unchanged.
+        """
         if self._file is None:
             return
         document = _read(self._file)
         for key in self._forgotten:
             document[_COSTS].pop(key, None)
-        for kind, learnt in self._learnt().items():
-            others = {key: entry for key, entry in document[kind].items() if key not in learnt}
-            latest_last = [*others.items(), *learnt.items()]
-            document[kind] = dict(latest_last[-_N_KEPT:])
+        for kind, own in self._own_entries().items():
+            others = {key: entry for key, entry in document[kind].items() if key not in own}
+            # The order in the file is that of the last change, so the first entries are the oldest.
+            latest_last = [*others.items(), *own.items()]
+            document[kind] = dict(latest_last[-_MAX_ENTRIES:])
         replace_json(self._file, document)
 
-    def _learnt(self) -> dict[str, dict[str, Any]]:
-        """Return the entries that this process learnt, by kind and key."""
-        learnt: dict[str, dict[str, Any]] = {_COSTS: {}, _ACCEPTANCE: {}, _THREADS: {}}
+    def _own_entries(self) -> dict[str, dict[str, Any]]:
+        """Return the entries that this process measured or refined, by kind and key."""
+        own: dict[str, dict[str, Any]] = {_COSTS: {}, _ACCEPTANCE: {}, _THREADS: {}}
         for key, table in self._tables.items():
-            if table and key not in self._unkept:
+            if table and key not in self._not_saved:
                 seconds = {n_rows: round(size_s, 7) for n_rows, size_s in table.known.items()}
-                learnt[_COSTS][key] = seconds
+                own[_COSTS][key] = seconds
         for key, by_origin in self._acceptance.items():
             judged = {
                 origin: _entry_of(rates.counts)
@@ -236,15 +265,18 @@ class MeasurementStore:
                 if rates.counts.n_judged.any()
             }
             if judged:
-                learnt[_ACCEPTANCE][key] = judged
+                own[_ACCEPTANCE][key] = judged
         for key, threads in self._threads.items():
-            learnt[_THREADS][key] = asdict(threads)
-        return learnt
+            own[_THREADS][key] = asdict(threads)
+        return own
 
     # --- keys ---------------------------------------------------------------------------------
 
     def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:
-        """Return the keys of a model's cost tables, one for each depth."""
+        """Return the keys of a model's cost tables, by depth.
+
+        They contain every option that affects what decodes cost.
+        """
         n_threads = context.n_threads or default_threads()
         settings = _placement(context) | {
             "n_threads": n_threads,
@@ -258,9 +290,9 @@ class MeasurementStore:
         return [_key({**about, "depth": depth}) for depth in range(_N_DEPTHS)]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
-        """Return the key of a model's threads.
+        """Return the key of a model's thread counts.
 
-        Layers on a GPU need no threads, so their number is part of it.
+        The number of layers on a GPU is part of it, since these layers need no threads.
         """
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         return _key({**about, **_placement(context), "machine": self._machine})
@@ -269,20 +301,20 @@ class MeasurementStore:
 class SessionCosts:
     """The cost tables of one session's models.
 
-    The store knows tables by model files and context options. A session names its target by None
-    and its drafts by their keys, and its options decide the rest.
+    The store identifies a table by a model file and context options. Here, None stands for the
+    session's target, and a key for one of its drafts; the session's options supply the rest.
     """
 
     def __init__(self, options: SessionOptions, measurements: MeasurementStore) -> None:
         self._options = options
         self._measurements = measurements
-        #: Whether other programs took much of the machine when costs were measured.
+        #: Whether other programs took much of the machine's time while costs were measured.
         self.was_busy = False
-        #: The kind of the target's tables, which its device decides.
+        #: The kind of the target's tables, which depends on the device that it runs on.
         self.kind: _TableKind = CostTable
 
     def context_options(self, draft: Key | None = None) -> ContextOptions:
-        """Return the options of a model's contexts, with the threads that were measured."""
+        """Return the options of a model's contexts, with measured thread counts filled in."""
         model = self._options.target
         context = self._options.target_context
         if isinstance(draft, Path):
@@ -293,35 +325,42 @@ class SessionCosts:
     def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
         """Return a model's table for contexts of about `n_past` tokens."""
         kind = self.kind if draft is None else CostTable
-        return self._measurements.costs(*self._named(draft), n_past, kind)
+        return self._measurements.costs(*self._file_and_options(draft), n_past, kind)
 
     def forget(self, draft: Key | None = None) -> None:
         """Forget a model's costs, so that they are measured again."""
-        self._measurements.forget_costs(*self._named(draft))
+        self._measurements.forget_costs(*self._file_and_options(draft))
 
     def do_not_keep(self, *drafts: Key | None) -> None:
-        """Leave the costs of models to this process."""
+        """Use the costs of these models in this process only: do not write them to the file."""
         for draft in drafts:
-            self._measurements.do_not_keep_costs(*self._named(draft))
+            self._measurements.do_not_keep_costs(*self._file_and_options(draft))
 
-    def _named(self, draft: Key | None) -> tuple[Path, ContextOptions]:
-        """Return what the store knows a model's tables by."""
+    def _file_and_options(self, draft: Key | None) -> tuple[Path, ContextOptions]:
+        """Return the model file and the context options that identify a model in the store."""
         file = draft if isinstance(draft, Path) else self._options.target
         if isinstance(draft, str):
+            # A draft without a file belongs to its target: the name stands for both.
             file = file.with_name(f"{file.name}:{draft}")
         return file, self.context_options(draft)
 
 
 def _identity(model: Path) -> str:
-    """Return a model file's identity in any folder: its name and size, if it is there."""
-    found = identify(model)
-    return f"{found.name}:{found.size_bytes}" if found is not None else model.name
+    """Return a name for a model file that stays the same if the file is moved.
+
+    It consists of the file's name and size; a file that does not exist has no size.
+    """
+    identity = identify(model)
+    if identity is None:
+        return model.name
+    return f"{identity.name}:{identity.size_bytes}"
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
-    """Return which workers hold which layers; empty if this machine alone holds all."""
+    """Return which workers hold which layers; empty if this machine holds all of them."""
     if context.workers is None:
         return {}
+    # The timeout has no influence on costs.
     return {"workers": asdict(replace(context.workers, timeout_s=0.0))}
 
 
@@ -370,17 +409,17 @@ def _entry_of(counts: AcceptanceCounts) -> dict[str, Any]:
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:
-    """Return an entry of the file, or None if it is not what it should be."""
+    """Return an entry of the file as its type; None if it is missing or invalid."""
     with contextlib.suppress(ValidationError):
         return adapter.validate_python(entry)
     return None
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the entries of a file by kind and key; none of a missing or broken file."""
-    found = read_object(file)
+    """Return the entries of a file by kind and key; a missing or damaged file counts as empty."""
+    document = read_object(file)
     entries: dict[str, dict[str, Any]] = {}
     for kind in (_COSTS, _ACCEPTANCE, _THREADS):
-        value = found.get(kind)
+        value = document.get(kind)
         entries[kind] = dict(value) if isinstance(value, dict) else {}
     return entries

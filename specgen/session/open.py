@@ -1,6 +1,6 @@
 """Open a session: load a target, and the first of its drafts that is expected to pay.
 
-The command line, the Python interface, the server and the adapters all come through here::
+The command line, the Python interface, the server and the adapters all open sessions like this::
 
     sources = find_models(choice)               # choose_models.py: names become files
     wanted = WantedSession.of(sources, ...)     # what to load, and how it answers
@@ -31,7 +31,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.session.calibration import (
-    WORTH,
+    MIN_SPEEDUP,
     PairCosts,
     Status,
     expected_gain,
@@ -46,19 +46,19 @@ from specgen.session.session import Session
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
 from specgen.system.machine import look_at_machine, usable_cores
 
-#: Raises a `SpecgenError` if the loaded target cannot do what it is needed for.
+#: Checks a session with a loaded target: raises a `SpecgenError` if it does not suit the caller.
 Check = Callable[[Session], object]
-#: Errors of a draft after which the target can still be used.
+#: Errors while loading a draft after which the target can still be used without it.
 DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedSession:
-    """What to open."""
+    """The target and the drafts to open, with all options."""
 
     options: SessionOptions
-    #: The drafts to try, best first; `open_session` takes the first that loads and should pay.
-    #: Empty: the draft in `options`, whatever it costs.
+    #: The drafts to try, best first. `open_session` uses the first that loads and is expected to
+    #: pay. If empty, the draft in `options` is used, whatever it costs.
     drafts: tuple[DraftChoice, ...] = ()
 
     @classmethod
@@ -92,18 +92,18 @@ def _no_note(_text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Where the progress and the notes of loading go; by default, nowhere."""
+    """Where to report the progress of loading, and notes; by default, nowhere."""
 
     #: Gets one sentence at a time, for example why a draft was chosen.
     note: Callable[[str], None] = _no_note
     #: Shows what is being done while its context is open.
     status: Status = no_status
-    #: Whether llama.cpp's log is shown. Then one model is loaded at a time, because the lines of
-    #: two would be mixed.
+    #: Whether llama.cpp's log is shown. If so, the models are loaded one after the other, to keep
+    #: their log lines apart.
     shows_log: bool = False
 
     def prefixed(self, prefix: str) -> Reporter:
-        """Return a reporter whose notes begin with a prefix."""
+        """Return a reporter that puts a prefix before each note."""
 
         def note(text: str) -> None:
             self.note(f"{prefix}{text}")
@@ -115,13 +115,13 @@ SILENT = Reporter()
 
 
 def start_kernels(wanted: KernelOptions) -> tuple[KernelStatus, str | None]:
-    """Choose what computes on the CPU in this process, before the first model is loaded.
+    """Choose the CPU kernels of this process. Call this before the first model is loaded.
 
     Returns:
-        The choice, and a note for the user if it is not the expected one.
+        The chosen kernels, and a note for the user if they are not the expected ones, else None.
 
     Raises:
-        UsageError: specgen's kernels were asked for and cannot be used.
+        UsageError: If specgen's kernels were asked for and cannot be used.
     """
     remember_checks(cache_folder())
     status = choose_kernels(wanted.choice, cache_folder())
@@ -140,25 +140,26 @@ def open_session(
 ) -> Session:
     """Load a target, and the first of its drafts that loads and is expected to pay.
 
-    A draft that the user named is used whatever it costs, and its errors are raised. A draft that
-    was chosen for the user never raises an error: the next one is tried, and the reporter gets the
-    reason.
+    A draft that the user named is used whatever it costs, and if it cannot be loaded, its error is
+    raised. If a draft that was chosen automatically cannot be loaded, or would not pay, the next
+    one is tried, and a note tells why.
 
     Args:
         wanted: The target, its drafts, and all other options.
-        reporter: Gets the progress and the notes.
-        clock: Returns seconds.
+        reporter: Receives the progress and the notes.
+        clock: Returns the current time in seconds.
         measurements: What was measured on this machine before; None reads the user's file.
-        check: Called with the loaded target, before drafts are tried; raises if it does not fit.
-        vocabulary_only: The target decodes elsewhere, so only its vocabulary is loaded.
+        check: Called with the loaded target before drafts are tried. It may raise an error.
+        vocabulary_only: Whether to load only the target's vocabulary, because it decodes elsewhere.
 
     Raises:
-        SpecgenError: The target, or a draft that the user named, cannot be used.
+        SpecgenError: If the target, or a draft that the user named, cannot be used.
     """
     options = wanted.options
     if wanted.drafts:
         options = replace(options, draft=wanted.drafts[0].draft)
-    # Drafts that the user did not name are loaded after the target: errors can be told apart.
+    # Only choices that the user did not make have a reason. They are loaded after the target, so
+    # that an error of the target is not taken for one of the draft.
     is_draft_automatic = bool(wanted.drafts) and wanted.drafts[0].why != ""
     message = f"loading {options.target.name}"
     if is_packed_first(options.target):
@@ -192,7 +193,10 @@ def open_session(
 
 
 def open_measurements() -> MeasurementStore:
-    """Open the user's file of measurements. Those of another machine or build are ignored."""
+    """Open the user's file of measurements.
+
+    Measurements of another machine, or with another build of llama.cpp, are not used.
+    """
     built = build()
     machine = look_at_machine()
     about = {
@@ -213,9 +217,10 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
     """Use the first draft that loads and, if it is a model, is expected to pay.
 
     Returns:
-        A note with the reasons.
+        A note that names the draft in use, and why others are not used.
     """
     reasons: list[str] = []
+    #: False once it is known that even a draft model without any cost would not pay.
     batches_are_quick = True
     for choice in choices:
         model = _model_to_judge(session, choice)
@@ -226,10 +231,10 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         except DRAFT_ERRORS as error:
             reasons.append(error.message)
             continue
-        if model is None or costs is None or expected_gain(costs) >= WORTH:
+        if model is None or costs is None or expected_gain(costs) >= MIN_SPEEDUP:
             return "; ".join(filter(None, (*reasons, choice.why, choice.advice)))
-        # The model costs more than it gains, or any model would, even one that costs nothing.
-        batches_are_quick = expected_gain(replace(costs, draft_token_s=0.0)) >= WORTH
+        # Would a model pay that costs nothing? If not, the target's batches are the reason.
+        batches_are_quick = expected_gain(replace(costs, draft_token_s=0.0)) >= MIN_SPEEDUP
         why = "batches of the target take too long here for any draft model"
         if batches_are_quick:
             gain = expected_gain(costs)
@@ -240,7 +245,11 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
 
 
 def _model_to_judge(session: Session, choice: DraftChoice) -> Path | None:
-    """Return the draft if it is a model and its gain has to be estimated."""
+    """Return the model of a choice if its speed-up has to be estimated, else None.
+
+    Nothing has to be estimated for n-grams, for a draft whose speed-up was measured, or if the
+    options allow no drafted tokens.
+    """
     never_drafts = session.n_rows_max == 1
     if never_drafts or choice.is_measured or not isinstance(choice.draft, Path):
         return None
@@ -252,12 +261,21 @@ def _load_draft(
     draft: DraftSource,
     model: Path | None,
 ) -> PairCosts | None:
-    """Load a draft, and return the costs of a `model`; one that cannot pay is not loaded."""
+    """Load a draft, unless its costs are known and it cannot pay.
+
+    Args:
+        session: Loads the draft.
+        draft: The draft.
+        model: The same draft if its speed-up has to be estimated, else None (`_model_to_judge`).
+
+    Returns:
+        The costs of the pair, measured if necessary; None if `model` is None.
+    """
     if model is None:
         session.change_draft(draft)
         return None
     costs = known_costs(session, model)
-    if costs is not None and expected_gain(costs) < WORTH:
+    if costs is not None and expected_gain(costs) < MIN_SPEEDUP:
         return costs
     session.change_draft(draft)
     measure_costs(session)

@@ -1,4 +1,4 @@
-"""What a user should know about a session that was just opened: one sentence each."""
+"""Notes for the user about a session that was just opened, one sentence each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ def notes_about(
     *,
     never_drafts: bool,
 ) -> Iterator[str]:
-    """Yield the notes about a session; with `never_drafts`, also the options without effect."""
+    """Yield the notes about a session that was just opened.
+
+    Args:
+        session: The session.
+        options: Its options as the user gave them.
+        never_drafts: Whether the user asked for no drafts, so that drafting options have no effect.
+    """
     for model in session.models:
         yield from _kernel_notes(model)
     yield from _disk_notes(session)
@@ -53,6 +59,7 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
 
 
 def _kernel_notes(model: LlamaModel) -> Iterator[str]:
+    """Yield a note if specgen's kernels failed for a model, or if its weights were just packed."""
     problem = model.loaded.kernel_problem
     if problem:
         yield (
@@ -70,6 +77,7 @@ def _kernel_notes(model: LlamaModel) -> Iterator[str]:
 
 
 def _disk_notes(session: Session) -> Iterator[str]:
+    """Yield a note if packed weights find no room on the disk: once per version of specgen."""
     for model in session.models:
         packed = model.loaded.packed
         if packed is not None and packed.lacks_room:
@@ -83,17 +91,22 @@ def _disk_notes(session: Session) -> Iterator[str]:
 
 
 def _unused_drafting_options(drafting: DraftOptions) -> Iterator[str]:
-    plain = DraftOptions()
-    for field in fields(plain):
-        # An environment variable holds for all commands, and a store gets texts all the same.
+    """Yield a note for each drafting option that the user set."""
+    defaults = DraftOptions()
+    for field in fields(defaults):
+        # An environment variable is set for all commands, and the lookup store gets the answers
+        # even if nothing drafts: neither is a mistake.
         is_expected = "envvar" in field.metadata or field.name == "lookup_store"
-        is_set = getattr(drafting, field.name) != getattr(plain, field.name)
+        is_set = getattr(drafting, field.name) != getattr(defaults, field.name)
+        # Fields without metadata are no command line options.
         if is_set and field.metadata and not is_expected:
+            # "--flag/--no-flag": name the first one.
             name = field.metadata["spellings"][0].partition("/")[0]
             yield f"{name} has no effect: with `--draft none` nothing drafts"
 
 
 def _unused_template_variables(session: Session, context: ContextOptions) -> Iterator[str]:
+    """Yield a note for each variable that does not occur in the target's chat template."""
     template = template_of(session.target, has_tools=True) or ""
     for name in context.template_variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):

@@ -1,4 +1,4 @@
-"""What of a prompt need not be prefilled, because a cache or the disk has it already."""
+"""Decide which prefix of a prompt can be reused from a cache or from the disk."""
 
 from __future__ import annotations
 
@@ -16,33 +16,43 @@ from specgen.session.saved_text import CachedContext
 from specgen.session.session import Session
 from specgen.system.folders import prefixes_folder
 
-#: Shorter prompts are prefilled again: nothing is prepared for those that go on otherwise.
-_LEAST_ANCHORED = 128
+#: For shorter prompts, no state is saved at a message boundary: prefilling them again is cheap.
+_MIN_PROMPT_WITH_STOPS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Where the prefill of a prompt begins and stops. What the slot holds is not prefilled."""
+    """How to prefill a prompt, after its known prefix was put into the slot."""
 
-    #: How many of the tokens that the slot holds were loaded from the disk.
+    #: The number of tokens of the prefix that were loaded from the disk.
     n_loaded: int = 0
-    #: Lengths of the prompt at which prefill stops, so that the state there can be kept.
+    #: Lengths of the prompt, in tokens, at which prefill has to pause so that the state can be
+    #: saved there.
     stops: tuple[int, ...] = ()
 
 
 class PrefixReuse:
-    """The prefixes that an engine's target holds in its cache and on the disk.
+    """The prefixes of texts that an engine's target has in its cache and on the disk.
 
-    On the disk are a file that the user names, and a store of prefixes, if the options ask for
-    them.
+    On the disk there may be a file that the user names (`PromptCache`), and a store of prefixes
+    (`PrefixStore`), depending on the options.
     """
 
     def __init__(self, session: Session, target: LlamaBackend) -> None:
+        """Load the user's file, if the options name one, and open the store.
+
+        Args:
+            session: The session with the options.
+            target: The target's context.
+
+        Raises:
+            UsageError: If the user's file exists and is not a prompt cache.
+        """
         self._session = session
         self._target = target
-        #: Why the user's file is not used; empty if it is.
+        #: A message about why the user's file is not used; empty if it is used, or not wanted.
         self.notice = ""
-        #: Writes what is to be kept, when the engine closes.
+        #: Writes the files when the engine closes.
         self._resources = contextlib.ExitStack()
         options = session.options
         context = CachedContext.of(target, options.target_context)
@@ -51,7 +61,11 @@ class PrefixReuse:
         self._store = self._open_store(context)
 
     def close(self) -> None:
-        """Write what is to be kept. Raise `OutputError` if the user's file cannot be written."""
+        """Write the user's file, and wait until the prefix store has written its entries.
+
+        Raises:
+            OutputError: If the user's file cannot be written.
+        """
         self._resources.close()
 
     def begin(
@@ -61,26 +75,28 @@ class PrefixReuse:
         *,
         uses_cache: bool,
     ) -> PrefillPlan:
-        """Let a slot hold the longest known prefix of a prompt.
+        """Put the longest known prefix of a prompt into a slot, and plan the prefill of the rest.
 
         Args:
-            slot: Where the prompt will be prefilled. What it holds beyond the prefix is dropped.
-            prompt: The prompt; its last token is always decoded.
-            uses_cache: Whether any prefix may be reused.
+            slot: Where the prompt will be prefilled. Anything else that it holds is dropped.
+            prompt: The prompt. Its last token is never reused, because its logits are needed.
+            uses_cache: Whether a prefix may be reused at all.
         """
         draft = self._session.draft
-        # The target's state of the last token may be gone, and such a draft reads it.
+        # Some drafts read the target's hidden state of the last reused token, which may no longer
+        # be available: decode that token again.
         n_again = 0
         if draft is not None and draft.reads in ("all states", "cache"):
             n_again = 1
         if not uses_cache:
+            # A text of one token has no prefix to reuse, so this empties the slot.
             slot.share_prefix(self._target, prompt.tokens[:1], n_again=n_again)
             return PrefillPlan()
 
         n = len(prompt.tokens)
         n_held = slot.share_prefix(self._target, prompt.tokens, n_again=n_again)
         marks: list[int] = []
-        if n > _LEAST_ANCHORED:
+        if n > _MIN_PROMPT_WITH_STOPS:
             marks = positions_of_control_tokens(self._target.vocabulary, prompt.tokens)
         n_loaded = 0
         stops: list[int] = []
@@ -88,24 +104,31 @@ class PrefixReuse:
             n_loaded = self._store.extend(slot, prompt, marks, n_held, n_again)
             stops.append(self._store.stop_at(slot.branches(self._target).first))
         if marks and self._target.rollback != "cells":
-            # Such a cache cannot go back to any place. It keeps the state before the answer's
-            # turn: the next prompt may continue from there otherwise than with this answer.
+            # Such a cache can only return to places where its state was saved. Save it before the
+            # turn of the answer: the next prompt may continue differently from there on.
             stops.append(marks[-1])
         return PrefillPlan(n_loaded, tuple(stop for stop in stops if 0 < stop < n))
 
     def store(self, slot: Slot, prefill_s: Callable[[int], float]) -> None:
-        """Store the prefix that a slot holds, if it is due.
+        """Store the text of a slot on the disk, if prefill has just reached the end of a prefix.
 
         Args:
-            slot: Where a prompt is prefilled.
-            prefill_s: Returns the seconds of the prefill of so many tokens.
+            slot: Where a prompt is being prefilled.
+            prefill_s: Returns how many seconds the prefill of a number of tokens takes.
         """
         if self._store is not None:
             sequence = slot.branches(self._target).first
             self._store.store(sequence, prefill_s(self._store.stop_at(sequence)))
 
     def _open_prompt_cache(self, path: Path, context: CachedContext) -> str:
-        """Load the user's file, and write it when the engine closes. Return why it is not used."""
+        """Load the user's file (`--prompt-cache`), and have it written when the engine closes.
+
+        Returns:
+            A message about why the file is not used; empty if it is, or if it does not exist yet.
+
+        Raises:
+            UsageError: If the file exists and is not a prompt cache.
+        """
         why_not = ""
         if self._target.model.is_remote:
             why_not = "is on other machines"
@@ -119,13 +142,14 @@ class PrefixReuse:
         return notice
 
     def _open_store(self, context: CachedContext) -> PrefixStore | None:
+        """Return the store of prefixes; None if the options or a remote target exclude it."""
         options = self._session.options
-        wanted = options.prefixes
-        if wanted is None or wanted.kept == "off" or options.cache is None:
+        prefix_options = options.prefixes
+        if prefix_options is None or prefix_options.kept == "off" or options.cache is None:
             return None
         if self._target.model.is_remote:
             return None
         folder = prefixes_folder(options.cache)
-        store = PrefixStore(folder, wanted, context, self._session.clock)
+        store = PrefixStore(folder, prefix_options, context, self._session.clock)
         self._resources.callback(store.close)
         return store

@@ -1,10 +1,10 @@
-"""Prefixes of prompts on the disk, with what contexts computed of them, for the next process.
+"""Prefixes of prompts on the disk, with the state that the target computed for them.
 
-An entry is a text in a context of the target (`saved_text.py`). What two prompts share before they
-part is stored, such as an agent's system message and tools; what came once is not
-(`seen_prompts.py`). The state is copied when exactly the prefix has been prefilled, and another
-thread writes it while the answer is generated. (Draft models have no entries: they read only the
-end of a long text.)
+An entry is a text with the state of a context of the target (`saved_text.py`), which other
+processes can load instead of prefilling the text. Only a prefix that two different prompts share is
+stored, such as an agent's system message and tools (`seen_prompts.py`). The state is copied when
+exactly the prefix has been prefilled, and another thread writes it while the answer is generated.
+(Draft models have no entries: of a long text, they read only the end.)
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from specgen.system.machine import available_memory_bytes
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".prefix"
-#: Shorter prefixes are prefilled again.
-LEAST_TOKENS = 512
-#: Prompts are compared at multiples of so many tokens...
+#: Shorter prefixes are not stored: prefilling them again is quick.
+MIN_TOKENS = 512
+#: Prompts are compared at every multiple of this many tokens...
 _BLOCK = 256
-#: ...and at so many control tokens, the first of the prompt.
+#: ...and at the first so many control tokens.
 _N_MARKS = 32
-#: A text is stored if its prefill takes so many times as long as loading it.
-_WORTH = 3.0
-#: How quickly files are assumed to load before any was timed.
+#: A text is stored only if its prefill takes at least this many times as long as loading it.
+_MIN_SPEEDUP = 3.0
+#: How fast files are assumed to load before the first one was timed.
 BYTES_PER_S = 1e9
-#: What the store may take: a share of the free disk, and so many bytes at most.
+#: The store may take this share of the free disk space...
 _DISK_SHARE = 0.1
-_MOST_BYTES = 20 * 10**9
-#: Half-written files of killed processes are deleted after so many seconds.
+#: ...but not more than this.
+_MAX_BYTES = 20 * 10**9
+#: Half-written files of killed processes are deleted after this time.
 _LEFTOVER_S = 3600.0
 
 _log = logging.getLogger("specgen.session.prefix_store")
@@ -62,7 +63,7 @@ _log = logging.getLogger("specgen.session.prefix_store")
 class PrefixStore:
     """The prefixes in a folder, for the context of one engine.
 
-    What cannot be read or written is logged, and changes no answer.
+    Entries that cannot be read or written are logged; answers are generated without them.
     """
 
     def __init__(
@@ -72,22 +73,30 @@ class PrefixStore:
         context: CachedContext,
         clock: Callable[[], float],
     ) -> None:
+        """Open the store; the folder need not exist.
+
+        Args:
+            folder: The folder of all entries.
+            options: Which prefixes are stored, and how much space they may take.
+            context: The context of the engine. Entries of other contexts are ignored.
+            clock: Returns the current time in seconds.
+        """
         self._folder = folder
         self._options = options
         self._context = context
         self._clock = clock
         self._seen = SeenPrompts(folder, context.key)
-        #: Texts that are to be stored as soon as a sequence holds them, by the sequences.
+        #: The text to store for each sequence, once it holds exactly that text.
         self._due: dict[int, NDArray[np.int32]] = {}
-        #: Entries that this process has written or given up.
+        #: Entries that this process has already written, or decided not to write.
         self._tried: set[Path] = set()
-        #: How quickly entries load.
+        #: How fast entries load from this disk.
         self._bytes_per_s = BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, "prefix store")
         self._is_stopped = False
 
     def close(self) -> None:
-        """Write what waits, but nothing while an exception, such as Ctrl-C, ends the process."""
+        """Wait until all entries are written, unless an exception such as Ctrl-C is in flight."""
         self._is_stopped = is_failing()
         self._writer.shutdown(cancel_futures=self._is_stopped)
 
@@ -101,30 +110,31 @@ class PrefixStore:
     ) -> int:
         """Load the longest stored prefix of a prompt, if it is longer than what the slot holds.
 
-        It also decides which prefix of this prompt will be stored (`stop_at`, `store`).
+        This also decides which prefix of the prompt will be stored later (`stop_at`, `store`).
 
         Args:
             slot: Where the prompt will be prefilled.
-            prompt: The prompt, of which the last token is never loaded.
+            prompt: The prompt. Its last token is never loaded, because its logits are needed.
             marks: The positions of control tokens in it.
-            n_held: How many of its first tokens the slot holds already.
-            n_again: How many tokens of a prefix have to be decoded again, for their hidden states.
+            n_held: The number of its first tokens that the slot holds already.
+            n_again: The number of tokens at the end of a prefix that have to be decoded again,
+                because a draft needs their hidden states.
 
         Returns:
-            How many tokens were loaded.
+            The number of tokens that the slot now holds from the disk; 0 if nothing was loaded.
         """
         backend = self._context.backend
         sequence = slot.branches(backend).first
         tokens = np.array(prompt.tokens, "<i4")
         self._due.pop(sequence, None)
-        if len(tokens) < LEAST_TOKENS:
+        if len(tokens) < MIN_TOKENS:
             return 0
         n_loaded = 0
         try:
             n_stored, saved = self._longest(tokens[:-1], slot.n_ctx(backend))
             if saved is not None:
                 n_wanted = n_stored
-                if self._context.goes_back:
+                if self._context.goes_back:  # other caches cannot drop a few tokens
                     n_wanted -= n_again
                 n_loaded = self._load(sequence, saved, n_wanted, n_held)
             n_to_store = self._length_to_store(tokens, marks, prompt.subject)
@@ -137,17 +147,19 @@ class PrefixStore:
         return n_loaded
 
     def stop_at(self, sequence: int) -> int:
-        """Return where prefill has to stop so that the prefix can be stored; 0 for nowhere."""
+        """Return the length at which prefill has to pause to store a prefix; 0 for none."""
         return len(self._due.get(sequence, ()))
 
     def store(self, sequence: int, prefill_s: float) -> None:
-        """Copy the state of a prefix that is due, if the sequence holds exactly that.
+        """Store the prefix that is due for a sequence, if the sequence now holds exactly that text.
 
-        Another thread writes it.
+        Its state is copied here, and another thread writes it to the disk. The prefix is dropped
+        without storing it if loading would not be much faster than prefill, or if memory or disk
+        space is short.
 
         Args:
             sequence: The sequence in which the prompt is prefilled.
-            prefill_s: The seconds that the prefill of the prefix took; 0 if that is not known.
+            prefill_s: The seconds that the prefill of the prefix took; 0 if unknown.
         """
         backend = self._context.backend
         tokens = self._due.get(sequence)
@@ -159,9 +171,10 @@ class PrefixStore:
             return
         try:
             n_bytes = backend.saved_bytes(sequence)
-            if prefill_s and prefill_s < _WORTH * n_bytes / self._bytes_per_s:
+            # The quotient is the time that loading will take.
+            if prefill_s and prefill_s < _MIN_SPEEDUP * n_bytes / self._bytes_per_s:
                 return
-            if n_bytes > min(self._most_bytes(), available_memory_bytes() // 2):
+            if n_bytes > min(self._max_bytes(), available_memory_bytes() // 2):
                 _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
                 return
             state = backend.saved_text(sequence)
@@ -173,11 +186,20 @@ class PrefixStore:
     # --- loading
 
     def _longest(self, tokens: NDArray[np.int32], n_ctx: int) -> tuple[int, SavedText | None]:
-        """Return the length of the longest stored prefix of a text, and the entry that has it."""
+        """Return the length of the longest stored prefix of a text, and its entry.
+
+        Args:
+            tokens: The text.
+            n_ctx: The size of the slot; entries that do not fit into it are ignored.
+
+        Returns:
+            The length, and the entry; 0 and None if no entry shares a prefix.
+        """
         longest = 0
         best: SavedText | None = None
         for saved in self._entries():
             n_shared = saved.n_shared(tokens)
+            # A cache that cannot go back can only use an entry that is a prefix as a whole.
             is_usable = self._context.goes_back or n_shared == len(saved.tokens)
             if n_shared > longest and is_usable and len(saved.tokens) < n_ctx:
                 longest = n_shared
@@ -187,7 +209,7 @@ class PrefixStore:
     def _entries(self) -> Iterator[SavedText]:
         """Yield the entries for this context, and delete those that are damaged."""
         for path in self._folder.glob(f"{self._context.key}-*{_SUFFIX}"):
-            with contextlib.suppress(OSError):  # another process deleted it
+            with contextlib.suppress(OSError):  # another process may delete it at any time
                 saved = SavedText.read(path)
                 if saved is not None and saved.key == self._context.key:
                     yield saved
@@ -201,15 +223,22 @@ class PrefixStore:
         n_wanted: int,
         n_held: int,
     ) -> int:
-        """Let a sequence hold the first tokens of an entry, if that is quicker than their prefill.
+        """Load the first tokens of an entry into a sequence, if that is faster than their prefill.
+
+        Args:
+            sequence: The sequence, whose text is replaced.
+            saved: The entry.
+            n_wanted: The number of tokens to load.
+            n_held: The number of these tokens that the sequence holds already.
 
         Returns:
-            How many tokens were loaded.
+            `n_wanted` if they were loaded, else 0.
         """
         n_more = n_wanted - n_held
         if n_more <= 0:
             return 0
-        if saved.token_s and n_more * saved.token_s < saved.n_bytes / self._bytes_per_s:
+        load_s = saved.n_bytes / self._bytes_per_s
+        if saved.token_s and n_more * saved.token_s < load_s:
             return 0
         backend = self._context.backend
         started_s = self._clock()
@@ -219,10 +248,10 @@ class PrefixStore:
         if n_wanted < len(saved.tokens):
             backend.remove(sequence, n_wanted)
         took_s = self._clock() - started_s
-        if saved.n_bytes > CHUNK:  # small files say nothing about the disk
+        if saved.n_bytes > CHUNK:  # small files tell little about the speed of the disk
             self._bytes_per_s = saved.n_bytes / took_s
         with contextlib.suppress(OSError):
-            os.utime(saved.path)  # the least recently used entry is deleted first
+            os.utime(saved.path)  # it was used just now: the least recently used is deleted first
         _log.info("%s: %d tokens were loaded in %.2f s", backend.model.name, n_wanted, took_s)
         return n_wanted
 
@@ -239,25 +268,38 @@ class PrefixStore:
         marks: Sequence[int],
         subject: str,
     ) -> int:
-        """Remember a prompt, and return the length of the prefix to store; 0 for none."""
+        """Return the length of the prefix of a prompt to store; 0 for none.
+
+        The prompt is remembered, to be compared with later ones.
+
+        Args:
+            tokens: The prompt.
+            marks: The positions of control tokens in it.
+            subject: The user's first message; empty without a conversation.
+        """
         n = len(tokens)
         blocks = range(_BLOCK, n, _BLOCK)
+        # Store all but the last token, or only the prefix that it shares with earlier prompts.
         n_shared = n - 1
         if self._options.kept == "shared":
             places = {n, *marks[:_N_MARKS], *blocks}
             n_shared = self._seen.add(tokens, places, subject)
         if self._context.goes_back:
-            return n_shared if n_shared >= LEAST_TOKENS else 0
-        # Only a whole entry can be used here. So it ends where a message does, which the next
-        # prompt is likely to share too; else at a block.
+            return n_shared if n_shared >= MIN_TOKENS else 0
+        # This cache can only use an entry as a whole. So the entry should end at the end of a
+        # message, which later prompts are likely to share, or else at a block.
         for ends in (marks, blocks):
             length = max((end for end in ends if end <= n_shared), default=0)
-            if length >= LEAST_TOKENS:
+            if length >= MIN_TOKENS:
                 return length
         return 0
 
     def _store_later(self, sequence: int, tokens: NDArray[np.int32]) -> None:
-        """Store a prefix once the sequence holds it, and drop what the sequence holds beyond it."""
+        """Store a prefix as soon as a sequence holds it.
+
+        If the sequence already holds more than the prefix, the rest is dropped, so that prefill
+        passes the end of the prefix.
+        """
         self._due[sequence] = tokens
         backend = self._context.backend
         try:
@@ -274,19 +316,26 @@ class PrefixStore:
         state: NDArray[np.uint8],
         token_s: float,
     ) -> None:
+        """Write an entry, make room for it, and delete entries that it makes superfluous.
+
+        Args:
+            tokens: The prefix.
+            state: The state of the sequence that holds it.
+            token_s: The seconds per token of its prefill.
+        """
         path = self._file(tokens)
         name = self._context.backend.model.name
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
                 self._delete_leftovers(new.stat().st_mtime - _LEFTOVER_S)
-                if not make_room(stored(self._folder), len(state), self._most_bytes()):
+                if not make_room(stored(self._folder), len(state), self._max_bytes()):
                     _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
                     return
-                is_whole = write_text(
+                is_complete = write_text(
                     new, self._context.key, tokens, state, token_s, lambda: self._is_stopped
                 )
-                if not is_whole:
+                if not is_complete:
                     return
                 new.replace(path)
             _log.info("%s: stored a prefix of %d tokens", name, len(tokens))
@@ -301,7 +350,7 @@ class PrefixStore:
                 leftover.unlink()
 
     def _delete_prefixes_of(self, tokens: NDArray[np.int32]) -> None:
-        """Delete the entries that a new one contains."""
+        """Delete the entries that are prefixes of a new one: it can be used in their place."""
         for saved in self._entries():
             if saved.n_shared(tokens) == len(saved.tokens) < len(tokens):
                 saved.path.unlink()
@@ -310,12 +359,13 @@ class PrefixStore:
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
         return self._folder / f"{self._context.key}-{digest[:16]}{_SUFFIX}"
 
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
+        """Return the maximum size of all entries, as the options or the free disk space allow."""
         if self._options.max_bytes is not None:
             return self._options.max_bytes
         free_bytes = shutil.disk_usage(existing_parent(self._folder)).free
         own_bytes = sum(size_of(path) for path in stored(self._folder))
-        return min(_MOST_BYTES, int(_DISK_SHARE * (free_bytes + own_bytes)))
+        return min(_MAX_BYTES, int(_DISK_SHARE * (free_bytes + own_bytes)))
 
 
 def stored(folder: Path) -> list[Path]:
@@ -324,7 +374,7 @@ def stored(folder: Path) -> list[Path]:
 
 
 def positions_of_control_tokens(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> list[int]:
-    """Return where control tokens are in a text: at the ends of messages, among others."""
+    """Return the positions of control tokens, which mark the ends of messages among others."""
     controls = [token for token in np.unique(tokens).tolist() if vocabulary.is_control(token)]
     positions: list[int] = np.flatnonzero(np.isin(tokens, controls)).tolist()
     return positions

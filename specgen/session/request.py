@@ -1,4 +1,4 @@
-"""A request for one answer, and its settings: samplers, grammar, drafting, and its end."""
+"""A request for one answer, and its settings: samplers, grammar, drafting, and when it ends."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from specgen.text.sampling.dry import DryBreakers
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """A request's options, and what was built of them."""
+    """The options of a request, and the objects that were built from them."""
 
-    #: As the user gave them; those of the `sampler` may have more biases.
+    #: The options of samplers as the user gave them. (Those in `sampler` may have more biases.)
     sampling: SamplerOptions
+    #: When the answer ends, and which form it has.
     generation: GenerationOptions
+    #: How much is drafted, and how drafts are verified.
     drafting: DraftOptions
+    #: The samplers, built from `sampling`.
     sampler: Sampler
-    #: The state of the grammar before the answer.
+    #: The initial state of the grammar; None without a grammar.
     grammar: GrammarState | None
-    #: The marks of the thoughts after which the grammar holds.
+    #: The marks around thoughts that may precede an answer with a grammar: the grammar applies only
+    #: after them. None if there is no grammar, or if the grammar covers the thoughts itself.
     thoughts: ThoughtMarks | None = None
 
     @staticmethod
@@ -44,15 +48,23 @@ class RequestSettings:
         drafting: DraftOptions,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Build the samplers and the grammar, which holds after the answer's `thoughts`.
+        """Build the samplers and the grammar of a request.
+
+        Args:
+            model: The target.
+            sampling: How tokens are chosen.
+            generation: When the answer ends, and its grammar.
+            drafting: How much is drafted, and how drafts are verified.
+            thoughts: The marks around thoughts before the answer: the grammar applies after them.
 
         Raises:
-            UsageError: An option is not valid for this model.
+            UsageError: If an option is invalid for this model.
         """
         sampler = _sampler(model, sampling, ignore_eos=generation.ignore_eos)
         grammar = None
         wanted = generation.grammar
         if wanted is not None:
+            # The grammar has to see where thoughts end, so the text shows the marks of thoughts.
             marks = THOUGHT_CONTROLS if thoughts else ()
             controls = tuple(dict.fromkeys((*generation.shown_controls, *marks)))
             generation = replace(generation, shown_controls=controls)
@@ -69,18 +81,21 @@ class RequestSettings:
         verifier: VerifierName | None = None,
         thoughts: ThoughtMarks | None = None,
     ) -> RequestSettings:
-        """Return these settings with some options changed; only what changes is built again.
+        """Return these settings with some options changed.
+
+        An argument that is None leaves the options as they are. The samplers and the grammar are
+        built again only if their options change.
 
         Args:
             model: The target.
-            sampling: How tokens are chosen; None as here.
-            generation: When the answer ends; None as here.
-            n_drafted_max: The most tokens to draft in a round; None as here.
-            verifier: How drafts are verified; None as here.
-            thoughts: The marks of the thoughts that the answer may have.
+            sampling: How tokens are chosen.
+            generation: When the answer ends.
+            n_drafted_max: The maximum number of tokens to draft in a round.
+            verifier: How drafts are verified.
+            thoughts: The marks around the thoughts that the answer may have; None if it has none.
 
         Raises:
-            UsageError: An option is not valid.
+            UsageError: If an option is invalid.
         """
         sampling = sampling or self.sampling
         generation = generation or self.generation
@@ -88,16 +103,16 @@ class RequestSettings:
         if thoughts is not None:
             grammar = generation.grammar
             if grammar is None or thoughts.begin in grammar.text:
-                thoughts = None  # they are free, or part of the grammar
-        before = self.generation
-        is_built = (
+                thoughts = None  # any text is allowed, or the grammar covers the thoughts itself
+        old_generation = self.generation
+        is_unchanged = (
             sampling == self.sampling
             and thoughts == self.thoughts
-            and generation.grammar == before.grammar
-            and generation.ignore_eos == before.ignore_eos
-            and generation.shown_controls == before.shown_controls
+            and generation.grammar == old_generation.grammar
+            and generation.ignore_eos == old_generation.ignore_eos
+            and generation.shown_controls == old_generation.shown_controls
         )
-        if is_built:
+        if is_unchanged:
             return replace(self, generation=generation, drafting=drafting)
         return RequestSettings.of(model, sampling, generation, drafting, thoughts)
 
@@ -105,17 +120,18 @@ class RequestSettings:
     def verifier(self) -> VerifierName:
         """How drafts are verified.
 
-        With ``auto``, drafts are matched if the user gave a seed and draft lengths depend on
-        measured times: the seed then gives the same text every time.
+        ``auto`` becomes ``match`` if the user gave a seed and draft lengths depend on measured
+        times: with ``match``, the text does not depend on the drafts, so the seed reproduces it.
         """
-        is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
-        if is_timed and self.drafting.verifier == "auto":
+        has_seed = self.sampling.seed >= 0
+        if has_seed and self.drafting.is_by_cost and self.drafting.verifier == "auto":
             return "match"
         return self.drafting.verifier
 
     def _changed_drafting(
         self, n_drafted_max: int | None, verifier: VerifierName | None
     ) -> DraftOptions:
+        """Return the drafting options with those that are not None changed."""
         drafting = self.drafting
         if verifier is not None:
             drafting = replace(drafting, verifier=verifier)
@@ -134,7 +150,11 @@ def _sampler(
     *,
     ignore_eos: bool,
 ) -> Sampler:
-    """Build the samplers of a model's answer. Raise `UsageError` for tokens that it lacks."""
+    """Build the samplers for answers of a model.
+
+    Raises:
+        UsageError: If a biased token is not in the model's vocabulary.
+    """
     vocabulary = model.vocabulary
     for token, _ in options.logit_bias:
         if not 0 <= token < vocabulary.n_tokens:
@@ -143,8 +163,8 @@ def _sampler(
                 f"{model.name} has {vocabulary.n_tokens} tokens"
             )
     if ignore_eos:
-        never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
-        options = replace(options, logit_bias=options.logit_bias + never)
+        end_biases = tuple((token, -math.inf) for token in vocabulary.end_tokens())
+        options = replace(options, logit_bias=options.logit_bias + end_biases)
     breakers = None
     if options.dry_multiplier > 0.0:
         breakers = DryBreakers.of(vocabulary, options.dry_breakers)
@@ -153,42 +173,47 @@ def _sampler(
 
 @dataclass(slots=True, eq=False)
 class Slot(CacheSlot):
-    """A slot of all caches, with the request that it serves. Its text stays in the caches."""
+    """A slot in all caches, with the request that it serves.
 
-    #: None while the slot is free.
+    After a request, its text stays in the caches, so that the next one may reuse its prefix.
+    """
+
+    #: The request being served; None while the slot is free.
     request: Request | None = None
-    #: The index of the last request that was served there; -1 before any.
+    #: The index of the last request that was served here; -1 before the first.
     used_last: int = -1
 
 
 @dataclass(eq=False)
 class Request:
-    """A request for an answer to an engine: waiting, being served, or done."""
+    """A request for one answer of an engine: waiting, being served, or done."""
 
-    #: Its number among the engine's requests, from 0: the `sequence` of its events.
+    #: The number among the engine's requests, from 0. Its events have it as their `sequence`.
     index: int
     prompt: Prompt
     settings: RequestSettings
+    #: The seed in use, even if the user gave none.
     seed: int
-    #: Whether drafts are made for it.
+    #: Whether to draft for this answer.
     drafts: bool = True
-    #: Its place in the caches, while it is served.
+    #: The place in the caches; None unless the request is being served.
     slot: Slot | None = None
-    #: The state of its answer, while it is served.
+    #: The state of the answer; None unless the request is being served.
     answer: AnswerState | None = None
-    #: The summary, once it is finished.
+    #: The summary; None until the answer is finished, and if it fails.
     finished: FinishedEvent | None = None
-    #: The error that ended it early.
+    #: The error that ended the answer early; None if there was none.
     failure: SpecgenError | None = None
+    #: Whether the answer is to end at the next step.
     is_cancelled: bool = False
-    #: What other programs take of the machine since it began; None if that is not measured.
+    #: Measures the load by other programs since the request was started; None before that.
     load: LoadOfOthers | None = None
     #: Events that `Engine.stream` has not yielded yet.
     events: deque[Event] = field(default_factory=deque)
 
     @property
     def state(self) -> Literal["waiting", "prefill", "decoding", "done"]:
-        """What the engine does with it."""
+        """What the engine is doing with the request."""
         if self.is_done:
             return "done"
         if self.answer is None:
@@ -197,26 +222,29 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, with an answer or an error."""
+        """Whether the request has ended, with an answer or with an error."""
         return self.finished is not None or self.failure is not None
 
     @property
     def running(self) -> AnswerState:
-        """The state of its answer, while it is served."""
+        """The state of the answer. Only a request that is being served has one."""
         assert self.answer is not None, "it is served"
         return self.answer
 
     @property
     def text(self) -> str:
-        """The whole answer; of one that follows a grammar, without the thoughts before it.
+        """The complete answer. If it follows a grammar, the thoughts before it are removed.
 
         Raises:
-            SpecgenError: What ended it early.
+            SpecgenError: If the answer failed.
+            RuntimeError: If the answer is not finished yet.
         """
         if self.failure is not None:
             raise self.failure
         if self.finished is None:
             raise RuntimeError(f"answer {self.index} is not done")
+        # `thoughts` are set only with a grammar: the text is then what the grammar describes.
         if self.settings.thoughts is not None:
-            return split_thought(self.prompt.text, self.finished.text)[1]
+            _, answer = split_thought(self.prompt.text, self.finished.text)
+            return answer
         return self.finished.text

@@ -1,7 +1,7 @@
-"""The drafts that were saved for targets: by `specgen draft find --save` and `specgen draft make`.
+"""The drafts that `specgen draft find --save` and `specgen draft make` saved for targets.
 
-They are in drafts.json in the configuration folder, which people may repair. A target is identified
-by the name and the size of its file, so that it may be moved.
+They are stored in drafts.json in the configuration folder, which people may edit by hand. A target
+is identified by the name and the size of its file, so that it can be moved to another folder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ class SavedDraft:
     draft: DraftSource
     #: When it was measured.
     date: datetime.date | None = None
-    #: Its speed-up over plain decoding: of all answers, of the worst and of the best one.
+    #: The speed-up over plain decoding, of all answers together.
     speedup: FiniteFloat | None = None
+    #: The speed-up of the answer with the lowest one.
     worst_speedup: FiniteFloat | None = None
+    #: The speed-up of the answer with the highest one.
     best_speedup: FiniteFloat | None = None
+    #: The number of answers that were measured.
     n_answers: int = 0
 
     @property
     def gain(self) -> str:
-        """What was measured, in words; empty if the file does not have all of it."""
+        """The measured speed-up in words; empty unless all three speed-ups are known."""
         if self.speedup is None or self.worst_speedup is None or self.best_speedup is None:
             return ""
         return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
@@ -49,12 +52,16 @@ _SAVED = TypeAdapter(SavedDraft)
 
 
 def saved_drafts_file() -> Path:
-    """Return the path of the file."""
+    """Return the path of drafts.json, which may not exist."""
     return config_folder() / "drafts.json"
 
 
 def saved_draft(target: FileIdentity) -> SavedDraft | None:
-    """Return the draft that was saved for a target. Raise `UsageError` if the file is damaged."""
+    """Return the draft that was saved for a target; None if there is none.
+
+    Raises:
+        UsageError: If drafts.json is damaged.
+    """
     key = _key(target)
     entry = _read()["drafts"].get(key)
     if entry is None:
@@ -71,11 +78,11 @@ def saved_draft(target: FileIdentity) -> SavedDraft | None:
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
-    """Save a draft for a target, in place of an earlier one.
+    """Save a draft for a target, replacing an earlier one.
 
     Raises:
-        UsageError: The file is damaged.
-        OutputError: It cannot be written.
+        UsageError: If drafts.json is damaged.
+        OutputError: If drafts.json cannot be written.
     """
     path = saved_drafts_file()
     document = _read()
@@ -88,6 +95,7 @@ def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
 
 
 def _read() -> dict[str, Any]:
+    """Return the content of drafts.json, which always has an object named "drafts"."""
     path = saved_drafts_file()
     try:
         document: object = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +103,7 @@ def _read() -> dict[str, Any]:
         document = {}
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, too
+    except (ValueError, RecursionError) as error:  # ValueError: also if it is not UTF-8
         raise _damaged(f"is not JSON: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.setdefault("drafts", {}), dict):
         raise _damaged("is not a JSON object with an object named drafts")

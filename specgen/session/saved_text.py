@@ -1,6 +1,7 @@
-"""A text in a file, with what a context computed of it, so that it need not be prefilled again.
+"""A text in a file, with the state that a context computed for it, to avoid prefilling it again.
 
-The file holds a line of JSON, the tokens as int32, and llama.cpp's form of a sequence's state.
+The file has a header (a line of JSON), the tokens as int32, and the state of a sequence in
+llama.cpp's format.
 """
 
 from __future__ import annotations
@@ -19,28 +20,36 @@ from numpy.typing import NDArray
 
 from specgen.llama import LlamaBackend, build
 from specgen.llama.kernels.attached import attached
+from specgen.method.drafter import never
 from specgen.options import ContextOptions
 from specgen.system.files import digest_of
 
 _FORMAT = "specgen text 1"
 #: The first bytes of every file.
 MAGIC = json.dumps({"format": _FORMAT}).removesuffix("}").encode()
-_LONGEST_HEADER = 4096
-#: Bytes that are written at once.
+#: A header is a line of at most this many bytes.
+_MAX_HEADER_BYTES = 4096
+#: The number of bytes that are written at once.
 CHUNK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CachedContext:
-    """A context of the target, with a name for all that the states in it depend on."""
+    """A context of the target, with a key for everything that its states depend on."""
 
     backend: LlamaBackend
-    #: Digest of the model, the code that computes, and the options: of all but the text.
+    #: A digest of everything but the text that affects a state: the model, the kernels, options. A
+    #: saved state can be loaded only by a context with the same key.
     key: str
 
     @classmethod
     def of(cls, backend: LlamaBackend, options: ContextOptions) -> CachedContext:
-        """Return a context with its key. The options are those that it was made with."""
+        """Return a context with its key.
+
+        Args:
+            backend: The context.
+            options: The options that it was made with.
+        """
         model = backend.model
         kernels = attached()
         about = [
@@ -58,17 +67,18 @@ class CachedContext:
 
     @property
     def goes_back(self) -> bool:
-        """Whether it can drop any number of a text's last tokens."""
+        """Whether the context can drop any number of tokens from the end of a text."""
         return self.backend.rollback == "cells" and not self.backend.model.n_window
 
 
 class RestoreResult(enum.Enum):
-    """What became of a text that was to be loaded."""
+    """The outcome of loading a saved text."""
 
+    #: The sequence now holds the text.
     LOADED = enum.auto()
     #: llama.cpp does not accept the state.
     REFUSED = enum.auto()
-    #: The file's checksum is wrong.
+    #: The checksum of the file is wrong.
     DAMAGED = enum.auto()
 
 
@@ -79,24 +89,33 @@ class SavedText:
     path: Path
     #: The key of the `CachedContext`.
     key: str
-    #: int32[n_tokens]
+    #: The text: int32[n_tokens].
     tokens: NDArray[np.int32]
-    #: The seconds that it took to prefill a token; 0 if that is not known.
+    #: Seconds per token of its prefill; 0 if unknown.
     token_s: float
-    #: Where the tokens begin in the file.
+    #: The position in the file, in bytes, where the tokens begin; the state follows them.
     start: int
-    #: The bytes of tokens and state, and their checksum.
+    #: The size of the tokens and the state in bytes.
     n_bytes: int
+    #: The checksum of the tokens and the state.
     crc32: int
 
     @classmethod
     def read(cls, path: Path) -> SavedText | None:
-        """Return the text in a file; None if it holds none, or not all of it. Raise `OSError`."""
+        """Read the header and the tokens of a file.
+
+        Returns:
+            The text; None if the file is of another kind or version, damaged, or incomplete.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
         with (
             path.open("rb") as file,
+            # Any of these means that the header is not one of ours.
             contextlib.suppress(ValueError, KeyError, TypeError, AttributeError),
         ):
-            header = json.loads(file.readline(_LONGEST_HEADER))
+            header = json.loads(file.readline(_MAX_HEADER_BYTES))
             if header.pop("format") != _FORMAT:
                 return None
             n_tokens = header.pop("n_tokens")
@@ -109,7 +128,7 @@ class SavedText:
         return None
 
     def n_shared(self, tokens: NDArray[np.int32]) -> int:
-        """Return the length of the prefix that it has in common with another text."""
+        """Return the length of the longest common prefix with another text, in tokens."""
         n = min(len(self.tokens), len(tokens))
         differing = np.flatnonzero(self.tokens[:n] != tokens[:n])
         if not len(differing):
@@ -117,7 +136,11 @@ class SavedText:
         return int(differing[0])
 
     def restore(self, backend: LlamaBackend, sequence: int) -> RestoreResult:
-        """Let a sequence hold the text. Raise `OSError`."""
+        """Replace the text of a sequence with this one, by loading the state from the file.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
         data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
         if zlib.crc32(data.data) != self.crc32:
             return RestoreResult.DAMAGED
@@ -127,30 +150,29 @@ class SavedText:
         return RestoreResult.LOADED
 
 
-def _never() -> bool:
-    return False
-
-
 def write_text(
     path: Path,
     key: str,
     text: Sequence[int] | NDArray[np.int32],
     state: NDArray[np.uint8],
     token_s: float = 0.0,
-    is_stopped: Callable[[], bool] = _never,
+    is_stopped: Callable[[], bool] = never,
 ) -> bool:
-    """Append a text to a file, in the form that `SavedText.read` reads. Raise `OSError`.
+    """Write a text with its state to a new file, in the format that `SavedText.read` reads.
 
     Args:
-        path: The file, which exists.
+        path: The file, which exists and is empty.
         key: The key of the `CachedContext` that computed the state.
         text: The tokens.
-        state: uint8[n_bytes]: llama.cpp's form of the state.
-        token_s: The seconds that it took to prefill a token; 0 if that is not known.
-        is_stopped: Asked between pieces: whether to give up.
+        state: uint8[n_bytes]: the state of a sequence in llama.cpp's format.
+        token_s: Seconds per token of the prefill; 0 if unknown.
+        is_stopped: Checked between chunks; writing is given up once it returns True.
 
     Returns:
-        Whether all of it was written.
+        Whether the file is complete.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     tokens = np.array(text, "<i4").view(np.uint8)
     header = {

@@ -1,4 +1,4 @@
-"""Which request an engine serves next, in which slot, and which prompt is prefilled next."""
+"""Decide which request an engine serves next, in which slot, and which prompt it prefills next."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from specgen.session.prompts import Prompt
 from specgen.session.request import Request, RequestSettings, Slot
 from specgen.text.overlap import common_prefix_length
 
-#: How many waiting requests are considered, if the first ones should wait for another prompt.
+#: The number of waiting requests that are considered, if the first ones should keep waiting.
 _N_CONSIDERED = 16
-#: The time of a piece of a prompt, for which a request that comes meanwhile waits.
+#: The time that a piece of a prompt should take. A request that arrives meanwhile has to wait.
 _PIECE_S = 0.3
-#: A request waits for the prefill of another prompt if it can share at least so many more tokens.
+#: A request waits for the prefill of another prompt if it can then share more than this many
+#: additional tokens.
 _N_WORTH_WAITING = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _ChosenPiece:
-    """The piece of a prompt that is prefilled, as it was before."""
+    """The state of a prompt just before a piece of it is prefilled."""
 
+    #: The answer whose prompt is prefilled.
     running: AnswerState
-    #: How many tokens were prefilled before, and for how long.
+    #: The number of tokens that were prefilled already.
     n_before: int
+    #: The seconds that their prefill took.
     prompt_s: float
-    #: Whether an older prompt waits meanwhile.
+    #: Whether an older prompt has to wait for this one.
     overtakes: bool
 
 
 class Scheduler:
-    """The requests of an engine: those that wait, and those that have one of its slots.
+    """The requests of an engine: those that wait, and those that have a slot.
 
-    Any thread may add and drop requests; all else is for the thread that steps the engine.
+    Any thread may add and drop requests. Everything else is for the thread that steps the engine.
+
+    Args:
+        n_slots: The maximum number of requests that are served at once.
+        target: The target's context.
     """
 
     def __init__(self, n_slots: int, target: LlamaBackend) -> None:
@@ -48,36 +55,36 @@ class Scheduler:
         #: Held while the queue changes.
         self._lock = threading.Lock()
         self._waiting: deque[Request] = deque()
-        #: How many requests were added so far.
+        #: The number of requests that were added so far.
         self._n_added = 0
         self._is_closed = False
-        #: The piece that was chosen last; None once it has been taken into account.
+        #: The piece that was chosen last; None once its figures have been used.
         self._chosen: _ChosenPiece | None = None
-        #: Tokens of other prompts that were prefilled while the oldest one waited.
+        #: The number of tokens of other prompts that were prefilled while the oldest prompt waited.
         self._n_overtaken = 0
-        #: The seconds of a token in the last piece.
+        #: Seconds per token of the last piece; 0 before the first one.
         self._token_s = 0.0
 
     # --- the requests -----------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or is served."""
+        """Whether no request is waiting or being served."""
         return not self._waiting and not self.busy
 
     @property
     def busy(self) -> list[Request]:
-        """The requests that have a slot."""
+        """The requests that are being served: each has a slot."""
         return [slot.request for slot in self.slots if slot.request is not None]
 
     @property
     def prefilling(self) -> list[Request]:
-        """The requests that still need prefill."""
+        """The requests whose prompts are not completely prefilled."""
         return [request for request in self.busy if request.state == "prefill"]
 
     @property
     def decoding(self) -> list[Request]:
-        """The requests that have an answer to continue."""
+        """The requests whose prompts are prefilled, so that their answers are being decoded."""
         return [request for request in self.busy if request.state == "decoding"]
 
     def add(
@@ -88,7 +95,11 @@ class Scheduler:
         *,
         drafts: bool,
     ) -> Request:
-        """Queue a request. Raise `BackendError` after `close`."""
+        """Append a request to the queue.
+
+        Raises:
+            BackendError: If the scheduler is closed.
+        """
         with self._lock:
             if self._is_closed:
                 raise BackendError("the engine is closed")
@@ -106,12 +117,12 @@ class Scheduler:
             return True
 
     def put_back(self, request: Request) -> None:
-        """Let a request that could not begin wait again, before all others."""
+        """Return a request that could not be started to the front of the queue."""
         with self._lock:
             self._waiting.appendleft(request)
 
     def close(self, error: SpecgenError) -> None:
-        """End the requests that are not done with an error, and take no more."""
+        """Accept no more requests, and let all unfinished ones fail with an error."""
         with self._lock:
             self._is_closed = True
             waiting = list(self._waiting)
@@ -122,12 +133,13 @@ class Scheduler:
         for slot in self.slots:
             slot.request = None
 
-    # --- which request begins ---------------------------------------------------------------------
+    # --- which request starts ---------------------------------------------------------------------
 
     def take_next(self) -> Request | None:
-        """Take the next request from the queue, and give it a free slot; None if none may begin.
+        """Take the next request from the queue, and give it a free slot.
 
-        A request waits while a prompt with the same prefix is prefilled, to share its cells.
+        Returns:
+            The request; None if no slot is free, or if no request may start now.
         """
         free = [slot for slot in self.slots if slot.request is None]
         if not free:
@@ -137,19 +149,22 @@ class Scheduler:
             return None
 
         def rank(slot: Slot) -> tuple[int, int]:
-            """Rank the longest usable prefix first, then the least recently used slot."""
+            """Rank the slot with the longest useful prefix first, then the least recently used."""
             text = self._target.text(slot.branches(self._target).first)
             n_shared = common_prefix_length(text, request.prompt.tokens)
-            # A cell cache shares with any slot, so this one's text is better left to others unless
-            # the prompt continues it.
-            is_usable = n_shared == len(text) or self._target.rollback != "cells"
-            return -n_shared if is_usable else 0, slot.used_last
+            # Without cells to share, only a prefix in its own slot can be reused. With cells, a
+            # prefix in any slot can: taking this one would only destroy the rest of its text, so
+            # its prefix counts only if the prompt continues the whole text.
+            is_useful = n_shared == len(text) or self._target.rollback != "cells"
+            return -n_shared if is_useful else 0, slot.used_last
 
         request.slot = min(free, key=rank)
         request.slot.used_last = request.index
         return request
 
     def _take_from_queue(self) -> Request | None:
+        """Take the first request that need not wait for a prompt with the same prefix."""
+        # Only a cache of cells can share the prefix of a prompt in another slot.
         others = self.prefilling if self._target.rollback == "cells" else []
         with self._lock:
             for request in itertools.islice(self._waiting, _N_CONSIDERED):
@@ -159,18 +174,25 @@ class Scheduler:
         return None
 
     def _should_wait_for(self, request: Request, other: Request) -> bool:
-        """Return whether a request can share many more tokens once another prompt is prefilled."""
+        """Return whether a request could share many more tokens once another prompt is prefilled.
+
+        Args:
+            request: The waiting request.
+            other: A request whose prompt is being prefilled.
+        """
         n_shared = common_prefix_length(request.prompt.tokens, other.prompt.tokens)
         return n_shared > self._n_held(other) + _N_WORTH_WAITING
 
     # --- which prompt is prefilled ----------------------------------------------------------------
 
     def next_prefill(self) -> Request | None:
-        """Return the request whose prompt is prefilled next; None if there is none.
+        """Choose the request whose prompt is prefilled next; None if there is none.
 
-        It is the one with the fewest tokens left, so that a short prompt does not wait for a long
-        one. But after a batch of tokens of others it is the oldest, so that it does not wait
-        forever.
+        The prompt with the fewest tokens left comes first, so that a short prompt does not wait
+        for a long one. The oldest prompt comes first if it has been overtaken by a whole batch of
+        tokens, so that it does not wait forever.
+
+        The caller has to prefill a piece of it: the next call measures how long that took.
         """
         self._learn_from_last_piece()
         prefilling = self.prefilling
@@ -194,7 +216,7 @@ class Scheduler:
         return chosen
 
     def _learn_from_last_piece(self) -> None:
-        """Update the speed of prefill, and how long the oldest prompt has been waiting."""
+        """Update the speed of prefill, and the number of tokens that overtook the oldest prompt."""
         chosen = self._chosen
         self._chosen = None
         if chosen is None:
@@ -209,10 +231,11 @@ class Scheduler:
             self._n_overtaken = max(0, self._n_overtaken - n)
 
     def can_prefill_alongside(self, prefilling: Request) -> bool:
-        """Return whether a piece of a prompt can be decoded in the batch of a round.
+        """Return whether a piece of a prompt can be decoded in the same batch as a round.
 
-        That needs a model in which a row has the same logits in any batch, and a cache of cells;
-        and no rows of hidden states may be wanted.
+        The model has to be batch-invariant (a row has the same logits in any batch), and its cache
+        must consist of cells. No answer may need hidden states, and the prompt's log-probabilities
+        may not be wanted.
         """
         decoding = self.decoding
         return (
@@ -225,11 +248,13 @@ class Scheduler:
         )
 
     def n_piece(self) -> int | None:
-        """Return the most tokens of a prompt that are decoded at once; None for a whole batch.
+        """Return the maximum number of tokens of the next piece of a prompt; None for a full batch.
 
-        If other requests may come, a piece takes about `_PIECE_S`. But unless a row has the same
-        logits in any batch, the pieces must be those of an answer alone.
+        With several slots, other requests may arrive, so a piece takes only about `_PIECE_S`, or
+        less while other answers are being decoded.
         """
+        # If the model is not batch-invariant, smaller pieces would change the logits, and thus the
+        # answer would depend on other requests.
         if len(self.slots) == 1 or not self._target.model.has_equal_rows:
             return None
         if self.decoding or not self._token_s:
@@ -237,5 +262,5 @@ class Scheduler:
         return max(N_PREFILL_ALONGSIDE, int(_PIECE_S / self._token_s))
 
     def _n_held(self, request: Request) -> int:
-        """Return how many tokens the cache holds of a request that is served."""
+        """Return the number of tokens of a request, which is being served, in the cache."""
         return self._target.length(request.running.slot.first)

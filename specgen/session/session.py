@@ -26,36 +26,38 @@ from specgen.session.measurement_store import MeasurementStore, SessionCosts
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
 
-#: llama.cpp's limit for a context.
+#: The maximum number of sequences in a context of llama.cpp.
 MAX_SEQUENCES = 256
-#: Smaller drafts are loaded in a moment, so not ahead.
-LEAST_AHEAD_BYTES = 32 << 20
-#: llama.cpp rounds the sizes of contexts up to a multiple of it.
+#: Smaller drafts load so quickly that reading them ahead is not worthwhile.
+MIN_AHEAD_BYTES = 32 << 20
+#: llama.cpp rounds the sizes of contexts up to a multiple of this.
 CONTEXT_STEP = 256
-#: Tokens for a prompt and its answer, where no size is given.
-_USUAL_N_CTX = 4096
-#: How many tokens of two vocabularies are compared: the first ones tell them apart.
+#: The default number of tokens for a prompt and its answer.
+_DEFAULT_N_CTX = 4096
+#: The number of tokens that are compared between two vocabularies: the first ones suffice.
 _N_COMPARED = 1024
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
-    """Return the size of a context.
+    """Return the size of a context, in tokens, that does not depend on a prompt.
 
     Args:
-        wanted: The size that the user gave; 0 is the size that the model was trained with.
-        n_train: The size that the model was trained with; 0 if that is not known.
+        wanted: The size that the user gave; 0 stands for the size that the model was trained with,
+            None for the default.
+        n_train: The size that the model was trained with; 0 if unknown.
     """
     if wanted is not None:
-        return wanted or n_train or _USUAL_N_CTX
+        return wanted or n_train or _DEFAULT_N_CTX
     if n_train > 0:
-        return min(_USUAL_N_CTX, n_train)
-    return _USUAL_N_CTX
+        return min(_DEFAULT_N_CTX, n_train)
+    return _DEFAULT_N_CTX
 
 
 class Session:
     """A target and the models that draft for it, loaded once. It is a context manager.
 
-    `open_session` makes one and chooses the draft; the constructor loads what the options name.
+    The constructor loads exactly the models that the options name. `open_session` also chooses the
+    draft.
     """
 
     def __init__(
@@ -70,32 +72,34 @@ class Session:
         """Load the models.
 
         Args:
-            options: The files, and all that decides what the session does.
-            clock: Returns seconds.
-            measurements: What was measured before; updated here, and saved by the caller.
-            draft_ahead: A draft that will probably be loaded next: its weights are read while the
-                target's are.
-            vocabulary_only: The target decodes elsewhere, so only its vocabulary is loaded.
+            options: The model files and all other options.
+            clock: Returns the current time in seconds.
+            measurements: What was measured before. The session updates it; the caller saves it.
+            draft_ahead: A draft that will probably be loaded next. Its weights are read from the
+                disk while the target is loading.
+            vocabulary_only: Whether to load only the target's vocabulary, because it decodes
+                elsewhere.
 
         Raises:
-            ModelFileError: A file cannot be used.
-            MemoryLimitError: A model does not fit into memory.
-            PairError: The draft cannot draft for the target.
+            ModelFileError: If a file cannot be used.
+            MemoryLimitError: If a model does not fit into memory.
+            PairError: If the draft cannot draft for the target.
+            UsageError: If an option is invalid for the target.
         """
         self.options = options
         self.clock = clock
         self.measurements = measurements if measurements is not None else MeasurementStore()
-        #: The costs of the models' decodes, and the options of their contexts.
+        #: The cost tables of the models, and the options of their contexts.
         self.costs = SessionCosts(options, self.measurements)
-        #: What drafts for the target.
+        #: The loaded draft; None if nothing drafts.
         self.draft: LoadedDraft | None = None
-        #: What the draft was loaded from.
+        #: The file or the word that the draft was loaded from.
         self.draft_source: DraftSource = "none"
-        #: Seconds of the work before the first answer, by the names of fields of `FinishedEvent`.
-        #: The first answer takes them.
+        #: The seconds spent on loading, packing and measuring, by the fields of `FinishedEvent`
+        #: that report them. The first answer reports them and empties this.
         self.setup_s: defaultdict[str, float] = defaultdict(float)
         self._resources = contextlib.ExitStack()
-        #: Ends the use of weights that were loaded ahead.
+        #: Releases the weights that were read ahead.
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -108,7 +112,7 @@ class Session:
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, options.drafting
             )
-            #: The n-grams, which may draft together with another draft.
+            #: The n-gram draft, which may be used together with another draft.
             self.ngrams = self._open_ngrams()
             self._resources.callback(self._close_draft)
             self.change_draft(options.draft)
@@ -121,12 +125,13 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close the models. An unfinished answer raises `BackendError` if it is continued."""
+        """Close the models. Continuing an unfinished answer raises `BackendError` from then on."""
         self._resources.close()
 
     # --- loading ----------------------------------------------------------------------------------
 
     def _load_target(self, vocabulary_only: bool) -> LlamaModel:
+        """Load the target, count the time, and decide on the kind of its cost tables."""
         context = self.options.target_context
         started_s = self.clock()
         target = LlamaModel(
@@ -144,17 +149,24 @@ class Session:
         return target
 
     def _load_ahead(self, draft: Path) -> None:
-        """Begin to load a draft's weights, unless they are few or may take the target's memory."""
+        """Start reading the weights of a draft in the background.
+
+        This is only an optimization: any problem with the file is reported when it is loaded.
+        Nothing is read ahead if the draft is small, if there is a GPU, whose memory the target
+        needs first, or if other (learnt) weights may be used.
+        """
         with contextlib.suppress(SpecgenError, OSError):
-            is_small = draft.stat().st_size < LEAST_AHEAD_BYTES
+            is_small = draft.stat().st_size < MIN_AHEAD_BYTES
             if is_small or has_gpu() or self.options.learning is not None:
                 return
             kind = find_kind(draft)
+            # Only a stand-alone model: other kinds of drafts read their files differently.
             if kind is not None and kind.name == ANY_FILE:
                 check_file(draft)
                 self._ahead.callback(load_ahead(draft, self.options.draft_context.n_gpu_layers))
 
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
+        """Count the time since `started_s` as loading a model, or as packing its weights."""
         packed = model.loaded.packed
         is_packed = packed is not None and packed.n_new_bytes > 0
         self.setup_s["packing_s" if is_packed else "loading_s"] += self.clock() - started_s
@@ -166,7 +178,7 @@ class Session:
 
     @property
     def _draft_setup(self) -> DraftSetup:
-        """What any draft is opened with."""
+        """The arguments with which any draft is opened."""
         options = self.options
         return DraftSetup(
             self.target, options.drafting, options.draft_context, self.clock, cache=options.cache
@@ -175,14 +187,18 @@ class Session:
     # --- what can change --------------------------------------------------------------------------
 
     def change_draft(self, source: DraftSource) -> None:
-        """Replace the draft, which must have no open context; its latest weights are loaded.
+        """Replace the draft. No context of the old one may be open.
 
-        Nothing drafts after an error.
+        If the new draft learnt from answers, its latest weights are loaded. After an error, the
+        session has no draft.
+
+        Args:
+            source: A file, a word such as ``ngram``, or ``none``.
 
         Raises:
-            ModelFileError: The file cannot be used.
-            MemoryLimitError: It does not fit into memory.
-            PairError: It cannot draft for the target.
+            ModelFileError: If the file cannot be used.
+            MemoryLimitError: If the draft does not fit into memory.
+            PairError: If the draft cannot draft for the target.
         """
         self._close_draft()
         options = self.options
@@ -209,7 +225,11 @@ class Session:
         self.draft_source = "none"
 
     def change_drafting(self, drafting: DraftOptions) -> None:
-        """Draft in another way from now on. Raise `UsageError` as the constructor does."""
+        """Change the drafting options. The draft is loaded again, since they affect loading.
+
+        Raises:
+            UsageError: If an option is invalid.
+        """
         if drafting != self.options.drafting:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
@@ -217,7 +237,11 @@ class Session:
             self.change_draft(self.draft_source)
 
     def change_sampling(self, sampling: SamplerOptions) -> None:
-        """Sample answers in another way from now on. Raise `UsageError` as `RequestSettings.of`."""
+        """Change the default sampling options of answers.
+
+        Raises:
+            UsageError: If an option is invalid for the target.
+        """
         self.options = replace(self.options, sampler=sampling)
         self.settings = self.settings.changed(self.target, sampling)
 
@@ -225,7 +249,7 @@ class Session:
 
     @property
     def prompts(self) -> Prompts:
-        """Makes the prompts of these models."""
+        """The maker of prompts for these models."""
         variables = self.options.target_context.template_variables
         return Prompts(self.target, self.own_vocabulary, variables=variables)
 
@@ -243,12 +267,12 @@ class Session:
 
     @property
     def own_vocabulary(self) -> LlamaModel | None:
-        """The draft, if its vocabulary is not the target's."""
+        """The draft's model if it has a vocabulary of its own, else None."""
         return self.draft.own_vocabulary if self.draft is not None else None
 
     @property
     def why_chains(self) -> str | None:
-        """Why drafts cannot branch here, whatever their shape; None if they can."""
+        """Why drafts can only be chains here, whatever shape is wanted; None if they can branch."""
         if self.draft is None:
             return self._draft_setup.why_chains
         return self.draft.why_chains
@@ -263,12 +287,15 @@ class Session:
 
     @property
     def n_rows_max(self) -> int:
-        """The most rows of an answer in a round: those of the draft and of the token before it."""
+        """The maximum number of rows per answer in a batch of a round.
+
+        These are the drafted tokens, and the last committed token before them.
+        """
         return 1 + self.options.drafting.n_max
 
     @property
     def n_branches_max(self) -> int:
-        """The most branches of a draft in the target's context."""
+        """The maximum number of branches of a draft in the target's context; 1 for chains."""
         draft = self.draft
         drafting = self.options.drafting
         if draft is None or self.target.has_recurrent_state or not drafting.grows_trees:
@@ -279,7 +306,7 @@ class Session:
 
     @property
     def n_sequences_max(self) -> int:
-        """The most of llama.cpp's sequences that one answer needs in a context."""
+        """The maximum number of llama.cpp's sequences that one answer needs in a context."""
         n_target = n_native_sequences(self.target, self.n_branches_max)
         if self.draft is None:
             return n_target
@@ -287,18 +314,20 @@ class Session:
 
     @property
     def usual_n_ctx(self) -> int:
-        """The size of the target's context, where it does not depend on a prompt."""
+        """The size of the target's context, in tokens, that does not depend on a prompt."""
         return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
-        """Return the size of the target's context for one prompt and its answer.
+        """Return the size of the target's context for one prompt and its answer, in tokens.
+
+        It is the size that the user gave, or as large as necessary.
 
         Args:
-            n_prompt: The tokens of the prompt.
-            max_tokens: The most tokens of the answer; None is as in the session's options.
+            n_prompt: The number of tokens of the prompt.
+            max_tokens: The maximum number of tokens of the answer; None uses the session's option.
 
         Raises:
-            PromptError: The prompt does not fit.
+            PromptError: If the prompt does not fit.
         """
         n_ctx = self.usual_n_ctx
         hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
@@ -313,14 +342,17 @@ class Session:
         return n_ctx
 
     def _needed_n_ctx(self, n_prompt: int, max_tokens: int | None) -> int:
-        """Return what a prompt, its answer and a draft need, up to what the target can do."""
+        """Return the context size that a prompt, its answer and a draft need.
+
+        It is limited to the size that the target was trained with.
+        """
         if max_tokens is None:
             max_tokens = self.options.generation.max_tokens
-        if max_tokens < 0:
-            max_tokens = _USUAL_N_CTX
+        if max_tokens < 0:  # no limit
+            max_tokens = _DEFAULT_N_CTX
         n_tokens = n_prompt + max_tokens + self.options.drafting.n_max
-        n_steps = -(-n_tokens // CONTEXT_STEP)
-        n_train = self.target.n_ctx_train
+        n_steps = -(-n_tokens // CONTEXT_STEP)  # rounded up
+        n_train = self.target.n_ctx_train  # 0 if unknown
         n_ctx = n_steps * CONTEXT_STEP
         if n_train > 0:
             n_ctx = min(n_ctx, n_train)
@@ -336,15 +368,19 @@ class Session:
         drafts: bool = True,
         n_slots: int = 1,
     ) -> Iterator[tuple[LlamaBackend, tuple[LlamaBackend, ...]]]:
-        """Open contexts of the target and of the draft.
+        """Open contexts of the target and of the draft, which are closed at the end of the block.
 
         Args:
-            n_ctx: The tokens of a prompt and its answer.
-            drafts: Whether the draft's contexts are opened, too.
-            n_slots: How many answers are generated at once.
+            n_ctx: The number of tokens of a prompt and its answer.
+            drafts: Whether to open the draft's contexts, too.
+            n_slots: The number of answers that are generated at once.
+
+        Yields:
+            The target's context; the draft's contexts, as in `draft_contexts`.
 
         Raises:
-            MemoryLimitError: They do not fit into memory.
+            MemoryLimitError: If they do not fit into memory.
+            UsageError: If the target cannot generate so many answers at once.
         """
         self.target.check_parallel(n_slots)
         with contextlib.ExitStack() as stack:
@@ -374,15 +410,20 @@ class Session:
         target: LlamaBackend | None = None,
         n_slots: int = 1,
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Open contexts of the draft, and of what drafts for it.
+        """Open contexts of the draft, which are closed at the end of the block.
 
         Args:
-            n_ctx: The tokens of a prompt and its answer.
-            target: The target's context; the draft may read its hidden states.
-            n_slots: How many answers are generated at once.
+            n_ctx: The number of tokens of a prompt and its answer.
+            target: The target's context, whose hidden states the draft may read; None if the
+                target decodes elsewhere.
+            n_slots: The number of answers that are generated at once.
+
+        Yields:
+            The context of the draft's model, then those of the models that draft for it; none if
+            the draft has no model.
 
         Raises:
-            MemoryLimitError: They do not fit into memory.
+            MemoryLimitError: If they do not fit into memory.
         """
         spec = ContextSpec(
             n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target
@@ -394,7 +435,7 @@ class Session:
             yield contexts
 
     def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield what a user should know before an answer in contexts of this size."""
+        """Yield notices for the user before the first answer in contexts of `n_ctx` tokens."""
         if self.draft is not None:
             yield from self._draft_notices(self.draft)
         n_train = self.target.n_ctx_train
@@ -405,6 +446,7 @@ class Session:
             )
 
     def _draft_notices(self, draft: LoadedDraft) -> Iterator[str]:
+        """Yield notices about what the draft learnt, what it lacks, and its shape."""
         if draft.learnt is not None and draft.learns is not None:
             folder = self.options.learning
             learnt = read_learnt(folder, draft.learns) if folder is not None else Learnt()
@@ -420,22 +462,23 @@ class Session:
 
 
 def _check_helpers(options: SessionOptions) -> None:
-    """Refuse a draft's draft with another vocabulary, before anything is loaded.
+    """Check, before anything is loaded, that a draft and its own drafts share one vocabulary.
 
     Raises:
-        PairError: The vocabularies differ.
-        ModelFileError: A file cannot be used.
+        PairError: If the vocabularies differ.
+        ModelFileError: If a file cannot be used.
     """
     files = [each for each in (options.draft, *options.helpers) if isinstance(each, Path)]
-    for target, draft in pairwise(files):
-        if _first_tokens(target) != _first_tokens(draft):
+    for draft, helper in pairwise(files):
+        if _first_tokens(draft) != _first_tokens(helper):
             raise PairError(
-                f"{draft.name} cannot draft for {target.name}: each has a vocabulary of its own",
+                f"{helper.name} cannot draft for {draft.name}: each has a vocabulary of its own",
                 hint="a draft's own draft is of the same model family, or n-grams",
             )
 
 
 def _first_tokens(file: Path) -> list[bytes]:
+    """Return the first tokens of a model file's vocabulary, which suffice to tell it apart."""
     check_file(file)
     with GgufMetadata(file) as metadata:
         return list(islice(metadata.texts("tokenizer.ggml.tokens"), _N_COMPARED))

@@ -19,7 +19,7 @@ from specgen.measure.threads import measure_threads
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import (
-    ACCEPTANCE,
+    ASSUMED_ACCEPTANCE,
     PairCosts,
     expected_gain,
     is_pair_measured,
@@ -141,7 +141,7 @@ def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
     assert expected_gain(COSTS) == pytest.approx(3 * 2.19 / 5.4)
     # A batch that seemed to cost less than a token is not believed.
     expected = expected_gain(PairCosts({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
-    assert expected == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
+    assert expected == pytest.approx(sum(ASSUMED_ACCEPTANCE**depth for depth in range(4)))
 
 
 # --- threads that were measured

@@ -20,7 +20,7 @@ from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import PrefixOptions, SamplerOptions
 from specgen.session import prefix_store, seen_prompts
 from specgen.session.engine import Engine, generate
-from specgen.session.prefix_store import LEAST_TOKENS, stored
+from specgen.session.prefix_store import MIN_TOKENS, stored
 from specgen.session.prompts.template import Message
 from specgen.session.saved_text import RestoreResult, SavedText
 from specgen.session.session import Session
@@ -111,7 +111,7 @@ def test_what_two_prompts_share_is_not_read_again(
     assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
     n_cached = [each.n_cached_tokens for each in ended]
     assert n_cached[:2] == [0, 0]
-    assert min(n_cached[2:]) >= LEAST_TOKENS
+    assert min(n_cached[2:]) >= MIN_TOKENS
 
 
 @pytest.mark.parametrize("architecture", MTP)
@@ -120,7 +120,7 @@ def test_mtp_layers_draft_behind_a_prefix(models: Path, tmp_path: Path, architec
     ended = [answered(target, tmp_path, asked(each), draft="mtp")[0] for each in QUESTIONS]
     plain = [answered(target, None, asked(each), draft="mtp")[0] for each in QUESTIONS]
     assert [each.token_ids for each in ended] == [each.token_ids for each in plain]
-    assert ended[-1].n_cached_tokens >= LEAST_TOKENS
+    assert ended[-1].n_cached_tokens >= MIN_TOKENS
     assert ended[-1].n_drafted > 0
 
 
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_go_back_takes_whole_entries_only(
         ended = answered(target, tmp_path, text, kept="all", context=context)[0]
         assert ended.token_ids == answered(target, None, text, context=context)[0].token_ids
     again = answered(target, tmp_path, SYSTEM + "cat", kept="all")[0]
-    assert again.n_cached_tokens >= LEAST_TOKENS
+    assert again.n_cached_tokens >= MIN_TOKENS
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -213,7 +213,7 @@ def test_a_conversation_is_not_stored_and_a_prompt_that_came_once_is_nowhere(
         assert path.stat().st_mode & 0o077 == 0
     assert folder.stat().st_mode & 0o077 == 0
     with session_on(target, tmp_path) as session, Engine(session) as engine:
-        assert talked(engine, session, "a third one").n_cached_tokens >= LEAST_TOKENS
+        assert talked(engine, session, "a third one").n_cached_tokens >= MIN_TOKENS
     assert stored(folder) == [entry]
 
 
@@ -237,7 +237,7 @@ def test_in_one_process_the_second_prompt_is_stored(models: Path, tmp_path: Path
         each.n_cached_tokens for each in plain[2:]
     ]
     assert len(stored(tmp_path / "prefixes")) == 1
-    assert answered(target, tmp_path, asked("it"))[0].n_cached_tokens >= LEAST_TOKENS
+    assert answered(target, tmp_path, asked("it"))[0].n_cached_tokens >= MIN_TOKENS
 
 
 def test_the_least_recently_used_goes_first(models: Path, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_store_that_cannot_be_used_changes_nothing(
     elif problem == "evicted":
         monkeypatch.setattr(SavedText, "restore", evicted)
     elif problem == "seen":  # damaged, and written anew each time
-        monkeypatch.setattr(seen_prompts, "MOST_BYTES", 1)
+        monkeypatch.setattr(seen_prompts, "MAX_BYTES", 1)
         folder.mkdir()
         (folder / "seen.jsonl").write_bytes(b'{"name": 1}\n\xff\n[]\n{"name": "torn", "ke')
     for question in QUESTIONS[:3]:
@@ -395,7 +395,7 @@ def test_two_processes_store_and_load_at_once(models: Path, tmp_path: Path) -> N
     ):
         said = [each.communicate(timeout=120) for each in (one, other)]
     assert [one.returncode, other.returncode] == [0, 0], said
-    assert min(int(out) for out, _ in said) >= LEAST_TOKENS
+    assert min(int(out) for out, _ in said) >= MIN_TOKENS
 
 
 def test_the_command_line_shows_and_clears_the_store(models: Path, specgen: Specgen) -> None:
@@ -416,7 +416,7 @@ def test_the_command_line_shows_and_clears_the_store(models: Path, specgen: Spec
 # --- the file that the user names: the text that a context held when a process ended
 
 PROMPT = "the cat is in the else for with that it be not self " * 4
-OTHER = "was made with another model or other settings: it is made anew"
+OTHER = "was made with another model or other settings: it will be replaced"
 
 
 def kept_in(file: Path, target: Path, **choices: Any) -> tuple[FinishedEvent, list[str]]:
@@ -460,7 +460,7 @@ def test_what_does_not_fit_is_made_anew(models: Path, tmp_path: Path, change: st
     last, notices = kept_in(file, target)
     assert last.n_cached_tokens == 0
     assert last.token_ids == answered(target, None, PROMPT)[0].token_ids
-    why = OTHER if change == "model" else "is damaged: it is made anew"
+    why = OTHER if change == "model" else "is damaged: it will be replaced"
     assert notices == [f"{file} {why}"]
     assert kept_in(file, target)[0].n_cached_tokens > 0
 

@@ -199,7 +199,7 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that llama.cpp loads, each after the name of the thread."""
-    monkeypatch.setattr(session_module, "LEAST_AHEAD_BYTES", 0)
+    monkeypatch.setattr(session_module, "MIN_AHEAD_BYTES", 0)
     found: list[str] = []
     load = llama_cpp.llama_model_load_from_file
 

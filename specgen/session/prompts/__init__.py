@@ -1,4 +1,4 @@
-"""Prompts: chat templates, control tokens in them, and texts with a gap."""
+"""Prompts: rendering chat templates, tokenizing, and fill-in-the-middle."""
 
 from specgen.session.prompts.chat import template_of
 from specgen.session.prompts.prompt import Prompt, Prompts

@@ -1,4 +1,4 @@
-"""A conversation as a model reads it: rendered with its chat template, and tokenized."""
+"""A conversation as a model sees it: rendered with its chat template, and tokenized."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from specgen.session.prompts.tokens import (
     tokenize_marked,
 )
 
-#: The tools that a model may call, in the form of OpenAI's API.
+#: The tools that a model may call, in the format of OpenAI's API.
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-#: The name of a second template, for conversations with tools, in some model files.
+#: The name of the second template that some model files have, for conversations with tools.
 _TOOL_TEMPLATE = "tool_use"
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
-    """Return a model's chat template, perhaps its own for tools; None if it has none."""
+    """Return a model's chat template; None if it has none.
+
+    Args:
+        model: The model.
+        has_tools: Whether to prefer its template for tools, if it has a separate one.
+    """
     named = model.chat_template(_TOOL_TEMPLATE) if has_tools else None
     return named or model.chat_template()
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as a template writes it, and its tokens."""
+    """The text that a template makes of a conversation, and its tokens."""
 
     text: str
     tokens: Sequence[int]
@@ -45,18 +50,27 @@ class ChatTurns:
     """A conversation up to the turn that the model will write."""
 
     messages: Sequence[Message]
+    #: The current time, which some templates write.
     now: datetime.datetime
+    #: The tools that the model may call.
     tools: Tools
     #: More variables for templates.
     variables: Mapping[str, Any]
 
     def rendered(self, model: LlamaModel, n_ctx: int | None = None) -> RenderedChat | None:
-        """Return the conversation for a model; None if it has no chat template.
+        """Render and tokenize the conversation for a model.
 
-        Only the template names control tokens: such a name in a message stays plain text.
+        Only the template can write control tokens: the name of one in a message stays plain text.
+
+        Args:
+            model: The model, whose own template and vocabulary are used.
+            n_ctx: A text that certainly has more tokens is refused; None refuses none.
+
+        Returns:
+            The text and its tokens; None if the model has no chat template.
 
         Raises:
-            PromptError: The template fails, or the text has certainly more than `n_ctx` tokens.
+            PromptError: If the template fails, or the text is too long.
         """
         has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
         template = template_of(model, has_tools=has_tools)
@@ -66,6 +80,7 @@ class ChatTurns:
         special = vocabulary.special_tokens()
 
         def write(*, marks_contents: bool) -> str:
+            """Render the conversation, with or without marks on the texts of messages."""
             return render(
                 template,
                 self.messages,
@@ -82,25 +97,29 @@ class ChatTurns:
         plain = RenderedChat(text, tokenize(vocabulary, text, parse_special=True))
         controls = [token for token in set(plain.tokens) if vocabulary.is_control(token)]
         names = [vocabulary.token_text(token) for token in controls]
+        # Did the template write all of these names, or are some of them in messages? To find out,
+        # render again with every character of the messages marked (`marked_text.py`).
         try:
             marked_text = write(marks_contents=True)
         except PromptError:
-            # Marks do not survive what this template does, and nothing else tells who wrote a name.
+            # This template fails on marked messages. The plain text is safe only if no message
+            # contains one of the names.
             contents = repr((self.messages, self.tools, self.variables))
             if any(name in contents for name in names):
                 raise
             return plain
         if all(text.count(name) == marked_text.count(name) for name in names):
-            return plain
+            return plain  # the template wrote all of them
         add_special = not begins_with_bos(vocabulary, marked_text)
         tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
         return RenderedChat(unmarked(marked_text), tokens)
 
     def skipped_prefix(self, vocabulary: LlamaVocabulary, rendered: RenderedChat) -> range:
-        """Return the positions of the turns that the template itself adds before the first message.
+        """Return the positions of turns that the template itself adds before the first message.
 
-        There are none with tools, which may be described there, or before the user's own system
-        message. The beginning-of-text token is not skipped: attention rests on it.
+        Draft models skip them, such as a default system message. The range is empty if there are
+        none, if tools may be described there, or if the user gave a system message. The
+        beginning-of-text token is never skipped, since models pay much attention to it.
         """
         first = self.messages[0]
         content = first.content.strip()
@@ -109,22 +128,25 @@ class ChatTurns:
             return range(0)
         before = rendered.text[: rendered.text.index(content)]
         tokens = tokenize(vocabulary, before, parse_special=True)
+        # The lengths of `tokens` up to the end of each turn.
         ends = [n for n, token in enumerate(tokens, 1) if vocabulary.is_end(token)]
         if not ends:
             return range(0)
         stop = ends[-1]
+        # Cut off before the first message, the text may be tokenized differently.
         if tokens[:stop] != list(rendered.tokens[:stop]):
             return range(0)
-        # White space between two turns belongs to neither.
+        # Also skip white space between this turn and the next.
         while stop < len(tokens) and vocabulary.token_bytes(tokens[stop]).isspace():
             stop += 1
         has_bos = tokens[0] == vocabulary.special_tokens()["bos"]
         return range(1 if has_bos else 0, stop)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
-        """Return the conversation for a draft with another vocabulary, without its skipped prefix.
+        """Return the conversation in tokens of a draft with another vocabulary.
 
-        Without a working template, the turns are paragraphs.
+        It is rendered with the draft's own template, without the turns that this adds before the
+        first message. If the draft has no template, or it fails, each turn becomes a paragraph.
         """
         with contextlib.suppress(PromptError):
             rendered = self.rendered(model)

@@ -1,10 +1,11 @@
-"""Texts that a template did not write, marked, so that its own text can be told from them.
+"""Mark the texts of messages, to tell them from the text of a chat template after rendering.
 
-A name of a control token in a message has to stay plain text, whatever a template does with the
-message: it may cut it, join it to text of its own and write it as JSON. So each character of a
-content carries a mark: the code points from U+0021 to U+07FF, of which every control token's name
-has some, become lone surrogates, which no valid text contains. White space, `"` and the backslash
-stay, because templates strip the one and JSON escapes the others.
+The name of a control token in a message has to stay plain text, whatever a template does with the
+message: it may cut it, join it with text of its own, or write it as JSON. So the characters of
+messages are marked before rendering: each code point from U+0021 to U+07FF is replaced with a lone
+surrogate, which no valid text contains. Every name of a control token has such characters. White
+space is not marked, because templates strip it; nor are `"` and the backslash, because JSON escapes
+them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
+#: Replaces characters with their marks, for `str.translate`.
 _MARKS = {
     code: 0xD800 + code
     for code in range(0x21, 0x800)
     if not chr(code).isspace() and chr(code) not in '"\\'
 }
+#: Replaces marks with the characters.
 _CHARACTERS = {mark: code for code, mark in _MARKS.items()}
 _MARKED = re.compile("[\ud800-\udfff]")
 
 
 def marked(value: Any) -> Any:
-    """Return a JSON value with all of its texts marked, also the keys of objects."""
+    """Return a JSON value with all of its texts marked, including the keys of objects."""
     if isinstance(value, str):
         return MarkedText(value.translate(_MARKS))
     if isinstance(value, Mapping):
@@ -39,16 +42,20 @@ def unmarked(text: str) -> str:
 
 
 def with_marks_kept(value: Any) -> Any:
-    """Return the result of an operation, in which texts with marks are `MarkedText` again."""
+    """Return the result of an operation of a template, with marked texts as `MarkedText` again.
+
+    Many operations on a `MarkedText` return a plain `str` with marks in it.
+    """
     if isinstance(value, list) and value and type(value[0]) is str:
-        value[:] = map(with_marks_kept, value)  # the same list, to which a template may add
+        # Change the list in place: the template may hold it elsewhere, and append to it.
+        value[:] = map(with_marks_kept, value)
     if type(value) is str and _MARKED.search(value):
         return MarkedText(value)
     return value
 
 
 def _plain(argument: Any) -> Any:
-    """Return the argument of a method of `str`, without marks."""
+    """Return the argument of a method of `str` without marks."""
     if isinstance(argument, str):
         return unmarked(argument)
     if isinstance(argument, tuple):
@@ -57,7 +64,11 @@ def _plain(argument: Any) -> Any:
 
 
 def _as_plain(name: str) -> Any:
-    """Return a method whose result is that of the text without marks."""
+    """Return a method of `MarkedText` that ignores marks, such as a comparison or a search.
+
+    Args:
+        name: The method of `str` to call with the texts without marks.
+    """
     method = getattr(str, name)
 
     def call(text: str, *arguments: Any) -> Any:
@@ -67,7 +78,7 @@ def _as_plain(name: str) -> Any:
 
 
 def _recased(name: str) -> Any:
-    """Return a method that changes the characters under the marks."""
+    """Return a method of `MarkedText` that changes the case of the characters under the marks."""
     method: Callable[[str], str] = getattr(str, name)
 
     def call(text: str) -> str:
@@ -77,30 +88,37 @@ def _recased(name: str) -> Any:
 
 
 def _pieces(name: str) -> Any:
-    """Return a method whose results are pieces of the text, in their order."""
+    """Return a method of `MarkedText` that splits it without regard to marks.
+
+    The text is split without marks; then the same pieces are cut from the text with marks.
+
+    Args:
+        name: A method of `str` that returns pieces of the text from left to right, such as "split".
+    """
     method = _as_plain(name)
+    # "partition" and "rpartition" return the separator as a piece.
     keeps_separator = not name.endswith("split")
 
-    def call(text: str, separator: str | None = None, *most: SupportsIndex) -> list[str]:
+    def call(text: str, separator: str | None = None, *max_splits: SupportsIndex) -> list[str]:
         plain = unmarked(text)
         n_between = 0
         if separator is not None and not keeps_separator:
             n_between = len(separator)
-        found = []
+        pieces = []
         start = 0
-        for piece in method(text, separator, *most):
-            start = plain.index(piece, start)  # after white space
-            found.append(text[start : start + len(piece)])
+        for piece in method(text, separator, *max_splits):
+            start = plain.index(piece, start)  # skips white space, if that separates the pieces
+            pieces.append(text[start : start + len(piece)])
             start += len(piece) + n_between
-        return found
+        return pieces
 
     return call
 
 
 class MarkedText(str):
-    """A text with marks that compares, splits and replaces like the text without them.
+    """A text with marks that can be compared, searched and split as if it had none.
 
-    Templates compare contents with texts of their own: ``'</think>' in content``.
+    Templates need that for their tests of messages, such as ``'</think>' in content``.
     """
 
     __slots__ = ()
@@ -142,30 +160,30 @@ class MarkedText(str):
         return map(MarkedText, super().__iter__())
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        """Replace a text that is found without regard to marks; `new` keeps its own."""
+        """Replace `old`, which is found without regard to marks, with `new`, marked or not."""
         pieces = self.split(old, count) if old else list(self)
         return MarkedText(str.join(new, pieces))
 
     def strip(self, characters: str | None = None, /) -> str:
-        """Strip both ends, as of the text without marks."""
+        """Strip both ends without regard to marks."""
         return self.rstrip(characters).lstrip(characters)
 
     def rstrip(self, characters: str | None = None, /) -> str:
-        """Strip the end, as of the text without marks."""
+        """Strip the end without regard to marks."""
         return self[: len(str.rstrip(unmarked(self), _plain(characters)))]
 
     def lstrip(self, characters: str | None = None, /) -> str:
-        """Strip the beginning, as of the text without marks."""
+        """Strip the beginning without regard to marks."""
         return self[len(self) - len(str.lstrip(unmarked(self), _plain(characters))) :]
 
     def removesuffix(self, suffix: str, /) -> str:
-        """Remove an ending that is found without regard to marks."""
+        """Remove a suffix that is compared without regard to marks."""
         if not self.endswith(suffix):
             return self
         return self[: len(self) - len(suffix)]
 
     def removeprefix(self, prefix: str, /) -> str:
-        """Remove a beginning that is found without regard to marks."""
+        """Remove a prefix that is compared without regard to marks."""
         if not self.startswith(prefix):
             return self
         return self[len(prefix) :]

@@ -1,4 +1,4 @@
-"""Turn what the user asks into a prompt: tokens for the target and for its draft model."""
+"""Turn a text or a conversation into a prompt: tokens for the target and for its draft model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from specgen.session.prompts.thoughts import begun_in, thoughts_after
 from specgen.session.prompts.tokens import check_length, tokenize, tokens_of
 from specgen.text.grammar.free_text import ThoughtMarks
 
-#: How a prompt of gpt-oss's family ends, and what its model writes before the text of its answer.
+#: How a prompt for models of the gpt-oss family ends.
 _HARMONY_END = "<|start|>assistant"
+#: What such a model writes before the text of its answer.
 _HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
@@ -24,25 +25,30 @@ _HARMONY_FINAL = "<|channel|>final<|message|>"
 class Prompt:
     """The text before an answer."""
 
-    #: As the target sees it.
+    #: The text as the target sees it, with the names of control tokens.
     text: str
+    #: The text in tokens of the target.
     tokens: tuple[int, ...]
-    #: The prompt of a draft with another vocabulary, in its own template.
+    #: The prompt for a draft with another vocabulary, in its own tokens and its own template; None
+    #: if there is no such draft.
     draft_tokens: tuple[int, ...] | None = None
     #: The positions of turns that the template itself adds before the first message. Draft models
-    #: leave them out.
+    #: skip them.
     skipped_prefix: range = range(0)
-    #: Tokens that end the answer, besides the target's own.
+    #: More tokens that end the answer, besides the target's end-of-text tokens.
     ends: frozenset[int] = frozenset()
-    #: The marks of the thoughts that the answer may have.
+    #: The marks around the thoughts that the answer may have; None if it has none.
     thoughts: ThoughtMarks | None = None
-    #: The user's first message, which all prompts of a conversation have; empty without a
-    #: conversation.
+    #: The user's first message, which identifies a conversation; empty without a conversation.
     subject: str = ""
 
     @classmethod
     def of(cls, text: str, tokens: Sequence[int]) -> Prompt:
-        """Return the prompt of a text. Raise `PromptError` if it is empty."""
+        """Return a prompt with these tokens.
+
+        Raises:
+            PromptError: If there are no tokens.
+        """
         if not tokens:
             raise PromptError("the prompt is empty", hint="give something to continue")
         return cls(text, tuple(tokens))
@@ -52,14 +58,14 @@ class Prompt:
 class Prompts:
     """Makes the prompts of a target and its draft.
 
-    In a conversation, only the template names control tokens; a text that is continued names them,
-    too, as in llama.cpp. An empty prompt raises `PromptError`.
+    In a conversation, only the template can write control tokens. In a text that is continued as it
+    is, the user can write them too, as in llama.cpp. An empty prompt raises `PromptError`.
     """
 
     target: LlamaModel
-    #: A draft with another vocabulary.
+    #: The draft's model if it has another vocabulary, else None.
     own_draft: LlamaModel | None = None
-    #: A prompt of certainly more tokens is refused before it is tokenized.
+    #: A prompt that certainly has more tokens is refused before it is tokenized; None refuses none.
     n_ctx: int | None = None
     #: More variables for chat templates.
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -76,13 +82,14 @@ class Prompts:
 
         Args:
             text: The user's turn, or the text to continue.
-            chat: Whether it is a turn in the chat template; None: if there is one.
+            chat: Whether the text is a user's turn in the chat template (True) or is continued as
+                it is (False). None uses the template if there is one.
             system: A system message before it, which needs the template.
-            now: The time for templates; None is the present.
+            now: The time that templates write; None is the present.
 
         Raises:
-            UsageError: A template is needed, and there is none.
-            PromptError: The text is empty, too long, or refused by the template.
+            UsageError: If a template is needed, and there is none or `chat` is False.
+            PromptError: If the text is empty, too long, or refused by the template.
         """
         if chat is not False and self.target.chat_template() is not None:
             messages = [Message("user", text)]
@@ -94,10 +101,10 @@ class Prompts:
                 "a system message needs the chat template, and the prompt is to be used as it is"
             )
         if chat or system is not None:
-            wanted = "--chat" if chat else "--system"
+            option = "--chat" if chat else "--system"
             raise UsageError(
-                f"{wanted} needs a chat template, and {self.target.name} has none",
-                hint=f"leave {wanted} out: the prompt is then continued as it is",
+                f"{option} needs a chat template, and {self.target.name} has none",
+                hint=f"leave {option} out: the prompt is then continued as it is",
             )
         check_length(self.target.vocabulary, text, self.n_ctx)
         return Prompt.of(text, tokenize(self.target.vocabulary, text, parse_special=True))
@@ -110,17 +117,17 @@ class Prompts:
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Return the prompt of the next turn, in the models' own templates.
+        """Return the prompt for the next turn of a conversation, in the models' own templates.
 
         Args:
             messages: The conversation so far.
-            now: The time for templates; None is the present.
+            now: The time that templates write; None is the present.
             tools: The tools that the model may call.
-            variables: Variables for the templates, besides those of all prompts.
+            variables: Variables for the templates. They take precedence over `self.variables`.
 
         Raises:
-            UsageError: The target has no template.
-            PromptError: It refuses the messages, or they are too long.
+            UsageError: If the target has no template.
+            PromptError: If the template refuses the messages, or they are empty or too long.
         """
         now = now or datetime.datetime.now().astimezone()
         chat = ChatTurns(messages, now, tools, {**self.variables, **(variables or {})})
@@ -133,17 +140,21 @@ class Prompts:
         draft_tokens: tuple[int, ...] | None = None
         if self.own_draft is not None:
             draft_tokens = chat.draft_tokens(self.own_draft)
-        users = (message.content for message in messages if message.role == "user")
+        user_messages = (message.content for message in messages if message.role == "user")
         return replace(
             Prompt.of(rendered.text, rendered.tokens),
             skipped_prefix=chat.skipped_prefix(self.target.vocabulary, rendered),
             draft_tokens=draft_tokens,
             thoughts=thoughts_after(rendered.text, template),
-            subject=next(users, ""),
+            subject=next(user_messages, ""),
         )
 
     def of_tokens(self, parts: Sequence[int | str]) -> Prompt:
-        """Return a prompt of tokens of the target, with texts among them. Raise `PromptError`."""
+        """Return a prompt that is given as token ids of the target and texts, in any order.
+
+        Raises:
+            PromptError: If it is empty, too long, or has a token id that the target lacks.
+        """
         for part in parts:
             if isinstance(part, str):
                 check_length(self.target.vocabulary, part, self.n_ctx)
@@ -151,39 +162,50 @@ class Prompts:
         return Prompt.of(self._text_of(tokens), tokens)
 
     def followed_by(self, prompt: Prompt, answer: Sequence[int]) -> Prompt:
-        """Return a prompt with more tokens of the target after it."""
+        """Return a prompt with the tokens of an answer appended, also for the draft.
+
+        Its `text` stays as it is.
+        """
         draft_tokens = prompt.draft_tokens
         if draft_tokens is not None and self.own_draft is not None:
             own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
             draft_tokens = (*draft_tokens, *own)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
 
-    def continued(self, prompt: Prompt, begun: Message) -> Prompt:
-        """Return a prompt with the beginning of the model's turn after it.
+    def continued(self, prompt: Prompt, beginning: Message) -> Prompt:
+        """Return a prompt with the beginning of the model's turn appended, for it to go on.
 
-        Its reasoning goes into a thought that the prompt has opened.
+        Args:
+            prompt: The prompt up to where the model's turn begins.
+            beginning: The beginning of that turn. Its reasoning is used only if the prompt opens
+                a thought.
+
+        Raises:
+            PromptError: If the content is too long.
         """
         inside = self.target.vocabulary.tokenize_inside
-        check_length(self.target.vocabulary, begun.content, self.n_ctx)
+        check_length(self.target.vocabulary, beginning.content, self.n_ctx)
         marks = begun_in(prompt.text)
         if marks is None:
             mark = _HARMONY_FINAL if prompt.text.endswith(_HARMONY_END) else ""
-            text = mark + begun.content
-            answer = inside(mark, parse_special=True) + inside(begun.content)
+            text = mark + beginning.content
+            answer = inside(mark, parse_special=True) + inside(beginning.content)
         else:
-            reasoning = begun.reasoning or ""
-            # If a prompt's text ends with the mark, its answer goes on thinking. So the reasoning
-            # becomes part of the text only with an answer after it.
+            reasoning = beginning.reasoning or ""
+            # While `Prompt.text` ends with the mark that opens a thought, the answer is taken to
+            # begin within the thought. So reasoning without content after it must not be appended
+            # to the text, although its tokens are.
             text = ""
             answer = inside(reasoning)
-            if begun.content:
-                text = f"{reasoning}{marks.end}\n\n{begun.content}"
+            if beginning.content:
+                text = f"{reasoning}{marks.end}\n\n{beginning.content}"
                 answer += inside(marks.end, parse_special=True)
-                answer += inside(f"\n\n{begun.content}")
-        thoughts = None if begun.content else prompt.thoughts
+                answer += inside(f"\n\n{beginning.content}")
+        thoughts = None if beginning.content else prompt.thoughts
         prompt = replace(prompt, text=prompt.text + text, thoughts=thoughts)
         return self.followed_by(prompt, answer)
 
     def _text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens of the target, in which control tokens are empty."""
         data = b"".join(map(self.target.vocabulary.token_bytes, tokens))
         return data.decode(errors="replace")

@@ -1,4 +1,7 @@
-"""Jinja for chat templates of model files, which are not trusted: a sandbox that keeps marks."""
+"""Jinja for the chat templates of model files: a sandbox, since they are not trusted.
+
+Texts with marks (`marked_text.py`) keep them through all operations of a template.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from specgen.session.prompts.marked_text import unmarked, with_marks_kept
 
 @functools.lru_cache(maxsize=16)
 def compiled(template: str) -> jinja2.Template:
-    """Compile a template, once for all conversations: that takes longer than to render it."""
+    """Compile a template. The result is cached, since compiling takes longer than rendering."""
     return _Sandbox().from_string(template)
 
 
 def check_syntax(template: str) -> str:
-    """Return what is wrong with a template's syntax; empty if nothing is."""
+    """Return a description of the first syntax error in a template; empty if there is none."""
     try:
         compiled(template)
     except jinja2.TemplateSyntaxError as error:
@@ -40,24 +43,25 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON, with the marks of its texts: the filter `tojson`."""
+    """Return a value as JSON, keeping the marks of its texts. This is the filter `tojson`."""
     text = json.dumps(
         value,
         ensure_ascii=False,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=list,  # filters make iterators
+        default=list,  # some of Jinja's filters return iterators
     )
+    # `json.dumps` itself would escape every mark, which is a surrogate, even those of ASCII.
     return re.sub("[^\x00-\x7f]", _escaped, text) if ensure_ascii else text
 
 
-def _escaped(found: re.Match[str]) -> str:
-    """Return a character as JSON escapes it; one of ASCII keeps its mark."""
-    character = unmarked(found[0])
+def _escaped(match: re.Match[str]) -> str:
+    r"""Return a character as a JSON escape (``\u00e9``); marked ASCII is returned unchanged."""
+    character = unmarked(match[0])
     if character.isascii():
-        return found[0]
-    return json.dumps(character)[1:-1]
+        return match[0]
+    return json.dumps(character)[1:-1]  # without the quotes
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -65,9 +69,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _case_filter(name: str) -> Callable[[Any], Any]:
-    """Return a filter that changes the case of any value, also of a list that is written as text.
+    """Return a filter that changes the case of any value, after converting it to text.
 
-    Gemma 4's template writes types in upper case.
+    Gemma 4's template uses that for the types of parameters, which may be lists.
+
+    Args:
+        name: The method of `str` that changes the case, such as "upper".
     """
 
     def call(value: Any) -> Any:
@@ -77,7 +84,10 @@ def _case_filter(name: str) -> Callable[[Any], Any]:
 
 
 def _keeping_marks(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # keeps Jinja's marks, which say what else to pass to the filter
+    """Return a filter whose results keep the marks of texts."""
+
+    # `wraps` also copies the attributes with which Jinja's filters ask for its context.
+    @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         return with_marks_kept(function(*arguments, **named))
 
@@ -85,7 +95,7 @@ def _keeping_marks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Accepts ``{% generation %}``, with which templates for training mark the assistant's text."""
+    """Accepts and ignores ``{% generation %}``, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -95,7 +105,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Generates code that joins texts by a method of the environment."""
+    """Compiles the operator ``~`` to a call of `_Sandbox.joined`, which keeps marks."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802 - Jinja's
         self.write("environment.joined((")
@@ -106,12 +116,13 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's own sandbox, with marks on texts.
+    """Jinja's own sandbox, extended so that texts keep their marks.
 
-    It hides unsafe attributes of Python's objects, and bounds `range`.
+    The sandbox hides unsafe attributes of Python objects, and limits the size of `range`.
     """
 
     code_generator_class = _CodeGenerator
+    #: The operators that go through `call_binop`.
     intercepted_binops = frozenset(["*", "+", "%"])
 
     def __init__(self) -> None:
@@ -135,16 +146,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         attr: str,
         value: Any,
     ) -> bool:
-        """Allow templates to change their own lists, as llama.cpp does: Kimi K2's does that."""
+        """Also allow templates to change lists, as llama.cpp does: Kimi K2's template needs it."""
         is_change = attr in ("append", "pop") and isinstance(obj, list)
         return is_change or super().is_safe_attribute(obj, attr, value)
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Return the output of a macro or a block as one text; compiled templates call this."""
+        """Join the output of a macro or a block, as compiled templates do with this method."""
         return str(with_marks_kept("".join(parts)))
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """Return values that a template joins by ``~`` as one text."""
+        """Return the operands of ``~`` as one text."""
         return self.concat(map(str, parts))
 
     def call_binop(

@@ -18,22 +18,24 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 #: The variables that specgen sets for all templates.
 OWN_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"])
-#: Templates that read the usual variable for tools.
+#: Matches templates that read tools from the usual variable.
 _TAKES_TOOLS = re.compile(r"\btools\b")
-#: Where a template takes the thoughts of a turn from.
+#: Matches where a template reads the thoughts of a message.
 _THOUGHTS_FIELD = re.compile(r"message(?:\.|\[['\"])(thinking|reasoning|thought)\b")
-#: Mistral's templates, which write this mark, accept only call ids of nine letters and digits.
+#: Templates that contain this (Mistral's) accept only tool call ids of nine letters and digits.
 _NEEDS_SHORT_IDS = "[TOOL_CALLS]"
 _SHORT_ID_LENGTH = 9
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool in an earlier turn."""
+    """A tool call in an earlier turn."""
 
+    #: The id that the tool's result refers to.
     identity: str
+    #: The name of the tool.
     name: str
-    #: An object of JSON, or that as a text.
+    #: A JSON object, or the text of one.
     arguments: Mapping[str, Any] | str
 
 
@@ -43,12 +45,13 @@ class Message:
 
     role: Role
     content: str
-    #: An assistant's calls of tools.
+    #: The tool calls of an assistant.
     tool_calls: tuple[ToolCall, ...] = ()
-    #: The call of which a tool's message is the result.
+    #: In a tool's message: the id of the call that it answers.
     tool_call_id: str | None = None
+    #: The name of the sender, or of the tool.
     name: str | None = None
-    #: An assistant's thoughts.
+    #: The thoughts of an assistant.
     reasoning: str | None = None
 
 
@@ -64,52 +67,53 @@ def render(
     marks_contents: bool = False,
     rearranges: bool = True,
 ) -> str:
-    """Return the conversation as the model expects it, up to where its answer begins.
+    """Return the text of a conversation as a model expects it, up to where its answer begins.
 
     Args:
-        template: Jinja from a model file, which is not trusted.
+        template: The Jinja template from a model file, which is not trusted.
         messages: The turns so far.
-        bos_token: The name of the token that begins a text.
-        eos_token: The name of the token that ends a text.
-        now: The time, for templates that write it.
-        tools: The tools that the model may call, as OpenAI's API describes them.
+        bos_token: The text of the beginning-of-text token.
+        eos_token: The text of the end-of-text token.
+        now: The current time, for templates that write it.
+        tools: The tools that the model may call, in the format of OpenAI's API.
         variables: More variables for the template. They do not replace `OWN_VARIABLES`.
-        marks_contents: Whether all text that is not the template's own is marked (`marked`).
-        rearranges: Whether other shapes of turns and calls are tried if the template refuses these,
-            and calls are added to the text if the template writes none.
+        marks_contents: Whether to mark all text that does not come from the template (`marked`).
+        rearranges: Whether to help templates that do not support everything: if a template refuses
+            the messages, other arrangements are tried (`_shapes`); if it writes no tool calls,
+            they are added to the text.
 
     Raises:
-        PromptError: The template does not accept the messages, or fails in any way.
+        PromptError: If the template refuses the messages, or fails in any other way.
     """
     mark: Callable[[Any], Any] = marked if marks_contents else _unchanged
-    # As in llama.cpp: templates ask whether these are defined, and some have a date of long ago.
-    given: dict[str, Any] = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
+    # Defaults as in llama.cpp. Without a `date_string`, some templates write an outdated date.
+    context: dict[str, Any] = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
     for name, value in (variables or {}).items():
-        given[name] = mark(value)
-    given["add_generation_prompt"] = True
-    given["bos_token"] = bos_token
-    given["eos_token"] = eos_token
-    given["strftime_now"] = now.strftime
-    given.pop("tools", None)
-    if tools:  # templates ask whether it is defined
-        given["tools"] = mark(list(tools))
-        given["xml_tools"] = given["tools"]  # SmolLM3's name for them
-    if not _TAKES_TOOLS.search(template):  # Firefunction has names of its own
-        given["functions"] = mark(to_json(tools, indent=4)) if tools else ""
-        given["datetime"] = now.strftime("%b %d %Y")
+        context[name] = mark(value)
+    context["add_generation_prompt"] = True
+    context["bos_token"] = bos_token
+    context["eos_token"] = eos_token
+    context["strftime_now"] = now.strftime
+    context.pop("tools", None)
+    if tools:  # else it stays undefined: templates test that
+        context["tools"] = mark(list(tools))
+        context["xml_tools"] = context["tools"]  # SmolLM3's name for them
+    if not _TAKES_TOOLS.search(template):  # Firefunction's names for tools and time
+        context["functions"] = mark(to_json(tools, indent=4)) if tools else ""
+        context["datetime"] = now.strftime("%b %d %Y")
 
-    failure: Exception | None = None
+    first_failure: Exception | None = None
     for shape in _shapes(messages) if rearranges else [messages]:
         turns = [_turn(message, template, adds_calls=rearranges) for message in shape]
-        # The role is not the sender's text: templates make control tokens of it.
-        given["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
+        # Roles stay unmarked: templates write control tokens with them.
+        context["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
         try:
-            return "".join(compiled(template).generate(given))
+            return "".join(compiled(template).generate(context))
         except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
-            failure = failure or error
-    reason = " ".join(str(failure).split()) or type(failure).__name__
+            first_failure = first_failure or error
+    reason = " ".join(str(first_failure).split()) or type(first_failure).__name__
     message = f"the model's chat template failed: {reason}"
-    raise PromptError(message, "`specgen run --raw` uses no template") from failure
+    raise PromptError(message, "`specgen run --raw` uses no template") from first_failure
 
 
 def _unchanged(value: Any) -> Any:
@@ -120,9 +124,10 @@ def _unchanged(value: Any) -> Any:
 
 
 def _shapes(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation as it is, and then changed for templates that refuse it so.
+    """Yield a conversation as it is, and then in other arrangements, for templates that refuse it.
 
-    Each change is tried on all shapes so far.
+    Each change is applied to all earlier arrangements, so that combinations are tried, too. Those
+    that do not differ from an earlier one are not yielded.
     """
     shapes = [list(messages)]
     yield shapes[0]
@@ -141,61 +146,61 @@ def _shapes(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _with_joined_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join turns of the user that follow each other, which some templates refuse."""
-    found: list[Message] = []
+    """Join consecutive turns of the user, which some templates refuse."""
+    joined: list[Message] = []
     for message in messages:
-        if found and message.role == found[-1].role == "user":
-            found[-1] = replace(message, content=f"{found[-1].content}\n\n{message.content}")
+        if joined and message.role == joined[-1].role == "user":
+            joined[-1] = replace(message, content=f"{joined[-1].content}\n\n{message.content}")
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def _with_texts_as_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Write the arguments of calls as texts of JSON, as Functionary's template wants them."""
+    """Convert the arguments of calls to JSON texts, as Functionary's template expects them."""
 
-    def written(call: ToolCall) -> ToolCall:
+    def with_text(call: ToolCall) -> ToolCall:
         return replace(call, arguments=to_json(call.arguments))
 
-    return [replace(each, tool_calls=tuple(map(written, each.tool_calls))) for each in messages]
+    return [replace(each, tool_calls=tuple(map(with_text, each.tool_calls))) for each in messages]
 
 
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Give each call a turn of its own, with its result after it, for Llama 3's template."""
-    found: list[Message] = []
+    """Give each call a turn of its own, followed by its result, for Llama 3's template."""
+    separated: list[Message] = []
     rest = list(messages)
     while rest:
         message = rest.pop(0)
         if len(message.tool_calls) < 2:
-            found.append(message)
+            separated.append(message)
             continue
         results: list[Message] = []
         while rest and rest[0].role == "tool":
             results.append(rest.pop(0))
         content = message.content
         for call in message.tool_calls:
-            found.append(replace(message, content=content, tool_calls=(call,)))
-            content = ""
-            found += [each for each in results if each.tool_call_id == call.identity]
+            separated.append(replace(message, content=content, tool_calls=(call,)))
+            content = ""  # only the first turn has the text
+            separated += [each for each in results if each.tool_call_id == call.identity]
             results = [each for each in results if each.tool_call_id != call.identity]
-        found += results
-    return found
+        separated += results  # those that belong to none of the calls
+    return separated
 
 
 def _with_texts_in_thoughts(messages: Sequence[Message]) -> list[Message]:
     """Move the text of turns with calls and thoughts into the thoughts, for gpt-oss's template."""
 
-    def changed(message: Message) -> Message:
+    def with_text_in_thoughts(message: Message) -> Message:
         if not (message.tool_calls and message.reasoning and message.content):
             return message
         thoughts = f"{message.reasoning}\n\n{message.content}"
         return replace(message, content="", reasoning=thoughts)
 
-    return [changed(message) for message in messages]
+    return [with_text_in_thoughts(message) for message in messages]
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """Begin the user's first turn with the system message, as Gemma 2's template wants it."""
+    """Put the system message at the beginning of the user's first turn, for Gemma 2's template."""
     first, *others = messages
     if first.role != "system" or not others or others[0].role != "user":
         return list(messages)
@@ -203,7 +208,7 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
     return [joined, *others[1:]]
 
 
-# --- turns as templates read them -----------------------------------------------------------------
+# --- messages as templates read them --------------------------------------------------------------
 
 
 def _turn(
@@ -212,7 +217,15 @@ def _turn(
     *,
     adds_calls: bool,
 ) -> dict[str, Any]:
-    """Return a message as templates read it: they test which keys it has."""
+    """Return a message as a dictionary for a template.
+
+    It has no keys without a value, since templates test which keys a message has.
+
+    Args:
+        message: The message.
+        template: The template, on which the form of some fields depends.
+        adds_calls: Whether to add tool calls to the text if the template does not write them.
+    """
     as_id: Callable[[str], str] = _short_id if _NEEDS_SHORT_IDS in template else str
     text = message.content
     if message.tool_calls and adds_calls and "tool_calls" not in template:
@@ -243,7 +256,7 @@ def _turn(
 
 
 def _with_calls(message: Message) -> str:
-    """Return the text of a turn with its calls as JSON after it."""
+    """Return the text of a message followed by its tool calls as JSON, one per line."""
     calls = [
         to_json({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls
     ]
@@ -252,15 +265,18 @@ def _with_calls(message: Message) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _name_of_thoughts(template: str) -> str:
-    """Return the field in which a template looks for thoughts: gpt-oss and Solar have their own."""
-    found = _THOUGHTS_FIELD.search(template)
-    if found is None or "reasoning_content" in template:
+    """Return the name of the field from which a template reads the thoughts of a message.
+
+    It is "reasoning_content" for most templates; those of gpt-oss and Solar have other names.
+    """
+    match = _THOUGHTS_FIELD.search(template)
+    if match is None or "reasoning_content" in template:
         return "reasoning_content"
-    return found[1]
+    return match[1]
 
 
 def _short_id(identity: str) -> str:
-    """Return an id that Mistral's templates accept: this one, or digits of its hash."""
+    """Return a tool call id that Mistral's templates accept: the same, or a part of its hash."""
     if len(identity) == _SHORT_ID_LENGTH and identity.isascii() and identity.isalnum():
         return identity
     return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT_ID_LENGTH]

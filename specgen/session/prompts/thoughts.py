@@ -1,4 +1,4 @@
-"""Thinking blocks, which some models write between marks before their answer."""
+"""Thoughts: the thinking blocks that some models write, between marks, before their answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from specgen.options import GenerationOptions
 from specgen.text.grammar.free_text import ANY, ThoughtMarks
 from specgen.text.overlap import partial_match_length
 
-#: The marks of each family of models, by which an answer begins or a prompt ends.
+#: The marks of each family of models. An answer begins, or the prompt ends, with one that opens a
+#: thought.
 FAMILIES = (
     ThoughtMarks("<think>", "</think>"),
     # Mistral
@@ -77,12 +78,14 @@ FAMILIES = (
     # Apriel 1.6
     ThoughtMarks("<|begin_assistant|>\nHere are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-#: What an answer with thoughts, or after thoughts, may begin with.
+#: The marks that an answer may begin with.
 _FIRST_MARKS = tuple(mark for family in FAMILIES for mark in family.first)
+#: Matches what looks like the name of a control token.
 _CONTROL_NAME = re.compile(r"<[^<>]+>|\[/?[A-Z]+\]")
 
 
 def _control_names() -> tuple[str, ...]:
+    """Return the names of control tokens in the marks of all families, each once."""
     names: dict[str, None] = {}  # a set that keeps the order
     for family in FAMILIES:
         for mark in (family.begin, family.end, *family.around):
@@ -90,37 +93,43 @@ def _control_names() -> tuple[str, ...]:
     return tuple(names)
 
 
-#: Names of control tokens among the marks: a reader sees them only if the text shows them.
+#: The names of the control tokens in marks. The text of an answer must show these tokens, or
+#: a `ThoughtReader` cannot find the marks.
 THOUGHT_CONTROLS = _control_names()
 
 
 def showing_thoughts(options: GenerationOptions) -> GenerationOptions:
-    """Return the options for an answer that shows the marks of thoughts in its text."""
+    """Return the options changed so that the text of an answer shows the marks of thoughts."""
     return replace(options, shown_controls=THOUGHT_CONTROLS)
 
 
 def writes_thoughts(template: str) -> bool:
-    """Return whether a chat template, or a grammar, knows of thoughts."""
+    """Return whether a chat template, or a grammar, contains a mark that opens thoughts."""
     return any(family.begin in template for family in FAMILIES)
 
 
 def begun_in(prompt: str) -> ThoughtMarks | None:
-    """Return the marks of the thoughts that a prompt has opened; None if it has not."""
-    end = prompt.rstrip()
-    return next((family for family in FAMILIES if end.endswith(family.begin)), None)
+    """Return the marks of the thoughts that the end of a prompt opens; None if it opens none."""
+    prompt = prompt.rstrip()
+    return next((family for family in FAMILIES if prompt.endswith(family.begin)), None)
 
 
 def thoughts_after(prompt: str, template: str) -> ThoughtMarks | None:
     """Return the marks of the thoughts that an answer to a prompt may have.
 
-    None if the template knows of none.
+    Args:
+        prompt: The text of the prompt. It may already open thoughts, or close empty ones.
+        template: The chat template that made the prompt.
+
+    Returns:
+        The marks; None if neither the prompt nor the template has any.
     """
-    begun = begun_in(prompt)
-    if begun is not None:
-        return replace(begun, state="open")
-    end = prompt.rstrip()
+    marks = begun_in(prompt)
+    if marks is not None:
+        return replace(marks, state="open")
+    prompt = prompt.rstrip()
     for family in FAMILIES:
-        if end.endswith(family.end):
+        if prompt.endswith(family.end):
             return replace(family, state="over")
     return next((family for family in FAMILIES if family.begin in template), None)
 
@@ -129,38 +138,49 @@ def thoughts_after(prompt: str, template: str) -> ThoughtMarks | None:
 
 
 class _ReaderPlace(enum.Enum):
-    """Where in an answer a reader is."""
+    """How far a reader has come in the text of an answer."""
 
+    #: It is not known yet whether the text begins with a thought.
     BEGINNING = enum.auto()
+    #: Within the thought.
     THOUGHT = enum.auto()
+    #: After the thought, or there is none.
     ANSWER = enum.auto()
 
 
 class ThoughtReader:
-    """Separates the thinking block at an answer's beginning from the rest, in pieces."""
+    """Separates the thought at the beginning of an answer from the rest, as the text arrives.
+
+    Args:
+        prompt: The text of the prompt, which may have opened the thought.
+    """
 
     def __init__(self, prompt: str = "") -> None:
+        #: The marks of the model's family; None until the text shows it, or if there are none.
         self._marks = begun_in(prompt)
         self._place = _ReaderPlace.BEGINNING if self._marks is None else _ReaderPlace.THOUGHT
-        #: The end of the text so far, which may be the beginning of a mark.
+        #: The end of the text so far that may be the beginning of a mark, so that it is not
+        #: returned yet.
         self._held = ""
-        #: Whether white space that comes next is between thought and answer.
+        #: Whether white space that comes next is dropped: it separates the thought from the answer.
         self._strips = True
 
     @property
     def is_open(self) -> bool:
-        """Whether a thought has begun, perhaps in the prompt, and is not over."""
+        """Whether the text so far ends within a thought, which the prompt may have opened."""
         return self._place is _ReaderPlace.THOUGHT
 
     @property
     def is_past(self) -> bool:
-        """Whether the thought is over, or there is none: later marks are the answer's."""
+        """Whether the thought is over, or there is none. No other thought can follow."""
         return self._place is _ReaderPlace.ANSWER
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the new parts of the thought and of the answer.
+        """Read the next piece of the text.
 
-        What may be the beginning of a mark is held back.
+        Returns:
+            The new part of the thought; the new part of the answer. They have no marks, and text
+            that may be the beginning of a mark is held back for the next call.
         """
         text = self._held + text
         self._held = ""
@@ -174,26 +194,38 @@ class ThoughtReader:
         return self._thought(text)
 
     def finish(self) -> tuple[str, str]:
-        """Return the text that was held back, in the form of `feed`."""
+        """End the text: return the parts of thought and answer that were held back, as `feed`."""
         held = self._held
         self._held = ""
         return (held, "") if self.is_open else ("", held)
 
     def _begin(self, text: str) -> str:
-        """Decide whether the answer begins with a thought; return the text after its mark."""
-        begun = text.lstrip()
-        if any(mark.startswith(begun) and mark != begun for mark in _FIRST_MARKS):
-            return text
-        self._marks = next((each for each in FAMILIES if begun.startswith(each.first)), None)
-        if self._marks is not None and begun.startswith(self._marks.begin):
+        """Decide whether the answer begins with a thought.
+
+        While that cannot be decided, `_place` stays at the beginning.
+
+        Args:
+            text: All of the answer so far.
+
+        Returns:
+            The text after the mark that opens the thought; the whole text if there is none.
+        """
+        beginning = text.lstrip()
+        if any(mark.startswith(beginning) and mark != beginning for mark in _FIRST_MARKS):
+            return text  # it may become a mark
+        self._marks = next((each for each in FAMILIES if beginning.startswith(each.first)), None)
+        if self._marks is not None and beginning.startswith(self._marks.begin):
             self._place = _ReaderPlace.THOUGHT
-            return begun.removeprefix(self._marks.begin)
+            return beginning.removeprefix(self._marks.begin)
         self._place = _ReaderPlace.ANSWER
+        # Without any mark, white space at the beginning belongs to the answer.
         self._strips = self._marks is not None
         return text
 
     def _thought(self, text: str) -> tuple[str, str]:
+        """Read text within a thought; return the new parts of the thought and of the answer."""
         assert self._marks is not None, "a thought has marks"
+        # The beginning of the answer ends a thought, too, even if the mark of its end is missing.
         ends = [mark for mark in (self._marks.end, *self._marks.before) if ANY not in mark]
         places = [text.find(mark) for mark in ends if mark in text]
         if not places:
@@ -206,6 +238,7 @@ class ThoughtReader:
         return text[:end], self._answer(answer)
 
     def _answer(self, text: str) -> str:
+        """Read text after the thought; return the new part of the answer, without marks."""
         marks = self._marks.around if self._marks is not None else ()
         n_held = max((_held_length(text, mark) for mark in marks), default=0)
         text, self._held = _cut(text, n_held)
@@ -217,7 +250,12 @@ class ThoughtReader:
 
 
 def split_thought(prompt: str, text: str) -> tuple[str, str]:
-    """Return the thought and the answer of a whole text."""
+    """Return the thought and the answer in the complete text of an answer.
+
+    Args:
+        prompt: The text of the prompt, which may have opened the thought.
+        text: The text with marks.
+    """
     reader = ThoughtReader(prompt)
     thought, answer = reader.feed(text)
     more_thought, more_answer = reader.finish()
@@ -225,19 +263,20 @@ def split_thought(prompt: str, text: str) -> tuple[str, str]:
 
 
 def without_marks(text: str, marks: Iterable[str]) -> str:
-    """Return a text without the marks in it."""
+    """Return a text without the marks in it. `ANY` in a mark stands for any name."""
     for mark in marks:
         text = re.sub(re.escape(mark).replace(ANY, r"[^\s<>]+"), "", text)
     return text
 
 
 def _cut(text: str, n_last: int) -> tuple[str, str]:
-    """Return a text without its last characters, and these."""
+    """Split a text before its last `n_last` characters."""
     return text[: len(text) - n_last], text[len(text) - n_last :]
 
 
 def _held_length(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may begin a mark."""
+    """Return the number of characters at the end of a text that may be the beginning of a mark."""
+    # A mark may be "<beginning>name<ending>" with any name.
     beginning, has_name, ending = mark.partition(ANY)
     place = text.rfind(beginning)
     if has_name and place >= 0:
@@ -251,18 +290,26 @@ def _held_length(text: str, mark: str) -> int:
 
 
 class _LastWritten(enum.Enum):
-    """What a marker has written last."""
+    """How much a `ThoughtMarker` has written."""
 
+    #: No thought so far.
     NOTHING = enum.auto()
+    #: The mark that opens the thought.
     BEGIN = enum.auto()
+    #: The mark that closes the thought.
     END = enum.auto()
+    #: The empty line between the thought and the answer.
     GAP = enum.auto()
 
 
 class ThoughtMarker:
-    """Writes an answer with its thoughts between ``<think>`` and ``</think>``, whatever the model.
+    """Rewrites answers of any model so that thoughts are between ``<think>`` and ``</think>``.
 
-    Thoughts before an answer that follows a grammar are left out, unless the grammar has them.
+    Thoughts before an answer with a grammar are left out, unless the grammar includes them.
+
+    Args:
+        prompt: The text of the prompt, which may have opened the thought.
+        grammar: The text of the grammar that the answer follows; None if there is none.
     """
 
     def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
@@ -271,14 +318,15 @@ class ThoughtMarker:
         self._written = _LastWritten.NOTHING
 
     def feed(self, text: str) -> str:
-        """Return the new part of the answer."""
+        """Read the next piece of an answer, and return the next piece of the rewritten text."""
         return self._marked(*self._reader.feed(text))
 
     def finish(self) -> str:
-        """Return the rest."""
+        """End the answer, and return the last piece of the rewritten text."""
         return self._marked(*self._reader.finish())
 
     def _marked(self, thought: str, answer: str) -> str:
+        """Return new parts of the thought and the answer, with the marks that are due."""
         if self._drops:
             return answer
         text = ""

@@ -1,4 +1,4 @@
-"""Tokenize prompts: texts, texts with tokens among them, and rendered conversations."""
+"""Tokenize prompts: texts, mixtures of texts and token ids, and rendered conversations."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def tokenize(
     *,
     parse_special: bool,
 ) -> list[int]:
-    """Return a prompt's tokens, with the beginning-of-text token if the model wants one.
+    """Return the tokens of a prompt, with a beginning-of-text token if the model uses one.
 
     Args:
-        vocabulary: The model's vocabulary.
-        text: The prompt. A chat template may have written the beginning-of-text token already.
-        parse_special: Whether names of control tokens become these tokens.
+        vocabulary: The vocabulary of the model.
+        text: The prompt. If it begins with the name of the beginning-of-text token, as a chat
+            template may write it, no second one is added.
+        parse_special: Whether the names of control tokens in the text become these tokens.
 
     Raises:
-        PromptError: The text cannot be tokenized.
+        PromptError: If the text cannot be tokenized.
     """
     has_bos = parse_special and begins_with_bos(vocabulary, text)
     return vocabulary.tokenize(text, add_special=not has_bos, parse_special=parse_special)
@@ -39,15 +40,27 @@ def tokens_of(
     *,
     parse_special: bool,
 ) -> list[int]:
-    """Return the tokens of a text in parts, some of which are tokens. Raise `PromptError`."""
+    """Return the tokens of a prompt that is given as a mixture of texts and token ids.
+
+    Only a text at the very beginning gets a beginning-of-text token. If the prompt begins with a
+    token id, the caller decides about that token.
+
+    Args:
+        vocabulary: The vocabulary of the model.
+        parts: The texts and token ids, in order.
+        parse_special: Whether the names of control tokens in the texts become these tokens.
+
+    Raises:
+        PromptError: If a text cannot be tokenized, or a token id is not in the vocabulary.
+    """
     tokens: list[int] = []
     for part in parts:
         if isinstance(part, int):
             tokens.append(part)
-        elif tokens:
-            tokens += vocabulary.tokenize_inside(part, parse_special=parse_special)
-        else:
+        elif not tokens:
             tokens += vocabulary.tokenize(part, add_special=True, parse_special=parse_special)
+        else:
+            tokens += vocabulary.tokenize_inside(part, parse_special=parse_special)
     vocabulary.check(tokens)
     return tokens
 
@@ -60,10 +73,18 @@ def tokenize_marked(
 ) -> list[int]:
     """Return the tokens of a rendered conversation with marked contents (`marked_text.py`).
 
-    Like llama.cpp, it cuts the text at names of control tokens, the longest first, but only where
-    nothing of the name is marked.
+    As in llama.cpp, the text is split at the names of control tokens, and the pieces between them
+    are tokenized. But marked characters are never part of a name: the names in messages are text.
+
+    Args:
+        vocabulary: The vocabulary of the model.
+        marked_text: The text that the template wrote, with marks on the contents of messages.
+        add_special: Whether to add the tokens that the model expects around any text, such as the
+            beginning-of-text token.
     """
-    marked_text = str.__str__(marked_text)  # a `MarkedText` would find names in contents too
+    # A `MarkedText` ignores marks and would find names in messages, too. Search as a plain `str`.
+    marked_text = str.__str__(marked_text)
+    # In llama.cpp's order, longer names come first, so that they win over names that they contain.
     controls = [special for special in vocabulary.control_tokens() if special.name in marked_text]
     patterns = []
     for special in controls:
@@ -71,18 +92,20 @@ def tokenize_marked(
         after = _SPACE if special.strips_after else ""
         patterns.append(f"{before}({re.escape(special.name)}){after}")
 
-    # What the vocabulary adds around any text: first the beginning-of-text token, if at all.
+    # The tokens that the vocabulary adds before and after any text.
     around = vocabulary.tokenize("", add_special=add_special, parse_special=False)
     n_before = 1 if vocabulary.add_bos else 0
     tokens = around[:n_before]
     start = 0
-    for found in re.finditer("|".join([*patterns, r"\Z"]), marked_text):
-        piece = unmarked(marked_text[start : found.start()])
+    # The end of the text (\Z) matches too, so that the last piece is tokenized.
+    for match in re.finditer("|".join([*patterns, r"\Z"]), marked_text):
+        piece = unmarked(marked_text[start : match.start()])
         if piece:
             tokens += vocabulary.tokenize(piece, add_special=False, parse_special=False)
-        if found.lastindex is not None:
-            tokens.append(controls[found.lastindex - 1].token)
-        start = found.end()
+        # The number of the matching group is that of the control token, from 1.
+        if match.lastindex is not None:
+            tokens.append(controls[match.lastindex - 1].token)
+        start = match.end()
     return tokens + around[n_before:]
 
 
@@ -97,10 +120,19 @@ def check_length(
     text: str,
     n_ctx: int | None,
 ) -> None:
-    """Raise `PromptLengthError` if a text has certainly more than `n_ctx` tokens."""
+    """Refuse a text that certainly has more than `n_ctx` tokens, without tokenizing it.
+
+    Args:
+        vocabulary: The vocabulary of the model.
+        text: The text.
+        n_ctx: The limit; None for no limit.
+
+    Raises:
+        PromptLengthError: If even the minimum number of tokens for the text exceeds the limit.
+    """
     if n_ctx is None or len(text) <= n_ctx:
         return
-    n_least = vocabulary.fewest_tokens(text)
-    if n_least > n_ctx:
-        message = f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
-        raise PromptLengthError(message, n_least, n_ctx)
+    n_min = vocabulary.fewest_tokens(text)
+    if n_min > n_ctx:
+        message = f"the prompt has at least {n_min} tokens, but the context has {n_ctx}"
+        raise PromptLengthError(message, n_min, n_ctx)
