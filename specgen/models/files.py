@@ -47,7 +47,7 @@ def identity_of(path: Path) -> FileIdentity:
     """Return the identity of a model file.
 
     Raises:
-        ModelFileError: if there is no such file, or it cannot be read.
+        ModelFileError: If there is no such file, or it cannot be read.
     """
     identity = identify(path)
     if identity is None:
@@ -60,7 +60,7 @@ def check_model_path(path: Path) -> None:
     """Check that a path leads to the first file of a model, and that its other files are there.
 
     Raises:
-        ModelFileError: if not; it tells what is there instead, or which files are missing.
+        ModelFileError: If not; it tells what is there instead, or which files are missing.
     """
     try:
         mode = path.stat().st_mode

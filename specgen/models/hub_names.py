@@ -19,7 +19,7 @@ from specgen.system.folders import cache_folder
 
 PREFIX = "hf:"
 #: Without a quantisation, the first of these that the repository has, else its first model.
-USUAL_QUANTS = ("Q4_K_M", "Q8_0")
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 #: Files with these in their names belong to a model, but are not models.
 _NO_MODELS = ("mmproj", "imatrix")
 #: How the names of files begin that hold a draft for a single target, and not a whole model.
@@ -67,7 +67,7 @@ def parse_reference(name: str) -> HubReference:
     """Read USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without.
 
     Raises:
-        UsageError: if the name is none of these.
+        UsageError: If the name is none of these.
     """
     name = name.removeprefix(PREFIX)
     match = _REFERENCE.fullmatch(name)
@@ -108,8 +108,8 @@ def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[lis
     """Return the models among the files of a repository, each as its files in order.
 
     Args:
-        names: the names of all files.
-        with_drafts: whether drafts for a single target count as models.
+        names: The names of all files.
+        with_drafts: Whether drafts for a single target count as models.
     """
     excluded = _NO_MODELS if with_drafts else (*_NO_MODELS, *DRAFT_PREFIXES)
     existing = set(names)
@@ -130,8 +130,8 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
     As in llama.cpp, upper and lower case are the same.
 
     Args:
-        names: the names of all files of the repository.
-        reference: what to look for.
+        names: The names of all files of the repository.
+        reference: What to look for.
     """
     if reference.file is not None:
         wanted = reference.file.lower()
@@ -140,7 +140,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
                 return model
         return None
     models = models_among(names)
-    quants = USUAL_QUANTS if reference.quant is None else (reference.quant,)
+    quants = DEFAULT_QUANTS if reference.quant is None else (reference.quant,)
     for quant in quants:
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}[.-]", re.IGNORECASE)
         for model in models:
@@ -157,8 +157,8 @@ def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
     Of several, one of the same quantisation is preferred.
 
     Args:
-        model: the name of the model's first file.
-        names: the names of all files of the repository.
+        model: The name of the model's first file.
+        names: The names of all files of the repository.
     """
     model_path = PurePosixPath(model)
     if model_path.name.startswith(DRAFT_PREFIXES):

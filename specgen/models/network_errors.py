@@ -23,12 +23,12 @@ def requests_to(url: str, repo: str = "") -> Iterator[None]:
     Errors of the disk pass through.
 
     Args:
-        url: what is asked for.
-        repo: the repository that it belongs to; empty for PyPI.
+        url: What is asked for.
+        repo: The repository that it belongs to; empty for PyPI.
 
     Raises:
-        FetchError: if something went wrong.
-        UnknownModelError: if there is no such repository.
+        FetchError: If something went wrong.
+        UnknownModelError: If there is no such repository.
     """
     try:
         yield

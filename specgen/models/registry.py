@@ -168,11 +168,11 @@ class Registry:
         """Return the model of a name.
 
         Args:
-            name: its name.
-            others: words that may have been meant, to suggest.
+            name: Its name.
+            others: Words that may have been meant, to suggest.
 
         Raises:
-            UnknownModelError: if there is none.
+            UnknownModelError: If there is none.
         """
         if name in self.pairs:
             raise UnknownModelError(f'"{name}" is the name of a pair, not a model', _LIST_HINT)
@@ -182,7 +182,7 @@ class Registry:
         """Return the pair of a name.
 
         Raises:
-            UnknownModelError: if there is none.
+            UnknownModelError: If there is none.
         """
         if name in self.models:
             raise UnknownModelError(f'"{name}" is the name of a model, not a pair', _LIST_HINT)
@@ -223,11 +223,11 @@ def load_registry(package: Path = _PACKAGE) -> Registry:
     """Read the models that specgen brings and, over them, the user's own.
 
     Args:
-        package: the folder of specgen, which has models.toml if it was installed. In a checkout
+        package: The folder of specgen, which has models.toml if it was installed. In a checkout
             models.toml is next to the folder.
 
     Raises:
-        UsageError: if a file is invalid.
+        UsageError: If a file is invalid.
     """
     installed = package / "models.toml"
     brought = installed if installed.is_file() else package.parent / "models.toml"

@@ -35,16 +35,16 @@ def download_file(
     """Download a file, or what is missing of it.
 
     Args:
-        url: its address.
-        path: where it is kept, also if it is incomplete.
-        sha256: its digest, if it is known.
-        report: receives the progress.
-        size_bytes: its size; 0 if it is unknown.
-        token: the token for its server, if it needs one.
+        url: Its address.
+        path: Where it is kept, also if it is incomplete.
+        sha256: Its digest, if it is known.
+        report: Receives the progress.
+        size_bytes: Its size; 0 if it is unknown.
+        token: The token for its server, if it needs one.
 
     Raises:
-        FetchError: if the file could not be downloaded, or has another digest.
-        OSError: if it could not be written.
+        FetchError: If the file could not be downloaded, or has another digest.
+        OSError: If it could not be written.
     """
     # A compressed answer would have other offsets than the file.
     headers = {"Accept-Encoding": "identity"}
@@ -90,8 +90,8 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
     """Return a class that huggingface_hub uses in place of tqdm's, and which reports the position.
 
     Args:
-        report: receives it.
-        size_bytes: the size of the file; 0 if only its server knows it.
+        report: Receives it.
+        size_bytes: The size of the file; 0 if only its server knows it.
     """
 
     class Reporting(nullcontext["Reporting"]):
@@ -123,13 +123,13 @@ def check_room(name: str, folder: Path, needed_bytes: int, variable: str) -> Non
     """Check that the disk has room for a download.
 
     Args:
-        name: what is downloaded.
-        folder: where it is kept.
-        needed_bytes: how much room it needs.
-        variable: the environment variable that moves the folder.
+        name: What is downloaded.
+        folder: Where it is kept.
+        needed_bytes: How much room it needs.
+        variable: The environment variable that moves the folder.
 
     Raises:
-        FetchError: if the disk has not.
+        FetchError: If the disk has not.
     """
     try:
         free_bytes = shutil.disk_usage(existing_parent(folder)).free
@@ -148,8 +148,8 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
     """Turn an `OSError` of the block, which writes below a folder, into a `FetchError`.
 
     Args:
-        folder: the folder.
-        variable: the environment variable that moves it.
+        folder: The folder.
+        variable: The environment variable that moves it.
     """
     try:
         yield

@@ -29,7 +29,7 @@ def new_beside(path: Path) -> Iterator[Path]:
     """Make an empty file next to `path`, which the caller writes and then moves there.
 
     Raises:
-        OSError: also if `path` must not be replaced, such as a device.
+        OSError: Also if `path` must not be replaced, such as a device.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
@@ -64,7 +64,7 @@ def replace_json(path: Path, value: Any) -> None:
     """Replace a file by a JSON value, and make its folder; lone surrogates become escapes.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
@@ -97,12 +97,12 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
     """Hold a lock within the block.
 
     Args:
-        lock_file: the file to lock.
-        held: what is raised if another process holds the lock.
-        wait_s: how long to wait for that process, in seconds.
+        lock_file: The file to lock.
+        held: What is raised if another process holds the lock.
+        wait_s: How long to wait for that process, in seconds.
 
     Raises:
-        OutputError: if the lock file cannot be made.
+        OutputError: If the lock file cannot be made.
     """
     import filelock
 
@@ -123,7 +123,7 @@ def version_of(file: Path) -> tuple[int, int, int]:
     """Return a file's inode, size and time: they change if it is replaced or written to.
 
     Raises:
-        OSError: if it cannot be accessed.
+        OSError: If it cannot be accessed.
     """
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
@@ -138,9 +138,9 @@ def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
     """Delete the least recently used files until a new one fits.
 
     Args:
-        files: the files that share the room.
-        n_bytes: the size of the new file.
-        most_bytes: the size of the room.
+        files: The files that share the room.
+        n_bytes: The size of the new file.
+        most_bytes: The size of the room.
 
     Returns:
         Whether it fits. If the room is too small even without the others, nothing is deleted.
@@ -246,7 +246,7 @@ def read_toml(file: Path) -> dict[str, Any]:
     """Return the content of a TOML file that a user wrote.
 
     Raises:
-        UsageError: if it cannot be read, or is not TOML.
+        UsageError: If it cannot be read, or is not TOML.
     """
     if sys.version_info >= (3, 11):
         import tomllib

@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 def cache_folder() -> Path:
     """Return the folder of files that can be made or downloaded again."""
-    return _override("SPECGEN_CACHE") or _usual_folders().user_cache_path
+    return _override("SPECGEN_CACHE") or _default_folders().user_cache_path
 
 
 def config_folder() -> Path:
     """Return the folder of files that the user writes."""
-    return _override("SPECGEN_CONFIG") or _usual_folders().user_config_path
+    return _override("SPECGEN_CONFIG") or _default_folders().user_config_path
 
 
 def data_folder() -> Path:
     """Return the folder of files that the user wants to keep."""
-    return _override("SPECGEN_DATA") or _usual_folders().user_data_path
+    return _override("SPECGEN_DATA") or _default_folders().user_data_path
 
 
 def packed_folder() -> Path:
@@ -40,7 +40,7 @@ def measurements_file() -> Path:
     return cache_folder() / "learnt.json"
 
 
-def _usual_folders() -> PlatformDirs:
+def _default_folders() -> PlatformDirs:
     from platformdirs import PlatformDirs
 
     return PlatformDirs("specgen", appauthor=False)

@@ -40,7 +40,7 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """Run a command and return the JSON object that it prints.
 
     Raises:
-        ChildError: if there is no such answer.
+        ChildError: If there is no such answer.
     """
     try:
         ended = subprocess.run(

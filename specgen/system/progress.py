@@ -26,9 +26,9 @@ class ProgressView:
     """Shows the progress of work on a stream, if there is one.
 
     Args:
-        stream: where to show it; None shows nothing. Its errors do not end the work.
-        clock: the time in seconds.
-        kind: what is counted.
+        stream: Where to show it; None shows nothing. Its errors do not end the work.
+        clock: The time in seconds.
+        kind: What is counted.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ def gain_text(low: float, high: float, spread: str = "") -> str:
     """Return how fast answers with drafts are; "as fast" only where the gain is beyond noise.
 
     Args:
-        low: the speed-up at least.
-        high: the speed-up at most.
-        spread: what else is known of it, for the parentheses.
+        low: The speed-up at least.
+        high: The speed-up at most.
+        spread: What else is known of it, for the parentheses.
     """
     times = times_text(low, high)
     details = []

@@ -52,7 +52,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Return the host and the port of HOST:PORT.
 
     Raises:
-        UsageError: if it is not an address.
+        UsageError: If it is not an address.
     """
     host, _, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit()
@@ -66,8 +66,8 @@ def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
     """Ask a worker about itself.
 
     Raises:
-        WorkerLostError: if it does not answer.
-        UsageError: if `endpoint` is not an address.
+        WorkerLostError: If it does not answer.
+        UsageError: If `endpoint` is not an address.
     """
     host, port = parse_endpoint(endpoint)
     try:
@@ -144,7 +144,7 @@ def check_protocol(worker: WorkerInfo) -> None:
     """Check that a worker has the protocol of the installed llama.cpp, if that is known.
 
     Raises:
-        BackendError: if it has another one.
+        BackendError: If it has another one.
     """
     own = own_protocol()
     if own is not None and worker.protocol != own:

@@ -100,7 +100,7 @@ def check_length(
     """Raise `PromptLengthError` if a text has certainly more than `n_ctx` tokens."""
     if n_ctx is None or len(text) <= n_ctx:
         return
-    n_least = vocabulary.fewest_tokens(text)
+    n_least = vocabulary.min_token_count(text)
     if n_least > n_ctx:
         message = f"the prompt has at least {n_least} tokens, but the context has {n_ctx}"
         raise PromptLengthError(message, n_least, n_ctx)
