@@ -68,7 +68,10 @@ class KvCache:
         start: int = 0,
         end: int = -1,
     ) -> None:
-        """Let `destination` share the cells of `source` from `start` to `end`; -1: to its end."""
+        """Let `destination` share the cells of `source` from `start` to `end`.
+
+        An `end` of -1 means the end of `source`.
+        """
         for sequence in self.with_guards((destination,)):
             llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 

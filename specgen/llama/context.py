@@ -119,6 +119,7 @@ class LlamaBackend:
         #: The rows of the output matrix that are computed; None: all.
         self.computed_rows: ComputedRows | None = None
 
+        # 1. Open the native context.
         n_rows = max(self.n_batch, n_outputs)
         size = ContextSize(
             n_ctx=n_ctx,
@@ -134,8 +135,10 @@ class LlamaBackend:
             n_rollback = n_outputs - 1
         context = open_context(model, options, size, n_rollback)
         self.handle = context.handle
-        model.loaded.share()
+        model.loaded.share()  # the weights are needed until the context is closed
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
+
+        # 2. Wrap its cache and its batch.
         #: The cells and states of the sequences.
         self._cache = KvCache(model, self.handle, context.guards)
         if not self._cache:
@@ -273,7 +276,7 @@ class LlamaBackend:
 
         def must_end(_data: object) -> bool:
             try:
-                return bool(raised) or is_unwanted()
+                return bool(raised) or is_unwanted()  # once an exception was raised, it stays so
             except BaseException as error:  # noqa: BLE001 - native code cannot pass it on
                 raised.append(error)
                 return True
@@ -283,7 +286,8 @@ class LlamaBackend:
         try:
             yield
         finally:
-            llama_cpp.llama_set_abort_callback(self.handle, llama_cpp.ggml_abort_callback(), None)
+            no_callback = llama_cpp.ggml_abort_callback()  # a null pointer
+            llama_cpp.llama_set_abort_callback(self.handle, no_callback, None)
             if raised:
                 raise raised[0]
 

@@ -100,6 +100,8 @@ class DecoderHeads:
         #: share the last row.
         self._embedding_rows = np.full(weights.n_vocab, n_frequent, np.int64)
         self._embedding_rows[weights.tokens] = np.arange(n_frequent)
+        #: The quantised embeddings, uint8[n_frequent + 1, n_bytes]: only the needed rows are
+        #: dequantised.
         self._embeddings = weights.embeddings.data.reshape(n_frequent + 1, -1)
         has_kernels = computing() != LLAMA_CPP
         buffer_type = operators.SPECGEN_BUFFER if has_kernels else operators.CPU_BUFFER

@@ -36,7 +36,17 @@ class Embedder:
     """An embedding model and its context."""
 
     def __init__(self, file: Path, options: ContextOptions, n_ctx: int) -> None:
-        """Load a model for texts of at most `n_ctx` tokens."""
+        """Load a model and open a context.
+
+        Args:
+            file: The model's file.
+            options: Threads, cache types, the size of batches, and where layers are computed.
+            n_ctx: The maximum number of tokens of a text.
+
+        Raises:
+            ModelFileError: If the file is not an embedding model.
+            MemoryLimitError: If the model or the context does not fit into memory.
+        """
         with ExitStack() as resources:
             self.model = EmbeddingModel(
                 file,
@@ -71,7 +81,7 @@ class Embedder:
         return takes_last and causal != "false"
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the model wants around it.
+        """Return the tokens of a text, with the special tokens that the model wants around it.
 
         Raises:
             PromptLengthError: If the text is too long.

@@ -67,6 +67,7 @@ def check_file(path: Path) -> None:
 
 
 def _check_magic(path: Path) -> None:
+    """Raise `ModelFileError` if a file does not begin as a GGUF file does."""
     with path.open("rb") as file:
         magic = file.read(len(_GGUF_MAGIC))
     if not magic:

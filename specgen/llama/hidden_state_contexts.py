@@ -347,12 +347,15 @@ class DflashContext(HiddenStateContext):
     def _decode_part(self, batch: Batch) -> Logits:
         """Decode rows of blocks, or let the draft read the target's states of rows of the text."""
         states = [state for state in batch.hidden if state is not None]
-        if not states:
+        if not states:  # `_parts` never mixes the two kinds of rows
             return super()._decode_part(batch)
+
+        # 1. Fill a native batch that has states in place of tokens.
         self._native_batch.fill(batch)
         rows = self._native_batch.native
         read = np.stack(states)
-        # If tokens have several positions, all but the last (0) are the position in the text.
+        # If tokens have several positions, llama.cpp reads the first position of each token, then
+        # the second of each token, and so on. All but the last (0) are the position in the text.
         n_filled = min(self._n_positions, _N_MROPE_POSITIONS - 1)
         positions: Any = (ctypes.c_int32 * (len(batch) * self._n_positions))()
         positions[: len(batch) * n_filled] = batch.positions * n_filled

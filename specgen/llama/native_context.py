@@ -175,15 +175,17 @@ class _Opening:
         model = self._model
         options = self._options
         size = self._size
-        cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+        cell_bytes = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
         if size.is_mtp:
-            return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+            # It has the cells of MTP layers only.
+            cell_bytes = cell_bytes * model.n_mtp_layers // max(1, model.n_layer)
+            return cell_bytes + CONTEXT_OVERHEAD_BYTES
         n_states = (n_sequences + len(self._guarded)) * (1 + n_snapshots)
-        needed = cells + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
+        needed_bytes = cell_bytes + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
         if size.pooling is not None:
-            # llama.cpp allocates the logits of all outputs, although encoders have none.
-            needed += 4 * size.n_outputs * model.vocabulary.n_tokens
-        return needed
+            # llama.cpp allocates the logits of all outputs (float32), although encoders have none.
+            needed_bytes += 4 * size.n_outputs * model.vocabulary.n_tokens
+        return needed_bytes
 
     def _available_bytes(self) -> float:
         """Return the memory that a context may take, in bytes.
@@ -207,7 +209,7 @@ class _Opening:
         params.n_ubatch = size.n_rows
         params.n_seq_max = n_native
         params.n_rs_seq = n_snapshots
-        # llama.cpp aborts if there are fewer outputs than sequences.
+        # llama.cpp aborts if this is lower than the number of sequences.
         params.n_outputs_max = max(size.n_outputs, n_native)
         params.n_threads = options.n_threads or default_threads()
         params.n_threads_batch = options.n_threads_batch or params.n_threads

@@ -36,7 +36,7 @@ HOOKED = frozenset(
 _HANDS_OUT_LAST_OUTPUT = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
 #: The size of DFlash's block, if the file does not give it.
 _DEFAULT_BLOCK = 16
-#: Tensors that a draft takes from its target if its file lacks them.
+#: The tensors that a draft takes from its target if its file lacks them, with their descriptions.
 _SHARED_TENSORS = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
 
 
@@ -171,11 +171,15 @@ class LayerInputDraftModel(TrainedDraftModel):
             raise ModelFileError(
                 f"{self.path}: damaged: there is no output matrix", "fetch the file again"
             )
-        lacking = [what for name, what in _SHARED_TENSORS.items() if name not in self._tensors]
-        if lacking and self.n_embd != target.n_embd:
+        missing = [
+            description
+            for name, description in _SHARED_TENSORS.items()
+            if name not in self._tensors
+        ]
+        if missing and self.n_embd != target.n_embd:
             raise self._misfit(
                 target,
-                f"it lacks {' and '.join(lacking)}, and its hidden states have "
+                f"it lacks {' and '.join(missing)}, and its hidden states have "
                 f"{self.n_embd} values, the target's {target.n_embd}",
             )
 

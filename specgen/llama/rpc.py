@@ -173,6 +173,9 @@ def _remote_devices(endpoints: Sequence[str], remote: RemoteCalls) -> list[int]:
     """Connect to workers, and return GGML's pointers to their devices in order.
 
     They are not added to GGML's list of devices, so that no other model uses them.
+
+    Raises:
+        BackendError: If a worker offers no device.
     """
     add_server = _rpc_procedure(b"ggml_backend_rpc_add_server", _POINTER, _TEXT)
     devices: list[int] = []

@@ -142,7 +142,7 @@ def _test_kernels(report: DoctorReport) -> str:
         reason, path = f"{admission.VARIABLE} asks for llama.cpp's", admission.library_path()
         report.kernels = KernelStatus("llama.cpp", reason=reason, path=path)
     else:
-        report.kernels = admission.examine_kernels(cache_folder(), anew=True)
+        report.kernels = admission.examine_kernels(cache_folder(), rerun=True)
     if report.kernels.is_broken:
         raise BackendError(report.kernels.reason or "", report.kernels.hint)
     return report.kernels.tested or f"not used: {report.kernels.reason}"
@@ -234,7 +234,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
         return compared(together, one_by_one)
     kernels, path, problem = choose_kernels(wanted_in(os.environ), cache_folder()), Path(file), ""
     if kernels.computes == "specgen" and kernels.path is not None and path.is_file():
-        problem = KernelTests(kernels.path, cache_folder()).problem_of(path, anew=True)
+        problem = KernelTests(kernels.path, cache_folder()).problem_of(path, rerun=True)
     together, one_by_one, exception = _decode(path, options)
     if problem:
         hint = "llama.cpp's own code computes this model; report this as a defect of specgen"

@@ -283,7 +283,7 @@ def _writing_to_cache() -> Iterator[None]:
     the user has set its log level.
     """
     logger = logging.getLogger("huggingface_hub")
-    if logger.level == logging.WARNING:
+    if logger.level == logging.WARNING:  # its default
         logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="huggingface_hub")
     with writing_below(hub.cache_of_hub(), "HF_HOME"):

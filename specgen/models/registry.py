@@ -294,6 +294,7 @@ def _check_names(registry: Registry) -> None:
     if registry.general_draft is not None and registry.general_draft not in models:
         raise ValueError(f'general_draft: there is no model "{registry.general_draft}"')
     for pair in pairs.values():
+        # A pair may use models of either file.
         for name in pair.model_names:
             if name not in models:
                 raise ValueError(f'pair "{pair.name}": there is no model "{name}"')

@@ -49,10 +49,10 @@ class WorkerInfo:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Return the host and the port of HOST:PORT.
+    """Return the host and the port of an address, HOST:PORT.
 
     Raises:
-        UsageError: If it is not an address.
+        UsageError: If the text does not have that form.
     """
     host, _, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit()

@@ -47,9 +47,7 @@ def test_a_long_run_of_characters_is_read(vocabulary: LlamaVocabulary, unit: str
 
 
 def test_a_longer_run_is_refused(vocabulary: LlamaVocabulary) -> None:
-    with pytest.raises(
-        UsageError, match=rf"{MAX_RUN + 1} characters: at most {MAX_RUN} can be"
-    ):
+    with pytest.raises(UsageError, match=rf"{MAX_RUN + 1} characters: at most {MAX_RUN} can be"):
         vocabulary.tokenize("x" * (MAX_RUN + 1), add_special=False, parse_special=False)
 
 

@@ -78,12 +78,12 @@ def library_path() -> Path | None:
     return path if path.is_file() else None
 
 
-def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
+def examine_kernels(cache: Path, *, rerun: bool = False) -> KernelStatus:
     """Find out whether specgen's kernels can be used here, without attaching them.
 
     Args:
         cache: The folder that keeps the verdict of their self-test.
-        anew: Whether to test them even if the verdict is known.
+        rerun: Whether to test them even if the verdict is known.
     """
     path = library_path()
     if path is None:
@@ -91,7 +91,7 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
         if platform not in PLATFORMS:
             return KernelStatus("llama.cpp", reason=f"there are none for {platform}")
         return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
-    verdict = KernelTests(path, cache).self_test(anew=anew)
+    verdict = KernelTests(path, cache).self_test(rerun=rerun)
     if verdict.outcome == "passed":
         return KernelStatus("specgen", verdict.instructions, path=path, tested=verdict.message)
     if verdict.outcome == "failed":

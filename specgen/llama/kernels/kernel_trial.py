@@ -122,7 +122,12 @@ def _forbid_core_dumps() -> None:
 
 
 def main(library: str, *trial: str) -> None:
-    """Run the self-test or a trial, with the arguments of the command line."""
+    """Run the self-test or a trial, and print the answer as a line of JSON.
+
+    Args:
+        library: The library of kernels.
+        *trial: For a trial, the arguments SIZE, FILE and STEPS (see the module's docstring).
+    """
     if trial:
         size, model, steps = trial
         _forbid_core_dumps()

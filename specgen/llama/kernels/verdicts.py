@@ -75,14 +75,14 @@ class KernelTests:
 
     # --- the machine
 
-    def self_test(self, *, anew: bool = False) -> KernelVerdict:
+    def self_test(self, *, rerun: bool = False) -> KernelVerdict:
         """Return the verdict of the library's self-test on this machine.
 
         Args:
-            anew: Whether to run it even if the verdict is known.
+            rerun: Whether to run it even if the verdict is known.
         """
         key = digest_of(self._circumstances)
-        verdict = None if anew else self._remembered(key)
+        verdict = None if rerun else self._remembered(key)
         if verdict is None:
             verdict = self._run_self_test()
             self._remember(key, verdict)
@@ -100,16 +100,16 @@ class KernelTests:
 
     # --- a model
 
-    def problem_of(self, model: Path, *, anew: bool = False) -> str:
+    def problem_of(self, model: Path, *, rerun: bool = False) -> str:
         """Return why the kernels cannot compute a model; empty if they can.
 
         Args:
             model: The model's file.
-            anew: Whether to try it even if the verdict is known.
+            rerun: Whether to try it even if the verdict is known.
         """
         file_version = [str(model.resolve()), *version_of(model)]
         key = digest_of({**self._circumstances, "file": file_version})
-        verdict = None if anew else self._remembered(key)
+        verdict = None if rerun else self._remembered(key)
         if verdict is None:
             verdict = self._try_model(model)
             if verdict is None:  # something else stopped the trial
