@@ -122,6 +122,9 @@ class Embedder:
     def embed(self, tokens: Sequence[int]) -> Hidden:
         """Return the embedding of a text, float32[n_embd], scaled to length 1.
 
+        Args:
+            tokens: The result of `tokenize`, or tokens that `check` accepts.
+
         Raises:
             BackendError: If llama.cpp cannot compute it.
         """

@@ -266,7 +266,7 @@ class EagleContext(HiddenStateContext):
         self._encode(batch)
         wanted_rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
         if wanted_rows:
-            batch.wants_logits = [True] * len(batch)
+            batch.wants_logits = [True] * len(batch)  # see `_parts`
         logits = super()._decode_part(batch)
         if wanted_rows and wanted_rows[0] == len(batch) - len(wanted_rows):
             return logits[wanted_rows[0] :]  # usually they are the last rows: a view is enough

@@ -222,13 +222,13 @@ def procedure(
 
 
 def _load_backends() -> None:
-    """Load backends that are libraries of their own, or the one of `GGML_BACKEND_PATH`.
+    """Load backends that are in separate libraries, among them the one of `GGML_BACKEND_PATH`.
 
     Raises:
-        BackendError: If that one cannot be loaded.
+        BackendError: If all other backends are built in, and that one cannot be loaded.
     """
     path = os.environ.get("GGML_BACKEND_PATH")
-    if not native.ggml_backend_reg_count():
+    if not native.ggml_backend_reg_count():  # a build whose backends are separate libraries
         native.ggml_backend_load_all_from_path(os.fsencode(native_folder()))
     elif path and not native.ggml_backend_load(os.fsencode(path)):
         raise BackendError(f"{path} (GGML_BACKEND_PATH) cannot be loaded: {last_error()}")

@@ -296,11 +296,11 @@ class LlamaModel:
         n_heads = int(llama_cpp.llama_model_n_head(self.handle))
         n_kv_heads = int(llama_cpp.llama_model_n_head_kv(self.handle))
         head_size = self.n_embd // max(1, n_heads)
-        size_k = self.number("attention.key_length") or head_size
-        size_v = self.number("attention.value_length") or head_size
-        bytes_k = size_k * CACHE_TYPES[type_k].bytes_per_value
-        bytes_v = size_v * CACHE_TYPES[type_v].bytes_per_value
-        return int(n_ctx * self.n_layer * n_kv_heads * (bytes_k + bytes_v))
+        key_size = self.number("attention.key_length") or head_size
+        value_size = self.number("attention.value_length") or head_size
+        key_bytes = key_size * CACHE_TYPES[type_k].bytes_per_value
+        value_bytes = value_size * CACHE_TYPES[type_v].bytes_per_value
+        return int(n_ctx * self.n_layer * n_kv_heads * (key_bytes + value_bytes))
 
     def state_bytes(self) -> int:
         """Estimate the size of the recurrent state of a sequence; 0 if the model has none."""

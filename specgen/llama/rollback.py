@@ -401,7 +401,7 @@ class RecurrentSequences:
         """Let the cache drop tokens that are not in the text any more.
 
         The sources of an earlier state are tried in the order of the module's docstring. Afterwards
-        the cache may end before `n_valid`, and the tokens between are decoded again.
+        the cache holds only valid tokens, but perhaps fewer than the text has.
         """
         text = self._texts[sequence]
         if text.n_valid == text.n_cached:

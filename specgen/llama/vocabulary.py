@@ -258,6 +258,7 @@ class LlamaVocabulary:
         """Return llama.cpp's bytes for a token; with `special`, control tokens by their names."""
         self.check([token_id])
         capacity = _PIECE_BYTES
+        n_stripped_spaces = 0
         while True:
             # A new buffer each time: one thread may tokenize prompts while another one decodes.
             buffer = ctypes.create_string_buffer(capacity)
@@ -266,7 +267,7 @@ class LlamaVocabulary:
                 token_id,
                 buffer,
                 capacity,
-                0,
+                n_stripped_spaces,
                 special,
             )
             if n >= 0:
@@ -325,11 +326,11 @@ class LlamaVocabulary:
     def _control_tokens(self) -> Sequence[ControlToken]:
         controls: list[ControlToken] = []
         for token in range(self.n_tokens):  # llama.cpp has no list of them
-            flags = self.token_attributes(token)
-            name = self.token_text(token) if flags & _CONTROL else ""
+            attributes = self.token_attributes(token)
+            name = self.token_text(token) if attributes & _CONTROL else ""
             if name:
-                strips_before = bool(flags & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP)
-                strips_after = bool(flags & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP)
+                strips_before = bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP)
+                strips_after = bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP)
                 controls.append(ControlToken(token, name, strips_before, strips_after))
         controls.sort(key=lambda control: -len(control.name.encode()))
         return controls

@@ -293,7 +293,17 @@ def _writing_to_cache() -> Iterator[None]:
 def _fetch_files(
     files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView
 ) -> Path:
-    """Download what is missing of a model's files, and return the path of the first."""
+    """Download what is missing of a model's files, and return the path of the first one.
+
+    Args:
+        files: The model's files in order.
+        name: The name of the model, for the notice and for errors.
+        licence: The model's licence, for the notice.
+        progress: Shows the notice and the download.
+
+    Raises:
+        FetchError: If that fails, or the files are not from the same version of the repository.
+    """
     left_bytes = sum(file.left_bytes for file in files)
     if left_bytes:
         whole_bytes = sum(file.size_bytes for file in files)

@@ -61,10 +61,10 @@ def files_of(package: str) -> Sequence[IndexFile]:
     with requests_to(url):
         response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
         response.raise_for_status()
-        base = str(response.url)
+        base = str(response.url)  # addresses of files may be relative to it
         return [
-            IndexFile(each["filename"], urljoin(base, each["url"]), each["hashes"].get("sha256"))
-            for each in response.json()["files"]
+            IndexFile(file["filename"], urljoin(base, file["url"]), file["hashes"].get("sha256"))
+            for file in response.json()["files"]
         ]
 
 

@@ -42,9 +42,12 @@ def write_skeleton(file: Path, output: Path) -> None:
         _NewMetadata() as new,
         metadata_context() as context,
     ):
+        # 1. Copy the metadata, with fewer layers and tokens.
         new.copy(metadata)
         n_tokens = new.length("tokenizer.ggml.tokens") or 0
         layers = _reduce_metadata(new, tensors, n_tokens)
+
+        # 2. Describe the tensors. Their data will be zeros.
         n_bytes = 0
         for tensor in tensors:
             handle = tensor.handle
@@ -60,9 +63,11 @@ def write_skeleton(file: Path, output: Path) -> None:
                 handle = new_tensor(context, tensor.type, shape[::-1])
             n_bytes += new.add_tensor(handle, name) + _PADDING_BYTES
         header = new.as_bytes()
+
+    # 3. Write the file. `truncate` lengthens it with a hole, which takes no room on the disk.
     with output.open("wb") as stream:
         stream.write(header)
-        stream.truncate(len(header) + n_bytes)  # which lengthens the file, by a hole
+        stream.truncate(len(header) + n_bytes)
 
 
 def _reduce_metadata(
