@@ -252,6 +252,7 @@ def _read(path: Path) -> HeadWeights:
     for name in ("tokens", "bias"):
         fields[name] = np.array(tensors[name].data)
     for name, type_name in _MATRICES.items():
+        # GGUF gives the length of rows first.
         n_columns, n_rows = (int(size) for size in tensors[name].shape)
         data = np.array(tensors[name].data).reshape(-1).view(np.uint8)
         fields[name] = Weights(type_name, (n_rows, n_columns), data)

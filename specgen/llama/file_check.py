@@ -80,17 +80,21 @@ def _check_magic(path: Path) -> None:
 
 
 def check_metadata(path: Path) -> None:
-    """Check the metadata of a file, as `check_file` does, even if it was checked before."""
+    """Check the metadata of a file, even if it passed before, and remember that it passed.
+
+    Raises:
+        ModelFileError: As `check_file` does.
+    """
     try:
         metadata = GgufMetadata(path)
     except BackendError:
         # llama.cpp will report the reason, without ending the process, when it loads the file.
         return
     with metadata:
-        kind = metadata.text("general.type")
-        if kind in _NOT_MODELS:
-            what, hint = _NOT_MODELS[kind]
-            raise ModelFileError(f"{path}: {what}", hint)
+        file_type = metadata.text("general.type")
+        if file_type in _NOT_MODELS:
+            description, hint = _NOT_MODELS[file_type]
+            raise ModelFileError(f"{path}: {description}", hint)
         _check_tokens(path, metadata)
         _check_values(path, metadata)
     _passed.add({checked_key(path): True})

@@ -95,6 +95,7 @@ class HiddenStateContext(LlamaBackend):
             size: The size of the context.
             clock: Measures `decode_s`.
         """
+        # 1. Open the native context.
         layout = self._layout(model, size)
         self._state_rows = layout.states
         super().__init__(
@@ -113,11 +114,15 @@ class HiddenStateContext(LlamaBackend):
         self.hidden_states_by_slot = tuple(HiddenStateBuffer() for _ in range(size.n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
+
+        # 2. Let the draft, and its target, return hidden states.
         if layout.states != "none":
             only_wanted = layout.states == "wanted"
             llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, only_wanted)
         if target is not None and isinstance(model, TrainedDraftModel):
             target.read_layers(model.layers)
+
+        # 3. Give the native batch an array for the states that its rows read.
         #: The values that the rows of a native batch read in addition to their tokens,
         #: float32[n_rows, n_inputs]: a view of llama.cpp's batch.
         n_rows = max(self.n_batch, self.n_outputs)

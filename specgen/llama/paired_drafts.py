@@ -215,8 +215,9 @@ class DflashModel(LayerInputDraftModel):
         """
         super()._read_file()
         self.is_chained = "markov_w1.weight" in self._tensors
-        from_anchor = self.metadata("dflash.sample_from_anchor") != "false"
-        self.predicts_from_last = self.is_chained and from_anchor
+        # The anchor of a block is its first row, which has the last token of the text.
+        samples_from_anchor = self.metadata("dflash.sample_from_anchor") != "false"
+        self.predicts_from_last = self.is_chained and samples_from_anchor
         self.mask = int(llama_cpp.llama_vocab_mask(self.vocabulary.handle))
         n_block = self.number("block_size") or _DEFAULT_BLOCK
         self.n_most = n_block if self.predicts_from_last else n_block - 1

@@ -93,7 +93,16 @@ def _causes(error: Exception) -> list[BaseException]:
 
 
 def _refusal(error: BaseException, url: str, repo: str) -> SpecgenError | None:
-    """Return the error to raise if a server or huggingface_hub refused a request; else None."""
+    """Return specgen's error if a server, or huggingface_hub itself, refused a request.
+
+    Args:
+        error: An error of the request, or one of its causes.
+        url: The address that was requested.
+        repo: The repository to which it belongs; empty for PyPI.
+
+    Returns:
+        None if `error` does not mean a refusal.
+    """
     from huggingface_hub import errors, get_token
 
     if isinstance(error, errors.OfflineModeIsEnabled):

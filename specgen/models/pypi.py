@@ -85,6 +85,7 @@ def _find_wheel(package: str, version: str) -> IndexFile:
         raise FetchError(
             f"{without_secrets(index_url())} has no wheel of {package} {version}", hint
         )
+    # True is larger than False, so a wheel for all systems wins.
     return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
 
 

@@ -212,6 +212,11 @@ class Registry:
 def _find(
     name: str, entries: Mapping[str, _Entry], kind: str, others: Iterable[str] = ()
 ) -> _Entry:
+    """Return the entry with a name.
+
+    Raises:
+        UnknownModelError: If there is none. It suggests similar names, also from `others`.
+    """
     if name in entries:
         return entries[name]
     import difflib

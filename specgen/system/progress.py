@@ -147,6 +147,7 @@ class _ProgressBar:
 
 
 def _columns(kind: Kind) -> tuple[ProgressColumn, ...]:
+    """Return the columns of the bar, from left to right."""
     from rich import progress
 
     text = progress.TextColumn("{task.description}", markup=False)

@@ -152,10 +152,11 @@ def check_protocol(worker: WorkerInfo) -> None:
     Raises:
         BackendError: If it uses another one.
     """
-    own = own_protocol()
-    if own is not None and worker.protocol != own:
+    protocol = own_protocol()
+    if protocol is not None and worker.protocol != protocol:
         raise BackendError(
-            f"the worker {worker.endpoint} uses RPC protocol {worker.protocol}, this machine {own}",
+            f"the worker {worker.endpoint} uses RPC protocol {worker.protocol}, "
+            f"this machine {protocol}",
             hint="install the same version of llama-cpp-python on both machines",
         )
 

@@ -145,7 +145,7 @@ class KernelTests:
 
         Args:
             model: The model's file.
-            size: Whether the child makes and uses a skeleton of it.
+            size: ``whole``, or ``skeleton`` to try a skeleton of the model (see `skeleton.py`).
             folder: Where the child may write files.
 
         Returns:
