@@ -147,6 +147,7 @@ class Embedder:
         return unit(np.ctypeslib.as_array(pointer, (self.n_embd,)))
 
     def _decode(self, tokens: Sequence[int]) -> None:
+        """Decode tokens in one batch; raise `BackendError` if llama.cpp fails."""
         rows = (llama_cpp.llama_token * len(tokens))(*tokens)
         decode = llama_cpp.llama_decode if self._memory else llama_cpp.llama_encode
         forget_log()

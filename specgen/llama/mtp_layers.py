@@ -70,6 +70,7 @@ def _layers_of(path: Path) -> _LayerInfo:
 
 @lru_cache(maxsize=8)
 def _read_layers(path: Path, _version: tuple[int, int, int]) -> _LayerInfo:
+    """Read a file's metadata; the version makes `lru_cache` forget those of a changed file."""
     with opened_parts(path) as (metadata, tensors):
         architecture = metadata.text("general.architecture")
         return _LayerInfo(

@@ -77,7 +77,8 @@ def _on_abort(message: bytes | None) -> None:
     for listener in abort_listeners:
         listener(reason)
     if not _before_end:
-        # `report_native_failures` was not called: print the message as GGML would, and let it abort.
+        # `report_native_failures` was not called: print the message as GGML would, and go on to its
+        # abort.
         os.write(2, f"{reason}\n".encode())
     elif _NO_MEMORY in reason:
         summary = summarize_assertion(reason)

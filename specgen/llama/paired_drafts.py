@@ -153,6 +153,7 @@ class LayerInputDraftModel(TrainedDraftModel):
         return self.number("target_hidden_size")
 
     def _check_layers(self, target: LlamaModel) -> None:
+        """Raise `PairError` if the draft reads layers that the target does not have."""
         n_layers = target.n_layer
         if self.reads_last_output and target.architecture in _HANDS_OUT_LAST_OUTPUT:
             n_layers += 1

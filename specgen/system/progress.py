@@ -103,6 +103,7 @@ class _ProgressLines:
             self._write(now_s)
 
     def _write(self, now_s: float) -> None:
+        """Write the present line, unless it is the latest one already."""
         if self._line == self._written:
             return
         self._written = self._line
@@ -112,6 +113,7 @@ class _ProgressLines:
 
 
 def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
+    """Return the line about some progress; the arguments are those of `ProgressView.show`."""
     if kind == "lines":
         return f"{done} of {total} lines, {text}"
     if kind == "counts":

@@ -89,6 +89,7 @@ class KernelTests:
         return verdict
 
     def _run_self_test(self) -> KernelVerdict:
+        """Run the self-test in a child process."""
         try:
             answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
         except ChildError as error:
