@@ -176,6 +176,7 @@ class HiddenStateContext(LlamaBackend):
             states = self._mtp_states(n_wanted if only_wanted else len(batch))
             wanted_rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
             for index, row in enumerate(wanted_rows):
+                # `states` has either the wanted rows only, or all rows.
                 state = states[index if only_wanted else row].copy()
                 self._states.update(dict.fromkeys(batch.sequences[row], state))
         return logits

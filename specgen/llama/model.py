@@ -98,6 +98,7 @@ class LlamaModel:
             MemoryLimitError: If it does not fit into memory.
             WorkerLostError: If a worker is lost.
         """
+        # 1. Check the file.
         self.path = path
         #: The file that is loaded.
         self.file = path if weights is None else weights
@@ -114,6 +115,8 @@ class LlamaModel:
         self.own_template: str | None = None
         #: Whether `close` was called. Its contexts then refuse to decode.
         self.is_closed = False
+
+        # 2. Load it, and read its properties.
         self.loaded = lease_weights(
             self.file,
             n_gpu_layers,
@@ -139,6 +142,8 @@ class LlamaModel:
         self.kernels = WORKERS
         if workers is None:
             self.kernels = self._describe_kernels(0 if vocabulary_only else n_gpu_layers)
+
+        # 3. Check that it is a model of the right kind.
         try:
             self._check_usable()
         except ModelFileError:

@@ -98,27 +98,26 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
     """Find MTP layers that can draft for a target.
 
     Returns:
-        "mtp" if the target's file has usable MTP layers. Otherwise a file of MTP layers for this
-        model in the same folder, if there are several the one with the most similar name; None if
-        there is none.
+        "mtp" if the target's file has usable MTP layers. Otherwise a file in the same folder with
+        MTP layers for this model: of several, the one whose name shares the longest prefix with
+        the target's. None if there is none.
     """
     if not why_no_mtp(target):
         return "mtp"
-    shape = None
+    target_shape = None
     with contextlib.suppress(OSError, BackendError):
-        shape = _layers_of(target).shape
-    files = sorted(target.parent.glob(f"{_PREFIX}*.gguf"))
-    fitting = [
-        path
-        for path in files
-        if path.name != target.name and holds_mtp_only(path) and _layers_of(path).shape == shape
-    ]
+        target_shape = _layers_of(target).shape
+    fitting_files: list[Path] = []
+    for path in sorted(target.parent.glob(f"{_PREFIX}*.gguf")):
+        is_candidate = path.name != target.name and holds_mtp_only(path)
+        if is_candidate and _layers_of(path).shape == target_shape:
+            fitting_files.append(path)
 
-    def n_equal_characters(path: Path) -> int:
+    def common_prefix_length(path: Path) -> int:
         pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
-    return max(fitting, key=n_equal_characters, default=None)
+    return max(fitting_files, key=common_prefix_length, default=None)
 
 
 def why_no_mtp(path: Path) -> str:

@@ -203,9 +203,12 @@ def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list
     Raises:
         UsageError: If --tensor-split names more devices than there are.
     """
+    # 1. The devices; a null pointer ends the list.
     device_list = (_POINTER * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(device_list, _POINTER).value
-    kept: list[Any] = [device_list]
+    arrays: list[Any] = [device_list]
+
+    # 2. Their shares of the layers. Without --tensor-split, llama.cpp goes by free memory.
     split = workers.tensor_split
     if split:
         if len(split) > len(devices):
@@ -215,15 +218,17 @@ def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list
             )
         shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*split)
         params.tensor_split = shares
-        kept.append(shares)
+        arrays.append(shares)
+
+    # 3. The output matrix on this machine, if that is wanted; an empty entry ends the list.
     if workers.output_here:
         here = native.ggml_backend_cpu_buffer_type()
         placements = (_TensorPlacement * 2)(
             _TensorPlacement(_OUTPUT_MATRIX, here), _TensorPlacement(None, None)
         )
         params.tensor_buft_overrides = ctypes.cast(placements, _POINTER).value
-        kept.append(placements)
-    return kept
+        arrays.append(placements)
+    return arrays
 
 
 # --- calls that may wait for workers

