@@ -172,8 +172,8 @@ class LlamaBackend:
         """See `Backend.decode`."""
         if self.rollback == "cells":
             return self._sequences.decode(batch)
-        # With recurrent states, the next decode carries out rollbacks: it restores states, and
-        # decodes tokens again. All of that counts as decoding time.
+        # With recurrent states, a decode first carries out rollbacks: states are restored, and
+        # tokens decoded again. All of that counts as decoding time.
         self._native_batch.check(batch)
         started = self._clock()
         before_s = self.decode_s

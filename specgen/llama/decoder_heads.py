@@ -266,7 +266,7 @@ def _check(weights: HeadWeights) -> None:
     n_frequent = len(weights.tokens)
     tokens = weights.tokens
     bias = weights.bias
-    fits = (
+    is_valid = (
         weights.of_state.shape == weights.of_token.shape == (n_embd + n_inner, n_embd)
         and weights.of_inner.shape[0] == n_embd
         and weights.embeddings.shape == (n_frequent + 1, n_embd)
@@ -276,5 +276,5 @@ def _check(weights: HeadWeights) -> None:
         and (tokens.ndim == 1 and (np.diff(tokens) > 0).all())
         and 0 <= tokens[0] <= tokens[-1] < weights.n_vocab
     )
-    if not fits:
+    if not is_valid:
         raise ValueError("parts that do not fit together")

@@ -53,7 +53,8 @@ def identity_of(path: Path) -> FileIdentity:
     identity = identify(path)
     if identity is None:
         check_model_path(path)
-        raise ModelFileError(f"{path}: no such file")  # it was created after `identify` looked
+        # The file is there now, but was not when `identify` looked.
+        raise ModelFileError(f"{path}: no such file")
     return identity
 
 

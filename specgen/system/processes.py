@@ -26,8 +26,9 @@ class ChildDiedError(ChildError):
         super().__init__(f"it ended with code {returncode}")
         self.returncode = returncode
         signal_number = _signal_number(returncode)
-        #: The name and the system's description of the signal; empty if none ended the child.
+        #: The name of the signal that ended the child; empty if none did.
         self.signal_name = ""
+        #: The system's description of that signal; empty if there is none.
         self.description = ""
         if signal_number is not None:
             self.signal_name = signal_number.name

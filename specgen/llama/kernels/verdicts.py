@@ -178,12 +178,12 @@ class KernelTests:
     @cached_property
     def _circumstances(self) -> dict[str, str]:
         """What a verdict depends on, apart from the model."""
-        built = build()
+        llama_build = build()
         return {
             "specgen": __version__,
             "library": hashlib.sha256(self.library.read_bytes()).hexdigest(),
-            "llama-cpp-python": built.version,
-            "features": built.system_info,
+            "llama-cpp-python": llama_build.version,
+            "features": llama_build.system_info,
             "ggml": ggml_version(),
             "cpu": processor(),
             "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
