@@ -85,10 +85,10 @@ _self_tests: dict[tuple[Path, str], KernelVerdict] = {}
 _run_self_test = KernelTests.self_test
 
 
-def _self_test_once(tests: KernelTests, *, anew: bool = False) -> KernelVerdict:
+def _self_test_once(tests: KernelTests, *, rerun: bool = False) -> KernelVerdict:
     """The verdict on the library that was built, which is tested once in this process."""
-    if anew or tests.library != library_path():
-        return _run_self_test(tests, anew=anew)
+    if rerun or tests.library != library_path():
+        return _run_self_test(tests, rerun=rerun)
     key = tests.library, os.environ.get(INSTRUCTIONS_VARIABLE, "")
     if key not in _self_tests:
         _self_tests[key] = _run_self_test(tests)

@@ -25,8 +25,8 @@ RECURRENT_PART = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 class KvCache:
     """The cells, or recurrent states, of the sequences of a native context.
 
-    With a sliding window, llama.cpp reuses cells that the end of their sequence no longer sees.
-    But a rollback moves that end back, where it would see them again. So a sequence may have a
+    With a sliding window, llama.cpp reuses cells that are outside the window at the end of their
+    sequence. But a rollback moves that end back, and may need them again. So a sequence may have a
     *guard*: a second sequence that shares all of its cells. llama.cpp never reuses a cell that
     belongs to two sequences.
     """
@@ -57,7 +57,7 @@ class KvCache:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
-        """Return sequences and their guards."""
+        """Return sequences, followed by the guards of those that have one."""
         guards = (self._guards[sequence] for sequence in sequences if sequence in self._guards)
         return (*sequences, *guards)
 
@@ -68,7 +68,10 @@ class KvCache:
         start: int = 0,
         end: int = -1,
     ) -> None:
-        """Let `destination` share the cells of `source` from `start` to `end`; -1: to its end."""
+        """Let `destination` share the cells of `source` from `start` to `end`.
+
+        An `end` of -1 means the end of `source`.
+        """
         for sequence in self.with_guards((destination,)):
             llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
@@ -76,7 +79,7 @@ class KvCache:
         """Drop the cells of a sequence from position `start` on.
 
         Raises:
-            RollbackError: If llama.cpp cannot.
+            RollbackError: If llama.cpp cannot drop them.
         """
         owners = self.with_guards((sequence,)) if self._guards else (sequence,)
         for owner in owners:
@@ -96,10 +99,15 @@ class KvCache:
     def saved(
         self, sequence: int, part: int = WHOLE_STATE, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        """Return the state of a sequence, uint8[n_bytes], in `buffer` if that is large enough.
+        """Return the state of a sequence, uint8[n_bytes].
+
+        Args:
+            sequence: The sequence.
+            part: `WHOLE_STATE` or `RECURRENT_PART`.
+            buffer: Memory that is reused if it is large enough. The result is a view of it.
 
         Raises:
-            BackendError: If llama.cpp cannot save it.
+            BackendError: If llama.cpp cannot save the state.
         """
         n_bytes = self.saved_bytes(sequence, part)
         if buffer is None or len(buffer) < n_bytes:
@@ -121,7 +129,11 @@ class KvCache:
         return buffer[: int(n_saved)]
 
     def restore_whole(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
-        """Give an empty sequence a saved state of `n_tokens` tokens; return whether it fits."""
+        """Give an empty sequence the saved state of a text with `n_tokens` tokens.
+
+        Returns:
+            Whether llama.cpp took the state. If not, the sequence may hold any part of it.
+        """
         is_restored = self._write(sequence, state, WHOLE_STATE)
         if not is_restored or self.length(sequence) != n_tokens:
             return False
@@ -131,10 +143,10 @@ class KvCache:
     def restore_recurrent_part(
         self, sequence: int, state: NDArray[np.uint8], position: int
     ) -> None:
-        """Take a sequence back to a position whose recurrent state was saved.
+        """Return a sequence to a position at which its recurrent state was saved.
 
         Raises:
-            RollbackError: If llama.cpp cannot.
+            RollbackError: If llama.cpp cannot restore the state.
         """
         if not self._write(sequence, state, RECURRENT_PART):
             raise RollbackError(
@@ -146,9 +158,10 @@ class KvCache:
         self.check_length(sequence, position)
 
     def _write(self, sequence: int, state: NDArray[np.uint8], part: int) -> bool:
-        """Write a saved state; return whether llama.cpp took it.
+        """Write a saved state, and return whether llama.cpp took it.
 
-        It writes attention cells to new places, so the guard, which holds the old ones, is dropped.
+        llama.cpp writes attention cells to new places. The guard, which would keep the old ones
+        occupied, is emptied first.
         """
         if sequence in self._guards:
             llama_cpp.llama_memory_seq_rm(self._memory, self._guards[sequence], 0, -1)
@@ -165,6 +178,7 @@ class KvCache:
         return int(n_read) == len(state)
 
     def _renew_guard(self, sequence: int) -> None:
+        """Let the guard of a sequence, if it has one, share all of its cells again."""
         if sequence in self._guards:
             guard = self._guards[sequence]
             llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
@@ -172,11 +186,12 @@ class KvCache:
     # --- checks
 
     def check_window(self, sequence: int, start: int) -> None:
-        """Check that a token at `start` would find all cells of its sliding window.
+        """Check that the cache still has the sliding window of a token at `start`.
 
         Raises:
-            RollbackError: If llama.cpp reused some of them, since the sequence has no guard.
+            RollbackError: If llama.cpp has reused cells of it, since the sequence has no guard.
         """
+        # A window of w tokens includes the token itself, so it begins at start + 1 - w.
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
             raise RollbackError(
@@ -186,7 +201,11 @@ class KvCache:
             )
 
     def check_length(self, sequence: int, expected: int) -> None:
-        """Check that a sequence ends where it was rolled back to; else raise `RollbackError`."""
+        """Check that a sequence ends at the position that it was rolled back to.
+
+        Raises:
+            RollbackError: If it ends elsewhere.
+        """
         length = self.length(sequence)
         if length != expected:
             raise RollbackError(

@@ -31,14 +31,14 @@ from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 
-#: GGML's limit of threads.
+#: GGML's limit on threads.
 MAX_THREADS = 512
-#: The most rows that a draft decodes one by one where graphs are replayed: four take 5 ms, but two
-#: together and two single ones 10 ms.
-_MOST_SINGLE_ROWS = 8
-#: llama.cpp's status of a decode that its callback ended.
+#: The maximum number of rows that a draft decodes one by one where graphs are replayed: four single
+#: rows take 5 ms, but two rows in one batch and two single ones 10 ms.
+_MAX_SINGLE_ROWS = 8
+#: llama.cpp's status for a decode that the abort callback ended.
 _ENDED = 2
-#: What llama.cpp's other statuses mean.
+#: The meaning of llama.cpp's other statuses.
 _DECODE_ERRORS = {
     1: "no room in the cache",
     -1: "an invalid batch",
@@ -48,7 +48,7 @@ _DECODE_ERRORS = {
 
 
 class ComputedRows(Protocol):
-    """Limits the rows of the output matrix that are computed."""
+    """Chooses the rows of the output matrix that are computed."""
 
     def limit(self, tokens: Sequence[int]) -> contextlib.AbstractContextManager[object]:
         """Limit the rows for a decode of these tokens."""
@@ -83,16 +83,18 @@ class LlamaBackend:
         Args:
             model: The model.
             options: Threads, cache types, and the size of batches.
-            n_ctx: The cells of the cache, in tokens.
+            n_ctx: The number of cells of the cache, one per token.
             clock: Measures `decode_s`.
-            n_sequences: The sequences, which share the cells.
-            n_outputs: The most rows of a batch that may want logits.
-            n_rollback: How many of these are likely to be dropped again; None: all but one.
-            n_branches: How many sequences each text has, its own first. With a sliding window, only
-                its own keeps what a rollback needs.
-            on_tensor: A native callback that sees the computed tensors. Its owner keeps it alive.
-            is_mtp: Open a context of the model's MTP layers.
-            other: The native context of a target whose matrices or cells a draft shares.
+            n_sequences: The number of sequences, which share the cells.
+            n_outputs: The maximum number of rows of a batch that may want logits.
+            n_rollback: The number of these rows that are likely to be dropped again; None: all but
+                one.
+            n_branches: The number of sequences per text: its own, then those of its branches. With
+                a sliding window, only a text's own sequence can be rolled back.
+            on_tensor: A native callback that receives the computed tensors. The caller keeps it
+                alive.
+            is_mtp: Whether the context is for the model's MTP layers.
+            other: The native context of the target, if a draft shares its matrices or cells.
 
         Raises:
             MemoryLimitError: If the context does not fit into memory.
@@ -103,7 +105,7 @@ class LlamaBackend:
         self._clock = clock
         #: llama.cpp's pointer to the context; None after `close`.
         self.handle: Any = None
-        # What these are is documented in `Backend`.
+        # `Backend` documents these.
         self.n_ctx = n_ctx
         self.n_batch = min(options.n_batch, n_ctx)
         self.n_sequences = n_sequences
@@ -114,9 +116,10 @@ class LlamaBackend:
         self.n_vocab = self.vocabulary.n_tokens
         self.is_unwanted: Callable[[], bool] | None = None
         self.replays_graphs = replays_graphs(model, options.n_gpu_layers)
-        #: Which rows of the output matrix are computed; None: all.
+        #: The rows of the output matrix that are computed; None: all.
         self.computed_rows: ComputedRows | None = None
 
+        # 1. Open the native context.
         n_rows = max(self.n_batch, n_outputs)
         size = ContextSize(
             n_ctx=n_ctx,
@@ -132,8 +135,10 @@ class LlamaBackend:
             n_rollback = n_outputs - 1
         context = open_context(model, options, size, n_rollback)
         self.handle = context.handle
-        model.loaded.share()
+        model.loaded.share()  # the weights are needed until the context is closed
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
+
+        # 2. Wrap its cache and its batch.
         #: The cells and states of the sequences.
         self._cache = KvCache(model, self.handle, context.guards)
         if not self._cache:
@@ -142,12 +147,12 @@ class LlamaBackend:
                 f"{model.path}: the model has no KV cache, so it cannot generate text"
             )
         self._native_batch = NativeBatch(n_rows, n_sequences, n_outputs, self._cache)
-        #: Views of llama.cpp's results by their addresses, as long as the most rows so far.
+        #: The arrays of `_view`, by address; each is as long as the longest one that was returned.
         self._views: dict[int, NDArray[np.float32]] = {}
         #: The layers whose inputs `decode_hidden` returns, for a draft that reads them.
         self._read_layers: tuple[int, ...] = ()
 
-        #: The texts of the sequences, and how they are rolled back.
+        #: The tokens of the sequences, and how they are rolled back.
         self._sequences: CellSequences | RecurrentSequences
         if model.has_recurrent_state and not is_mtp:
             self._sequences = RecurrentSequences(
@@ -167,8 +172,8 @@ class LlamaBackend:
         """See `Backend.decode`."""
         if self.rollback == "cells":
             return self._sequences.decode(batch)
-        # With recurrent states, rollbacks are made here, and tokens are decoded again. That counts
-        # as decoding.
+        # With recurrent states, a decode first carries out rollbacks: states are restored, and
+        # tokens decoded again. All of that counts as decoding time.
         self._native_batch.check(batch)
         started = self._clock()
         before_s = self.decode_s
@@ -178,10 +183,11 @@ class LlamaBackend:
             self.decode_s = before_s + self._clock() - started
 
     def decode_rows(self, batch: Batch) -> Logits:
-        """Decode a batch, without a rollback and without noting the texts of its sequences.
+        """Decode a batch natively: no rollback is made, and the sequences' texts are not updated.
 
         Returns:
-            A view of the logits of the rows that want them, float32[n_wanted, n_vocab].
+            The logits of the rows that want them, float32[n_wanted, n_vocab]: a view that is valid
+            until the next decode.
 
         Raises:
             BackendError: If llama.cpp cannot decode the batch.
@@ -195,15 +201,15 @@ class LlamaBackend:
         # 1. Write the rows where llama.cpp reads them.
         n_wanted = self._native_batch.fill(batch)
 
-        # 2. Let llama.cpp compute them, perhaps without rows of the output matrix that nobody
-        #    needs.
+        # 2. Let llama.cpp compute them, for a draft perhaps only with the output matrix's rows of
+        #    frequent tokens.
         limit: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.computed_rows is not None:
             limit = self.computed_rows.limit(batch.tokens)
         n = len(batch.tokens)
-        what = f"decode {n} tokens at position {batch.positions[0]} of {self.n_ctx}"
+        action = f"decode {n} tokens at position {batch.positions[0]} of {self.n_ctx}"
         with limit, self._ended_if_unwanted():
-            self._compute(self._decode_native, self._native_batch.native, what)
+            self._compute(self._decode_native, self._native_batch.native, action)
         self.n_decoded_rows += n
 
         # 3. Return llama.cpp's own memory: nothing is copied.
@@ -214,14 +220,17 @@ class LlamaBackend:
     def _decodes_row_by_row(self, batch: Batch) -> bool:
         """Whether a small batch is faster in single rows, since the device replays their graph.
 
-        Not with a recurrent state: its snapshots are those of a batch.
+        That is never so with a recurrent state, whose snapshots go back within one batch.
         """
         if not self.replays_graphs or self.n_outputs > 1 or self.rollback != "cells":
             return False
-        return 1 < len(batch) <= _MOST_SINGLE_ROWS
+        return 1 < len(batch) <= _MAX_SINGLE_ROWS
 
     def _decode_row_by_row(self, batch: Batch) -> Logits:
-        """Decode each row alone; at most the last one wants logits, but all compute them."""
+        """Decode each row in a batch of its own, and return the logits of the last if it wants any.
+
+        All of them compute logits: otherwise the device could not replay the same graph.
+        """
         n_wanted = self._native_batch.check(batch)
         rows = [batch.part(row, row + 1) for row in range(len(batch))]
         *first, last = [replace(row, wants_logits=[True]) for row in rows]
@@ -229,8 +238,18 @@ class LlamaBackend:
             self.decode_rows(row)
         return self.decode_rows(last)[:n_wanted]
 
-    def _compute(self, function: Callable[[Any, Any], int], native: Any, what: str) -> None:
-        """Let llama.cpp compute a native batch; `what` says it in the message of an error."""
+    def _compute(self, function: Callable[[Any, Any], int], native: Any, action: str) -> None:
+        """Let llama.cpp compute a native batch, and add the time to `decode_s`.
+
+        Args:
+            function: Takes the context and the batch, and returns llama.cpp's status.
+            native: The native batch.
+            action: What it does, for the message of an error: "decode 3 tokens".
+
+        Raises:
+            DecodeEndedError: If `is_unwanted` ended the decode.
+            BackendError: If llama.cpp fails.
+        """
         started = self._clock()
         status = function(self.handle, native)
         self.decode_s += self._clock() - started
@@ -238,16 +257,16 @@ class LlamaBackend:
             raise DecodeEndedError(f"{self.model.name}: a decode was ended")
         if status != 0:
             raise BackendError(
-                f"{self.model.name}: llama.cpp could not {what} "
+                f"{self.model.name}: llama.cpp could not {action} "
                 f"({_DECODE_ERRORS.get(status)}, status {status}): {last_error()}"
             )
 
     @contextlib.contextmanager
     def _ended_if_unwanted(self) -> Iterator[None]:
-        """Let llama.cpp ask after each operator whether the decode is still wanted.
+        """Let llama.cpp ask after each operator in the block whether the decode is still wanted.
 
-        Ctrl-C is seen there, too: an exception of its handler ends the decode, and is raised after
-        it.
+        Python also runs its signal handlers then. If one raises an exception (Ctrl-C), the decode
+        ends, and the exception is raised after it.
         """
         is_unwanted = self.is_unwanted
         if is_unwanted is None or self.model.is_remote:
@@ -255,24 +274,34 @@ class LlamaBackend:
             return
         raised: list[BaseException] = []
 
-        def ends(_data: object) -> bool:
+        def must_end(_data: object) -> bool:
             try:
-                return bool(raised) or is_unwanted()
+                return bool(raised) or is_unwanted()  # once an exception was raised, it stays so
             except BaseException as error:  # noqa: BLE001 - native code cannot pass it on
                 raised.append(error)
                 return True
 
-        callback = llama_cpp.ggml_abort_callback(ends)  # kept alive until the decode is done
+        callback = llama_cpp.ggml_abort_callback(must_end)  # kept alive until the decode is done
         llama_cpp.llama_set_abort_callback(self.handle, callback, None)
         try:
             yield
         finally:
-            llama_cpp.llama_set_abort_callback(self.handle, llama_cpp.ggml_abort_callback(), None)
+            no_callback = llama_cpp.ggml_abort_callback()  # a null pointer
+            llama_cpp.llama_set_abort_callback(self.handle, no_callback, None)
             if raised:
                 raise raised[0]
 
     def _view(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
-        """Return llama.cpp's results at a pointer, float32[n_rows, n_values], without a copy."""
+        """Return llama.cpp's results at a pointer, float32[n_rows, n_values], without a copy.
+
+        The arrays are cached by address: llama.cpp mostly returns the same few buffers, and making
+        an array takes longer than slicing one. An array whose buffer llama.cpp has freed stays in
+        the cache, which is harmless: it is only returned if llama.cpp gives the same address again,
+        and then at most as many values as llama.cpp has there now.
+
+        Raises:
+            BackendError: If the pointer is null.
+        """
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp gave no results")
         address = ctypes.addressof(pointer.contents)
@@ -289,8 +318,11 @@ class LlamaBackend:
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
         """See `Backend.decode_hidden`.
 
-        Without `all_rows`, llama.cpp computes an output for each row, which is expensive for a
-        prompt. And a recurrent model, which may decode more rows again, raises `BackendError`.
+        Without `all_rows`, llama.cpp computes logits for every row, which is expensive for a
+        prompt. Recurrent models do not support it, since their batches may get additional rows.
+
+        Raises:
+            BackendError: If the model is recurrent, and `all_rows` is false.
         """
         if not all_rows:
             return self._decode_final_states(batch)
@@ -319,14 +351,18 @@ class LlamaBackend:
         return logits[wanted], hidden[wanted]
 
     def _decode_layer_inputs(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """Decode, and return what some layers read, side by side: float32[n, n_layers * n_embd]."""
+        """Decode, and return the inputs of some layers side by side.
+
+        Returns:
+            The logits, and float32[n, n_layers * n_embd].
+        """
         logits = self.decode(batch)
         n_rows = self._native_batch.native.n_tokens
-        inputs = [
-            # Rows that a rollback decoded again come first.
-            self._view(layer_input(self.handle, layer), n_rows, self.model.n_embd)[-len(batch) :]
-            for layer in self._read_layers
-        ]
+        inputs: list[Hidden] = []
+        for layer in self._read_layers:
+            layer_rows = self._view(layer_input(self.handle, layer), n_rows, self.model.n_embd)
+            # Rows that a rollback decoded again come first, and are left out.
+            inputs.append(layer_rows[-len(batch) :])
         return logits, np.concatenate(inputs, axis=1)
 
     def _decode_mtp_states(self, batch: Batch) -> tuple[Logits, Hidden]:
@@ -340,14 +376,14 @@ class LlamaBackend:
             llama_cpp_ext.llama_set_embeddings_nextn(self.handle, False, False)
 
     def _mtp_states(self, n_rows: int) -> Hidden:
-        """Return the hidden states that llama.cpp computed for MTP layers, of the last decode."""
+        """Return the hidden states that llama.cpp computed for MTP layers in the last decode."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._view(pointer, n_rows, self.model.n_embd_out)
 
     def read_layers(self, layers: Sequence[int]) -> None:
-        """Let `decode_hidden` with `all_rows` return what these layers read.
+        """Let `decode_hidden` with `all_rows` return the inputs of these layers.
 
-        The architecture must be one of those that hand it out (`paired_drafts.HOOKED`).
+        The model's architecture must be in `paired_drafts.HOOKED`.
         """
         for layer in set(layers) - set(self._read_layers):
             set_layer_input(self.handle, layer, True)
@@ -406,7 +442,11 @@ class LlamaBackend:
         return self._cache.saved_bytes(sequence)
 
     def saved_text(self, sequence: int) -> NDArray[np.uint8]:
-        """Return the state of a sequence's text: uint8[n_bytes]. Raise `BackendError`."""
+        """Return the state of a sequence's text, uint8[n_bytes].
+
+        Raises:
+            BackendError: If llama.cpp cannot save it.
+        """
         return self._cache.saved(sequence)
 
     def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
@@ -422,7 +462,7 @@ class LlamaBackend:
         return is_restored
 
     def close(self) -> None:
-        """Free the context, and the weights with their last user. It may be called twice."""
+        """Free the context, and the weights if nothing else uses them. It may be called twice."""
         if self.computed_rows is not None:
             self.computed_rows.close()
         if self.handle:

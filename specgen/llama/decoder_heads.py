@@ -1,17 +1,17 @@
 """Decoder heads: a small recurrent network that predicts the tokens after the target's next one.
 
-A round of the target gives its next token x and the hidden state h from which x was chosen. From
-these two the heads predict the target's next hidden state h'. Like the target, they compute from h'
-the logits of the token that follows. From h' and that token they predict the next state, and so on:
+A round of the target yields its next token x and the hidden state h from which x was chosen. From
+these two the heads predict the target's next hidden state h'. As the target does, they compute from
+h' the logits of the following token. From h' and that token they predict the next state, and so on:
 
     h' = M h + N e + c + C silu(Q h + P e + b)       e: the embedding of the token x
     logits = V h'                                    V: rows of the target's output matrix
 
 In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al.,
-arXiv:1811.03115) each head reads h alone, in Hydra (Ankner et al., arXiv:2402.05109) also the
-tokens before its own. ReDrafter (Cheng et al., arXiv:2403.09919) uses one cell for all heads. EAGLE
-(Li et al., arXiv:2401.15077) predicts the target's next hidden state. V has only the frequent part
-of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
+arXiv:1811.03115) each head reads only h; in Hydra (Ankner et al., arXiv:2402.05109) it also reads
+the tokens before its own. ReDrafter (Cheng et al., arXiv:2403.09919) uses one cell for all heads.
+EAGLE (Li et al., arXiv:2401.15077) predicts the target's next hidden state. V has only the rows of
+frequent tokens (FR-Spec, Zhao et al., arXiv:2502.14856).
 
 A file of heads is a GGUF with the architecture `ARCHITECTURE`.
 """
@@ -35,18 +35,18 @@ from specgen.llama.operators import FloatArray, Matrix, Weights
 from specgen.system.arrays import Hidden, Logits
 
 ARCHITECTURE = "specgen-heads"
-#: The type of the matrices of the network.
+#: The type of the network's inner matrices.
 CELL_TYPE = "q8_0"
-#: The type of those with a row for each token, which are by far the largest.
+#: The type of the matrices with a row for each token, which are by far the largest.
 VOCABULARY_TYPE = "q4_0"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and the target that they were made for.
+    """The weights of heads, and properties of the target for which they were made.
 
-    n_embd is the size of a hidden state, n_inner that of the argument of silu. Matrices that are
-    multiplied with the same vector are stored as one.
+    n_embd is the size of a hidden state, n_inner the size of the argument of silu. Matrices that
+    are multiplied with the same vector are stored as one.
     """
 
     #: The target's name.
@@ -57,9 +57,9 @@ class HeadWeights:
     n_vocab: int
     #: The digest of the target's vocabulary.
     vocabulary: str
-    #: The target's hidden states are multiplied with this first.
+    #: The factor with which the target's hidden states are multiplied first.
     scale: float
-    #: int32[n_frequent], increasing: the frequent tokens, which the heads can predict.
+    #: The frequent tokens, which the heads can predict: int32[n_frequent], ascending.
     tokens: NDArray[np.int32]
     #: M, then Q: (n_embd + n_inner, n_embd).
     of_state: Weights
@@ -79,29 +79,41 @@ class DecoderHeads:
     """Loaded heads. A state is a predicted hidden state, float32[n_embd]."""
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
-        """Load heads; raise `ModelFileError` if the file is damaged."""
+        """Load heads.
+
+        Args:
+            path: The file of the heads.
+            clock: Measures `compute_s`.
+            n_threads: The number of threads that compute.
+
+        Raises:
+            ModelFileError: If the file cannot be read, or is damaged.
+        """
         weights = read_heads(path)
         self.weights = weights
         self._clock = clock
         self._n_threads = n_threads
         #: The seconds of all computations so far.
         self.compute_s = 0.0
-        #: The row of each token in the embeddings: the last one for those that are not frequent.
         n_frequent = len(weights.tokens)
+        #: The row of each token in the embeddings, int64[n_vocab]. All tokens that are not frequent
+        #: share the last row.
         self._embedding_rows = np.full(weights.n_vocab, n_frequent, np.int64)
         self._embedding_rows[weights.tokens] = np.arange(n_frequent)
+        #: The quantised embeddings, uint8[n_frequent + 1, n_bytes]: only the needed rows are
+        #: dequantised.
         self._embeddings = weights.embeddings.data.reshape(n_frequent + 1, -1)
         has_kernels = computing() != LLAMA_CPP
         buffer_type = operators.SPECGEN_BUFFER if has_kernels else operators.CPU_BUFFER
         with contextlib.ExitStack() as on_error:
 
-            def loaded(part: Weights) -> Matrix:
+            def load_matrix(part: Weights) -> Matrix:
                 return on_error.enter_context(Matrix(part, buffer_type))
 
-            self._of_state = loaded(weights.of_state)
-            self._of_token = loaded(weights.of_token)
-            self._of_inner = loaded(weights.of_inner)
-            self._output = loaded(weights.output)
+            self._of_state = load_matrix(weights.of_state)
+            self._of_token = load_matrix(weights.of_token)
+            self._of_inner = load_matrix(weights.of_inner)
+            self._output = load_matrix(weights.output)
             self._resources = on_error.pop_all()
 
     def close(self) -> None:
@@ -118,7 +130,15 @@ class DecoderHeads:
         return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
 
     def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
-        """Return the states after tokens, each from the state before it: float32[n, n_embd]."""
+        """Return the states after tokens (see the formula above).
+
+        Args:
+            states: The state before each token, float32[n, n_embd].
+            tokens: The tokens, n of them.
+
+        Returns:
+            float32[n, n_embd].
+        """
         started = self._clock()
         n_embd = self.weights.n_embd
         embedded = self._embed(tokens)
@@ -150,7 +170,7 @@ class DecoderHeads:
 
 # --- files
 
-# What a file has, by the names of fields of `HeadWeights`.
+# The contents of a file, by the names of fields of `HeadWeights`.
 _NUMBERS = ("n_embd", "n_vocab")
 _TEXTS = ("target", "vocabulary")
 _MATRICES = {
@@ -168,7 +188,7 @@ def is_heads_file(path: Path) -> bool:
 
 
 def quantize_part(values: FloatArray, name: str) -> Weights:
-    """Quantise a matrix of heads to the type that it has in their file.
+    """Quantise a matrix of heads to the type that it has in a file of heads.
 
     Args:
         values: float32[n_rows, n_columns], n_columns a multiple of 32.
@@ -212,7 +232,7 @@ def read_heads(path: Path) -> HeadWeights:
         _check(weights)
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:  # also text that is not UTF-8
+    except (ValueError, KeyError, IndexError, TypeError) as error:  # or text that is not UTF-8
         raise ModelFileError(
             f"{path}: damaged decoder heads", hint="make them again with `specgen draft make`"
         ) from error
@@ -220,6 +240,7 @@ def read_heads(path: Path) -> HeadWeights:
 
 
 def _read(path: Path) -> HeadWeights:
+    """Read a file of heads; errors of a damaged file are those of the gguf package."""
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -231,6 +252,7 @@ def _read(path: Path) -> HeadWeights:
     for name in ("tokens", "bias"):
         fields[name] = np.array(tensors[name].data)
     for name, type_name in _MATRICES.items():
+        # GGUF gives the length of rows first.
         n_columns, n_rows = (int(size) for size in tensors[name].shape)
         data = np.array(tensors[name].data).reshape(-1).view(np.uint8)
         fields[name] = Weights(type_name, (n_rows, n_columns), data)
@@ -238,13 +260,13 @@ def _read(path: Path) -> HeadWeights:
 
 
 def _check(weights: HeadWeights) -> None:
-    """Raise `ValueError` if parts do not fit together, or have values that cannot be right."""
+    """Raise `ValueError` if shapes do not fit together, or values are out of range."""
     n_embd = weights.n_embd
     n_inner = weights.of_inner.shape[1]
     n_frequent = len(weights.tokens)
     tokens = weights.tokens
     bias = weights.bias
-    fits = (
+    is_valid = (
         weights.of_state.shape == weights.of_token.shape == (n_embd + n_inner, n_embd)
         and weights.of_inner.shape[0] == n_embd
         and weights.embeddings.shape == (n_frequent + 1, n_embd)
@@ -254,5 +276,5 @@ def _check(weights: HeadWeights) -> None:
         and (tokens.ndim == 1 and (np.diff(tokens) > 0).all())
         and 0 <= tokens[0] <= tokens[-1] < weights.n_vocab
     )
-    if not fits:
+    if not is_valid:
         raise ValueError("parts that do not fit together")

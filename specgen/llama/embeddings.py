@@ -17,12 +17,13 @@ from specgen.llama.native_context import ContextSize, open_context
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
 
-#: A text with more bytes for each token of the context is refused before it is tokenized.
-_MOST_TOKEN_BYTES = 64
+#: If the length of tokens is unknown, a text is refused without tokenizing it if it has more bytes
+#: than this per token of the context.
+_MAX_TOKEN_BYTES = 64
 
 
 class EmbeddingModel(LlamaModel):
-    """A model that makes embeddings. Others raise `ModelFileError`."""
+    """A model that makes embeddings; loading another model raises `ModelFileError`."""
 
     def _check_usable(self) -> None:
         if self.pooling is None:
@@ -35,7 +36,17 @@ class Embedder:
     """An embedding model and its context."""
 
     def __init__(self, file: Path, options: ContextOptions, n_ctx: int) -> None:
-        """Load a model for texts of at most `n_ctx` tokens."""
+        """Load a model and open a context.
+
+        Args:
+            file: The model's file.
+            options: Threads, cache types, the size of batches, and where layers are computed.
+            n_ctx: The maximum number of tokens of a text.
+
+        Raises:
+            ModelFileError: If the file is not an embedding model.
+            MemoryLimitError: If the model or the context does not fit into memory.
+        """
         with ExitStack() as resources:
             self.model = EmbeddingModel(
                 file,
@@ -44,9 +55,9 @@ class Embedder:
             )
             resources.callback(self.model.close)
             n_train = self.model.n_ctx_train
-            # Some encoders have no more positions, and llama.cpp would end the process.
+            # Some encoders have no positions after these: llama.cpp would end the process.
             self.n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
-            #: Whether a long text is decoded in pieces. Otherwise it must be in one batch.
+            #: Whether a long text can be decoded in several batches. Else it must be in one.
             self._in_pieces = self._needs_last_state_only()
             self._n_batch = min(options.n_batch, self.n_ctx) if self._in_pieces else self.n_ctx
             size = ContextSize(
@@ -64,13 +75,13 @@ class Embedder:
         self.n_embd = self.model.n_embd_out
 
     def _needs_last_state_only(self) -> bool:
-        """Whether the last hidden state, which depends on all tokens before it, is enough."""
+        """Whether the embedding is the last hidden state, and each token sees only earlier ones."""
         causal = self.model.metadata(f"{self.model.architecture}.attention.causal")
         takes_last = self.model.pooling == llama_cpp.LLAMA_POOLING_TYPE_LAST
         return takes_last and causal != "false"
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the model wants around it.
+        """Return the tokens of a text, with the special tokens that the model wants around it.
 
         Raises:
             PromptLengthError: If the text is too long.
@@ -79,11 +90,12 @@ class Embedder:
         vocabulary = self.model.vocabulary
         n_bytes = len(text.encode())
         if n_bytes > self.n_ctx:
-            n_least = vocabulary.fewest_tokens(text) or n_bytes // _MOST_TOKEN_BYTES
-            if n_least > self.n_ctx:
+            # Refuse a text that cannot fit without tokenizing it, which may take long.
+            n_min = vocabulary.min_token_count(text) or n_bytes // _MAX_TOKEN_BYTES
+            if n_min > self.n_ctx:
                 raise PromptLengthError(
                     f"{n_bytes} bytes, but the context has {self.n_ctx} tokens",
-                    n_least,
+                    n_min,
                     self.n_ctx,
                 )
         tokens = vocabulary.tokenize(text, add_special=True, parse_special=False)
@@ -91,7 +103,12 @@ class Embedder:
         return tokens
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Raise `PromptError` for unknown tokens, for none, and for more than the context has."""
+        """Check that tokens can be embedded.
+
+        Raises:
+            PromptLengthError: If there are more than the context holds.
+            PromptError: If there are none, or a number is not a token.
+        """
         if not tokens:
             raise PromptError("it is empty")
         if len(tokens) > self.n_ctx:
@@ -103,7 +120,10 @@ class Embedder:
         self.model.vocabulary.check(tokens)
 
     def embed(self, tokens: Sequence[int]) -> Hidden:
-        """Return the vector of a text, float32[n_embd], of length 1 (all zeros stay so).
+        """Return the embedding of a text, float32[n_embd], scaled to length 1.
+
+        Args:
+            tokens: The result of `tokenize`, or tokens that `check` accepts.
 
         Raises:
             BackendError: If llama.cpp cannot compute it.
@@ -111,8 +131,8 @@ class Embedder:
         if self._memory:
             llama_cpp.llama_memory_clear(self._memory, True)
         if self._in_pieces:
-            # With embeddings, llama.cpp computes logits for each row of a batch: the last token has
-            # a batch of its own.
+            # With embeddings on, llama.cpp computes logits for each row of a batch. So they are on
+            # only for the last token, which has a batch of its own.
             *before, last = tokens
             llama_cpp.llama_set_embeddings(self._handle, False)
             for start in range(0, len(before), self._n_batch):
@@ -127,6 +147,7 @@ class Embedder:
         return unit(np.ctypeslib.as_array(pointer, (self.n_embd,)))
 
     def _decode(self, tokens: Sequence[int]) -> None:
+        """Decode tokens in one batch; raise `BackendError` if llama.cpp fails."""
         rows = (llama_cpp.llama_token * len(tokens))(*tokens)
         decode = llama_cpp.llama_decode if self._memory else llama_cpp.llama_encode
         forget_log()
@@ -152,9 +173,10 @@ def unit(values: Hidden) -> Hidden:
 
 
 def pooling_of(file: Path) -> int | None:
-    """Return how the model of a file pools, as llama.cpp numbers it.
+    """Return llama.cpp's number for the pooling of a model file.
 
-    None if it is not an embedding model.
+    Returns:
+        None if it is not an embedding model, or the file cannot be read.
     """
     with contextlib.suppress(BackendError), GgufMetadata(file) as metadata:
         architecture = metadata.text("general.architecture")

@@ -1,4 +1,4 @@
-"""GGUF files: their metadata and tensors, read by the functions of gguf.h."""
+"""GGUF files: their metadata and tensors, read with the functions of gguf.h."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 #: Types of values in gguf.h.
 _STRING = 8
 _ARRAY = 9
-#: The functions that read numbers of 32 bits, by the type.
+#: The functions of gguf.h that read 32-bit numbers, by the number of their type.
 _NUMBER_READERS: dict[int | None, str] = {
     4: "gguf_get_val_u32",
     5: "gguf_get_val_i32",
     6: "gguf_get_val_f32",
 }
-#: A file's architecture is named in so many of its first bytes.
+#: `architecture_of` searches this many bytes at the beginning of a file.
 _N_SEARCHED_BYTES = 4096
 
 
@@ -37,11 +37,12 @@ _N_SEARCHED_BYTES = 4096
 class GgufTensor:
     """A tensor of a file, without its data. It is valid as long as its `GgufMetadata` is open."""
 
+    #: GGML's pointer to it.
     handle: int
     name: str
-    #: GGML's number of its type.
+    #: GGML's number for its type.
     type: int
-    #: GGML's first dimension first.
+    #: Four dimensions in GGML's order: the length of rows comes first.
     shape: tuple[int, ...]
     n_bytes: int
 
@@ -136,20 +137,26 @@ class GgufMetadata:
 
 @contextlib.contextmanager
 def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
-    """Open all files of a model; return the metadata of the first, and the tensors of all."""
+    """Open all files of a model; yield the metadata of the first one, and the tensors of all.
+
+    Raises:
+        BackendError: If one is not a GGUF file.
+    """
     with ExitStack() as resources:
         parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
         yield parts[0], [tensor for part in parts for tensor in part.tensors()]
 
 
 def architecture_of(path: Path) -> str:
-    """Return the architecture that a file names in its first bytes.
+    """Return the architecture that a file names near its beginning, without parsing the file.
 
     It is empty if the file names none, or cannot be read.
     """
     with contextlib.suppress(OSError, struct.error), path.open("rb") as file:
         _, _, value = file.read(_N_SEARCHED_BYTES).partition(b"general.architecture")
-        kind, length = struct.unpack_from("<IQ", value)
-        if kind == _STRING:
-            return value[12 : 12 + length].decode("utf-8", "replace")
+        # After the key come the type (uint32), the length (uint64), and the text itself.
+        type_number, length = struct.unpack_from("<IQ", value)
+        if type_number == _STRING:
+            start = struct.calcsize("<IQ")
+            return value[start : start + length].decode("utf-8", "replace")
     return ""

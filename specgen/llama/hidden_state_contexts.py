@@ -26,21 +26,22 @@ from specgen.method.hidden_states import HiddenStateBuffer
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden, Logits
 
-#: The most nodes of a tree that are decoded at once.
-_WIDEST = 8
-#: The most rows of EAGLE-3 in one native batch, where llama.cpp computes logits of all rows or of
-#: none.
-_MOST_EAGLE_ROWS = 32
-#: The most rows of an assistant in a batch for each text: drafts are chains, a token at a time.
-_MOST_ASSISTANT_ROWS = 8
-#: llama.cpp's number of rotary embeddings with several positions for each token.
+#: The maximum number of nodes of a tree that are decoded at once.
+_MAX_NODES = 8
+#: The maximum number of rows of EAGLE-3 in one native batch, for which llama.cpp computes logits of
+#: all rows or of none.
+_MAX_EAGLE_ROWS = 32
+#: The maximum number of an assistant's rows in a batch, per text. Drafts are chains, one token at a
+#: time.
+_MAX_ASSISTANT_ROWS = 8
+#: llama.cpp's number for rotary embeddings with several positions per token.
 _MROPE = 8
-#: How many positions these are. The last one is always 0.
+#: The number of these positions. The last one is always 0.
 _N_MROPE_POSITIONS = 4
-#: The architectures whose MTP layers give hidden states only for the rows that want logits.
+#: The architectures whose MTP layers return hidden states only of the rows that want logits.
 _WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
 
-#: Which rows the draft itself gives hidden states of: none, those that want logits, or all.
+#: The rows for which llama.cpp returns the draft's own hidden states.
 StateRows: TypeAlias = Literal["none", "wanted", "all"]
 
 
@@ -48,23 +49,25 @@ StateRows: TypeAlias = Literal["none", "wanted", "all"]
 class DraftContextSize:
     """The size of a context that several texts share."""
 
-    #: The cells of each text.
+    #: The number of cells per text.
     n_ctx: int
+    #: The number of texts.
     n_slots: int = 1
-    #: The sequences of each text.
+    #: The number of sequences per text.
     n_branches: int = 1
-    #: Logits are of so many of the first tokens, which both vocabularies have; None: of all.
+    #: The number of tokens, from the first, that both vocabularies have: only their logits are
+    #: returned. None: all.
     n_shared_tokens: int | None = None
 
 
 class RowLayout(NamedTuple):
-    """What the rows of a context read and give."""
+    """The inputs and outputs of a context's rows."""
 
     #: The number of values that a row reads in addition to its token.
     n_inputs: int = 0
-    #: The most rows that may want logits, for each text.
+    #: The maximum number of rows that may want logits, per text.
     n_outputs: int = 1
-    #: The rows whose hidden states the draft gives.
+    #: The rows for which llama.cpp returns the draft's own hidden states.
     states: StateRows = "wanted"
 
 
@@ -86,14 +89,15 @@ class HiddenStateContext(LlamaBackend):
 
         Args:
             model: The draft.
-            target: The target's context, which from now on hands out what the draft reads; None for
-                MTP layers.
+            target: The target's context, which from now on returns the hidden states that the draft
+                reads; None for MTP layers.
             options: Threads, cache types, and the size of batches.
             size: The size of the context.
             clock: Measures `decode_s`.
         """
+        # 1. Open the native context.
         layout = self._layout(model, size)
-        self._states_of = layout.states
+        self._state_rows = layout.states
         super().__init__(
             model,
             options,
@@ -110,12 +114,17 @@ class HiddenStateContext(LlamaBackend):
         self.hidden_states_by_slot = tuple(HiddenStateBuffer() for _ in range(size.n_slots))
         #: The draft's hidden state after each sequence's last row that wanted logits.
         self._states: dict[int, Hidden] = {}
+
+        # 2. Let the draft, and its target, return hidden states.
         if layout.states != "none":
             only_wanted = layout.states == "wanted"
             llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, only_wanted)
         if target is not None and isinstance(model, TrainedDraftModel):
             target.read_layers(model.layers)
-        #: What the rows of a native batch read in addition to their tokens: float32[n_rows, n].
+
+        # 3. Give the native batch an array for the states that its rows read.
+        #: The values that the rows of a native batch read in addition to their tokens,
+        #: float32[n_rows, n_inputs]: a view of llama.cpp's batch.
         n_rows = max(self.n_batch, self.n_outputs)
         self._inputs = np.empty((n_rows, 0), np.float32)
         if layout.n_inputs:
@@ -124,6 +133,7 @@ class HiddenStateContext(LlamaBackend):
             self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, layout.n_inputs)
 
     def _layout(self, model: Any, size: DraftContextSize) -> RowLayout:
+        """Return the layout of the rows; it is called before the context is opened."""
         raise NotImplementedError
 
     def state(self, sequence: int) -> Hidden:
@@ -131,25 +141,29 @@ class HiddenStateContext(LlamaBackend):
         return self._states[sequence]
 
     def decode_rows(self, batch: Batch) -> Logits:
-        """Decode a batch, in several native ones where llama.cpp needs that."""
+        """Decode a batch, in several native ones where llama.cpp needs that.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_shared_tokens].
+        """
         self._native_batch.check(batch)
         parts = list(self._parts(batch))
-        found: list[Logits] = []
+        logits_of_parts: list[Logits] = []
         for part in parts:
             logits = self._decode_part(part)[:, : self._n_shared_tokens]
             if len(logits) == 0:
                 continue
             if part is not parts[-1]:
-                logits = logits.copy()  # the next part replaces them
-            found.append(logits)
-        if not found:
+                logits = logits.copy()  # the next decode overwrites llama.cpp's memory
+            logits_of_parts.append(logits)
+        if not logits_of_parts:
             return np.empty((0, self.n_vocab), np.float32)
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found)
+        if len(logits_of_parts) == 1:
+            return logits_of_parts[0]  # without a copy
+        return np.concatenate(logits_of_parts)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """Yield the native batches of a batch."""
+        """Yield the native batches into which a batch is split, in the order of its rows."""
         yield batch
 
     def _decode_part(self, batch: Batch) -> Logits:
@@ -157,18 +171,19 @@ class HiddenStateContext(LlamaBackend):
         self._write_inputs(batch)
         logits = super().decode_rows(batch)
         n_wanted = len(logits)
-        if n_wanted and self._states_of != "none":
-            only_wanted = self._states_of == "wanted"
+        if n_wanted and self._state_rows != "none":
+            only_wanted = self._state_rows == "wanted"
             states = self._mtp_states(n_wanted if only_wanted else len(batch))
-            wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
-            for index, row in enumerate(wanted):
+            wanted_rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
+            for index, row in enumerate(wanted_rows):
+                # `states` has either the wanted rows only, or all rows.
                 state = states[index if only_wanted else row].copy()
                 self._states.update(dict.fromkeys(batch.sequences[row], state))
         return logits
 
     def _write_inputs(self, batch: Batch) -> None:
-        """Write what the rows read in addition to their tokens: zeros where a state is None."""
-        if not self._inputs.shape[1]:
+        """Write `Batch.hidden` into the native batch, and zeros where a state is None."""
+        if not self._inputs.shape[1]:  # this draft's rows read no states
             return
         inputs = self._inputs[: len(batch)]
         for row, state in enumerate(batch.hidden or [None] * len(batch)):
@@ -178,9 +193,9 @@ class HiddenStateContext(LlamaBackend):
 class MtpContext(HiddenStateContext):
     """A context of an MTP layer: a cache of that layer, separate from the target's.
 
-    The row of a token reads the state before it: the target's or, for a drafted token, the layer's
-    own. llama.cpp computes one layer at a time, so each has a context. The first layer's opens and
-    closes the others.
+    The row of a token reads the hidden state before it: the target's or, for a drafted token, the
+    layer's own. llama.cpp computes one layer at a time, so each layer has a context. The context of
+    the first layer opens and closes the others.
     """
 
     def __init__(
@@ -192,7 +207,7 @@ class MtpContext(HiddenStateContext):
         *,
         layer: int = 0,
     ) -> None:
-        """Open the context of a layer and, for the first one, those of all layers.
+        """Open the context of a layer; that of layer 0 also opens those of the other layers.
 
         Raises:
             BackendError: If the MTP layers of the model cannot draft.
@@ -216,7 +231,7 @@ class MtpContext(HiddenStateContext):
 
     def _layout(self, model: LlamaModel, size: DraftContextSize) -> RowLayout:
         states: StateRows = "wanted" if model.architecture in _WANTED_ROWS_ONLY else "all"
-        return RowLayout(model.n_embd_out, min(size.n_branches, _WIDEST), states)
+        return RowLayout(model.n_embd_out, min(size.n_branches, _MAX_NODES), states)
 
     def close(self) -> None:
         """Close the contexts of all layers."""
@@ -228,50 +243,55 @@ class MtpContext(HiddenStateContext):
 class EagleContext(HiddenStateContext):
     """A context of an EAGLE-3 draft: a cache of its layer, separate from the target's.
 
-    The state of a row is what the target's layers read, which the draft's encoder turns into one
-    hidden state, or, for a drafted token, the draft's own hidden state.
+    A row reads one hidden state. For a token of the text, the draft's encoder makes it from the
+    inputs of some of the target's layers; for a drafted token it is the draft's own.
     """
 
     def _layout(self, model: EagleModel, size: DraftContextSize) -> RowLayout:
-        n_each = -(-_MOST_EAGLE_ROWS // size.n_slots)  # rounded up
-        return RowLayout(model.n_embd, n_outputs=max(n_each, min(size.n_branches, _WIDEST)))
+        rows_per_slot = -(-_MAX_EAGLE_ROWS // size.n_slots)  # rounded up
+        n_outputs = max(rows_per_slot, min(size.n_branches, _MAX_NODES))
+        return RowLayout(model.n_embd, n_outputs)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """Yield rows without logits together, and those from the first one with logits in parts.
+        """Yield the first rows, which want no logits, as one part, and the others in small parts.
 
-        llama.cpp computes logits of all rows of a native batch or of none. So a part with logits
-        may as well begin with some rows that want none.
+        llama.cpp computes logits of all rows of a native batch or of none, so a part with logits
+        has at most `_MAX_EAGLE_ROWS`. A batch that is no longer than that is a single part.
         """
-        n_silent = len(batch)
+        n_without_logits = len(batch)
         if any(batch.wants_logits):
-            n_silent = batch.wants_logits.index(True)
-            n_silent = min(n_silent, max(0, len(batch) - _MOST_EAGLE_ROWS))
-        if n_silent:
-            yield batch.part(0, n_silent)
-        for start in range(n_silent, len(batch), _MOST_EAGLE_ROWS):
-            yield batch.part(start, start + _MOST_EAGLE_ROWS)
+            n_before_first = batch.wants_logits.index(True)
+            n_without_logits = min(n_before_first, max(0, len(batch) - _MAX_EAGLE_ROWS))
+        if n_without_logits:
+            yield batch.part(0, n_without_logits)
+        for start in range(n_without_logits, len(batch), _MAX_EAGLE_ROWS):
+            yield batch.part(start, start + _MAX_EAGLE_ROWS)
 
     def _decode_part(self, batch: Batch) -> Logits:
         """Encode states of the target, decode the rows, and return the logits of wanted rows."""
         self._encode(batch)
-        wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
-        if wanted:
-            batch.wants_logits = [True] * len(batch)
+        wanted_rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
+        if wanted_rows:
+            batch.wants_logits = [True] * len(batch)  # see `_parts`
         logits = super()._decode_part(batch)
-        if wanted and wanted[0] == len(batch) - len(wanted):
-            return logits[wanted[0] :]  # usually: the last rows, of which nothing is copied
-        return logits[wanted]
+        if wanted_rows and wanted_rows[0] == len(batch) - len(wanted_rows):
+            return logits[wanted_rows[0] :]  # usually they are the last rows: a view is enough
+        return logits[wanted_rows]
 
     def _encode(self, batch: Batch) -> None:
-        """Replace what the target's layers read, float32[n_read], by one state, float32[n_embd]."""
+        """Replace the inputs of the target's layers in `batch.hidden` with encoded states.
+
+        The inputs of all layers together are longer, float32[n_read], than a state,
+        float32[n_embd]. States of drafted tokens have that length already and stay.
+        """
         encode = partial(self.model.call, llama_cpp.llama_encode)
         rows = [
             row
             for row, state in enumerate(batch.hidden)
             if state is not None and len(state) != self.model.n_embd
         ]
-        for start in range(0, len(rows), _MOST_EAGLE_ROWS):
-            part = rows[start : start + _MOST_EAGLE_ROWS]
+        for start in range(0, len(rows), _MAX_EAGLE_ROWS):
+            part = rows[start : start + _MAX_EAGLE_ROWS]
             n = len(part)
             read = np.stack([np.asarray(batch.hidden[row], np.float32) for row in part])
             native = llama_cpp.llama_batch(n_tokens=n, embd=_floats_pointer(read))
@@ -284,10 +304,13 @@ class EagleContext(HiddenStateContext):
 class DflashContext(HiddenStateContext):
     """A context of a DFlash or DSpark draft: a cache of the text, separate from the target's.
 
-    A block, that is, the last token and masks, is predicted in one decode. The rows of a block have
-    no states (`Batch.hidden`), and all want logits. Rows of the text have states of the target, of
-    which keys and values are made, and give no logits. (DSpark adds a bias to each prediction, by
-    the likeliest token before it.)
+    A block is the last token of the text, followed by masks. One decode predicts all of its tokens.
+    A batch has two kinds of rows:
+
+    - Rows of the text have states of the target (`Batch.hidden`), from which keys and values are
+      computed, and no logits.
+    - Rows of a block have no states, and all of them want logits. (With DSpark, a prediction also
+      depends on the likeliest token before it.)
     """
 
     def __init__(
@@ -310,7 +333,7 @@ class DflashContext(HiddenStateContext):
         return RowLayout(n_outputs=model.n_most + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """Yield rows of the text and blocks apart; for DSpark each sequence's block alone."""
+        """Yield rows of the text and rows of blocks apart; for DSpark each block alone."""
         start = 0
         states = batch.hidden or [None] * len(batch)
         rows = zip(states, batch.sequences, strict=True)
@@ -320,7 +343,7 @@ class DflashContext(HiddenStateContext):
             start = end
 
     def _part_key(self, row: tuple[Hidden | None, tuple[int, ...]]) -> object:
-        """Return what the rows of a native batch have in common."""
+        """Return a key that neighbouring rows share if they may be in one native batch."""
         hidden, sequences = row
         is_text = hidden is not None
         if self.draft.is_chained and not is_text:
@@ -328,14 +351,17 @@ class DflashContext(HiddenStateContext):
         return is_text
 
     def _decode_part(self, batch: Batch) -> Logits:
-        """Decode a block, or read the target's states of a part of the text."""
+        """Decode rows of blocks, or let the draft read the target's states of rows of the text."""
         states = [state for state in batch.hidden if state is not None]
-        if not states:
+        if not states:  # `_parts` never mixes the two kinds of rows
             return super()._decode_part(batch)
+
+        # 1. Fill a native batch that has states in place of tokens.
         self._native_batch.fill(batch)
         rows = self._native_batch.native
         read = np.stack(states)
-        # Where each token has several positions, all but the last are that in the text.
+        # If tokens have several positions, llama.cpp reads the first position of each token, then
+        # the second of each token, and so on. All but the last (0) are the position in the text.
         n_filled = min(self._n_positions, _N_MROPE_POSITIONS - 1)
         positions: Any = (ctypes.c_int32 * (len(batch) * self._n_positions))()
         positions[: len(batch) * n_filled] = batch.positions * n_filled
@@ -355,8 +381,8 @@ class DflashContext(HiddenStateContext):
 class AssistantContext(HiddenStateContext):
     """A context of a Gemma 4 assistant, which reads the cells of its target's context.
 
-    It adds none. Each row has a token, the state before it, the target's or its own, and the
-    position after the target's last token.
+    The assistant writes no cells of its own. Each row has a token, the hidden state before it (the
+    target's or, for a drafted token, its own), and the position after the target's last token.
     """
 
     def __init__(
@@ -367,21 +393,21 @@ class AssistantContext(HiddenStateContext):
         size: DraftContextSize,
         clock: Callable[[], float],
     ) -> None:
-        """Open a context with the cells and sequences of the target's."""
+        """Open a context with the same cells and sequences as the target's."""
         size = replace(
             size,
             n_ctx=target.n_ctx // size.n_slots,
             n_branches=target.n_sequences // size.n_slots,
         )
-        options = replace(options, n_batch=_MOST_ASSISTANT_ROWS * size.n_slots)
+        options = replace(options, n_batch=_MAX_ASSISTANT_ROWS * size.n_slots)
         super().__init__(model, target, options, size, clock)
         compute_frequent_tokens(self)
 
     def _layout(self, model: AssistantModel, _size: DraftContextSize) -> RowLayout:
-        return RowLayout(model.n_embd_out, _MOST_ASSISTANT_ROWS)
+        return RowLayout(model.n_embd_out, _MAX_ASSISTANT_ROWS)
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch, of which the sequences keep nothing."""
+        """Decode a batch. The texts of the sequences stay empty, since there are no cells."""
         return self.decode_rows(batch)
 
 

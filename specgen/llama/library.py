@@ -1,4 +1,4 @@
-"""The native library: llama-cpp-python, or what a wheel of specgen carries of it.
+"""The native library: llama-cpp-python, or the part of it in a wheel of specgen.
 
 It is loaded here, and other modules import `llama_cpp` from here. This module also keeps
 llama.cpp's log for error messages, finds functions that llama-cpp-python does not declare, and
@@ -24,8 +24,8 @@ from specgen.system.llama_build import BUNDLE, REBUILD, Build, Device, uses_bund
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-# A thread of GCC's OpenMP spins for 7 ms before it sleeps, on a core that the thread it waits for
-# may need. The spins of other processors are much shorter.
+# A waiting thread of GCC's OpenMP spins for 7 ms on x86 before it sleeps, and may occupy the core
+# that the thread it waits for needs. On other processors it spins for a much shorter time.
 if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 try:
@@ -53,7 +53,7 @@ LogSink: TypeAlias = Callable[[str], None]
 
 #: The last lines of llama.cpp's log, which explain errors.
 _log_lines: collections.deque[str] = collections.deque(maxlen=200)
-#: Where the log is shown: the last of them, if there are any.
+#: A stack of sinks: the last one receives the log. If it is empty, the log is not shown.
 _log_sinks: list[LogSink] = []
 
 
@@ -70,7 +70,7 @@ llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
 
 @contextlib.contextmanager
 def logging_to(sink: LogSink) -> Iterator[None]:
-    """Pass llama.cpp's log to `sink`, piece by piece. Outside of this context, it is not shown."""
+    """Pass llama.cpp's log in the block to `sink`, piece by piece. Elsewhere it is not shown."""
     _log_sinks.append(sink)
     try:
         yield
@@ -93,7 +93,7 @@ def last_error() -> str:
     """Return the error that llama.cpp logged since `forget_log`, as one line."""
     lines = "".join(_log_lines).splitlines()
     for line in lines:
-        # The first one gives the cause, those after it only pass it on.
+        # The first error is the cause; those after it are its consequences.
         if "error" in line.lower() or "failed" in line.lower():
             return line.strip()
     return lines[-1].strip() if lines else "no reason was logged"
@@ -104,12 +104,15 @@ def last_error() -> str:
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the GGML libraries, with the types of its result and arguments.
+    """Return a function of the GGML libraries.
 
-    Of several copies in a wheel, the one to which llama.cpp is linked has the devices.
+    Args:
+        name: The name of the function.
+        result: The ctypes type of its result.
+        *arguments: The ctypes types of its arguments.
 
     Raises:
-        BackendError: If the libraries do not have it.
+        BackendError: If no library has it.
     """
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
@@ -123,7 +126,8 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
 def _ggml_libraries() -> Iterator[Any]:
     """Yield llama.cpp's library, then those of GGML.
 
-    llama.cpp's mostly finds the symbols of the libraries that it is linked to, too.
+    On most systems a look-up in llama.cpp's library also searches the GGML libraries to which it is
+    linked. These are the right ones if a wheel contains several copies: they have the devices.
     """
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001
     extensions = importlib.import_module(f"{llama_cpp.__name__}._ctypes_extensions")
@@ -152,7 +156,7 @@ def native_folder() -> Path:
 
 
 def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
-    """Let a context hand out what a layer reads.
+    """Let a context keep the input of a layer, for `layer_input`; or not any more.
 
     llama.cpp ends the process unless the architecture is in `paired_drafts.HOOKED`.
     """
@@ -161,7 +165,7 @@ def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
 
 
 def layer_input(context: Any, layer: int) -> Any:
-    """Return a pointer to what a layer read in the last decode: float[n_rows, n_embd]."""
+    """Return a pointer to the input of a layer in the last decode: float[n_rows, n_embd]."""
     values = ctypes.POINTER(ctypes.c_float)
     get = _layer_input_function("get", values, "P13llama_contextj", ctypes.c_uint32)
     return get(context, layer)
@@ -174,7 +178,17 @@ def _layer_input_function(
     mangled_types: str,
     *arguments: Any,
 ) -> Any:
-    """Return a function of llama.cpp's llama-ext.h, which is exported under its C++ name."""
+    """Return a function of llama.cpp's llama-ext.h, which is exported under its C++ name.
+
+    Args:
+        verb: "set" or "get".
+        result: The type of the result.
+        mangled_types: The types of the arguments, as GCC and Clang mangle them.
+        *arguments: The types of the arguments after the context.
+
+    Raises:
+        BackendError: If the library does not have it.
+    """
     name = f"llama_{verb}_embeddings_layer_inp"
     windows_names = {
         "set": f"?{name}@@YAXPEAUllama_context@@I_N@Z",
@@ -192,19 +206,29 @@ def procedure(
     result: Any,
     *arguments: Any,
 ) -> Any:
-    """Return a function of a backend, which may be a library of its own; None if it has none."""
+    """Return a function of a backend, which may be in a separate library.
+
+    Args:
+        registry: GGML's pointer to the backend.
+        name: The name of the function.
+        result: The ctypes type of its result.
+        *arguments: The ctypes types of its arguments.
+
+    Returns:
+        None if the backend has no function of this name.
+    """
     address = native.ggml_backend_reg_get_proc_address(registry, name)
     return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
 
 
 def _load_backends() -> None:
-    """Load backends that are libraries of their own, or the one of `GGML_BACKEND_PATH`.
+    """Load backends that are in separate libraries, among them the one of `GGML_BACKEND_PATH`.
 
     Raises:
-        BackendError: If that one cannot be loaded.
+        BackendError: If all other backends are built in, and that one cannot be loaded.
     """
     path = os.environ.get("GGML_BACKEND_PATH")
-    if not native.ggml_backend_reg_count():
+    if not native.ggml_backend_reg_count():  # a build whose backends are separate libraries
         native.ggml_backend_load_all_from_path(os.fsencode(native_folder()))
     elif path and not native.ggml_backend_load(os.fsencode(path)):
         raise BackendError(f"{path} (GGML_BACKEND_PATH) cannot be loaded: {last_error()}")

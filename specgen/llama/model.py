@@ -24,7 +24,7 @@ from specgen.system.files import version_of
 class CacheTypeInfo(NamedTuple):
     """A type of values in a KV cache."""
 
-    #: GGML's number of it.
+    #: GGML's number for it.
     number: int
     bytes_per_value: float
 
@@ -40,7 +40,7 @@ CACHE_TYPES: dict[CacheType, CacheTypeInfo] = {
     "iq4_nl": CacheTypeInfo(20, 18 / 32),
     "bf16": CacheTypeInfo(30, 2.0),
 }
-#: Architectures for which llama.cpp computes a batch of several sequences wrong.
+#: Architectures for which llama.cpp computes wrong results in a batch of several sequences.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of encoders, which make embeddings.
 _ENCODERS = frozenset(
@@ -49,7 +49,7 @@ _ENCODERS = frozenset(
         *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
     )
 )
-#: llama.cpp's numbers of how hidden states are pooled: LLAMA_POOLING_TYPE_...
+#: llama.cpp's numbers for the pooling of hidden states: LLAMA_POOLING_TYPE_...
 _MEAN = 1
 _CLS = 2
 _LAST = 3
@@ -57,15 +57,15 @@ _RANK = 4
 _EMBEDDING_MODEL = "an embedding model"
 #: llama.cpp's LLAMA_ROPE_TYPE_NONE.
 _NO_ROTATION = -1
-#: Why rows of models of an architecture depend on their batch, with any kernels.
+#: Architectures that are not batch-invariant with any kernels, and why.
 _ROW_EXCEPTIONS = {
     "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
     "(SCALE of q_decay_exp)",
     "chameleon": "llama.cpp excludes the tokens of images only in the first row of a batch "
     "(SET of result_output)",
 }
-#: GGML's numbers of types without a packed form that llama.cpp multiplies differently from 8 rows
-#: on.
+#: GGML's numbers for weight types that specgen's kernels do not pack, and that llama.cpp multiplies
+#: in another order from 8 rows on.
 _TILED_TYPES = frozenset({16, 17, 18, 19, 21, 22, 29})
 
 
@@ -85,18 +85,20 @@ class LlamaModel:
         """Load a model.
 
         Args:
-            path: The file that was asked for.
-            weights: A copy of that file, which is loaded in its place.
-            n_gpu_layers: The layers on the GPU; -1: all.
-            vocabulary_only: Load no weights: no context can be made, and sizes are not known.
-            workers: The workers that have its layers; None: this machine has them.
-            mtp: Load its MTP layers, too.
+            path: The file that the user named.
+            weights: A copy of that file to load in its place.
+            n_gpu_layers: The number of layers on the GPU; -1: all.
+            vocabulary_only: Whether to load no weights. Then no context can be opened, and sizes
+                are unknown.
+            workers: The workers that compute its layers; None: this machine.
+            mtp: Whether to load its MTP layers, too.
 
         Raises:
             ModelFileError: If the file is not a usable model.
             MemoryLimitError: If it does not fit into memory.
             WorkerLostError: If a worker is lost.
         """
+        # 1. Check the file.
         self.path = path
         #: The file that is loaded.
         self.file = path if weights is None else weights
@@ -109,10 +111,12 @@ class LlamaModel:
                 self.why_no_mtp = "its MTP layers cannot draft while workers (--rpc) compute it"
         #: The size and the time of each of its files now: they may be replaced while it is in use.
         self.versions = [version_of(part)[1:] for part in parts_of(self.file)]
-        #: A chat template that replaces those of the file.
+        #: A chat template that replaces those of the file; None: there is none.
         self.own_template: str | None = None
-        #: Whether it is closed: its contexts decode nothing more.
+        #: Whether `close` was called. Its contexts then refuse to decode.
         self.is_closed = False
+
+        # 2. Load it, and read its properties.
         self.loaded = lease_weights(
             self.file,
             n_gpu_layers,
@@ -127,18 +131,19 @@ class LlamaModel:
         #: The length of a hidden state that MTP layers read and write, and of an embedding.
         self.n_embd_out = int(llama_cpp.llama_model_n_embd_out(handle))
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(handle))
-        #: The number of tokens that layers with a sliding window see; 0: there are none.
+        #: The size of the sliding window in tokens; 0: no layer has one.
         self.n_window = int(llama_cpp.llama_model_n_swa(handle))
-        #: Whether it has a state that every token changes, alone or, in hybrid models, in addition
-        #: to a cache of cells.
+        #: Whether it has recurrent states, which every token changes. (Hybrid models also have
+        #: cells.)
         self.has_recurrent_state = bool(
             llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
         )
-        #: What computes: `WORKERS`, or kernels as `computing` names them, with llama.cpp for layers
-        #: on a GPU.
+        #: What computes the model: `WORKERS`, or the result of `_describe_kernels`.
         self.kernels = WORKERS
         if workers is None:
-            self.kernels = self._computing_with(0 if vocabulary_only else n_gpu_layers)
+            self.kernels = self._describe_kernels(0 if vocabulary_only else n_gpu_layers)
+
+        # 3. Check that it is a model of the right kind.
         try:
             self._check_usable()
         except ModelFileError:
@@ -179,7 +184,7 @@ class LlamaModel:
 
     @property
     def pooling(self) -> int | None:
-        """How an embedding model pools hidden states, as llama.cpp numbers it; None for others."""
+        """llama.cpp's number for the pooling of an embedding model; None for other models."""
         return pooling_in(self.architecture, self.number("pooling_type"))
 
     @property
@@ -189,7 +194,12 @@ class LlamaModel:
         return self.loaded.vocabulary
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """Return the chat template (Jinja), or the one with a name: some have one for tools."""
+        """Return a chat template (Jinja); None if the model does not have it.
+
+        Args:
+            name: The name of the template; None: the default one. Some models have another one for
+                tools.
+        """
         if self.own_template is not None:
             return self.own_template
         key = None if name is None else name.encode()
@@ -200,7 +210,10 @@ class LlamaModel:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether the model is batch-invariant, also after a prompt in pieces of any size."""
+        """Whether the model is batch-invariant, even if a prompt is decoded in pieces of any size.
+
+        See `row_exception` for models that are not.
+        """
         return self.has_kernels and not self.row_exception
 
     @property
@@ -211,8 +224,8 @@ class LlamaModel:
         kernels = attached()
         return kernels is None or not kernels.lacks_attention
 
-    def _computing_with(self, n_gpu_layers: int) -> str:
-        """Say what computes the layers on this machine."""
+    def _describe_kernels(self, n_gpu_layers: int) -> str:
+        """Return the kernels on the CPU, as `computing` names them, and llama.cpp on a GPU."""
         on_cpu = self.loaded.key.kernels
         if n_gpu_layers == 0 or not has_gpu():
             return on_cpu
@@ -223,11 +236,11 @@ class LlamaModel:
 
     @cached_property
     def row_exception(self) -> str:
-        """Why rows depend on their batch with any kernels, and in which operator; else empty."""
+        """Why the model is not batch-invariant with any kernels, with the operator; else empty."""
         if self.architecture in _ROW_EXCEPTIONS:
             return _ROW_EXCEPTIONS[self.architecture]
         with opened_parts(self.file) as (_, tensors):
-            # Rows of the embeddings are only copied.
+            # The embeddings do not count: their rows are copied, and not multiplied.
             types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
         tiled = [native.ggml_type_name(number).decode() for number in types & _TILED_TYPES]
         if not tiled:
@@ -239,12 +252,15 @@ class LlamaModel:
 
     @property
     def is_remote(self) -> bool:
-        """Whether workers have its layers."""
+        """Whether workers compute its layers."""
         return self.loaded.remote is not None
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes a native call, which may have to wait for workers."""
+        """A function that makes a native call, which may have to wait for workers.
+
+        It takes the native function and its arguments.
+        """
         return self.loaded.call
 
     @property
@@ -269,7 +285,7 @@ class LlamaModel:
         )
 
     def check_parallel(self, n_answers: int) -> None:
-        """Raise `UsageError` if the model cannot generate so many answers at once."""
+        """Raise `UsageError` if the model cannot generate `n_answers` answers at once."""
         why = self.why_one_sequence
         if n_answers > 1 and why is not None:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
@@ -279,26 +295,26 @@ class LlamaModel:
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
         """Estimate the size of the KV cache for a context of `n_ctx` tokens.
 
-        llama.cpp describes only the first layer, so all are taken to be like it. This is too small
-        for hybrid models that begin with a recurrent layer.
+        llama.cpp describes only the first layer, so all layers are assumed to be like it. The
+        estimate is too low for hybrid models that begin with a recurrent layer.
         """
         n_heads = int(llama_cpp.llama_model_n_head(self.handle))
         n_kv_heads = int(llama_cpp.llama_model_n_head_kv(self.handle))
         head_size = self.n_embd // max(1, n_heads)
-        size_k = self.number("attention.key_length") or head_size
-        size_v = self.number("attention.value_length") or head_size
-        bytes_k = size_k * CACHE_TYPES[type_k].bytes_per_value
-        bytes_v = size_v * CACHE_TYPES[type_v].bytes_per_value
-        return int(n_ctx * self.n_layer * n_kv_heads * (bytes_k + bytes_v))
+        key_size = self.number("attention.key_length") or head_size
+        value_size = self.number("attention.value_length") or head_size
+        key_bytes = key_size * CACHE_TYPES[type_k].bytes_per_value
+        value_bytes = value_size * CACHE_TYPES[type_v].bytes_per_value
+        return int(n_ctx * self.n_layer * n_kv_heads * (key_bytes + value_bytes))
 
     def state_bytes(self) -> int:
-        """Estimate the size of the recurrent state of a sequence."""
+        """Estimate the size of the recurrent state of a sequence; 0 if the model has none."""
         if not self.has_recurrent_state:
             return 0
         n_layers = self.n_layer
         interval = self.number("full_attention_interval")
         if interval:
-            n_layers -= n_layers // interval
+            n_layers -= n_layers // interval  # every `interval`-th layer has attention instead
         # State-space models (Mamba): the state, and the last inputs of the convolution.
         inner_size = self.number("ssm.inner_size")
         state_size = self.number("ssm.state_size")
@@ -309,12 +325,12 @@ class LlamaModel:
         n_values += max(0, self.number("shortconv.l_cache") - 1) * self.n_embd
         # RWKV: a matrix for each head.
         n_values += self.number("wkv.head_size") * self.n_embd
-        return 4 * n_layers * n_values
+        return 4 * n_layers * n_values  # float32
 
     # --- opening and closing
 
     def close(self) -> None:
-        """Close the model, and free the weights if nothing else uses them. May be called twice."""
+        """Close the model, and free the weights after their last user. It may be called twice."""
         if not self.is_closed:
             self.is_closed = True
             self.loaded.release()
@@ -322,8 +338,8 @@ class LlamaModel:
     def _check_usable(self) -> None:
         """Raise `ModelFileError` if the model cannot generate text, or would hang llama.cpp."""
         architecture = self.architecture
-        rotated = self.metadata(f"{architecture}.rope.dimension_count")
-        if rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:
+        n_rotated = self.metadata(f"{architecture}.rope.dimension_count")
+        if n_rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:
             # llama.cpp would never finish its first batch.
             raise ModelFileError(f"{self.path}: damaged: {architecture}.rope.dimension_count is 0")
         if self.number("nextn_predict_layers") and holds_mtp_only(self.file):
@@ -331,20 +347,21 @@ class LlamaModel:
                 f"{self.path}: MTP layers, and not the model that they belong to",
                 "give them as --draft, and their model as -m",
             )
-        what = self._other_kind()
-        if what:
+        other_kind = self._other_kind()
+        if other_kind:
             hint = "use a model that generates text"
-            if self.pooling is not None and what == _EMBEDDING_MODEL:
+            if self.pooling is not None and other_kind == _EMBEDDING_MODEL:
                 hint += f"; `specgen serve -m {self.path}` answers /v1/embeddings with this one"
             raise ModelFileError(
-                f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
+                f"{self.path}: {other_kind} ({architecture}); specgen generates text, "
+                "token by token",
                 hint,
             )
         if self.vocabulary.kind == 0:
             raise ModelFileError(f"{self.path}: the model has no vocabulary")
 
     def _other_kind(self) -> str:
-        """Say what a model is that does not generate text; empty if it does."""
+        """Return the kind of a model that does not generate text; empty if it does."""
         if llama_cpp.llama_model_has_encoder(self.handle):
             return "an encoder-decoder or encoder-only model"
         if llama_cpp.llama_model_is_diffusion(self.handle):
@@ -360,14 +377,18 @@ class LlamaModel:
 
 
 def pooling_in(architecture: str, pooling: int) -> int | None:
-    """Return how an embedding model of an architecture pools; None if it is not an embedding model.
+    """Return llama.cpp's number for the pooling of an embedding model.
 
     Args:
         architecture: The architecture.
-        pooling: llama.cpp's number of the pooling in the file; 0 if the file has none.
+        pooling: llama.cpp's number for the pooling in the file; 0 if the file has none.
+
+    Returns:
+        None if it is not an embedding model.
     """
     if pooling in (_MEAN, _CLS, _LAST):
         return pooling
+    # Files of some encoders do not name a pooling. (Rerankers are not embedding models.)
     if architecture in _ENCODERS and pooling != _RANK:
         return _MEAN
     return None

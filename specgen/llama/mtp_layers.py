@@ -1,8 +1,8 @@
 """Multi-token prediction (MTP) layers: which files have them, and which of them can draft.
 
-They follow the last layer of a model, and were trained with it: from a token and the model's hidden
+They follow the last layer of a model and were trained with it. From a token and the model's hidden
 state before it, they predict the next token (DeepSeek-V3, arXiv:2412.19437, section 2.2). GGUF
-files call them NextN. Some makers put them into a file of their own (`mtp-*.gguf`), with copies of
+files call them NextN. Some publishers put them into a separate file (`mtp-*.gguf`), with copies of
 the embeddings and the output matrix.
 """
 
@@ -18,7 +18,7 @@ from specgen.errors import BackendError
 from specgen.llama.gguf_file import opened_parts
 from specgen.system.files import version_of
 
-#: The architectures whose MTP layers llama.cpp computes.
+#: The architectures for which llama.cpp can compute MTP layers.
 _MTP_ARCHITECTURES = frozenset(
     (
         *("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa"),
@@ -26,14 +26,14 @@ _MTP_ARCHITECTURES = frozenset(
         "step35",
     )
 )
-#: Those with more than one MTP layer: each drafts one token.
+#: The architectures for which it can compute several MTP layers, each of which drafts one token.
 _SEVERAL_LAYERS = frozenset({"hy_v3", "mimo2", "step35"})
-#: How the names of files with MTP layers alone begin.
+#: The prefix of the names of most files that have only MTP layers.
 _PREFIX = "mtp-"
-#: In files with other names, the number of MTP layers is within so many of the first bytes.
+#: In files with other names, the key of the number of MTP layers is within this many bytes.
 _N_SEARCHED_BYTES = 2**16
 _N_LAYERS_KEY = b".nextn_predict_layers"
-#: A tensor that all files with the layers of the model itself have.
+#: A tensor of every file that has the layers of the model itself.
 _FIRST_OF_MODEL = "blk.0.attn_norm.weight"
 
 
@@ -41,7 +41,7 @@ class _LayerInfo(NamedTuple):
     """A file's metadata about layers."""
 
     architecture: str
-    #: The number of layers, with MTP layers.
+    #: The number of layers, including MTP layers.
     n_layers: int
     n_mtp: int
     n_embd: int
@@ -54,12 +54,12 @@ class _LayerInfo(NamedTuple):
 
     @property
     def shape(self) -> tuple[str, int, int]:
-        """What a model and MTP layers for it have in common."""
+        """Properties that a model and MTP layers for it share."""
         return self.architecture, self.n_embd, self.n_layers - self.n_mtp
 
 
 def _layers_of(path: Path) -> _LayerInfo:
-    """Read a file's metadata, once until it changes (about 40 ms).
+    """Return a file's metadata. Reading takes about 40 ms, so they are cached until it changes.
 
     Raises:
         OSError: If the file cannot be read.
@@ -70,6 +70,7 @@ def _layers_of(path: Path) -> _LayerInfo:
 
 @lru_cache(maxsize=8)
 def _read_layers(path: Path, _version: tuple[int, int, int]) -> _LayerInfo:
+    """Read a file's metadata; the version makes `lru_cache` forget those of a changed file."""
     with opened_parts(path) as (metadata, tensors):
         architecture = metadata.text("general.architecture")
         return _LayerInfo(
@@ -87,40 +88,40 @@ def holds_mtp_only(path: Path) -> bool:
         with path.open("rb") as file:
             beginning = file.read(_N_SEARCHED_BYTES)
         if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in beginning:
-            return False
+            return False  # the usual case, without reading all metadata
         layers = _layers_of(path)
         return layers.has_mtp_tensors and _FIRST_OF_MODEL not in layers.tensors
     return False
 
 
 def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
-    """Return what MTP layers can draft for a target.
+    """Find MTP layers that can draft for a target.
 
     Returns:
-        "mtp" if the target has usable MTP layers itself. Otherwise a file in the same folder that
-        fits, the one with the most similar name; None if there is none.
+        "mtp" if the target's file has usable MTP layers. Otherwise a file in the same folder with
+        MTP layers for this model: of several, the one whose name shares the longest prefix with
+        the target's. None if there is none.
     """
     if not why_no_mtp(target):
         return "mtp"
-    shape = None
+    target_shape = None
     with contextlib.suppress(OSError, BackendError):
-        shape = _layers_of(target).shape
-    files = sorted(target.parent.glob(f"{_PREFIX}*.gguf"))
-    fitting = [
-        path
-        for path in files
-        if path.name != target.name and holds_mtp_only(path) and _layers_of(path).shape == shape
-    ]
+        target_shape = _layers_of(target).shape
+    fitting_files: list[Path] = []
+    for path in sorted(target.parent.glob(f"{_PREFIX}*.gguf")):
+        is_candidate = path.name != target.name and holds_mtp_only(path)
+        if is_candidate and _layers_of(path).shape == target_shape:
+            fitting_files.append(path)
 
-    def n_equal_characters(path: Path) -> int:
+    def common_prefix_length(path: Path) -> int:
         pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
-    return max(fitting, key=n_equal_characters, default=None)
+    return max(fitting_files, key=common_prefix_length, default=None)
 
 
 def why_no_mtp(path: Path) -> str:
-    """Return why a file's MTP layers cannot draft for its own model; empty if they can."""
+    """Return why a file's MTP layers cannot draft for the model in it; empty if they can."""
     try:
         layers = _layers_of(path)
     except (OSError, BackendError):

@@ -24,10 +24,10 @@ class NativeBatch:
         """Allocate the arrays.
 
         Args:
-            n_rows: The most rows of a batch.
-            n_sequences: The sequences of the context, without guards.
-            n_outputs: The most rows of a batch that may want logits.
-            cache: Knows the guards, which own the cells of their sequences, too.
+            n_rows: The maximum number of rows of a batch.
+            n_sequences: The number of sequences of the context, without guards.
+            n_outputs: The maximum number of rows of a batch that may want logits.
+            cache: Knows the guards of sequences, to which new cells also belong.
         """
         self._n_outputs = n_outputs
         self._with_guards = cache.with_guards
@@ -36,10 +36,11 @@ class NativeBatch:
         self._positions: Any = (ctypes.c_int32 * n_rows)()
         self._wants_logits: Any = (ctypes.c_int8 * n_rows)()
         self._n_sequences = (ctypes.c_int32 * n_rows)()
-        n_most = len(cache.with_guards(tuple(range(n_sequences))))
-        self._sequences: list[Any] = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
-        #: The sequences that each row of `_sequences` was filled with. Mostly the next batch has
-        #: the same, and nothing is written.
+        n_max = len(cache.with_guards(tuple(range(n_sequences))))
+        #: The sequences of each row, guards included.
+        self._sequences: list[Any] = [(ctypes.c_int32 * n_max)() for _ in range(n_rows)]
+        #: The sequences that were last written to each row of `_sequences`. Mostly the next batch
+        #: has the same, and nothing is written.
         self._written: list[tuple[int, ...]] = [()] * n_rows
         int32_pointer = ctypes.POINTER(ctypes.c_int32)
         self._sequence_pointers = (int32_pointer * n_rows)(
@@ -57,10 +58,13 @@ class NativeBatch:
         )
 
     def check(self, batch: Batch) -> int:
-        """Return how many rows want logits.
+        """Check the size of a batch.
+
+        Returns:
+            The number of rows that want logits.
 
         Raises:
-            BackendError: If there are too many rows, or none, or too many that want logits.
+            BackendError: If there are no rows, too many, or too many that want logits.
         """
         n = len(batch.tokens)
         n_wanted = sum(batch.wants_logits)
@@ -73,7 +77,11 @@ class NativeBatch:
         return n_wanted
 
     def fill(self, batch: Batch) -> int:
-        """Write a batch into the arrays, after `check`, whose result it returns."""
+        """Write a batch into the arrays, and return the number of rows that want logits.
+
+        Raises:
+            BackendError: As `check` does.
+        """
         n_wanted = self.check(batch)
         n = len(batch.tokens)
         self._tokens[:n] = batch.tokens

@@ -1,4 +1,4 @@
-"""Opening a native context: its sizes, and the check that it fits into memory."""
+"""Open a native context, after checking that it fits into memory."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: The memory that a context needs in addition to its cache: graph, scratch memory, and the
 #: activations of one batch.
 CONTEXT_OVERHEAD_BYTES = 100 * 2**20
-#: Architectures with snapshots whose graphs cannot hold any number of them.
+#: Architectures with snapshots whose graphs have room for only a few (see `_max_snapshots`).
 _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
-#: More snapshots than anyone asks for.
+#: More snapshots than any context asks for.
 _UNLIMITED_SNAPSHOTS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """The sizes of a context, in tokens and rows, and what it is for."""
+    """The sizes of a context, in tokens and rows, and its purpose."""
 
+    #: The number of cells, one per token.
     n_ctx: int
-    #: The most rows of a batch.
+    #: The maximum number of rows of a batch.
     n_rows: int
-    #: The most rows of a batch that may want logits.
+    #: The maximum number of rows of a batch that may want logits.
     n_outputs: int
-    #: All sequences, without copies of states and guards.
+    #: The number of sequences, without those for copies of states and for guards.
     n_sequences: int
-    #: How many of the sequences each text has: its own, then those of its branches.
+    #: The number of sequences per text: its own, then those of its branches.
     n_branches: int = 1
     #: Whether it is for the model's MTP layers only.
     is_mtp: bool = False
-    #: llama.cpp's number of how the hidden states of a text become one embedding; None: the context
-    #: computes logits only.
+    #: llama.cpp's number for how the hidden states of a text become one embedding; None: the
+    #: context computes only logits.
     pooling: int | None = None
-    #: A native callback that sees the computed tensors.
+    #: A native callback that receives the computed tensors.
     on_tensor: Any = None
-    #: The native context of a target that a draft shares matrices or cells with.
+    #: The native context of the target, if a draft shares its matrices or cells.
     other: Any = None
 
 
@@ -52,17 +53,17 @@ class OpenContext(NamedTuple):
 
     #: llama.cpp's pointer.
     handle: Any
-    #: How many rows the snapshots of recurrent states go back; 0: there are none.
+    #: The number of rows that the snapshots of recurrent states go back; 0: there are none.
     n_snapshots: int
     #: The guard of each sequence that has one (see `KvCache`).
     guards: dict[int, int]
 
 
 def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
-    """Return the most native sequences that a text with its branches needs.
+    """Return the maximum number of native sequences that a text with its branches needs.
 
-    These are its own, copies of recurrent states (see `StateCopiesInCache`), and a guard if there
-    is a sliding window (see `KvCache`).
+    These are one per branch, as many again for copies of recurrent states (`StateCopiesInCache`),
+    and a guard if there is a sliding window (`KvCache`).
     """
     n_sequences = n_branches
     if model.has_recurrent_state:
@@ -80,8 +81,13 @@ def open_context(
 ) -> OpenContext:
     """Open a native context, with snapshots of recurrent states where possible.
 
-    Snapshots go back `n_rollback` rows, if the architecture has them and they fit into memory.
-    Without them, a recurrent model has twice as many sequences, for copies of states.
+    Args:
+        model: The model.
+        options: Threads, cache types and flash attention.
+        size: The size of the context.
+        n_rollback: The number of rows that snapshots should go back, if the architecture has them
+            and they fit into memory. Without them, a recurrent model gets twice as many sequences,
+            for copies of states.
 
     Raises:
         MemoryLimitError: If the context does not fit into memory.
@@ -94,8 +100,8 @@ def open_context(
         )
     opening = _Opening(model, options, size)
     if opening.has_states:
-        # llama.cpp aborts if the number of snapshots, plus one, reaches that of rows in a batch.
-        n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
+        # llama.cpp aborts unless n_snapshots + 1 < n_rows.
+        n_snapshots = min(n_rollback, size.n_rows - 2, _max_snapshots(model))
         if n_snapshots > 0 and (context := opening.open_with_snapshots(n_snapshots)):
             return context
     return opening.open()
@@ -110,14 +116,18 @@ class _Opening:
         self._size = size
         #: Whether there are recurrent states to go back to.
         self.has_states = model.has_recurrent_state and not size.is_mtp
-        # With a sliding window and several sequences, those of texts get guards. Those of branches
-        # do not outlive a draft.
+        #: The sequences that get guards: with a sliding window and several sequences, those of
+        #: texts. Those of branches need none, since they end with their draft.
         self._guarded = range(0)
         if model.n_window > 0 and size.n_sequences > 1:
             self._guarded = range(0, size.n_sequences, size.n_branches)
 
     def open_with_snapshots(self, n_snapshots: int) -> OpenContext | None:
-        """Open a context with snapshots; None if that is impossible."""
+        """Open a context with snapshots.
+
+        Returns:
+            None if it does not fit into memory, or the architecture has no snapshots.
+        """
         n_sequences = self._size.n_sequences
         if self._needed_bytes(n_sequences, n_snapshots) > self._available_bytes():
             return None
@@ -151,37 +161,45 @@ class _Opening:
             )
         return OpenContext(handle, 0, self._guards(n_sequences))
 
-    def _guards(self, first: int) -> dict[int, int]:
-        """Return the guards of sequences: those from `first` on."""
-        return {sequence: first + number for number, sequence in enumerate(self._guarded)}
+    def _guards(self, first_guard: int) -> dict[int, int]:
+        """Return the guard of each guarded sequence: sequences from `first_guard` on."""
+        return {sequence: first_guard + index for index, sequence in enumerate(self._guarded)}
 
     def _needed_bytes(self, n_sequences: int, n_snapshots: int) -> int:
-        """Estimate the size of the context; guards count as sequences."""
+        """Estimate the size of a context in bytes.
+
+        Args:
+            n_sequences: The number of sequences, without guards.
+            n_snapshots: The number of snapshots per sequence.
+        """
         model = self._model
         options = self._options
         size = self._size
-        cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+        cell_bytes = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
         if size.is_mtp:
-            return cells * model.n_mtp_layers // max(1, model.n_layer) + CONTEXT_OVERHEAD_BYTES
+            # It has the cells of MTP layers only.
+            cell_bytes = cell_bytes * model.n_mtp_layers // max(1, model.n_layer)
+            return cell_bytes + CONTEXT_OVERHEAD_BYTES
         n_states = (n_sequences + len(self._guarded)) * (1 + n_snapshots)
-        needed = cells + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
+        needed_bytes = cell_bytes + n_states * model.state_bytes() + CONTEXT_OVERHEAD_BYTES
         if size.pooling is not None:
-            # llama.cpp allocates the logits of all outputs, although encoders have none.
-            needed += 4 * size.n_outputs * model.vocabulary.n_tokens
-        return needed
+            # llama.cpp allocates the logits of all outputs (float32), although encoders have none.
+            needed_bytes += 4 * size.n_outputs * model.vocabulary.n_tokens
+        return needed_bytes
 
     def _available_bytes(self) -> float:
-        """Return the memory that a context may take.
+        """Return the memory that a context may take, in bytes.
 
-        With too little, Linux kills the process when llama.cpp clears it, or llama.cpp aborts.
-        A GPU's allocator and workers report failures properly: there it is infinite.
+        If a context is too large, Linux kills the process when llama.cpp clears the memory, or
+        llama.cpp aborts. The result is infinite for a GPU and for workers, whose failures to
+        allocate memory are reported properly.
         """
         if self._model.is_remote or (self._options.n_gpu_layers != 0 and has_gpu()):
             return float("inf")
         return float(available_memory_bytes())
 
     def _make(self, n_sequences: int, n_snapshots: int) -> Any:
-        """Let llama.cpp make the context; return its pointer, null if it cannot."""
+        """Let llama.cpp create the context, and return its pointer; null if that fails."""
         options = self._options
         size = self._size
         n_native = n_sequences + len(self._guarded)
@@ -191,7 +209,7 @@ class _Opening:
         params.n_ubatch = size.n_rows
         params.n_seq_max = n_native
         params.n_rs_seq = n_snapshots
-        # llama.cpp aborts if there are fewer outputs than sequences.
+        # llama.cpp aborts if this is lower than the number of sequences.
         params.n_outputs_max = max(size.n_outputs, n_native)
         params.n_threads = options.n_threads or default_threads()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
@@ -214,11 +232,11 @@ class _Opening:
         return self._model.call(llama_cpp.llama_init_from_model, self._model.handle, params)
 
 
-def _most_snapshots(model: LlamaModel) -> int:
-    """Return how many snapshots fit into llama.cpp's graph, which aborts if there are more.
+def _max_snapshots(model: LlamaModel) -> int:
+    """Return the maximum number of snapshots for which llama.cpp's graph has room.
 
-    A small graph has 8 operators for each tensor, and at least 1024. A layer needs about 70, and
-    3 more for each snapshot.
+    With more, llama.cpp aborts. A small graph has room for 8 operators per tensor, and at least
+    1024. A layer needs about 70, and 3 for each snapshot.
     """
     if model.architecture not in _SMALL_GRAPHS:
         return _UNLIMITED_SNAPSHOTS

@@ -1,4 +1,4 @@
-"""What a user sees if native code ends the process: one line, a hint, and an exit code."""
+"""The report to the user if native code ends the process: one line, a hint, and an exit code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.library import native, show_log
 
-#: Called with the message of a failed assertion, in the thread that failed. A listener that can
-#: go on never returns.
+#: Called with the message of a failed assertion, in the thread that failed. A listener that does
+#: not return prevents the end of the process.
 abort_listeners: list[Callable[[str], None]] = []
-#: What `report_native_failures` was given, if it was called.
+#: The argument of `report_native_failures`; empty until that is called.
 _before_end: list[Callable[[], None]] = []
 #: Native callbacks, kept alive for as long as they may be called.
 _callbacks: list[Any] = []
-#: Taken by the first thread that fails, and never released.
+#: Acquired by the first thread that fails, and never released.
 _ending = threading.Lock()
 
 _SOURCE_PLACE = re.compile(r"(?:\S*[/\\])?(\S+?:\d+): ")
@@ -35,7 +35,7 @@ _HINT_SHORTER_FILE = "put the whole file back, or fetch the model again"
 
 @functools.cache
 def watch_aborts() -> None:
-    """Let GGML call `abort_listeners` before it ends the process."""
+    """Let GGML call `abort_listeners`, and report the error, before it ends the process."""
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
     _callbacks.append(callback)
     native.ggml_set_abort_callback(ctypes.cast(callback, ctypes.c_void_p))
@@ -63,7 +63,10 @@ def report_native_failures(before_end: Callable[[], None] = lambda: None) -> Non
 
 
 def summarize_assertion(message: str) -> str:
-    """Return where llama.cpp gave up, without the failed assertion, which tells users nothing."""
+    """Return the place in llama.cpp's source where it gave up: "llama.cpp gave up at ggml.c:123".
+
+    The failed assertion itself is left out, since it tells users nothing.
+    """
     place = _SOURCE_PLACE.match(message.strip())
     return f"llama.cpp gave up at {place[1]}" if place else "llama.cpp gave up"
 
@@ -74,6 +77,8 @@ def _on_abort(message: bytes | None) -> None:
     for listener in abort_listeners:
         listener(reason)
     if not _before_end:
+        # `report_native_failures` was not called: print the message as GGML would, and go on to its
+        # abort.
         os.write(2, f"{reason}\n".encode())
     elif _NO_MEMORY in reason:
         summary = summarize_assertion(reason)
@@ -89,6 +94,7 @@ def _on_bus_error(_number: int) -> None:
 
 
 def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
+    """Print an error on standard error, and end the process with the exit code of its kind."""
     _ending.acquire()  # if several threads fail at once, only the first one reports
     with contextlib.suppress(Exception):
         _before_end[0]()

@@ -1,8 +1,8 @@
-"""Single operators of GGML on the CPU: matrix products, also with experts, and attention.
+"""Single operators of GGML on the CPU: matrix products, with or without experts, and attention.
 
-They compute decoder heads, and kernels are tested with them. The name of a buffer type for the
-weights selects the code: `CPU_BUFFER` is GGML's, `SPECGEN_BUFFER` that of specgen's kernels, if
-they are attached. The module also writes copies of model files with other types of weights.
+Decoder heads and the self-test of the kernels use them. The buffer type of the weights selects the
+code that computes: GGML's for `CPU_BUFFER`, specgen's kernels, if attached, for `SPECGEN_BUFFER`.
+The module also writes copies of model files with other types of weights.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from specgen.system.files import new_beside, write_errors
 FloatArray: TypeAlias = NDArray[np.float32]
 IndexArray: TypeAlias = NDArray[np.int32]
 
-#: The types of weights, and GGML's numbers of them. (For others, GGML reads past the end of a
-#: table.)
+#: The types of weights, and GGML's numbers for them. (For other numbers, GGML reads past the end of
+#: a table.)
 TYPE_NUMBERS = {
     name: GGMLQuantizationType[name.upper()].value
     for name in (
@@ -44,8 +44,8 @@ TYPE_NUMBERS = {
 CPU_BUFFER = "CPU"
 #: The buffer type of specgen's kernels.
 SPECGEN_BUFFER = "specgen"
-#: The most tensors in one computation; a tensor without data is small.
-N_TENSORS = 16
+#: The maximum number of tensors in one computation; a tensor without data is small.
+MAX_TENSORS = 16
 
 _F32 = TYPE_NUMBERS["f32"]
 _F16 = TYPE_NUMBERS["f16"]
@@ -90,12 +90,16 @@ def row_bytes(type_name: str, n_columns: int) -> int:
     number = TYPE_NUMBERS[type_name]
     block = int(native.ggml_blck_size(number))
     if n_columns % block:
-        raise ValueError(f"{type_name}: rows of {n_columns} are no multiple of {block}")
+        raise ValueError(f"{type_name}: rows of {n_columns} are not a multiple of {block}")
     return int(native.ggml_row_size(number, n_columns))
 
 
 def quantize(values: FloatArray, type_name: str) -> Weights:
-    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round.
+    """Quantise weights to a type; for a float type they are only rounded.
+
+    Args:
+        values: float32[n_rows, n_columns] or float32[n_experts, n_rows, n_columns].
+        type_name: A name in `TYPE_NUMBERS`.
 
     Raises:
         ValueError: If GGML cannot quantise to the type, or rows of this length.
@@ -127,7 +131,7 @@ def quantize(values: FloatArray, type_name: str) -> Weights:
 def dequantize(weights: Weights) -> FloatArray:
     """Return weights as float32 of the same shape."""
     number = TYPE_NUMBERS[weights.type_name]
-    if number == _F32:
+    if number == _F32:  # GGML has no conversion for it
         return weights.data.view(np.float32).reshape(weights.shape).copy()
     traits = native.ggml_get_type_traits(number).contents
     values = np.empty(weights.shape, np.float32)
@@ -140,18 +144,22 @@ class Matrix:
     """Weights in a buffer of a given type, ready for products, as a context manager."""
 
     def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
-        """Copy weights into a buffer; raise `BackendError` if there is no such buffer type."""
+        """Copy weights into a new buffer.
+
+        Raises:
+            BackendError: If GGML has no such buffer type, or cannot allocate the buffer.
+        """
         self.weights = weights
         with ExitStack() as on_error:
-            context = on_error.enter_context(no_data())
+            context = on_error.enter_context(metadata_context())
             #: GGML's pointer to the tensor; None after `close`.
             self.tensor = new_tensor(context, TYPE_NUMBERS[weights.type_name], weights.shape)
-            known = buffer_types()
-            if buffer_type not in known:
+            types = buffer_types()
+            if buffer_type not in types:
                 raise BackendError(
-                    f"GGML has no buffer type {buffer_type}; it has {', '.join(known)}"
+                    f"GGML has no buffer type {buffer_type}; it has {', '.join(types)}"
                 )
-            buffer = _allocate(on_error, context, known[buffer_type])
+            buffer = _allocate(on_error, context, types[buffer_type])
             native.ggml_backend_buffer_set_usage(buffer, _USAGE_WEIGHTS)
             write_tensor(self.tensor, weights.data)
             self._resources = on_error.pop_all()
@@ -172,11 +180,11 @@ class Matrix:
 
 
 class _Graph(NamedTuple):
-    """What `_compute` computes."""
+    """An operator and its arguments, for `_compute`."""
 
-    #: The tensor of the result.
+    #: The tensor that the operator writes.
     result: Any
-    #: The tensors that are read, with their data.
+    #: The tensors that it reads, each with its data. (A `Matrix` has its data already.)
     inputs: list[tuple[Any, NDArray[Any]]]
 
 
@@ -190,15 +198,18 @@ def multiply(
     """Multiply rows with a matrix or, for each row, with the matrices of some experts.
 
     Args:
-        matrix: The matrix or, with `experts`, the matrices.
-        activations: The rows, float32[n_tokens, n_columns]; there may be more dimensions before
-            these. With `experts`: float32[n_tokens, n_used or 1, n_columns].
-        experts: int32[n_tokens, n_used]: the numbers of each token's experts, which are not
-            checked.
-        n_threads: The threads that compute.
+        matrix: One matrix or, with `experts`, a matrix for each expert.
+        activations: The rows, float32[..., n_tokens, n_columns]. With `experts`,
+            float32[n_tokens, n_used or 1, n_columns].
+        experts: The experts of each token, int32[n_tokens, n_used]. Their range is not checked.
+        n_threads: The number of threads that compute.
 
     Returns:
-        float32[n_tokens, n_rows] or, with `experts`, float32[n_tokens, n_used, n_rows].
+        float32[..., n_tokens, n_rows] or, with `experts`, float32[n_tokens, n_used, n_rows].
+
+    Raises:
+        ValueError: If the rows and the matrix have different numbers of columns.
+        BackendError: If GGML cannot compute the product.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     *_, n_rows, n_columns = matrix.weights.shape
@@ -212,15 +223,15 @@ def multiply(
 
     if experts is None:
         return _compute(build_product, (*activations.shape[:-1], n_rows), n_threads)
-    numbers = np.ascontiguousarray(experts, np.int32)
+    expert_ids = np.ascontiguousarray(experts, np.int32)
 
     def build_expert_products(context: Any) -> _Graph:
         rows = new_tensor(context, _F32, activations.shape)
-        chosen = new_tensor(context, _I32, numbers.shape)
-        result = native.ggml_mul_mat_id(context, matrix.tensor, rows, chosen)
-        return _Graph(result, [(rows, activations), (chosen, numbers)])
+        ids = new_tensor(context, _I32, expert_ids.shape)
+        result = native.ggml_mul_mat_id(context, matrix.tensor, rows, ids)
+        return _Graph(result, [(rows, activations), (ids, expert_ids)])
 
-    return _compute(build_expert_products, (*numbers.shape, n_rows), n_threads)
+    return _compute(build_expert_products, (*expert_ids.shape, n_rows), n_threads)
 
 
 def attend(
@@ -240,9 +251,9 @@ def attend(
         queries: float32[n_streams, n_rows, n_heads, size].
         keys: float32[n_streams, n_cells, n_kv_heads, size].
         values: float32[n_streams, n_cells, n_kv_heads, size].
-        mask: What is added to the scores, float16[n_streams or 1, n_mask_heads, n_rows, n_cells].
+        mask: Added to the scores, float16[n_streams or 1, n_mask_heads, n_rows, n_cells].
         cache_type: The type of keys and values in the cache.
-        n_threads: The threads that compute.
+        n_threads: The number of threads that compute.
 
     Returns:
         float32[n_streams, n_rows, n_heads, size].
@@ -256,34 +267,47 @@ def attend(
             cells = new_tensor(context, TYPE_NUMBERS[cache_type], part.shape)
             quantized = quantize(part.reshape(-1, part.shape[-1]), cache_type)
             inputs.append((cells, quantized.data))
-        # The operator wants the rows of each head together. Permuted views give it that without a
-        # copy.
+        # The operator wants the rows of each head together: permuted views, without a copy.
         by_head = [
             native.ggml_permute(context, tensor, *_SWAP_ROWS_AND_HEADS) for tensor, _ in inputs
         ]
-        masking = new_tensor(context, _F16, mask.shape)
-        inputs.append((masking, np.ascontiguousarray(mask, np.float16)))
+        mask_tensor = new_tensor(context, _F16, mask.shape)
+        inputs.append((mask_tensor, np.ascontiguousarray(mask, np.float16)))
         scale = queries.shape[-1] ** -0.5
         max_bias = 0.0
         softcap = 0.0
-        result = native.ggml_flash_attn_ext(context, *by_head, masking, scale, max_bias, softcap)
+        result = native.ggml_flash_attn_ext(
+            context, *by_head, mask_tensor, scale, max_bias, softcap
+        )
         return _Graph(result, inputs)
 
     return _compute(build, queries.shape, n_threads)
 
 
 def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: int) -> FloatArray:
-    """Compute the graph that `build` makes in a context; return its result, of this shape."""
+    """Compute an operator on the CPU.
+
+    Args:
+        build: Creates the operator and the tensors of its arguments in a GGML context.
+        shape: The shape of the result.
+        n_threads: The number of threads that compute.
+
+    Returns:
+        float32[shape].
+
+    Raises:
+        BackendError: If GGML cannot allocate the tensors, or cannot compute the operator.
+    """
     if 0 in shape:
         return np.zeros(shape, np.float32)
     with ExitStack() as resources:
-        # 1. Describe the tensors and the operator.
-        context = resources.enter_context(no_data())
+        # 1. Describe the operator and its tensors, which have no data yet.
+        context = resources.enter_context(metadata_context())
         result, inputs = build(context)
-        graph = native.ggml_new_graph_custom(context, N_TENSORS, False)
+        graph = native.ggml_new_graph_custom(context, MAX_TENSORS, False)
         native.ggml_build_forward_expand(graph, result)
 
-        # 2. Allocate the tensors, and fill those that are read.
+        # 2. Allocate the tensors, and fill those that the operator reads.
         _allocate(resources, context, native.ggml_backend_cpu_buffer_type())
         for tensor, data in inputs:
             write_tensor(tensor, data)
@@ -315,10 +339,13 @@ def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: 
 
 
 @contextlib.contextmanager
-def no_data() -> Iterator[Any]:
-    """Open a GGML context for up to `N_TENSORS` tensors and a graph, without their data."""
-    size = N_TENSORS * native.ggml_tensor_overhead()
-    size += native.ggml_graph_overhead_custom(N_TENSORS, False)
+def metadata_context() -> Iterator[Any]:
+    """Open a GGML context for the metadata of `MAX_TENSORS` tensors and a graph.
+
+    It does not hold the data of tensors (`_allocate` does that), so it is small.
+    """
+    size = MAX_TENSORS * native.ggml_tensor_overhead()
+    size += native.ggml_graph_overhead_custom(MAX_TENSORS, False)
     context = native.ggml_init(GgmlInitParams(mem_size=size, mem_buffer=None, no_alloc=True))
     if not context:
         raise BackendError("GGML could not make a context")
@@ -329,19 +356,19 @@ def no_data() -> Iterator[Any]:
 
 
 def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
-    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
+    """Create a tensor without data. GGML orders dimensions the other way round: last one first."""
     dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
     return native.ggml_new_tensor(context, type_, len(shape), dimensions)
 
 
 def write_tensor(tensor: Any, data: NDArray[Any]) -> None:
-    """Fill a tensor; raise `BackendError` if the array has another size."""
+    """Copy an array into a tensor; raise `BackendError` if their sizes in bytes differ."""
     _check_size(tensor, data)
     native.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
 
 
 def read_tensor(tensor: Any, data: NDArray[Any]) -> None:
-    """Copy a tensor into an array; raise `BackendError` if that has another size."""
+    """Copy a tensor into an array; raise `BackendError` if their sizes in bytes differ."""
     _check_size(tensor, data)
     native.ggml_backend_tensor_get(tensor, data.ctypes.data, 0, data.nbytes)
 
@@ -353,7 +380,11 @@ def _check_size(tensor: Any, data: NDArray[Any]) -> None:
 
 
 def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
-    """Allocate all tensors of a context in a buffer, which `resources` frees."""
+    """Allocate the data of all tensors of a context in one buffer, which `resources` frees.
+
+    Raises:
+        BackendError: If there is too little memory.
+    """
     forget_log()
     buffer = native.ggml_backend_alloc_ctx_tensors_from_buft(context, buffer_type)
     if not buffer:
@@ -365,21 +396,21 @@ def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
 def buffer_types() -> dict[str, Any]:
     """Return the CPU's buffer types by name.
 
-    Libraries that are loaded add some, so the result is not kept.
+    Attaching a library adds buffer types, so callers must not keep the result.
     """
-    found: dict[str, Any] = {CPU_BUFFER: native.ggml_backend_cpu_buffer_type()}
+    types: dict[str, Any] = {CPU_BUFFER: native.ggml_backend_cpu_buffer_type()}
     pointers = ctypes.POINTER(ctypes.c_void_p)
     list_extra = _cpu_procedure(b"ggml_backend_dev_get_extra_bufts", pointers, ctypes.c_void_p)
     if list_extra is not None:
-        # A list that ends with a null pointer.
+        # The native list ends with a null pointer.
         for buffer_type in itertools.takewhile(bool, list_extra(_cpu_device()) or ()):
             name: bytes = native.ggml_backend_buft_name(buffer_type)
-            found[name.decode("utf-8", "replace")] = buffer_type
-    return found
+            types[name.decode("utf-8", "replace")] = buffer_type
+    return types
 
 
 def _cpu_procedure(name: bytes, result: Any, *arguments: Any) -> Any:
-    """Return a function of GGML's CPU backend; None if it has none of this name."""
+    """Return a function of GGML's CPU backend; None if it has no function of this name."""
     registry = native.ggml_backend_dev_backend_reg(_cpu_device())
     return procedure(registry, name, result, *arguments)
 
@@ -395,7 +426,12 @@ def _cpu_device() -> Any:
 
 
 def quantize_file(source: Path, output: Path, type_name: str) -> None:
-    """Write a copy of a model file whose matrices all have one type.
+    """Write a copy of a model file in which all matrices have the same type.
+
+    Args:
+        source: The model file.
+        output: Where the copy is written.
+        type_name: The type of the matrices, "q4_0" for example.
 
     Raises:
         BackendError: If llama.cpp cannot convert the file.
@@ -409,7 +445,17 @@ def quantize_file(source: Path, output: Path, type_name: str) -> None:
 
 
 def write_copy(source: Path, output: Path, params: Any) -> None:
-    """Let llama.cpp write a changed copy of a model file; it raises as `quantize_file` does."""
+    """Let llama.cpp write a changed copy of a model file.
+
+    Args:
+        source: The model file.
+        output: Where the copy is written.
+        params: llama.cpp's parameters of a quantisation.
+
+    Raises:
+        BackendError: If llama.cpp cannot convert the file.
+        OutputError: If the copy cannot be written.
+    """
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_beside(output) as new:
@@ -420,7 +466,7 @@ def write_copy(source: Path, output: Path, params: Any) -> None:
                 ctypes.byref(params),
             )
             if status:
-                if "iostream" in last_error():
+                if "iostream" in last_error():  # the C++ error of a failed write
                     raise OutputError(f"{output}: cannot be written", "make room on the disk")
                 raise BackendError(f"{source}: llama.cpp cannot copy it: {last_error()}")
             new.replace(output)

@@ -3,10 +3,10 @@
 - *MTP layers* read its last hidden state.
 - *EAGLE-3* (Li et al., arXiv:2503.01840) is a layer that reads the inputs of three of the target's
   layers. Its *encoder*, a matrix, turns them into one hidden state.
-- *DFlash* and *DSpark* (Chen et al., arXiv:2602.06036) read the inputs of some layers, too, and
+- *DFlash* and *DSpark* (Chen et al., arXiv:2602.06036) also read the inputs of some layers, and
   predict a block of tokens at once.
-- A *Gemma 4 assistant* is a few layers without keys and values. They attend to those of the
-  target's last two layers.
+- A *Gemma 4 assistant* has a few layers without keys and values of their own. They attend to those
+  of the target's last two layers.
 
 Each class checks that a file is such a draft, and that it fits its target.
 """
@@ -23,7 +23,7 @@ from specgen.llama.library import llama_cpp
 from specgen.llama.model import LlamaModel
 from specgen.options import CacheType
 
-#: The architectures whose graphs hand out the inputs of layers. With others llama.cpp ends the
+#: The architectures for which llama.cpp can return the inputs of layers. For others it ends the
 #: process.
 HOOKED = frozenset(
     (
@@ -32,18 +32,18 @@ HOOKED = frozenset(
         *("nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next"),
     )
 )
-#: Those that also hand out the output of the last layer.
+#: The architectures for which it can also return the output of the last layer.
 _HANDS_OUT_LAST_OUTPUT = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
 #: The size of DFlash's block, if the file does not give it.
-_USUAL_BLOCK = 16
-#: Tensors that a draft takes from its target if its file lacks them.
+_DEFAULT_BLOCK = 16
+#: The tensors that a draft takes from its target if its file lacks them, with their descriptions.
 _SHARED_TENSORS = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
 
 
 class PairedDraftModel(LlamaModel):
     """A draft model that is made for one target."""
 
-    #: What it is called in messages.
+    #: Its name in messages.
     kind: ClassVar[str]
     #: Whether the MTP layers of its file are loaded.
     loads_mtp: ClassVar[bool] = False
@@ -65,9 +65,10 @@ class PairedDraftModel(LlamaModel):
             raise
 
     def _read_file(self) -> None:
-        """Read what the metadata say of the draft."""
+        """Read the draft's properties from the metadata of its file."""
 
     def _check_decodes_here(self, target: LlamaModel) -> None:
+        """Raise `PairError` if the target's hidden states are not computed in this process."""
         reads = f"{self.kind} reads the target's layers, which are computed"
         if target.is_remote:
             raise self._misfit(target, f"{reads} on workers (--rpc)")
@@ -148,10 +149,11 @@ class LayerInputDraftModel(TrainedDraftModel):
         self._check_tensors(target)
 
     def _target_hidden_size(self) -> int:
-        """Return the size of the hidden states that it reads."""
+        """Return the size of the target's hidden states that the draft was made for."""
         return self.number("target_hidden_size")
 
     def _check_layers(self, target: LlamaModel) -> None:
+        """Raise `PairError` if the draft reads layers that the target does not have."""
         n_layers = target.n_layer
         if self.reads_last_output and target.architecture in _HANDS_OUT_LAST_OUTPUT:
             n_layers += 1
@@ -160,16 +162,25 @@ class LayerInputDraftModel(TrainedDraftModel):
             raise self._misfit(target, f"it reads layers {named}, the target has {target.n_layer}")
 
     def _check_tensors(self, target: LlamaModel) -> None:
-        """Check that what the file lacks can be taken from the target."""
+        """Check that the draft can take the tensors that its file lacks from the target.
+
+        Raises:
+            ModelFileError: If a vocabulary of its own ("d2t") has no output matrix.
+            PairError: If the target's tensors have another size.
+        """
         if "d2t" in self._tensors and "output.weight" not in self._tensors:
             raise ModelFileError(
                 f"{self.path}: damaged: there is no output matrix", "fetch the file again"
             )
-        lacking = [what for name, what in _SHARED_TENSORS.items() if name not in self._tensors]
-        if lacking and self.n_embd != target.n_embd:
+        missing = [
+            description
+            for name, description in _SHARED_TENSORS.items()
+            if name not in self._tensors
+        ]
+        if missing and self.n_embd != target.n_embd:
             raise self._misfit(
                 target,
-                f"it lacks {' and '.join(lacking)}, and its hidden states have "
+                f"it lacks {' and '.join(missing)}, and its hidden states have "
                 f"{self.n_embd} values, the target's {target.n_embd}",
             )
 
@@ -190,25 +201,26 @@ class DflashModel(LayerInputDraftModel):
 
     #: Whether each prediction depends on the one before it (DSpark).
     is_chained: bool
-    #: Whether the row of the last token predicts, too, or only those of masks do.
+    #: Whether the row of the last token also predicts a token, and not only the rows of masks.
     predicts_from_last: bool
     #: The token that stands for one to be predicted.
     mask: int
-    #: The most tokens of a draft.
+    #: The maximum number of tokens of a draft.
     n_most: int
 
     def _read_file(self) -> None:
-        """Read the form of its blocks.
+        """Read the size and the kind of its blocks.
 
         Raises:
             ModelFileError: If the file is damaged, or of a kind that specgen cannot use.
         """
         super()._read_file()
         self.is_chained = "markov_w1.weight" in self._tensors
-        from_anchor = self.metadata("dflash.sample_from_anchor") != "false"
-        self.predicts_from_last = self.is_chained and from_anchor
+        # The anchor of a block is its first row, which has the last token of the text.
+        samples_from_anchor = self.metadata("dflash.sample_from_anchor") != "false"
+        self.predicts_from_last = self.is_chained and samples_from_anchor
         self.mask = int(llama_cpp.llama_vocab_mask(self.vocabulary.handle))
-        n_block = self.number("block_size") or _USUAL_BLOCK
+        n_block = self.number("block_size") or _DEFAULT_BLOCK
         self.n_most = n_block if self.predicts_from_last else n_block - 1
 
         problem = ""
@@ -228,7 +240,7 @@ class DflashModel(LayerInputDraftModel):
 
 
 class AssistantModel(TrainedDraftModel):
-    """A loaded Gemma 4 assistant: llama.cpp would end the process with another target."""
+    """A loaded Gemma 4 assistant. With a target that does not fit, llama.cpp ends the process."""
 
     file_architecture = "gemma4-assistant"
     kind = "a Gemma 4 assistant"
@@ -246,7 +258,8 @@ class AssistantModel(TrainedDraftModel):
                 target, f"{self.kind} drafts for Gemma 4, and not for {target.architecture}"
             )
         self._check_hidden_size(target, self.n_embd_out, target.n_embd)
-        # Its layers with a window read the last layer but one, the others read the last.
+        # Its layers with a sliding window read the target's last layer but one, the others its last
+        # layer. So these must be such layers, with keys of the same shape.
         last_two = _key_shapes(target)[-2:]
         are_windowed = [layer.is_windowed for layer in last_two]
         if are_windowed != [True, False] or not set(_key_shapes(self)) <= set(last_two):
@@ -256,7 +269,7 @@ class AssistantModel(TrainedDraftModel):
 
 
 class _KeyShape(NamedTuple):
-    """The keys of a layer's attention."""
+    """The shape of the keys of a layer's attention."""
 
     #: Whether the layer has a sliding window.
     is_windowed: bool
@@ -265,7 +278,7 @@ class _KeyShape(NamedTuple):
 
 
 def _key_shapes(model: LlamaModel) -> list[_KeyShape]:
-    """Return the keys of each layer, as the file describes them."""
+    """Return the shape of each layer's keys, as the file describes it."""
     prefix = f"{model.architecture}.attention"
     with GgufMetadata(model.file) as metadata:
         full_size = metadata.number(f"{prefix}.key_length")

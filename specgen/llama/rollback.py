@@ -82,7 +82,8 @@ class CellSequences:
 
     def _drop_partly_decoded(self, batch: Batch) -> None:
         """Drop the cells of a failed batch: the cache may hold any part of it."""
-        for sequence in {each for sequences in batch.sequences for each in sequences}:
+        batch_sequences = {sequence for row in batch.sequences for sequence in row}
+        for sequence in batch_sequences:
             with contextlib.suppress(RollbackError):
                 self._cache.remove(sequence, len(self._texts[sequence]))
 
@@ -110,7 +111,13 @@ class CellSequences:
         start: int,
         end: int,
     ) -> None:
-        """Let `destination` share the cells of `source` from `start` to `end`; -1: to its end."""
+        """Let `destination` share the cells of `source` from `start` to `end`.
+
+        A negative `end` means the end of `source`.
+
+        Raises:
+            RollbackError: If the sliding window before `end` is not in the cache any more.
+        """
         if end > 0 and self._cache.n_window:
             self._cache.check_window(source, end)
         self._cache.copy(source, destination, start, end)
@@ -118,7 +125,7 @@ class CellSequences:
         if end < 0:
             end = len(source_text)
         text = self._texts[destination]
-        if start <= len(text):
+        if start <= len(text):  # after a gap, tokens would be noted at wrong positions
             text[start:] = source_text[start:end]
 
     def remove(self, sequence: int, start: int) -> None:
@@ -144,7 +151,7 @@ class StateCopiesInCache:
         self._n_sequences = n_sequences
 
     def save(self, sequence: int, position: int) -> None:
-        """Replace the copy by the current state of a sequence, which ends at `position`."""
+        """Replace the copy with the current state of a sequence, which ends at `position`."""
         self.forget(sequence)
         self._cache.copy(sequence, self._n_sequences + sequence)
         self._cache.check_length(self._n_sequences + sequence, position)
@@ -163,8 +170,8 @@ class StateCopiesInCache:
 class StateCopiesInMemory:
     """Copies in the memory of this process, for caches whose cells have snapshots.
 
-    They hold only the recurrent part of a state: `restore` drops the later attention cells of a
-    hybrid model.
+    They hold only the recurrent part of a state. A hybrid model also has attention cells; those
+    after the restored position are simply dropped.
     """
 
     def __init__(self, cache: KvCache) -> None:
@@ -172,7 +179,7 @@ class StateCopiesInMemory:
         self._states: dict[int, NDArray[np.uint8]] = {}
 
     def save(self, sequence: int, _position: int) -> None:
-        """Replace the copy by the current state of a sequence. Its memory is reused."""
+        """Replace the copy with the current state of a sequence. The copy's memory is reused."""
         buffer = self._states.get(sequence)
         self._states[sequence] = self._cache.saved(sequence, RECURRENT_PART, buffer)
 
@@ -181,13 +188,13 @@ class StateCopiesInMemory:
         self._cache.restore_recurrent_part(sequence, self._states[sequence], position)
 
     def forget(self, sequence: int) -> None:
-        """Do nothing: the next copy needs the memory."""
+        """Do nothing: the memory is kept for the next copy."""
 
 
 # --- states
 
-#: The most tokens decoded again in each round. If there are more, they are decoded once, and the
-#: state is copied.
+#: The maximum number of tokens that are decoded again in each round instead of copying the state.
+#: Of more, the state is copied after decoding them once.
 _MAX_REPEATED = 3
 
 
@@ -207,21 +214,21 @@ class _RecurrentText:
     tokens: list[int] = field(default_factory=list)
     #: The number of tokens that the cache holds.
     n_cached: int = 0
-    #: How many of these, from the first, still are those of `tokens`: fewer than `n_cached` after a
-    #: rollback that the cache has not followed yet.
+    #: The number of cached tokens, from the first, that agree with `tokens`. It is smaller than
+    #: `n_cached` after a rollback that the cache has not followed yet.
     n_valid: int = 0
     #: The earliest position that snapshots go back to; `n_cached` if there are none.
     snapshots_from: int = 0
-    #: The position of the state's copy; None if there is no copy.
+    #: The position at which the state was copied; None if there is no copy.
     copied_at: int | None = None
-    #: A state within the text, which is kept until the next anchor.
+    #: A saved state within the text, kept until the next anchor is set.
     anchor: _Anchor | None = None
-    #: Whether a checkpoint was set, and nothing has been decoded since.
+    #: Whether a checkpoint was set and nothing has been decoded since.
     checkpoint_due: bool = False
 
     @property
     def n_missing(self) -> int:
-        """The number of tokens that the cache lacks, if all that it holds are valid."""
+        """The number of tokens that the cache lacks; it must have followed all rollbacks."""
         return len(self.tokens) - self.n_cached
 
 
@@ -243,8 +250,8 @@ class RecurrentSequences:
             cache: The cache.
             decode_rows: Decodes a batch natively.
             n_sequences: The number of sequences.
-            n_rows: The most rows of a batch.
-            n_snapshots: How many rows llama.cpp's snapshots go back; 0: there are none.
+            n_rows: The maximum number of rows of a batch.
+            n_snapshots: The number of rows that llama.cpp's snapshots go back; 0 if it has none.
         """
         self._cache = cache
         self._decode_rows = decode_rows
@@ -277,11 +284,11 @@ class RecurrentSequences:
         return True
 
     def checkpoint(self, sequence: int) -> None:
-        """Announce that the next rows may be dropped: a copy of the state may be needed."""
+        """Announce that the next rows may be dropped, so that `decode` can copy the state first."""
         self._texts[sequence].checkpoint_due = True
 
     def anchor(self, sequence: int) -> None:
-        """Save the state of a sequence, if the cache agrees with its text."""
+        """Save the state of a sequence, unless the cache still has to follow a rollback."""
         text = self._texts[sequence]
         n = len(text.tokens)
         if text.n_valid == text.n_cached == n:
@@ -316,7 +323,7 @@ class RecurrentSequences:
         text = self._texts[sequence]
         del text.tokens[start:]
         text.n_valid = min(text.n_valid, start)
-        # Later states are those of other texts from now on.
+        # States after `start` have read dropped tokens, so they can never be used again.
         if text.anchor is not None and text.anchor.position > start:
             text.anchor = None
         if text.copied_at is not None and text.copied_at > start:
@@ -326,34 +333,40 @@ class RecurrentSequences:
     def decode(self, batch: Batch) -> Logits:
         """Decode rows that continue the texts of their sequences, after any pending rollback.
 
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
+
         Raises:
-            BackendError: If that is not possible.
+            BackendError: If llama.cpp fails, or a row is not at the end of its sequence.
             RollbackError: If the cache cannot follow a rollback.
         """
-        n_new = self._count_rows(batch)
+        n_new_rows = self._count_rows(batch)
 
         # 1. Let the cache drop what is not in the texts. It may then lack some of their tokens.
-        for sequence in n_new:
+        for sequence in n_new_rows:
             self._follow_rollback(sequence)
 
         # 2. Copy the states at checkpoints, where snapshots would not be enough.
-        n_decoded = Counter({s: n + self._texts[s].n_missing for s, n in n_new.items()})
-        for sequence, n in n_new.items():
+        n_decoded = Counter(
+            {sequence: n + self._texts[sequence].n_missing for sequence, n in n_new_rows.items()}
+        )
+        for sequence, n_droppable in n_new_rows.items():
             text = self._texts[sequence]
             if text.checkpoint_due:
                 text.checkpoint_due = False
-                self._copy_if_needed(sequence, n, n_decoded)
+                self._copy_if_needed(sequence, n_droppable, n_decoded)
 
-        # 3. Decode missing tokens in the same batch, or in batches of their own if they are many.
+        # 3. Put missing tokens before the new rows of the same batch, or, if they do not fit,
+        #    decode them in batches of their own.
         rows = Batch()
-        for sequence in n_new:
+        for sequence in n_new_rows:
             rows.extend(self._missing_rows(sequence))
         if len(rows) + len(batch) > self._n_rows:
-            for sequence in n_new:
+            for sequence in n_new_rows:
                 self._catch_up(sequence)
             rows = Batch()
 
-        # 4. Decode the new rows.
+        # 4. Decode the batch, and add the new tokens to the texts.
         rows.extend(batch)
         logits = self._run(rows)
         for token, (sequence,) in zip(batch.tokens, batch.sequences, strict=True):
@@ -364,7 +377,8 @@ class RecurrentSequences:
         """Return the number of rows of each sequence.
 
         Raises:
-            BackendError: If a row is not at the end of its sequence: llama.cpp would only warn.
+            BackendError: If a row belongs to several sequences, or is not at the end of its
+                sequence (llama.cpp would only warn).
         """
         n_rows: Counter[int] = Counter()
         for position, sequences in zip(batch.positions, batch.sequences, strict=True):
@@ -384,11 +398,16 @@ class RecurrentSequences:
         return n_rows
 
     def _follow_rollback(self, sequence: int) -> None:
-        """Drop tokens from the cache that are not in the text any more."""
+        """Let the cache drop tokens that are not in the text any more.
+
+        The sources of an earlier state are tried in the order of the module's docstring. Afterwards
+        the cache holds only valid tokens, but perhaps fewer than the text has.
+        """
         text = self._texts[sequence]
         if text.n_valid == text.n_cached:
             return
         if text.n_valid >= text.snapshots_from:
+            # llama.cpp returns to a snapshot by itself.
             self._cache.remove(sequence, text.n_valid)
             self._cache.check_length(sequence, text.n_valid)
         elif text.copied_at is not None and text.copied_at <= text.n_valid:
@@ -401,24 +420,30 @@ class RecurrentSequences:
             self._cache.remove(sequence)
             text.n_valid = 0
         text.n_cached = text.n_valid
-        # llama.cpp goes back only once between two decodes, so no snapshot is left.
+        # llama.cpp can use snapshots only once between two decodes, so none are left.
         text.snapshots_from = text.n_valid
 
-    def _copy_if_needed(self, sequence: int, n_new: int, n_decoded: Counter[int]) -> None:
-        """Copy the state before `n_new` rows that may be dropped.
+    def _copy_if_needed(self, sequence: int, n_droppable: int, n_decoded: Counter[int]) -> None:
+        """Copy the state of a sequence before rows that may be dropped, unless that is needless.
 
-        Nothing is copied if snapshots of the batch, of `n_decoded` rows of each sequence, will be
-        enough, or if the last copy is only a few tokens back.
+        Args:
+            sequence: The sequence. Its missing tokens are decoded before its state is copied.
+            n_droppable: The number of its new rows, any of which may be dropped later.
+            n_decoded: The number of rows of each sequence in the coming batch: the new ones, and
+                those that are decoded again.
         """
         text = self._texts[sequence]
         reach = self._snapshot_reach(n_decoded[sequence], n_decoded)
-        if reach >= n_new:
+        if reach >= n_droppable:
+            # Snapshots of the coming batch will reach the state before all of these rows.
             return
-        if reach == n_new - 1 and n_new > 1:
-            # Only if all rows are dropped, which is rare, the text is decoded again.
+        if reach == n_droppable - 1 and n_droppable > 1:
+            # They will reach the state after the first of these rows. Dropping that row, too, is
+            # rare enough to decode more tokens again then.
             return
         has_copy = text.copied_at is not None
         if has_copy and 0 < text.n_missing <= _MAX_REPEATED:
+            # The last copy is close: decoding a few tokens again is cheaper than a new copy.
             return
         self._catch_up(sequence)
         if text.copied_at != len(text.tokens):
@@ -431,17 +456,18 @@ class RecurrentSequences:
             self._run(self._missing_rows(sequence))
 
     def _missing_rows(self, sequence: int) -> Batch:
-        """Return rows of tokens that the cache lacks, at most those of a whole batch."""
+        """Return rows for the tokens that the cache lacks, up to the maximum size of a batch."""
         text = self._texts[sequence]
         missing = text.tokens[text.n_cached : text.n_cached + self._n_rows]
         return Batch.of(missing, text.n_cached, sequence=sequence)
 
     def _run(self, batch: Batch) -> Logits:
-        """Decode rows, and note what the cache holds then."""
+        """Decode rows, and update what the cache holds and how far its snapshots go back."""
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)
         except BaseException as error:
+            # A decode that was ended on request leaves copies intact; another failure may not.
             was_ended = isinstance(error, DecodeEndedError)
             self._invalidate(n_rows, len(batch), keeps_copies=was_ended)
             raise
@@ -451,28 +477,36 @@ class RecurrentSequences:
             text.n_valid = text.n_cached
             text.snapshots_from = text.n_cached - self._snapshot_reach(n, n_rows)
         if len(n_rows) > 1:
-            # If llama.cpp moves the cell of another sequence, its state moves along, but its
-            # snapshots do not.
+            # Such a decode may move the cells of sequences outside the batch. Their states move
+            # with the cells, but their snapshots are lost.
             for sequence, text in self._texts.items():
                 if sequence not in n_rows:
                     text.snapshots_from = text.n_cached
         return logits
 
     def _invalidate(self, sequences: Iterable[int], n: int, *, keeps_copies: bool) -> None:
-        """Note that the cache may hold any part of a failed batch of `n` rows."""
+        """Note that the cache may hold any part of a failed batch of `n` rows.
+
+        Only a copy, if it is kept, is known to be valid then.
+        """
         for sequence in sequences:
             text = self._texts[sequence]
             if not keeps_copies:
                 text.copied_at = None
             text.n_valid = text.copied_at or 0
+            # An upper bound. It differs from `n_valid`, so that the next decode rolls back.
             text.n_cached = len(text.tokens) + n
             text.snapshots_from = text.n_cached
 
     def _snapshot_reach(self, n: int, n_rows: Counter[int]) -> int:
-        """Return how many rows snapshots go back, after `n` rows of a sequence in a batch.
+        """Return the number of rows that snapshots go back after a batch.
 
-        llama.cpp may split a batch of unequal sequences and move cells in between: then none.
+        Args:
+            n: The number of rows of the sequence in question.
+            n_rows: The number of rows of each sequence.
         """
         if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
+            # llama.cpp may split such a batch and move cells between its parts.
             return 0
+        # They reach the state after the first of the `n` rows, but not the one before it.
         return min(n - 1, self._n_snapshots)

@@ -1,8 +1,8 @@
-"""llama.cpp's RPC backend: use the devices of other machines, or offer this machine's to others.
+"""llama.cpp's RPC backend: use devices of other machines, or offer this machine's devices to them.
 
 llama.cpp's RPC client has no time limit, and ends the process when a connection ends. So every call
 that may use a connection is made in a separate thread (`RemoteCalls`). If a worker is lost, that
-thread is abandoned with its native memory, and the caller gets a `WorkerLostError`.
+thread and its native memory are abandoned, and the caller gets a `WorkerLostError`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TEXT: Any = ctypes.c_char_p
 _SIZE_POINTER: Any = ctypes.POINTER(ctypes.c_size_t)
 _CMAKE = 'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse"'
 _BUILD_HINT = f"in a checkout of specgen: make rpc; with pip: {_CMAKE} {REINSTALL}"
-#: The names of output matrices, as a regular expression. Models without one use the embeddings.
+#: A regular expression for the name of the output matrix. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
-#: The longest that a worker may take to answer a probe.
-_PROBE_S = 10.0
+#: The maximum time that a worker may take to answer a probe.
+_PROBE_TIMEOUT_S = 10.0
 _RESTART = "start the worker again (`specgen worker`), then repeat the command"
 _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, start them again"
 
@@ -53,16 +53,17 @@ _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, 
 
 
 def load_rpc() -> Any:
-    """Return GGML's RPC backend: the one in this build of llama.cpp, or else specgen's library.
+    """Return GGML's pointer to the RPC backend, after loading specgen's library if need be.
 
     Raises:
-        BackendError: If there is none, or the library does not fit this build.
+        BackendError: If this build of llama.cpp has no RPC backend, and specgen's library does not
+            exist or was built for another version.
     """
     return built_in_backend() or _load_library(library_path())
 
 
 def built_in_backend() -> Any:
-    """Return the RPC backend in this build of llama.cpp, or one that was loaded; null for none."""
+    """Return the RPC backend that is built in or already loaded; null if there is none."""
     return native.ggml_backend_reg_by_name(b"RPC")
 
 
@@ -73,6 +74,11 @@ def library_path() -> Path | None:
 
 
 def _load_library(path: Path | None) -> Any:
+    """Load specgen's library, and return GGML's pointer to its backend.
+
+    Raises:
+        BackendError: If there is no library (`path` is None), or it cannot be used.
+    """
     if path is None:
         raise BackendError(
             "this build of llama.cpp has no RPC backend, which workers need", _BUILD_HINT
@@ -85,14 +91,14 @@ def _load_library(path: Path | None) -> Any:
             _BUILD_HINT,
         )
     forget_log()
-    loaded = native.ggml_backend_load(os.fsencode(path))
-    if not loaded:
+    backend = native.ggml_backend_load(os.fsencode(path))
+    if not backend:
         raise BackendError(f"GGML did not take {path.name}: {last_error()}", _BUILD_HINT)
-    return loaded
+    return backend
 
 
 def _rpc_procedure(name: bytes, result: Any, *arguments: Any) -> Any:
-    """Return a function of the RPC backend."""
+    """Return a function of the RPC backend; raise `BackendError` if it has none of this name."""
     function = procedure(load_rpc(), name, result, *arguments)
     if function is None:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", _BUILD_HINT)
@@ -110,11 +116,13 @@ def check_workers(workers: Workers, file: Path) -> None:
         BackendError: If one has another version of the protocol.
         MemoryLimitError: If they offer too little memory.
     """
-    found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
-    for worker in found:
+    timeout_s = min(workers.timeout_s, _PROBE_TIMEOUT_S)
+    answers = [probe(endpoint, timeout_s) for endpoint in workers.endpoints]
+    for worker in answers:
         check_protocol(worker)
     model_bytes = file.stat().st_size
-    free_bytes = sum(free for worker in found for free, _total in worker.devices)
+    free_bytes = sum(free for worker in answers for free, _total in worker.devices)
+    # With --tensor-split, the user is trusted to know better.
     if free_bytes < model_bytes and not workers.tensor_split:
         raise MemoryLimitError(
             f"{file}: the model has {human_bytes(model_bytes)}, "
@@ -126,32 +134,48 @@ def check_workers(workers: Workers, file: Path) -> None:
 def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCalls]:
     """Load a model onto workers.
 
+    Args:
+        workers: The workers.
+        file: The model's file.
+        params: llama.cpp's parameters for loading a model. Devices, placement and a progress
+            callback are added.
+
     Returns:
-        llama.cpp's pointer to the model, null if it could not be loaded, and what makes its calls.
+        llama.cpp's pointer to the model, null if it could not be loaded, and the `RemoteCalls` with
+        which all further calls are made.
+
+    Raises:
+        WorkerLostError: If a worker is lost.
+        BackendError: If a worker offers no device, or there is no RPC backend.
+        UsageError: If --tensor-split names more devices than there are.
     """
     remote = RemoteCalls(workers.endpoints, workers.timeout_s)
 
-    def go_on(_share: float, _data: object) -> bool:
+    def on_progress(_share: float, _data: object) -> bool:
         remote.alive()
-        return True
+        return True  # go on
 
-    progress = llama_cpp.llama_progress_callback(go_on)
-    params.progress_callback = progress
+    progress_callback = llama_cpp.llama_progress_callback(on_progress)
+    params.progress_callback = progress_callback
     try:
         devices = _remote_devices(workers.endpoints, remote)
-        kept = _place_layers(params, devices, workers)
+        arrays = _place_layers(params, devices, workers)
         handle = remote(llama_cpp.llama_model_load_from_file, os.fsencode(file), params)
     except BaseException:
         remote.close()
         raise
-    del kept, progress  # llama.cpp read them while it loaded
+    # Only now may Python free what llama.cpp read while it loaded the model.
+    del arrays, progress_callback
     return handle, remote
 
 
 def _remote_devices(endpoints: Sequence[str], remote: RemoteCalls) -> list[int]:
-    """Return the workers' devices in order.
+    """Connect to workers, and return GGML's pointers to their devices in order.
 
-    They stay off GGML's list of devices, so that no other model gets them.
+    They are not added to GGML's list of devices, so that no other model uses them.
+
+    Raises:
+        BackendError: If a worker offers no device.
     """
     add_server = _rpc_procedure(b"ggml_backend_rpc_add_server", _POINTER, _TEXT)
     devices: list[int] = []
@@ -171,17 +195,20 @@ class _TensorPlacement(ctypes.Structure):
 
 
 def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
-    """Set which device gets which layers.
+    """Set in `params` which device gets which layers.
 
     Returns:
-        What must be kept alive until the model is loaded.
+        Arrays that the caller must keep alive until the model is loaded.
 
     Raises:
         UsageError: If --tensor-split names more devices than there are.
     """
+    # 1. The devices; a null pointer ends the list.
     device_list = (_POINTER * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(device_list, _POINTER).value
-    kept: list[Any] = [device_list]
+    arrays: list[Any] = [device_list]
+
+    # 2. Their shares of the layers. Without --tensor-split, llama.cpp goes by free memory.
     split = workers.tensor_split
     if split:
         if len(split) > len(devices):
@@ -191,42 +218,45 @@ def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list
             )
         shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*split)
         params.tensor_split = shares
-        kept.append(shares)
+        arrays.append(shares)
+
+    # 3. The output matrix on this machine, if that is wanted; an empty entry ends the list.
     if workers.output_here:
         here = native.ggml_backend_cpu_buffer_type()
         placements = (_TensorPlacement * 2)(
             _TensorPlacement(_OUTPUT_MATRIX, here), _TensorPlacement(None, None)
         )
         params.tensor_buft_overrides = ctypes.cast(placements, _POINTER).value
-        kept.append(placements)
-    return kept
+        arrays.append(placements)
+    return arrays
 
 
 # --- calls that may wait for workers
 
-#: All that are not closed.
+#: All instances that are not closed.
 _open: list[RemoteCalls] = []
 
 
 class RemoteCalls:
     """Makes the native calls of one target in a thread, one at a time.
 
-    A call is given up, with all later ones, after `timeout_s` seconds without a call of `alive`.
-    (It is at most twice as long, since that is checked so often.)
+    If `alive` is not called for `timeout_s` seconds during a call, the call and all later ones are
+    given up. (As it is checked once per `timeout_s`, it may take up to twice as long.)
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
-        #: The calls that the thread is to make, and where their results go; None ends it.
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._calls = queue.SimpleQueue()
-        #: The result that a caller waits for.
-        self._waiting: Future[Any] | None = None
+        #: The thread's tasks: the future that gets the result, and the call. None ends the thread.
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._tasks = queue.SimpleQueue()
+        #: The result of the present call; None between calls.
+        self._pending: Future[Any] | None = None
+        #: Whether `alive` was called since the last check.
         self._is_alive = False
-        #: Why the workers cannot be called any more, and what to do about it.
+        #: The reason why the workers cannot be called any more, and a hint; None: they can.
         self._lost: tuple[str, str] | None = None
-        #: Which of them are lost, once that was asked.
+        #: The lost workers; empty until `check` has found out.
         self._lost_names: Sequence[str] = ()
         if _on_abort not in abort_listeners:
             abort_listeners.append(_on_abort)
@@ -236,25 +266,30 @@ class RemoteCalls:
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the thread; raise `WorkerLostError` if a worker is lost."""
+        """Call a native function in the thread, and return its result.
+
+        Raises:
+            WorkerLostError: If a worker is lost, now or before.
+        """
         self.check()
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread:  # a call within a call
             return function(*arguments)
         self._is_alive = False
         result = Future[Any]()
-        self._waiting = result
-        self._calls.put((result, partial(function, *arguments)))
+        self._pending = result
+        self._tasks.put((result, partial(function, *arguments)))
         try:
             while not wait([result], self._timeout_s).done:
                 if not self._is_alive:
                     self.give_up(f"no answer within {self._timeout_s:g} s", _SLOW)
                 self._is_alive = False
-        except BaseException:  # Ctrl-C, for example: the call continues, so no other may be made
+        except BaseException:
+            # Ctrl-C, for example. The native call continues, so no other call may be made.
             self.give_up("a call to them was interrupted")
             raise
         finally:
-            self._waiting = None
-        self.check()
+            self._pending = None
+        self.check()  # `give_up` also sets a result, which must not be returned
         return result.result()
 
     def check(self) -> None:
@@ -269,32 +304,32 @@ class RemoteCalls:
         self._is_alive = True
 
     def give_up(self, reason: str, hint: str = _RESTART) -> None:
-        """Make the present call, and all later ones, raise `WorkerLostError`.
+        """Make the present call and all later ones raise `WorkerLostError`.
 
         Any thread may call this.
         """
         if self._lost is None:
             self._lost = (reason, hint)
             left_running.set()
-        waiting = self._waiting
-        if waiting is not None:
-            with contextlib.suppress(InvalidStateError):  # it is over
-                waiting.set_result(None)
+        pending = self._pending
+        if pending is not None:
+            with contextlib.suppress(InvalidStateError):  # the call has ended meanwhile
+                pending.set_result(None)  # wakes the caller
 
     def close(self) -> None:
-        """End the thread after its current call. (It never ends if it waits for a lost worker.)"""
-        self._calls.put(None)
+        """End the thread after its present call. (It never ends if it waits for a lost worker.)"""
+        self._tasks.put(None)
         with contextlib.suppress(ValueError):
             _open.remove(self)
 
     def _work(self) -> None:
-        """Make the calls, in the thread."""
+        """Make the calls; the thread runs this."""
         while True:
-            task = self._calls.get()
+            task = self._tasks.get()
             if task is None:
                 return
             result, call = task
-            with contextlib.suppress(InvalidStateError):  # it was given up
+            with contextlib.suppress(InvalidStateError):  # the call was given up
                 try:
                     result.set_result(call())
                 except Exception as error:  # noqa: BLE001 - the caller's thread raises it again
@@ -302,9 +337,10 @@ class RemoteCalls:
 
 
 def _on_abort(message: str) -> None:
-    """Give up all calls when a connection ended.
+    """Give up all calls if GGML aborts because a connection ended.
 
-    GGML calls this in the thread of the error, and ends the process afterwards.
+    GGML calls this in the thread of the error, and would end the process afterwards. So after such
+    an error this function never returns.
     """
     if "ggml-rpc" not in message:
         return
@@ -314,13 +350,13 @@ def _on_abort(message: str) -> None:
     # The message does not say which connection it was, so all calls to all workers are given up.
     for calls in _open.copy():
         calls.give_up(reason)
-    threading.Event().wait()  # forever: the `WorkerLostError` ends the process properly
+    threading.Event().wait()  # forever; meanwhile the caller's thread gets a `WorkerLostError`
 
 
 # --- this machine's devices for others
 
 _GET_MEMORY = ctypes.CFUNCTYPE(None, _POINTER, _SIZE_POINTER, _SIZE_POINTER)
-#: The callbacks of limits, kept for as long as GGML may call them.
+#: The callbacks of `_limit_memory`, kept for as long as GGML may call them.
 _limits: list[Any] = []
 
 
@@ -331,24 +367,29 @@ class _DeviceFunctions(ctypes.Structure):
 
 
 def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
-    """Return the GPUs, or else the CPU, by GGML's pointers.
+    """Return the devices that this machine offers as a worker, by GGML's pointers.
+
+    These are all GPUs or, without one, the CPU.
 
     Args:
-        memory_bytes: What clients see of each device's memory at most; None: all.
+        memory_bytes: The maximum memory of each device that clients see; None: all of it.
     """
     load_rpc()
     kinds = {handle: device_of(handle).kind for handle in native_devices()}
-    chosen = [handle for handle, kind in kinds.items() if kind not in ("cpu", "accelerator")]
-    if not chosen:
-        chosen = [handle for handle, kind in kinds.items() if kind == "cpu"]
+    offered = [handle for handle, kind in kinds.items() if kind not in ("cpu", "accelerator")]
+    if not offered:
+        offered = [handle for handle, kind in kinds.items() if kind == "cpu"]
     if memory_bytes is not None:
-        for handle in chosen:
+        for handle in offered:
             _limit_memory(handle, memory_bytes)
-    return {handle: device_of(handle) for handle in chosen}
+    return {handle: device_of(handle) for handle in offered}
 
 
 def _limit_memory(device: int, limit: int) -> None:
-    """Replace the function with which GGML asks a device for its memory."""
+    """Let a device report at most `limit` bytes of memory.
+
+    The pointer in GGML's device to the function that reports it is replaced.
+    """
     functions = _DeviceFunctions.from_address(device)
     get_memory = ctypes.cast(functions.memory, _GET_MEMORY)
 
@@ -368,13 +409,16 @@ def serve_devices(
     n_threads: int,
     cache: Path | None,
 ) -> None:
-    """Compute for clients, one after the other; return only if llama.cpp gives up.
+    """Serve clients, one after the other. It returns only if llama.cpp cannot go on.
 
     Args:
         endpoint: The address to listen on.
         devices: GGML's pointers to the devices.
-        n_threads: The threads of the CPU.
-        cache: The folder that keeps tensors; None: they are not kept.
+        n_threads: The number of threads on the CPU.
+        cache: The folder in which received tensors are kept; None: they are not kept.
+
+    Raises:
+        BackendError: If there is no RPC backend.
     """
     start_server = _rpc_procedure(
         b"ggml_backend_rpc_start_server",

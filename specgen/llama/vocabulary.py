@@ -18,42 +18,48 @@ from specgen.llama.library import llama_cpp
 
 #: The size of the first buffer for a token's bytes; most tokens fit.
 _PIECE_BYTES = 64
-#: The size of a buffer for the tokens of a text of usual length.
-_N_USUAL_TOKENS = 256
-#: Its type, which takes longer to make than to fill.
-_UsualBuffer = llama_cpp.llama_token * _N_USUAL_TOKENS
-#: About how many entries `digest` reads.
+#: The number of tokens that the first buffer for a short text holds.
+_DEFAULT_CAPACITY = 256
+#: The type of that buffer, made only once: making a ctypes array type is slower than filling it.
+_DefaultBuffer = llama_cpp.llama_token * _DEFAULT_CAPACITY
+#: The approximate number of entries that `digest` reads.
 _N_DIGESTED = 2048
 #: llama.cpp's attributes of control tokens that drop the white space next to them.
 _STRIPPING = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 #: The attributes of tokens whose names are parsed only on request.
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-#: Comes before text that continues other text. No vocabulary has a token that joins it to the text.
+#: Put before a text that continues another text. No vocabulary merges it with the text after it.
 _MARKER = "☺"
 _WHITE_SPACE = b" \t\n\v\f\r"
 
-# llama.cpp splits a text into words by std::regex, which calls itself for each character of a word
-# or of white space, and of some models' words with spaces in them. In a stack of 8 MB, about 20,000
-# of them end the process (llama.cpp #21919, #26965).
+# For BPE vocabularies, llama.cpp splits a text into words with std::regex, which recurses once per
+# character of a word or of white space. With the usual stack of 8 MB, a run of about 20,000
+# characters ends the process (llama.cpp #21919, #26965). So texts with long lines are tokenized in
+# a thread with a larger stack. (Lines, since some models' words contain spaces.)
 
-#: Texts with longer lines are tokenized in a thread with a stack for the longest line.
-_LONGEST_LINE = 1000
-#: Longer words are refused.
-LONGEST_RUN = 1 << 20
-#: What each character takes of the stack: a frame has about 400 bytes.
+#: The maximum length of a line, in characters, that is tokenized without such a thread.
+_MAX_DIRECT_LINE = 1000
+#: The maximum length, in characters, of a word or of white space. Longer ones are refused.
+MAX_RUN = 1 << 20
+#: The stack does not grow for longer lines, which would need gigabytes: hardly any line is a single
+#: word.
+_MAX_STACKED_LINE = 4 * MAX_RUN
+#: The stack that is reserved per character: a frame has about 400 bytes.
 _FRAME_BYTES = 1024
-#: The rest of such a stack.
-_STACK_BYTES = 1 << 20
+#: The stack that is reserved for everything else.
+_BASE_STACK_BYTES = 1 << 20
+#: Matches a line with the white space after it.
 _LINES = re.compile(r"[^\n]+\s*|\s+", re.ASCII)
+#: Matches a word with the white space after it.
 _WORDS = re.compile(r"\S+\s*|\s+", re.ASCII)
-#: Held while there is such a thread: the size of a stack is set for all threads that begin
+#: Held while there is such a thread. Python sets the stack size for all threads that start
 #: meanwhile, and one large stack at a time is enough.
 _large_stack = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class ControlToken:
-    """A token that llama.cpp finds in a text by its name, if it is to parse special tokens."""
+    """A token that llama.cpp recognises in a text by its name when it parses special tokens."""
 
     token: int
     name: str
@@ -71,17 +77,17 @@ class LlamaVocabulary:
 
         Args:
             model: llama.cpp's pointer to the model.
-            texts: What some tokens add to the text, if that is not what llama.cpp says.
+            texts: The bytes that some tokens add to the text, where these differ from llama.cpp's.
         """
         self._model = model
         #: llama.cpp's pointer to the vocabulary.
         self.handle = llama_cpp.llama_model_get_vocab(model)
         self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self.handle)
-        #: What tokens add to the text, of those that were asked for.
+        #: A cache of `token_bytes`.
         self._pieces: dict[int, bytes] = dict(texts or {})
-        #: Whether tokens end a text, of those that were asked for.
+        #: A cache of `is_end`.
         self._is_end: dict[int, bool] = {}
-        #: The results of `showing`, by the shown tokens.
+        #: A cache of `showing`, by the shown tokens.
         self._views: dict[frozenset[int], LlamaVocabulary] = {}
 
     # --- the vocabulary
@@ -93,11 +99,11 @@ class LlamaVocabulary:
 
     @property
     def kind(self) -> int:
-        """llama.cpp's number of the vocabulary type (SPM, BPE, WPM, ...); 0: there is none."""
+        """llama.cpp's number for the vocabulary type (SPM, BPE, WPM, ...); 0 if there is none."""
         return int(llama_cpp.llama_vocab_type(self.handle))
 
     def digest(self) -> str:
-        """Return a hash that tells vocabularies apart: of kind, size, and a sample of entries."""
+        """Return a hash of the vocabulary's type and size and of a sample of its entries."""
         step = max(1, self.n_tokens // _N_DIGESTED)
         digest = hashlib.blake2b(f"{self.kind} {self.n_tokens}".encode(), digest_size=16)
         for token_id in range(0, self.n_tokens, step):
@@ -116,7 +122,11 @@ class LlamaVocabulary:
         return {role: getattr(llama_cpp, f"llama_vocab_{role}")(self.handle) for role in roles}
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Raise `PromptError` if a number is not a token's: llama.cpp would end the process."""
+        """Check that all tokens exist, since llama.cpp ends the process for an unknown one.
+
+        Raises:
+            PromptError: If a number is not a token of this vocabulary.
+        """
         for token in tokens:
             if not 0 <= token < self.n_tokens:
                 raise PromptError(
@@ -124,9 +134,14 @@ class LlamaVocabulary:
                 )
 
     def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
-        """Return this vocabulary, with the control tokens among these entries shown in the text."""
+        """Return a view of this vocabulary in which some control tokens add text.
+
+        Args:
+            entries: The entries of the tokens to show. Those that are not control tokens are
+                ignored.
+        """
         shown = {self.control_token(entry): entry.encode() for entry in entries}
-        shown.pop(-1, None)
+        shown.pop(-1, None)  # the entries that are not control tokens
         if not shown:
             return self
         key = frozenset(shown)
@@ -141,29 +156,34 @@ class LlamaVocabulary:
 
         Raises:
             PromptError: If the text has half a surrogate pair.
-            UsageError: If it has a word of over a million characters, which would end the process.
+            UsageError: If a word has more than `MAX_RUN` characters, for which no stack is large
+                enough.
         """
         data = _encode(text)
-        longest_line = _longest(_LINES, text) if len(text) > _LONGEST_LINE else 0
-        if longest_line <= _LONGEST_LINE or self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
-            return self._tokenize(data, add_special, parse_special)
-        if longest_line > LONGEST_RUN:
-            longest_word = _longest(_WORDS, text)
-            if longest_word > LONGEST_RUN:
-                raise UsageError(
-                    f"the text has a word, or white space, of {longest_word} characters: "
-                    f"at most {LONGEST_RUN} can be tokenized"
-                )
         tokenize = partial(self._tokenize, data, add_special, parse_special)
-        return _with_stack(min(longest_line, 4 * LONGEST_RUN) * _FRAME_BYTES, tokenize)
+        # Only BPE vocabularies use the recursive std::regex (see the comment on `MAX_RUN`).
+        if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_BPE or len(text) <= _MAX_DIRECT_LINE:
+            return tokenize()
+        longest_line = _longest(_LINES, text)
+        if longest_line <= _MAX_DIRECT_LINE:
+            return tokenize()
+        longest_word = _longest(_WORDS, text) if longest_line > MAX_RUN else 0
+        if longest_word > MAX_RUN:
+            raise UsageError(
+                f"the text has a word, or white space, of {longest_word} characters: "
+                f"at most {MAX_RUN} can be tokenized"
+            )
+        return _with_stack(min(longest_line, _MAX_STACKED_LINE) * _FRAME_BYTES, tokenize)
 
     def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        capacity = max(_N_USUAL_TOKENS, len(data) + 8)
+        """Let llama.cpp tokenize a text in UTF-8, with a buffer that is large enough."""
+        # Hardly any text has more tokens than bytes; a few are added around it (`add_special`).
+        capacity = max(_DEFAULT_CAPACITY, len(data) + 8)
         while True:
-            if capacity > _N_USUAL_TOKENS:
+            if capacity > _DEFAULT_CAPACITY:
                 buffer = (llama_cpp.llama_token * capacity)()
             else:
-                buffer = _UsualBuffer()
+                buffer = _DefaultBuffer()
             n: int = llama_cpp.llama_tokenize(
                 self.handle,
                 data,
@@ -175,15 +195,16 @@ class LlamaVocabulary:
             )
             if n >= 0:
                 return list(buffer[:n])
-            # A negative number of the tokens that there are: the buffer is too small.
-            if -n <= capacity:
+            # A negative result means that the buffer is too small, and -n tokens are needed.
+            if -n <= capacity:  # the buffer had room, so something else went wrong
                 raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
             capacity = -n
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Tokenize text that continues other text.
+        """Tokenize a text that continues another text.
 
-        It does not get the space that SentencePiece adds at the beginning of a text.
+        SentencePiece (SPM) adds a space at the beginning of a text. To avoid it, the text is
+        tokenized after a marker, whose tokens are then dropped.
         """
         if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
             return self.tokenize(text, add_special=False, parse_special=parse_special)
@@ -191,10 +212,11 @@ class LlamaVocabulary:
         tokens = self.tokenize(_MARKER + text, add_special=False, parse_special=parse_special)
         return tokens[len(marker) :]
 
-    def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's tokens, by its bytes and those of the longest token.
+    def min_token_count(self, text: str) -> int:
+        """Return a lower bound for the number of tokens of a text, without tokenizing it.
 
-        It is 0 for vocabularies that may drop bytes.
+        The bound is the number of bytes divided by the length of the longest token. It is 0 for
+        vocabulary types that may drop bytes.
         """
         if self.kind not in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE):
             return 0
@@ -205,7 +227,7 @@ class LlamaVocabulary:
 
     @cached_property
     def _longest_token_bytes(self) -> int:
-        # Control tokens add nothing to a text, but they are parsed by their names.
+        # A control token adds no bytes to a text, but its name in a text becomes one token.
         return max(
             len(self.token_bytes(token) or self.token_entry(token))
             for token in range(self.n_tokens)
@@ -219,7 +241,7 @@ class LlamaVocabulary:
     # --- from tokens to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token adds to the text; none for control tokens."""
+        """Return the bytes that a token adds to the text; empty for control tokens."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._read_piece(token_id, special=False)
@@ -227,14 +249,16 @@ class LlamaVocabulary:
         return piece
 
     def control_text(self, token_id: int) -> str:
-        """Return a token as text, a control token by its name, as chat templates write it."""
-        if token_id < 0:
+        """Return a token as text; for a control token its name, as chat templates write it."""
+        if token_id < 0:  # a special token that the model does not have
             return ""
         return self._read_piece(token_id, special=True).decode("utf-8", "replace")
 
     def _read_piece(self, token_id: int, *, special: bool) -> bytes:
+        """Return llama.cpp's bytes for a token; with `special`, control tokens by their names."""
         self.check([token_id])
         capacity = _PIECE_BYTES
+        n_stripped_spaces = 0
         while True:
             # A new buffer each time: one thread may tokenize prompts while another one decodes.
             buffer = ctypes.create_string_buffer(capacity)
@@ -243,12 +267,12 @@ class LlamaVocabulary:
                 token_id,
                 buffer,
                 capacity,
-                0,
+                n_stripped_spaces,
                 special,
             )
             if n >= 0:
                 return buffer.raw[:n]
-            capacity = -n
+            capacity = -n  # the size that is needed
 
     def token_text(self, token_id: int) -> str:
         """Return the token's entry in the token table as text."""
@@ -260,9 +284,9 @@ class LlamaVocabulary:
         return llama_cpp.llama_vocab_get_text(self.handle, token_id) or b""
 
     def token_entries(self) -> Iterator[bytes]:
-        """Yield the entries of all tokens, in a third of the time that `token_entry` takes."""
+        """Yield the entries of all tokens, three times as fast as with `token_entry`."""
         address = ctypes.cast(llama_cpp.llama_vocab_get_text, ctypes.c_void_p).value or 0
-        # This prototype keeps Python's lock, which takes longer to release than the call.
+        # PYFUNCTYPE keeps the GIL: releasing it would take longer than the call.
         get_text = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32)(address)
         vocabulary = ctypes.cast(self.handle, ctypes.c_void_p)
         entries = map(get_text, repeat(vocabulary), range(self.n_tokens))
@@ -284,6 +308,7 @@ class LlamaVocabulary:
         tokens = self.tokenize(entry, add_special=False, parse_special=True)
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
             return -1
+        # A token that adds text is an ordinary token.
         return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
 
     def has_control(self, entry: str) -> bool:
@@ -291,21 +316,24 @@ class LlamaVocabulary:
         return self.control_token(entry) >= 0
 
     def control_tokens(self) -> Sequence[ControlToken]:
-        """Return the control tokens with a name, in the order in which llama.cpp looks for them."""
+        """Return the control tokens with a name, in the order in which llama.cpp looks for them.
+
+        That is longest name first, then by token id.
+        """
         return self._control_tokens
 
     @cached_property
     def _control_tokens(self) -> Sequence[ControlToken]:
-        found: list[ControlToken] = []
+        controls: list[ControlToken] = []
         for token in range(self.n_tokens):  # llama.cpp has no list of them
-            flags = self.token_attributes(token)
-            name = self.token_text(token) if flags & _CONTROL else ""
+            attributes = self.token_attributes(token)
+            name = self.token_text(token) if attributes & _CONTROL else ""
             if name:
-                strips_before = bool(flags & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP)
-                strips_after = bool(flags & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP)
-                found.append(ControlToken(token, name, strips_before, strips_after))
-        found.sort(key=lambda control: -len(control.name.encode()))
-        return found
+                strips_before = bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP)
+                strips_after = bool(attributes & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP)
+                controls.append(ControlToken(token, name, strips_before, strips_after))
+        controls.sort(key=lambda control: -len(control.name.encode()))
+        return controls
 
     def is_end(self, token_id: int) -> bool:
         """Return whether the token ends a text."""
@@ -326,7 +354,7 @@ class LlamaVocabulary:
 
 
 def _encode(text: str) -> bytes:
-    """Return a text in UTF-8; raise `PromptError` for half a surrogate pair, which it lacks."""
+    """Return a text in UTF-8; raise `PromptError` if it has half a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -342,18 +370,18 @@ def _longest(pattern: re.Pattern[str], text: str) -> int:
     return max((match.end() - match.start() for match in pattern.finditer(text)), default=0)
 
 
-def _with_stack(n_bytes: int, function: Callable[[], list[int]]) -> list[int]:
-    """Call a function in a thread with so large a stack.
+def _with_stack(n_bytes: int, tokenize: Callable[[], list[int]]) -> list[int]:
+    """Call a function in a thread with room for `n_bytes` on its stack.
 
-    After Ctrl-C the executor waits for the end of its thread, so the model stays for as long as the
-    text is read.
+    After Ctrl-C the executor still waits for its thread, so the model is not freed while llama.cpp
+    uses it.
     """
     with _large_stack, ThreadPoolExecutor(1, "tokenizer") as executor:
-        usual = threading.stack_size(n_bytes + _STACK_BYTES)
+        old_size = threading.stack_size(n_bytes + _BASE_STACK_BYTES)
         try:
-            tokens = executor.submit(function)  # the thread begins here
+            tokens = executor.submit(tokenize)  # the thread starts here, with the large stack
         except RuntimeError as error:
             raise BackendError("there is too little memory to tokenize so long a word") from error
         finally:
-            threading.stack_size(usual)
+            threading.stack_size(old_size)
         return tokens.result()

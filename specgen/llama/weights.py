@@ -1,4 +1,7 @@
-"""The weights of model files: each file is loaded once and shared by all its users."""
+"""The weights of model files: each file is loaded once and shared by its users.
+
+Users are models and contexts.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ if TYPE_CHECKING:
 
 
 class WeightsKey(NamedTuple):
-    """What loaded weights are known by."""
+    """The file and the load options of weights; users with the same key share them."""
 
-    #: That of the file.
+    #: The result of `version_of` for the file.
     version: tuple[int, int, int]
     n_gpu_layers: int
     #: What computes on the CPU, as `computing` names it.
@@ -46,25 +49,23 @@ class WeightsKey(NamedTuple):
 
 #: The weights that are in use.
 _loaded: dict[WeightsKey, LoadedWeights] = {}
-#: The threads of `load_ahead`.
-_ahead: dict[WeightsKey, threading.Thread] = {}
+#: The threads of `load_ahead`, by the weights that they load.
+_load_ahead_threads: dict[WeightsKey, threading.Thread] = {}
 
 
 @dataclass(eq=False)
 class LoadedWeights:
-    """The native model of a file. It counts its users, and is freed with the last one."""
+    """The native model of a file. It counts its users, and is freed after the last one."""
 
     key: WeightsKey
-    #: llama.cpp's pointer.
+    #: llama.cpp's pointer; None after the last user has released it.
     handle: Any
-    #: Why specgen's kernels do not compute this model although they compute others; empty if they
-    #: do.
+    #: Why specgen's kernels cannot compute this model, although they are in use; else empty.
     kernel_problem: str
-    #: Makes the calls that may wait for workers; None if this machine has all layers.
+    #: Makes the native calls if workers have the layers; else None.
     remote: RemoteCalls | None = None
-    #: The file of the packed weights; None if none is kept.
+    #: The file of the packed weights; None if they are not kept.
     packed: PackedWeights | None = None
-    #: Models and contexts that need it.
     n_users: int = 1
 
     @cached_property
@@ -74,7 +75,7 @@ class LoadedWeights:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Makes a native call, which may have to wait for workers."""
+        """A function that makes a native call, which may have to wait for workers."""
         return self.remote or _call_directly
 
     def share(self) -> LoadedWeights:
@@ -83,7 +84,7 @@ class LoadedWeights:
         return self
 
     def release(self) -> None:
-        """Count a user less, and free the model with the last one."""
+        """Count one user less, and free the model after the last one."""
         self.n_users -= 1
         if self.n_users != 0:
             return
@@ -114,15 +115,17 @@ def lease_weights(
     mtp: bool = False,
     goes_on: Callable[[], bool] = _always,
 ) -> LoadedWeights:
-    """Return the weights of a file, loaded if nothing uses them already. The caller is a user.
+    """Return the weights of a file, which are loaded unless they are in use already.
+
+    The caller becomes a user, and calls `release` later.
 
     Args:
         file: The file.
-        n_gpu_layers: The layers on the GPU; -1: all.
-        vocabulary_only: Load only the vocabulary.
+        n_gpu_layers: The number of layers on the GPU; -1: all.
+        vocabulary_only: Whether to load only the vocabulary.
         workers: The workers that get the layers; None: this machine.
-        mtp: Load the MTP layers, too.
-        goes_on: Asked between tensors whether to go on.
+        mtp: Whether to load the MTP layers, too.
+        goes_on: Called between tensors; loading stops if it returns False.
 
     Raises:
         ModelFileError: If llama.cpp cannot load the file.
@@ -156,7 +159,20 @@ def _load_here(
     problem: str,
     goes_on: Callable[[], bool],
 ) -> LoadedWeights:
-    """Load a file into the memory of this machine."""
+    """Load a file into the memory of this machine.
+
+    Args:
+        file: The file.
+        key: The key of the weights.
+        params: llama.cpp's parameters for loading a model.
+        problem: Why the kernels in use cannot compute the model; empty if they can.
+        goes_on: Called between tensors; loading stops if it returns False.
+
+    Raises:
+        ModelFileError: If llama.cpp cannot load the file.
+        MemoryLimitError: If it does not fit into memory.
+        KeyboardInterrupt: If Ctrl-C stopped the loading.
+    """
     packed: PackedWeights | None = None
     with ExitStack() as loading:
         loading.enter_context(loading_with(problem))
@@ -165,11 +181,11 @@ def _load_here(
         if packed is not None:
             loading.enter_context(packed.loading())
         loading.enter_context(_interrupt_between_tensors(params, goes_on))
-        others = _other_load_ahead_threads()
+        other_threads = _other_load_ahead_threads()
         handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
-        if not handle and others and threading.current_thread() is threading.main_thread():
-            # The log has lines of the others, too. A second attempt, alone, finds the reason.
-            for thread in others:
+        if not handle and other_threads and threading.current_thread() is threading.main_thread():
+            # The log mixes lines of all threads. Try again alone, to log the reason of the failure.
+            for thread in other_threads:
                 thread.join()
             forget_log()
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
@@ -185,12 +201,19 @@ def _load_onto_workers(
     problem: str,
     workers: Workers,
 ) -> LoadedWeights:
-    """Load a file into the memory of workers."""
+    """Load a file into the memory of workers; for the arguments and errors see `_load_here`.
+
+    Raises:
+        WorkerLostError: If a worker is lost.
+    """
     from specgen.llama.rpc import check_workers, load_onto
 
-    # A worker that serves this process already would not answer a second connection.
-    in_use = {name for each in _loaded if each.workers for name in each.workers.endpoints}
-    if in_use.isdisjoint(workers.endpoints):
+    # Workers in use cannot be checked: they would not answer a second connection.
+    used_endpoints: set[str] = set()
+    for other_key in _loaded:
+        if other_key.workers:
+            used_endpoints.update(other_key.workers.endpoints)
+    if used_endpoints.isdisjoint(workers.endpoints):
         check_workers(workers, file)
     with loading_with(problem):
         handle, remote = load_onto(workers, file, params)
@@ -201,6 +224,7 @@ def _load_onto_workers(
 
 
 def _load_error(file: Path, reason: str) -> SpecgenError:
+    """Return the error for a file that llama.cpp cannot load, for a reason that it logged."""
     if "allocate" in reason:
         return MemoryLimitError(
             f"{file}: not enough memory for this model: {reason}",
@@ -216,82 +240,88 @@ def _load_error(file: Path, reason: str) -> SpecgenError:
 
 
 def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
-    """Load a checked file's weights in a thread, while something else is loaded.
+    """Load a file's weights in a thread, while the caller loads something else.
 
-    That pays since llama.cpp uses one core to read a vocabulary. `lease_weights` waits for the
-    thread, and raises its errors again.
+    That saves time, since llama.cpp uses only one core to read a vocabulary. A later call of
+    `lease_weights` waits for the thread, and tries again if it failed.
+
+    Args:
+        file: A file that `check_file` has checked.
+        n_gpu_layers: The number of layers on the GPU; -1: all.
 
     Returns:
-        What ends this use of the weights; it may be called twice.
+        A function that stops the loading, or releases the loaded weights. Call it once they are
+        leased, or not wanted any more; it may be called twice.
     """
-    if kernel_problem(file):  # kernels are switched off for the whole process while it is loaded
+    if kernel_problem(file):
+        # The kernels would be switched off for all threads while this file is loaded.
         return lambda: None
     key = WeightsKey(version_of(file), n_gpu_layers, computing())
-    if key in _ahead or key in _loaded:
+    if key in _load_ahead_threads or key in _loaded:
         return lambda: None
-    held = ExitStack()
+    lease = ExitStack()
     is_wanted = True
 
     def load() -> None:
         with contextlib.suppress(SpecgenError, OSError):
             weights = lease_weights(file, n_gpu_layers, goes_on=lambda: is_wanted)
-            held.callback(weights.release)
+            lease.callback(weights.release)
 
     def end() -> None:
         nonlocal is_wanted
         is_wanted = False
         thread.join()
-        if _ahead.get(key) is thread:
-            del _ahead[key]
-        held.close()
+        if _load_ahead_threads.get(key) is thread:
+            del _load_ahead_threads[key]
+        lease.close()
 
     thread = threading.Thread(target=load, name="load ahead", daemon=True)
-    _ahead[key] = thread
+    _load_ahead_threads[key] = thread
     thread.start()
     return end
 
 
 def _wait_for_load_ahead(key: WeightsKey) -> None:
-    """Wait until another thread has loaded these weights, if one does."""
-    thread = _ahead.get(key)
+    """Wait for another thread that is loading these weights, if there is one."""
+    thread = _load_ahead_threads.get(key)
     if thread is not None and thread is not threading.current_thread():
         thread.join()
 
 
 def _other_load_ahead_threads() -> list[threading.Thread]:
     current = threading.current_thread()
-    return [thread for thread in _ahead.values() if thread is not current]
+    return [thread for thread in _load_ahead_threads.values() if thread is not current]
 
 
 @contextlib.contextmanager
 def _interrupt_between_tensors(params: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
-    """Let Ctrl-C or `goes_on` stop the loading.
+    """Let Ctrl-C or `goes_on` stop the loading in the block.
 
-    The progress callback only asks for a stop, and KeyboardInterrupt is raised afterwards: in the
-    callback, ctypes would print and lose it.
+    The handler of Ctrl-C only makes the progress callback return False, and KeyboardInterrupt is
+    raised after the block: ctypes would print and lose an exception in a callback.
     """
-    is_stopped = False
+    is_interrupted = False
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal is_stopped
-        is_stopped = True
+    def on_interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
 
-    def go_on(_share: float, _data: object) -> bool:
-        return not is_stopped and goes_on()
+    def on_progress(_share: float, _data: object) -> bool:
+        return not is_interrupted and goes_on()
 
-    # Keep the callback until llama.cpp is done, which would call freed memory otherwise.
-    callback = llama_cpp.llama_progress_callback(go_on)
+    # This reference keeps the callback alive until llama.cpp is done.
+    callback = llama_cpp.llama_progress_callback(on_progress)
     params.progress_callback = callback
-    # Only the main thread may set a handler, and that of a program stays.
+    # Only the main thread can set a handler. A handler that the program has set is kept.
     handler = signal.getsignal(signal.SIGINT)
     is_main_thread = threading.current_thread() is threading.main_thread()
     handles_interrupt = is_main_thread and handler is signal.default_int_handler
     if handles_interrupt:
-        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield
     finally:
         if handles_interrupt:
             signal.signal(signal.SIGINT, handler)
-        if is_stopped:
+        if is_interrupted:
             raise KeyboardInterrupt

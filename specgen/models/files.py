@@ -1,4 +1,4 @@
-"""Model files: their names, sizes and digests, and the files that are made for a target."""
+"""Model files: their names, sizes and digests, and the files that specgen makes for a target."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells model files apart: a digest of gigabytes would take longer than an answer."""
+    """Name and size, which tell model files apart. A digest of gigabytes would take too long."""
 
+    #: The name of the model's first file.
     name: str
-    #: The size of all files of the model together.
+    #: The total size of all files of the model.
     size_bytes: int
 
     @property
     def key(self) -> str:
-        """The name of folders with what belongs to this file."""
+        """A digest, used as the name of folders for this model file."""
         return hashlib.sha256(f"{self.name}, {self.size_bytes}".encode()).hexdigest()[:16]
 
 
 def identify(path: Path) -> FileIdentity | None:
-    """Return the identity of a model file; None if there is no such file."""
+    """Return the identity of a model file; None if there is no such file, or it is unreadable."""
     try:
         sizes = [part.stat().st_size for part in parts_of(path) if part.is_file()]
     except OSError:
@@ -47,20 +48,23 @@ def identity_of(path: Path) -> FileIdentity:
     """Return the identity of a model file.
 
     Raises:
-        ModelFileError: if there is no such file, or it cannot be read.
+        ModelFileError: If there is no such file, or it cannot be read.
     """
     identity = identify(path)
     if identity is None:
         check_model_path(path)
-        raise ModelFileError(f"{path}: no such file")  # it was made since `identify` looked
+        # The file is there now, but was not when `identify` looked.
+        raise ModelFileError(f"{path}: no such file")
     return identity
 
 
 def check_model_path(path: Path) -> None:
-    """Check that a path leads to the first file of a model, and that its other files are there.
+    """Check that a path leads to the first file of a model, and that its other files exist.
+
+    The content of the files is not read.
 
     Raises:
-        ModelFileError: if not; it tells what is there instead, or which files are missing.
+        ModelFileError: If not. Its message tells what the path leads to, or what is missing.
     """
     try:
         mode = path.stat().st_mode
@@ -110,7 +114,7 @@ def size_of(path: Path) -> int:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] = lambda _n_bytes: None) -> str:
-    """Return the SHA-256 of a file; `report` receives how many bytes were read so far."""
+    """Return the SHA-256 of a file; `report` receives the number of bytes that are read so far."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -128,5 +132,5 @@ def heads_file(cache: Path, target: FileIdentity) -> Path:
 
 
 def learning_folder(data: Path, target: FileIdentity) -> Path:
-    """Return the folder of the answers that drafts for a target learn from."""
+    """Return the folder of the answers from which drafts for a target learn."""
     return data / "learning" / f"{Path(target.name).stem}-{target.key}"

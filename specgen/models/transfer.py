@@ -1,4 +1,4 @@
-"""The transfer of one file to this disk: it resumes, is checked, and needs room and a lock."""
+"""Download one file: resume, check its digest, and provide for disk space and a lock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specgen.system.files import existing_parent
 from specgen.system.progress import ProgressView
 from specgen.system.quantities import human_bytes
 
-#: Receives how many bytes of a file are done, how many there are (0 if that is unknown), and
-#: whether it is their digest that is computed.
+#: Receives the number of bytes done, the size of the file (0 if unknown), and whether the file is
+#: being checked (True) or downloaded (False).
 Report = Callable[[int, int, bool], None]
 
 _DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -32,25 +32,28 @@ def download_file(
     size_bytes: int = 0,
     token: str | None = None,
 ) -> None:
-    """Download a file, or what is missing of it.
+    """Download a file, or the rest of it if `path` has the beginning.
+
+    A file whose digest is wrong is deleted. If part of it was from an earlier attempt, it is
+    downloaded once more.
 
     Args:
-        url: its address.
-        path: where it is kept, also if it is incomplete.
-        sha256: its digest, if it is known.
-        report: receives the progress.
-        size_bytes: its size; 0 if it is unknown.
-        token: the token for its server, if it needs one.
+        url: The address of the file.
+        path: The path to write to. If the download fails, it keeps what was downloaded.
+        sha256: The expected digest; None: it is not checked.
+        report: Receives the progress.
+        size_bytes: The size of the file; 0 if it is unknown.
+        token: The token for the server, if it needs one.
 
     Raises:
-        FetchError: if the file could not be downloaded, or has another digest.
-        OSError: if it could not be written.
+        FetchError: If the file could not be downloaded, or has another digest.
+        OSError: If it could not be written.
     """
-    # A compressed answer would have other offsets than the file.
+    # A compressed answer could not be resumed: its offsets are not those of the file.
     headers = {"Accept-Encoding": "identity"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    if 0 < size_bytes < size_of(path):
+    if 0 < size_bytes < size_of(path):  # this cannot be the beginning of the file
         path.unlink()
     while True:
         kept_bytes = size_of(path)
@@ -65,12 +68,13 @@ def download_file(
             raise FetchError(
                 f"{without_secrets(url)} does not have the SHA-256 that its server gives", hint
             )
-        # What was kept from before may have been damaged: download the whole file once more.
+        # The beginning from an earlier attempt may have been damaged: download the whole file.
 
 
 def _append_rest(
     url: str, path: Path, headers: dict[str, str], report: Report, size_bytes: int
 ) -> None:
+    """Append to a file what is missing of it; its parameters are those of `download_file`."""
     from huggingface_hub.file_download import http_get
 
     kept_bytes = size_of(path)
@@ -87,11 +91,11 @@ def _append_rest(
 
 
 def _reporting_to(report: Report, size_bytes: int) -> Any:
-    """Return a class that huggingface_hub uses in place of tqdm's, and which reports the position.
+    """Return a class that looks like tqdm's progress bar to huggingface_hub, and calls `report`.
 
     Args:
-        report: receives it.
-        size_bytes: the size of the file; 0 if only its server knows it.
+        report: Receives the progress.
+        size_bytes: The size of the file; 0 if only its server knows it.
     """
 
     class Reporting(nullcontext["Reporting"]):
@@ -123,13 +127,13 @@ def check_room(name: str, folder: Path, needed_bytes: int, variable: str) -> Non
     """Check that the disk has room for a download.
 
     Args:
-        name: what is downloaded.
-        folder: where it is kept.
-        needed_bytes: how much room it needs.
-        variable: the environment variable that moves the folder.
+        name: The name of what is downloaded, for the error.
+        folder: The folder to which it is written; it need not exist yet.
+        needed_bytes: The room that it needs.
+        variable: The environment variable that sets the folder, for the error's hint.
 
     Raises:
-        FetchError: if the disk has not.
+        FetchError: If the disk has too little room.
     """
     try:
         free_bytes = shutil.disk_usage(existing_parent(folder)).free
@@ -148,8 +152,8 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
     """Turn an `OSError` of the block, which writes below a folder, into a `FetchError`.
 
     Args:
-        folder: the folder.
-        variable: the environment variable that moves it.
+        folder: The folder.
+        variable: The environment variable that sets the folder, for the error's hint.
     """
     try:
         yield
@@ -169,9 +173,17 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
 def lock_download(
     lock_file: Path, name: str, progress: ProgressView
 ) -> AbstractContextManager[object]:
-    """Return a lock that is held already, once no other process downloads `name`.
+    """Acquire the lock of a download, after waiting for a process that has it.
 
-    The system releases it if the process dies.
+    The system releases the lock if this process dies.
+
+    Args:
+        lock_file: The file to lock. Its folder is created if need be.
+        name: The name of what is downloaded, for the note about waiting.
+        progress: Shows that note.
+
+    Returns:
+        A context manager that releases the lock at the end of its block.
     """
     import filelock
 

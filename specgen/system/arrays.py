@@ -23,16 +23,16 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 #: float32[m] or float64[m]: logits as the samplers so far have left them, or probabilities.
 Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 
-#: The size of the groups whose maxima bound the n-th largest score from below.
+#: The usual size of the groups in `_candidates`.
 _GROUP_SIZE = 64
 #: Arrays with fewer scores are partitioned without groups.
 _MIN_GROUPED = 2048
 
 
 def best(scores: Scores, n: int) -> TokenArray:
-    """Return the positions of the n largest scores, largest first, equal ones by position.
+    """Return the positions of the n largest scores, largest first; ties are ordered by position.
 
-    Scores of -infinity are left out.
+    Scores of -infinity are left out, so there may be fewer than n.
     """
     if not 0 < n < len(scores):
         return _sorted_best(scores, n)
@@ -41,6 +41,7 @@ def best(scores: Scores, n: int) -> TokenArray:
 
 
 def _sorted_best(scores: Scores, n: int) -> TokenArray:
+    """Do what `best` does, by sorting all scores."""
     order = (-scores).argsort(kind="stable")[:n]
     if len(order) and scores[order[-1]] == -np.inf:
         n_possible = np.count_nonzero(scores[order] > -np.inf)
@@ -51,15 +52,17 @@ def _sorted_best(scores: Scores, n: int) -> TokenArray:
 def _candidates(scores: Scores, n: int) -> TokenArray:
     """Return the ascending positions of some scores, among them the n largest (0 < n < m).
 
-    The n-th largest maximum of disjoint groups is at most the n-th largest score. So it is a bound,
-    and only the groups whose maximum reaches it are searched.
+    The scores are divided into groups. The n largest maxima of groups are n of the scores, so the
+    smallest of them is a lower bound for the n-th largest score. Only groups whose maximum reaches
+    this bound are searched.
     """
+    # There are at least 2n groups, so that the bound is close.
     group_size = min(_GROUP_SIZE, len(scores) // (2 * n))
     if group_size < 4 or len(scores) < _MIN_GROUPED:
         bound = np.partition(scores, len(scores) - n)[len(scores) - n]
         return np.flatnonzero(scores >= bound)
-    # A group is a column of the table, and not a stretch of scores, so that whole SIMD registers
-    # are compared.
+    # A group is a column of the table, and not a row of neighbouring scores, so that the maxima of
+    # many groups are computed at once (SIMD).
     n_groups = len(scores) // group_size
     n_grouped = n_groups * group_size
     table = scores[:n_grouped].reshape(group_size, n_groups)
@@ -75,7 +78,13 @@ def _candidates(scores: Scores, n: int) -> TokenArray:
 
 
 def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Return what `np.interp` does for a single number, several times as fast."""
+    """Interpolate linearly at `x`, as `np.interp` does, but several times as fast for one number.
+
+    Args:
+        x: Where to interpolate.
+        places: The ascending places at which the values are known.
+        values: The values; outside of the places, the first or the last one is returned.
+    """
     left = bisect.bisect_right(places, x) - 1
     if left < 0:
         return values[0]

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, or locked; JSON; TOML that users write."""
+"""Replace or lock files; read and write JSON; read the user's TOML."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 
 # --- replacing files ------------------------------------------------------------------------------
 
-#: The ending of the names of new files. It stays if their process is killed.
+#: The suffix of new files. If their process is killed, they are left behind.
 NEW = ".new"
 
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Iterator[Path]:
-    """Make an empty file next to `path`, which the caller writes and then moves there.
+    """Create an empty file next to `path`, for the caller to write and then move to `path`.
+
+    If it is not moved, it is deleted after the block.
 
     Raises:
-        OSError: also if `path` must not be replaced, such as a device.
+        OSError: If the file cannot be created, or `path` must not be replaced, such as a device.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
@@ -44,10 +46,13 @@ def new_beside(path: Path) -> Iterator[Path]:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace the content of a file at once, so that no reader finds half of it.
+    """Replace the content of a file atomically, so that no reader finds half of it.
 
-    The file keeps its mode, and only the user may read a new one. A link stays a link, and a device
-    or a pipe is written to.
+    An existing file keeps its mode; a new one is readable only by the user. If the path is a link,
+    the file that it leads to is replaced. A device or a pipe is written to.
+
+    Raises:
+        OSError: If it cannot be written.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(data)
@@ -61,10 +66,12 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Replace a file by a JSON value, and make its folder; lone surrogates become escapes.
+    """Replace a file's content with a JSON value, and create its folder if need be.
+
+    Lone surrogates become escapes.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
@@ -72,7 +79,7 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def open_private(file: str, flags: int) -> int:
-    """Open a file, as an `opener` of `open`; only the user may read one that it makes."""
+    """Open a file, as the `opener` of `open`; a new file is readable only by the user."""
     return os.open(file, flags | os.O_CREAT, 0o600)
 
 
@@ -80,7 +87,11 @@ def open_private(file: str, flags: int) -> int:
 def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
     """Turn an `OSError` in the block into an `OutputError` that names the file.
 
-    The error of a pipe that nobody reads passes through.
+    A `BrokenPipeError` (nobody reads the output any more) passes through.
+
+    Args:
+        path: The file that the block writes.
+        hint: What to do about an error. If the disk is full, another hint is given.
     """
     try:
         yield
@@ -97,12 +108,12 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
     """Hold a lock within the block.
 
     Args:
-        lock_file: the file to lock.
-        held: what is raised if another process holds the lock.
-        wait_s: how long to wait for that process, in seconds.
+        lock_file: The file to lock. It is created if need be.
+        held: The error to raise if another process holds the lock.
+        wait_s: The number of seconds to wait for that process.
 
     Raises:
-        OutputError: if the lock file cannot be made.
+        OutputError: If the lock file cannot be created.
     """
     import filelock
 
@@ -120,10 +131,12 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
 
 
 def version_of(file: Path) -> tuple[int, int, int]:
-    """Return a file's inode, size and time: they change if it is replaced or written to.
+    """Return a file's inode, size and time of its last change (in nanoseconds).
+
+    At least one of them changes if the file is replaced or written to.
 
     Raises:
-        OSError: if it cannot be accessed.
+        OSError: If it cannot be accessed.
     """
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
@@ -131,24 +144,25 @@ def version_of(file: Path) -> tuple[int, int, int]:
 
 def existing_parent(path: Path) -> Path:
     """Return the path itself if it exists, else the nearest folder above it that does."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
+    candidates = (path, *path.absolute().parents)
+    return next(candidate for candidate in candidates if candidate.exists())
 
 
-def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
+def make_room(files: Iterable[Path], n_bytes: int, max_bytes: int) -> bool:
     """Delete the least recently used files until a new one fits.
 
     Args:
-        files: the files that share the room.
-        n_bytes: the size of the new file.
-        most_bytes: the size of the room.
+        files: The existing files. A file is used when its time is updated.
+        n_bytes: The size of the new file.
+        max_bytes: The maximum total size of all files, the new one included.
 
     Returns:
-        Whether it fits. If the room is too small even without the others, nothing is deleted.
+        Whether it fits. A new file larger than `max_bytes` cannot fit, so nothing is deleted then.
     """
     oldest_first = sorted(files, key=lambda path: path.stat().st_mtime)
-    if n_bytes > most_bytes:
+    if n_bytes > max_bytes:
         return False
-    excess_bytes = sum(path.stat().st_size for path in oldest_first) + n_bytes - most_bytes
+    excess_bytes = sum(path.stat().st_size for path in oldest_first) + n_bytes - max_bytes
     for path in oldest_first:
         if excess_bytes <= 0:
             break
@@ -161,9 +175,9 @@ def make_room(files: Iterable[Path], n_bytes: int, most_bytes: int) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value to what JSON can hold.
+    """Convert a value to one that JSON can represent.
 
-    Dataclasses become objects, tuples lists; paths, infinities and NaN become texts.
+    Dataclasses become objects, tuples become lists; paths, infinities and NaN become strings.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
@@ -179,8 +193,8 @@ def as_json(value: Any) -> Any:
     return value
 
 
-#: Characters that JSON allows, but which control terminals, or which readers take for the end of a
-#: line.
+#: Characters that JSON allows, but that control terminals, or that some readers treat as the end of
+#: a line.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
@@ -191,7 +205,7 @@ def to_line(value: Any) -> bytes:
     """
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
+    except ValueError:  # the value contains infinities or NaN, which is rare
         finite = json.loads(json.dumps(value), parse_constant=lambda _name: None)
         line = json.dumps(finite, ensure_ascii=False)
     line = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
@@ -199,12 +213,12 @@ def to_line(value: Any) -> bytes:
 
 
 def digest_of(value: Any) -> str:
-    """Return a short name for a JSON value: 32 hexadecimal digits."""
+    """Return a digest of a JSON value: 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_object(file: Path | None) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if none can be read."""
+    """Return the JSON object in a file; an empty one if there is no valid one."""
     if file is None:
         return {}
     try:
@@ -214,12 +228,15 @@ def read_object(file: Path | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-#: The number of results that `KeptResults` keeps.
-_N_KEPT = 512
+#: The maximum number of results that `KeptResults` keeps.
+_MAX_RESULTS = 512
 
 
 class KeptResults:
-    """The latest results in a JSON file, by key. Without a file, or if it fails, none are kept."""
+    """A JSON file with the latest results of something that is costly to repeat, by key.
+
+    Nothing is kept without a file, or if it cannot be written.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -230,12 +247,12 @@ class KeptResults:
         return results if isinstance(results, dict) else {}
 
     def add(self, new: Mapping[str, Any]) -> None:
-        """Write new results, which are JSON values, after the others."""
+        """Add results, which are JSON values; the oldest ones are dropped if there are too many."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):
             known = {key: value for key, value in self.read().items() if key not in new}
-            latest = [*known.items(), *new.items()][-_N_KEPT:]
+            latest = [*known.items(), *new.items()][-_MAX_RESULTS:]
             replace_json(self._file, {"results": dict(latest)})
 
 
@@ -246,7 +263,7 @@ def read_toml(file: Path) -> dict[str, Any]:
     """Return the content of a TOML file that a user wrote.
 
     Raises:
-        UsageError: if it cannot be read, or is not TOML.
+        UsageError: If it cannot be read, or is not TOML.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -266,5 +283,5 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def correct(file: object) -> str:
-    """Return the hint for a damaged file of the user."""
+    """Return the hint for an invalid file that the user wrote."""
     return f"correct {file}, or move it away"

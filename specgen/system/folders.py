@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that can be made or downloaded again."""
-    return _override("SPECGEN_CACHE") or _usual_folders().user_cache_path
+    """Return the folder for files that can be made or downloaded again."""
+    return _override("SPECGEN_CACHE") or _default_folders().user_cache_path
 
 
 def config_folder() -> Path:
-    """Return the folder of files that the user writes."""
-    return _override("SPECGEN_CONFIG") or _usual_folders().user_config_path
+    """Return the folder for files that the user writes."""
+    return _override("SPECGEN_CONFIG") or _default_folders().user_config_path
 
 
 def data_folder() -> Path:
-    """Return the folder of files that the user wants to keep."""
-    return _override("SPECGEN_DATA") or _usual_folders().user_data_path
+    """Return the folder for files that the user wants to keep."""
+    return _override("SPECGEN_DATA") or _default_folders().user_data_path
 
 
 def packed_folder() -> Path:
@@ -36,11 +36,11 @@ def prefixes_folder(cache: Path) -> Path:
 
 
 def measurements_file() -> Path:
-    """Return the file of what was measured on this machine."""
+    """Return the file with the measurements on this machine."""
     return cache_folder() / "learnt.json"
 
 
-def _usual_folders() -> PlatformDirs:
+def _default_folders() -> PlatformDirs:
     from platformdirs import PlatformDirs
 
     return PlatformDirs("specgen", appauthor=False)

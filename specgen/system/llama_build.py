@@ -1,4 +1,4 @@
-"""The build of llama.cpp: the version that specgen needs, and the one that is used."""
+"""The build of llama.cpp: the version that specgen needs, and the one in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specgen.system.files import read_object
 
 #: The version of llama-cpp-python that specgen needs, as in pyproject.toml.
 REQUIRED_VERSION = "0.3.36"
-#: The command that installs it in place of another version or of a broken build.
+#: The command that replaces another version or a broken build with it.
 REINSTALL = f"pip install --force-reinstall --no-cache-dir llama-cpp-python=={REQUIRED_VERSION}"
 #: The same, safe for GCC 12, which otherwise miscompiles it for CPUs with AMX.
 REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
@@ -50,15 +50,16 @@ class Build:
 # --- the llama.cpp in specgen's own wheel ---------------------------------------------------------
 
 _LLAMA_FOLDER = Path(__file__).parents[1] / "llama"
-#: The module with the llama.cpp that the wheel carries (scripts/build_wheel.py). A checkout has
-#: none.
+#: The module with the llama.cpp that is part of specgen's wheel (scripts/build_wheel.py). A
+#: checkout has no such module.
 BUNDLE = "specgen.llama.bundled"
 
 
 def uses_bundle() -> bool:
-    """Return whether the llama.cpp in specgen's wheel is used.
+    """Return whether specgen uses the llama.cpp of its own wheel, and not llama-cpp-python.
 
-    It is not if the same version of llama-cpp-python is installed, which may be built for a GPU.
+    An installed llama-cpp-python of the required version is preferred, since the user may have
+    built it for a GPU.
     """
     if not (_LLAMA_FOLDER / "bundled").is_dir():
         return False
@@ -66,6 +67,7 @@ def uses_bundle() -> bool:
         installed_version = importlib.metadata.version("llama-cpp-python")
     except importlib.metadata.PackageNotFoundError:
         return True
+    # A local build may append a label, as in "0.3.36+cu124".
     return installed_version.partition("+")[0] != REQUIRED_VERSION
 
 
@@ -73,12 +75,16 @@ def uses_bundle() -> bool:
 
 #: The library with llama.cpp's RPC backend, in `specgen/llama/`.
 LIBRARY = "libspecgen-rpc.so"
-#: The file beside it that tells what it was built for.
+#: The file next to it that records what it was built for.
 STAMP = "libspecgen-rpc.json"
 
 
 def protocol_in(header: Path) -> str | None:
-    """Return the version of the RPC protocol that a header `ggml-rpc.h` defines, if it exists."""
+    """Return the version of the RPC protocol that a header `ggml-rpc.h` defines: "4.0.1".
+
+    Returns:
+        None if there is no such file, or it does not define the three parts of a version.
+    """
     if not header.is_file():
         return None
     text = header.read_text(encoding="utf-8", errors="replace")
@@ -87,9 +93,9 @@ def protocol_in(header: Path) -> str | None:
 
 
 def stamp_of(library: Path) -> dict[str, Any]:
-    """Return what the library was built for, as far as its stamp tells.
+    """Return what the library was built for.
 
     Returns:
-        The "version" of llama-cpp-python, and the "protocol" of RPC.
+        The "version" of llama-cpp-python and the RPC "protocol"; empty if there is no stamp.
     """
     return read_object(library.with_name(STAMP))

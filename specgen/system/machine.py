@@ -1,6 +1,6 @@
-"""The machine: its cores and memory, how much of them this process may use, and who else uses them.
+"""The machine's cores and memory, what this process may use, and the load of other programs.
 
-Everything that chooses threads, or checks whether something fits into memory, asks here.
+Code that chooses threads, or checks whether something fits into memory, asks here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from pathlib import Path
 
 
 def physical_cores() -> int | None:
-    """Return the machine's physical cores, if the system reports them."""
+    """Return the number of physical cores; None if the system does not report it."""
     import psutil
 
     return psutil.cpu_count(logical=False)
 
 
 def logical_cores() -> int:
-    """Return how many threads the machine runs at once."""
+    """Return the number of logical cores, that is, of threads that can run at once."""
     return os.cpu_count() or 1
 
 
 def usable_cores() -> int | None:
-    """Return the logical cores that this process may run on, where the system can restrict them."""
+    """Return the number of logical cores that this process may use; None if that is unknown.
+
+    Only some systems can restrict a process to some of the cores.
+    """
     get_affinity = getattr(os, "sched_getaffinity", None)
     return len(get_affinity(0)) if get_affinity is not None else None
 
@@ -45,7 +48,7 @@ def available_memory_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine and the Python, as reports and `specgen doctor` describe them."""
+    """The machine and its Python, as described in reports and by `specgen doctor`."""
 
     #: The operating system, its release and its architecture.
     system: str
@@ -76,18 +79,21 @@ def look_at_machine() -> Machine:
 
 
 def cpuinfo() -> dict[str, str]:
-    """Return Linux's description of the first processor and, on some ARM boards, of the board."""
+    """Return the entries of Linux's /proc/cpuinfo; empty on other systems.
+
+    They describe the first processor and, on some ARM boards, the board.
+    """
     values: dict[str, str] = {}
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines():
             key, _, value = line.partition(":")
-            values.setdefault(key.strip(), value.strip())
+            values.setdefault(key.strip(), value.strip())  # keep the first processor's
     return values
 
 
 def cpu_name() -> str:
-    """Return the CPU's product name if the system reports it, else whatever identifies its kind."""
+    """Return the CPU's product name or, if the system does not report it, its kind."""
     values = cpuinfo()
     name = values.get("model name") or values.get("Model")
     if name:
@@ -105,7 +111,7 @@ def cpu_name() -> str:
 
 #: psutil's counters of time in which a core did nothing.
 _IDLE = ("idle", "iowait")
-#: psutil's counters of time that is part of another counter.
+#: psutil's counters of time that other counters include.
 _COUNTED_TWICE = ("guest", "guest_nice", "interrupt", "dpc")
 #: If other programs take more than this share of the cores, the machine is too busy to measure
 #: speeds.
@@ -114,17 +120,17 @@ _BUSY_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds of all cores together, since the machine was started."""
+    """Seconds, summed over all cores, since the machine was started."""
 
     total_s: float
-    #: The seconds in which cores worked.
+    #: The time in which cores were busy.
     busy_s: float
-    #: The seconds in which they worked for this process.
+    #: The time in which they were busy with this process.
     own_s: float
 
 
 def core_time() -> CoreTime | None:
-    """Return the time of the cores up to now, if the system counts it."""
+    """Return the time of all cores up to now; None if the system does not count it."""
     import psutil
 
     try:
@@ -138,10 +144,10 @@ def core_time() -> CoreTime | None:
 
 
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:
-    """Return the share of all cores' time, in [0, 1], that other programs took between two counts.
+    """Return the share of all cores' time that other programs took between two counts.
 
     Returns:
-        None if it is unknown.
+        A number in [0, 1]; None if a count is unknown, or no time passed between them.
     """
     if before is None or after is None or after.total_s <= before.total_s:
         return None
@@ -152,7 +158,7 @@ def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | 
 
 
 class LoadOfOthers:
-    """Measures the share of all cores' time that other programs take, from now on."""
+    """Measures the share of all cores' time that other programs take, from its creation on."""
 
     def __init__(self) -> None:
         self._before = core_time()

@@ -1,4 +1,4 @@
-"""Child processes, for work that may end its process, and how this process ends."""
+"""Child processes, for work that may crash its process; and how this process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ChildError(Exception):
-    """A child gave no answer; the message says why."""
+    """A child gave no answer; the message says why, with "it" for the child."""
 
 
 class ChildTimeoutError(ChildError):
@@ -26,8 +26,9 @@ class ChildDiedError(ChildError):
         super().__init__(f"it ended with code {returncode}")
         self.returncode = returncode
         signal_number = _signal_number(returncode)
-        #: The name and the system's description of the signal; empty if none ended the child.
+        #: The name of the signal that ended the child; empty if none did.
         self.signal_name = ""
+        #: The system's description of that signal; empty if there is none.
         self.description = ""
         if signal_number is not None:
             self.signal_name = signal_number.name
@@ -40,10 +41,12 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """Run a command and return the JSON object that it prints.
 
     Raises:
-        ChildError: if there is no such answer.
+        ChildTimeoutError: If it takes longer than `timeout_s`.
+        ChildDiedError: If it crashes or fails.
+        ChildError: If it cannot be started, or prints something else.
     """
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -56,15 +59,15 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
         raise ChildTimeoutError(f"no answer within {timeout_s:.0f} s") from None
     except OSError as error:
         raise ChildError(f"{command[0]} cannot be started: {error.strerror}") from error
-    if ended.returncode != 0:
-        raise ChildDiedError(ended.returncode, ended.stderr)
+    if result.returncode != 0:
+        raise ChildDiedError(result.returncode, result.stderr)
     try:
-        answer = json.loads(ended.stdout)
+        answer = json.loads(result.stdout)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
         message = "it gave no answer"
-        last_words = _last_line(ended.stdout)
+        last_words = _last_line(result.stdout)
         if last_words:
             message += f": {last_words}"
         raise ChildError(message)
@@ -74,9 +77,15 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 def ask_child_again(
     command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Ask a child as `ask_child` does, a second time if it takes too long.
+    """Call `ask_child`, and again if the child takes too long: the machine may have been suspended.
 
-    The machine may have been suspended meanwhile. `prepare` is called before each attempt.
+    Args:
+        command: The child's command.
+        timeout_s: The time limit of each attempt.
+        prepare: Called before each attempt.
+
+    Raises:
+        ChildError: As `ask_child` does.
     """
     prepare()
     try:
@@ -86,7 +95,7 @@ def ask_child_again(
         return ask_child(command, timeout_s)
 
 
-#: The exit codes of Windows for what is a signal on other systems.
+#: The exit codes of Windows that correspond to signals of other systems.
 _WINDOWS_STATUS = {
     0xC000001D: signal.SIGILL,
     0xC0000005: signal.SIGSEGV,
@@ -95,11 +104,11 @@ _WINDOWS_STATUS = {
 
 
 def _signal_number(returncode: int) -> signal.Signals | None:
-    """Return the signal that ended a process, if one did."""
+    """Return the signal that ended a process; None if it ended by itself."""
     windows_signal = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF)
     if windows_signal is not None:
         return windows_signal
-    # Python reports a signal as -number, a shell in between as 128 + number.
+    # Python reports a signal as -number; a shell that started the process, as 128 + number.
     number = -returncode if returncode < 0 else returncode - 128
     try:
         return signal.Signals(number)
@@ -114,7 +123,8 @@ def _last_line(text: str) -> str:
 
 # --- how this process ends ------------------------------------------------------------------------
 
-#: Set if native code runs on in a thread: native destructors must not run meanwhile.
+#: Set if native code is still running in an abandoned thread. The process must then end without
+#: calling native destructors.
 left_running = threading.Event()
 
 

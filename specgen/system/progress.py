@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
 
-#: A function that receives the name of the work, how much of it is done, and how much there is.
+#: A function that receives the name of the work, the amount that is done, and the total amount.
 Progress = Callable[[str, int, int], None]
-#: What is counted: the parts of one piece of work after the other, the bytes of one file after the
-#: other, or the lines of a batch, whose text tells its speed.
+#: What is counted: the parts of a piece of work, the bytes of a file, or the lines of a batch. With
+#: "lines", the text is the present speed; with the others, a new text means a new piece of work.
 Kind: TypeAlias = Literal["counts", "bytes", "lines"]
-#: The least time in seconds between two lines, and from the start to the first line.
+#: The minimum time in seconds between two lines, and from the start to the first line.
 INTERVAL_S = 10.0
 
 
@@ -26,9 +26,9 @@ class ProgressView:
     """Shows the progress of work on a stream, if there is one.
 
     Args:
-        stream: where to show it; None shows nothing. Its errors do not end the work.
-        clock: the time in seconds.
-        kind: what is counted.
+        stream: Where to show it; None shows nothing. Errors of the stream are ignored.
+        clock: Returns the time in seconds.
+        kind: What is counted.
     """
 
     def __init__(
@@ -44,7 +44,13 @@ class ProgressView:
         self._shown: _ProgressBar | _ProgressLines | None = None
 
     def show(self, text: str, done: int, total: int) -> None:
-        """Show that `done` of `total` of the work called `text` is done."""
+        """Show progress.
+
+        Args:
+            text: The name of the work (with "lines": the present speed).
+            done: The amount that is done.
+            total: The total amount.
+        """
         if self._stream is None:
             return
         if self._shown is None:
@@ -53,9 +59,9 @@ class ProgressView:
                 self._shown = _ProgressBar(console, self._kind)
             else:
                 self._shown = _ProgressLines(self._stream, self._clock, self._kind)
-        # Names of files may hold characters that control a terminal.
-        letters = (each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-        self._shown.show("".join(letters), done, total)
+        # Names of files may contain characters that control a terminal.
+        printable = (char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+        self._shown.show("".join(printable), done, total)
 
     def note(self, message: str) -> None:
         """Write a message, above the bar if there is one."""
@@ -65,23 +71,24 @@ class ProgressView:
             print(message, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove the bar, or write the last line if there were any. `show` may begin again."""
+        """Remove the bar, or write the last line. `show` may begin again."""
         if self._shown is not None:
             self._shown.close()
         self._shown = None
 
 
 class _ProgressLines:
-    """Progress on a stream that keeps what is written: at most one line in `INTERVAL_S`."""
+    """Progress as lines, at most one per `INTERVAL_S`, on a stream that is not a terminal."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float], kind: Kind) -> None:
         self._stream = stream
         self._clock = clock
         self._kind = kind
-        #: The time of the latest line that was written, or of the start.
+        #: When the latest line was written; before the first one, when the work began.
         self._latest_s = clock()
-        #: The line about the progress so far, and the latest that was written.
+        #: The line about the present progress, written or not.
         self._line = ""
+        #: The latest line that was written.
         self._written = ""
 
     def show(self, text: str, done: int, total: int) -> None:
@@ -96,6 +103,7 @@ class _ProgressLines:
             self._write(now_s)
 
     def _write(self, now_s: float) -> None:
+        """Write the present line, unless it is the latest one already."""
         if self._line == self._written:
             return
         self._written = self._line
@@ -105,6 +113,7 @@ class _ProgressLines:
 
 
 def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
+    """Return the line about some progress; the arguments are those of `ProgressView.show`."""
     if kind == "lines":
         return f"{done} of {total} lines, {text}"
     if kind == "counts":
@@ -140,6 +149,7 @@ class _ProgressBar:
 
 
 def _columns(kind: Kind) -> tuple[ProgressColumn, ...]:
+    """Return the columns of the bar, from left to right."""
     from rich import progress
 
     text = progress.TextColumn("{task.description}", markup=False)
@@ -155,7 +165,7 @@ def _columns(kind: Kind) -> tuple[ProgressColumn, ...]:
 
 
 def _terminal_of(stream: TextIO) -> Console | None:
-    """Return a console on a terminal that can show a bar."""
+    """Return a console for a stream; None if it is not a terminal that can show a bar."""
     if not stream.isatty():
         return None
     from rich.console import Console

@@ -25,7 +25,7 @@ def human_bytes(n_bytes: int) -> str:
         return f"{n_bytes} B"
     amount = n_bytes / 1000
     unit = 0
-    # 999.5 would be rounded to the four digits of "1000".
+    # From 999.5 on, an amount would be rounded to "1000", which has four digits.
     while amount >= 999.5 and unit < len(_UNITS) - 1:
         amount /= 1000
         unit += 1
@@ -38,24 +38,26 @@ def seconds_text(value: float) -> str:
 
 
 def times_text(low: float, high: float) -> str:
-    """Return a range of factors, as a single number if both ends look the same."""
+    """Return a range of factors ("1.2 to 1.4"), or one number if both ends are shown the same."""
     first = f"{low:.1f}"
     last = f"{high:.1f}"
     return first if first == last else f"{first} to {last}"
 
 
 def is_gain(speedup: float) -> bool:
-    """Return whether a speed-up is one beyond noise: to the digit that is shown."""
+    """Return whether a speed-up, rounded as it is shown, is above 1.0: less would be noise."""
     return round(speedup, 1) > 1.0
 
 
 def gain_text(low: float, high: float, spread: str = "") -> str:
-    """Return how fast answers with drafts are; "as fast" only where the gain is beyond noise.
+    """Return a speed-up in words: "1.5 to 2.0 times as fast as without drafts".
+
+    If it may be noise (see `is_gain`), the words are "about as fast as" or "slower than".
 
     Args:
-        low: the speed-up at least.
-        high: the speed-up at most.
-        spread: what else is known of it, for the parentheses.
+        low: The lowest speed-up.
+        high: The highest speed-up.
+        spread: Details that are added in parentheses.
     """
     times = times_text(low, high)
     details = []

@@ -1,8 +1,8 @@
 """Ask a worker for its protocol, its devices and their memory, without llama.cpp.
 
-Workers use llama.cpp's RPC protocol (ggml/src/ggml-rpc). A request is a command's byte, the size of
-its data, and the data; an answer is a size and data. Numbers are little-endian. A worker serves one
-connection at a time; others get no answer meanwhile, hence a time limit.
+Workers use llama.cpp's RPC protocol (ggml/src/ggml-rpc). A request is a command (a byte), the size
+of its data (8 bytes), and the data; an answer is a size and data. Numbers are little-endian. A
+worker serves one connection at a time. Others get no answer meanwhile, hence the time limit.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _START = "is `specgen worker` running there? docs/cluster.md shows how to start 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker reports of itself."""
+    """What a worker reports about itself."""
 
     #: Its address: HOST:PORT.
     endpoint: str
     #: The version of its protocol.
     protocol: str
-    #: The free and the whole memory of each device, in bytes.
+    #: The free and the total memory of each device, in bytes.
     devices: tuple[tuple[int, int], ...]
-    #: The shortest of some round trips.
+    #: The shortest of `_N_PINGS` round trips.
     round_trip_s: float
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Return the host and the port of HOST:PORT.
+    """Return the host and the port of an address, HOST:PORT.
 
     Raises:
-        UsageError: if it is not an address.
+        UsageError: If the text does not have that form.
     """
     host, _, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit()
@@ -66,8 +66,8 @@ def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
     """Ask a worker about itself.
 
     Raises:
-        WorkerLostError: if it does not answer.
-        UsageError: if `endpoint` is not an address.
+        WorkerLostError: If it cannot be reached, or does not answer within `timeout_s`.
+        UsageError: If `endpoint` is not an address.
     """
     host, port = parse_endpoint(endpoint)
     try:
@@ -86,6 +86,7 @@ def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
 
 
 def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
+    """Ask a connected worker about itself; raise `OSError` if it does not follow the protocol."""
     capabilities = bytes(_CAPABILITIES_BYTES)
     hello = _call(stream, _HELLO, capabilities, n_expected=4 + _CAPABILITIES_BYTES)
     # The answer begins with a byte each for the major, minor and patch version.
@@ -107,7 +108,11 @@ def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
 
 
 def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: int) -> bytes:
-    """Send a command, and return its answer of `n_expected` bytes."""
+    """Send a command, and return its answer of `n_expected` bytes.
+
+    Raises:
+        OSError: If the answer has another size.
+    """
     stream.write(struct.pack("<BQ", command, len(request)) + request)
     stream.flush()
     answer = stream.read(8 + n_expected)
@@ -120,9 +125,10 @@ def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: i
 def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
     """Return the workers to which this process has no open connection any more.
 
+    The workers themselves cannot be asked, since each serves one connection at a time.
+
     Returns:
-        All of them, if that is unknown. (A worker that is connected cannot be asked: it serves one
-        program at a time.)
+        All of them if none seems to be lost, or if the system does not report connections.
     """
     connected = set()
     with contextlib.suppress(OSError, psutil.Error):
@@ -133,29 +139,33 @@ def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
     for endpoint in endpoints:
         host, port = parse_endpoint(endpoint)
         with contextlib.suppress(OSError):
-            found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
-            addresses = {address for *_, address in found}
+            infos = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+            addresses = {address for *_, address in infos}
             if connected.isdisjoint(addresses):
                 lost.append(endpoint)
     return lost or list(endpoints)
 
 
 def check_protocol(worker: WorkerInfo) -> None:
-    """Check that a worker has the protocol of the installed llama.cpp, if that is known.
+    """Check that a worker uses the protocol of the llama.cpp in use, if that is known.
 
     Raises:
-        BackendError: if it has another one.
+        BackendError: If it uses another one.
     """
-    own = own_protocol()
-    if own is not None and worker.protocol != own:
+    protocol = own_protocol()
+    if protocol is not None and worker.protocol != protocol:
         raise BackendError(
-            f"the worker {worker.endpoint} uses RPC protocol {worker.protocol}, this machine {own}",
+            f"the worker {worker.endpoint} uses RPC protocol {worker.protocol}, "
+            f"this machine {protocol}",
             hint="install the same version of llama-cpp-python on both machines",
         )
 
 
 def own_protocol() -> str | None:
-    """Return the version of the protocol of the llama.cpp in use, if a file beside it tells."""
+    """Return the protocol version of the llama.cpp in use; None if no file records it.
+
+    llama-cpp-python installs the header that defines it; specgen's own library has a stamp.
+    """
     package = importlib.util.find_spec("llama_cpp")
     if package is not None and package.origin is not None:
         header = Path(package.origin).parent.parent / "include" / "ggml-rpc.h"

@@ -96,7 +96,7 @@ def test_a_token_that_occurred_is_computed_from_then_on(model_file: Path) -> Non
 def test_what_occurred_long_ago_is_forgotten(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frequent_rows, "MOST_SEEN", 2)
+    monkeypatch.setattr(frequent_rows, "MAX_SEEN", 2)
     with opened(model_file) as backend:
         frequent_rows.compute_frequent_tokens(backend)
         decoded(backend, [120, 160, 200])

@@ -140,8 +140,8 @@ def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> Non
 
 def test_a_model_is_tried_once(tried: Tried) -> None:
     tried.dying({"skeleton": [2, SEGV], "whole": [2, SEGV]})
-    for anew, n_runs in ((False, 2), (False, 2), (True, 4)):
-        assert tried.tests.problem_of(tried.model, anew=anew)
+    for rerun, n_runs in ((False, 2), (False, 2), (True, 4)):
+        assert tried.tests.problem_of(tried.model, rerun=rerun)
         assert len(tried.runs) == n_runs
     write_tiny_model(tried.model, replace(TinyConfig(), n_head_kv=1))
     assert tried.tests.problem_of(tried.model)

@@ -174,8 +174,8 @@ def test_a_result_is_remembered_until_something_changes(
 ) -> None:
     log, cache = tmp_path / "log", tmp_path / "cache"
 
-    def tested(*, anew: bool = False) -> KernelVerdict:
-        return KernelTests(library, cache, answering(PASSED, log)).self_test(anew=anew)
+    def tested(*, rerun: bool = False) -> KernelVerdict:
+        return KernelTests(library, cache, answering(PASSED, log)).self_test(rerun=rerun)
 
     for n in (1, 1):
         assert tested() == PASSED
@@ -191,7 +191,7 @@ def test_a_result_is_remembered_until_something_changes(
         library.write_bytes(content)
         tested()
         assert n_tests(log) == n
-    tested(anew=True)
+    tested(rerun=True)
     assert n_tests(log) == 5
 
 

@@ -28,7 +28,7 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
         pytest.raises(ValueError, match="times a matrix"),
     ):
         multiply(matrix, normal(2, 32))
-    with pytest.raises(ValueError, match="no multiple of 256"):
+    with pytest.raises(ValueError, match="not a multiple of 256"):
         quantize(normal(4, 64), "q4_k")
     with pytest.raises(ValueError, match="q9: not one of"):
         quantize(normal(4, 64), "q9")

@@ -43,7 +43,7 @@ def model_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where weights are kept, of models of any size."""
-    monkeypatch.setattr(packed_weights, "LEAST_BYTES", 1)
+    monkeypatch.setattr(packed_weights, "MIN_BYTES", 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk())
     keep_packed_weights(tmp_path / "packed")
     yield tmp_path / "packed"
@@ -134,7 +134,7 @@ def test_the_least_recently_used_makes_room(
     size = a.stat().st_size
     os.utime(a, (2, 2))
     os.utime(b, (1, 1))
-    most = int(2.5 * size / packed_weights.MOST_SHARE)
+    most = int(2.5 * size / packed_weights.MAX_SHARE)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(total=most, free=most))
     decoded(models[2])
     assert [path.name[0] for path in files(folder)] == ["a", "c"]

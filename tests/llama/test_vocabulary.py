@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from specgen.errors import PromptError, UsageError
-from specgen.llama.vocabulary import LONGEST_RUN, LlamaVocabulary
+from specgen.llama.vocabulary import MAX_RUN, LlamaVocabulary
 from tests.helpers.tiny import vocabulary_of
 
 #: Names of rules that llama.cpp reads as regular expressions; in qwen2's it has its own code.
@@ -47,10 +47,8 @@ def test_a_long_run_of_characters_is_read(vocabulary: LlamaVocabulary, unit: str
 
 
 def test_a_longer_run_is_refused(vocabulary: LlamaVocabulary) -> None:
-    with pytest.raises(
-        UsageError, match=rf"{LONGEST_RUN + 1} characters: at most {LONGEST_RUN} can be"
-    ):
-        vocabulary.tokenize("x" * (LONGEST_RUN + 1), add_special=False, parse_special=False)
+    with pytest.raises(UsageError, match=rf"{MAX_RUN + 1} characters: at most {MAX_RUN} can be"):
+        vocabulary.tokenize("x" * (MAX_RUN + 1), add_special=False, parse_special=False)
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**32, 2**64, None])
@@ -74,7 +72,7 @@ def test_half_a_surrogate_pair_is_refused(vocabulary: LlamaVocabulary) -> None:
         with pytest.raises(PromptError, match="half a surrogate pair"):
             vocabulary.tokenize(text, add_special=False, parse_special=False)
         with pytest.raises(PromptError, match="half a surrogate pair"):
-            vocabulary.fewest_tokens(text)
+            vocabulary.min_token_count(text)
 
 
 def test_a_long_text_of_short_words_is_read_here(vocabulary: LlamaVocabulary) -> None:

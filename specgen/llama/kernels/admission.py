@@ -1,7 +1,7 @@
-"""Which kernels compute models on the CPU: specgen's, or those of llama.cpp.
+"""The choice of the kernels that compute models on the CPU: specgen's, or those of llama.cpp.
 
-specgen's are used if their library was built, passes its self-test on this machine, and does not
-fail on the model that is loaded (`verdicts.py`).
+specgen's are used if their library was built, passes its self-test on this machine, and passes a
+trial with the model to be loaded (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specgen.llama.kernels.attached import ask_before_loading, attach, attached
 from specgen.llama.kernels.verdicts import KernelTests
 from specgen.options import KernelChoice
 
-#: The environment variable with the choice of kernels, if no option gives one.
+#: The environment variable for the choice of kernels, which an option overrides.
 VARIABLE = "SPECGEN_KERNELS"
 LIBRARY_NAME = "libspecgen-kernels.so"
 #: The platforms that the kernels support, as `sysconfig.get_platform` names them.
@@ -27,7 +27,7 @@ PLATFORMS = ("linux-x86_64", "linux-aarch64")
 _BUILD = (
     "install specgen again with a C++ compiler; SPECGEN_KERNELS_BUILD=required shows what fails"
 )
-_LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, turns them off"
+_TURN_OFF = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, turns them off"
 _DEFECT = "report this as a bug in specgen; --kernels llama.cpp turns its kernels off"
 
 
@@ -38,15 +38,15 @@ class KernelStatus:
     computes: Literal["specgen", "llama.cpp"]
     #: The instruction set of specgen's kernels (see `Kernels`), if they compute; else empty.
     instructions: str = ""
-    #: Why they are not used, as the rest of a sentence.
+    #: Why specgen's kernels are not used, as a clause: "they were not built".
     reason: str | None = None
-    #: What to do about it.
+    #: What to do about that.
     hint: str | None = None
     #: The library; None if it was not built.
     path: Path | None = None
-    #: What their self-test tested; empty if it was not needed or not passed.
+    #: What the self-test covered; empty if it was not needed or not passed.
     tested: str = ""
-    #: Whether the library accepted this machine and this llama.cpp, and then failed its test.
+    #: Whether the library supports this machine and this llama.cpp, but failed its self-test.
     is_broken: bool = False
 
     @property
@@ -62,7 +62,7 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
     """Return the choice of the environment variable.
 
     Raises:
-        UsageError: if it is not valid.
+        UsageError: If it is not valid.
     """
     wanted = environment.get(VARIABLE) or "auto"
     choices: tuple[KernelChoice, ...] = get_args(KernelChoice)
@@ -78,12 +78,12 @@ def library_path() -> Path | None:
     return path if path.is_file() else None
 
 
-def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
-    """Return whether specgen's kernels can be used here, without attaching them.
+def examine_kernels(cache: Path, *, rerun: bool = False) -> KernelStatus:
+    """Find out whether specgen's kernels can be used here, without attaching them.
 
     Args:
-        cache: the folder that keeps the verdict of their self-test.
-        anew: whether to test them even if the verdict is known.
+        cache: The folder that keeps the verdict of their self-test.
+        rerun: Whether to test them even if the verdict is known.
     """
     path = library_path()
     if path is None:
@@ -91,18 +91,18 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
         if platform not in PLATFORMS:
             return KernelStatus("llama.cpp", reason=f"there are none for {platform}")
         return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
-    verdict = KernelTests(path, cache).self_test(anew=anew)
+    verdict = KernelTests(path, cache).self_test(rerun=rerun)
     if verdict.outcome == "passed":
         return KernelStatus("specgen", verdict.instructions, path=path, tested=verdict.message)
     if verdict.outcome == "failed":
         return KernelStatus(
             "llama.cpp",
             reason=f"their test failed: {verdict.message}",
-            hint=f"`specgen doctor` tests them again; {_LEAVE}",
+            hint=f"`specgen doctor` tests them again; {_TURN_OFF}",
             path=path,
             is_broken=True,
         )
-    hint = f"{verdict.hint}; {_LEAVE}" if verdict.hint else _LEAVE
+    hint = f"{verdict.hint}; {_TURN_OFF}" if verdict.hint else _TURN_OFF
     return KernelStatus("llama.cpp", reason=verdict.message, hint=hint, path=path)
 
 
@@ -110,24 +110,28 @@ def examine_kernels(cache: Path, *, anew: bool = False) -> KernelStatus:
 
 
 def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
-    """Choose what computes the models that this process loads from now on.
+    """Choose the kernels for the models that this process loads from now on, and switch to them.
 
     Args:
-        wanted: ``auto`` uses specgen's kernels if they pass their self-test, ``specgen`` insists on
-            them. Either way each model is tried before it is loaded.
-        cache: the folder that keeps the verdicts.
+        wanted: ``auto`` uses specgen's kernels if they pass their self-test, ``specgen`` fails if
+            they do not. In both cases each model is tried before it is loaded.
+        cache: The folder that keeps the verdicts.
 
     Raises:
-        UsageError: if specgen's kernels are wanted and cannot be used.
+        UsageError: If `wanted` is ``specgen`` and its kernels cannot be used.
     """
     kernels = attached()
     path = library_path()
+
+    # 1. Decide.
     if wanted == "llama.cpp":
         status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=path)
     elif kernels is not None and kernels.path == path:  # they were tested when they were attached
         status = KernelStatus("specgen", kernels.instructions, path=path)
     else:
         status = examine_kernels(cache)
+
+    # 2. Switch. Attaching may fail, although the self-test passed.
     if status.computes == "specgen" and status.path is not None:
         status = _attach_with_trials(status.path, cache, required=wanted == "specgen")
     elif kernels is not None:
@@ -138,12 +142,13 @@ def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
 
 
 def _attach_with_trials(path: Path, cache: Path, *, required: bool) -> KernelStatus:
-    """Attach a library, and try models from now on before they are loaded.
+    """Attach a library, and let it try every model before that is loaded.
 
     Args:
-        path: the library.
-        cache: the folder that keeps the verdicts.
-        required: whether a model that fails its trial is an error.
+        path: The library.
+        cache: The folder that keeps the verdicts.
+        required: Whether loading a model that fails its trial raises a `UsageError`. Otherwise
+            llama.cpp's kernels compute it.
     """
     tests = KernelTests(path, cache)
 
@@ -158,29 +163,32 @@ def _attach_with_trials(path: Path, cache: Path, *, required: bool) -> KernelSta
     try:
         return KernelStatus("specgen", attach(path).instructions, path=path)
     except BackendError as error:  # although it worked in the child process
-        return KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
+        return KernelStatus("llama.cpp", reason=error.message, hint=_TURN_OFF, path=path)
 
 
 # --- what the user is told ------------------------------------------------------------------------
 
 
 def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
-    """Return a note if specgen's kernels should compute and do not.
+    """Return a note for the user if specgen's kernels were expected but are not used.
 
-    That they were not built is mentioned only once; the cache remembers that.
+    Returns:
+        None if there is nothing to say. If the kernels were not built, the note is given only once;
+        a file in the cache remembers that.
     """
     if wanted != "auto" or status.reason is None:
         return None
     note = f"not using specgen's kernels: {status.reason}"
     if status.path is not None:
         return note
+    # Without a hint, there are no kernels for this platform: nothing can be done about it.
     if status.hint is not None and is_first_time(cache / f"kernels-missing-{__version__}"):
         return f"{note} (this note is shown once)"
     return None
 
 
 def is_first_time(marker: Path) -> bool:
-    """Return whether this is the first call with a marker file, which is created."""
+    """Create a marker file, and return whether it is new (or cannot be created)."""
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch(exist_ok=False)

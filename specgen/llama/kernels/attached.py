@@ -1,8 +1,8 @@
 """The library of kernels, attached to GGML: matrix products and attention for some CPUs.
 
-It offers its own layout of weights to GGML's CPU backend, and llama.cpp stores the weights of
-models that it loads afterwards in it. It cannot be detached, but can be switched off for models
-that are loaded later.
+It offers its own layout of weights (a buffer type) to GGML's CPU backend. llama.cpp uses that
+layout for models that it loads afterwards. The library cannot be detached, but it can be switched
+off for models that are loaded later.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _POINTER: Any = ctypes.c_void_p
 _INT: Any = ctypes.c_int
 _INT64: Any = ctypes.c_int64
 _UINT64: Any = ctypes.c_uint64
-#: The library's functions, whose names begin with `specgen_kernels_`: the type of the result of
-#: each, then those of its arguments.
+#: The library's functions, without the prefix `specgen_kernels_` of their names: the type of the
+#: result, then those of the arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "problem": (_TEXT,),
     "instructions": (_TEXT,),
@@ -54,20 +54,20 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "write_packed": (_INT, _POINTER, _TEXT),
     "close_packed": (None, _POINTER),
 }
-#: Functions that libraries of earlier builds lack.
+#: Functions that libraries of earlier builds do not have.
 _OPTIONAL_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "likeliest": (ctypes.c_double, _POINTER, _INT64, _INT, _POINTER, _POINTER),
 }
 
 
 class KernelCounts(NamedTuple):
-    """What the kernels did so far."""
+    """Counters of what the kernels have computed in this process."""
 
     n_products: int
     n_attentions: int
-    #: The bytes of weights that are in the kernels' layout now.
+    #: The size of all weights that are in the kernels' layout now.
     packed_bytes: int
-    #: The attentions that they left to llama.cpp.
+    #: The number of attentions that they left to llama.cpp.
     n_attentions_left: int
 
 
@@ -78,14 +78,14 @@ class Kernels:
         self.path = path
         #: The library's functions, by their names in `_FUNCTIONS`.
         self.native = native
-        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or
+        #: The instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``amx-int8`` or
         #: ``neon-dotprod``.
         self.instructions = _text(native.instructions())
         #: Whether models that are loaded now get the kernels' layout of weights.
         self.computes_products = True
         self.computes_attention = True
-        #: Whether a model of this process cannot have the kernels' attention. It is switched on or
-        #: off for all models together.
+        #: Whether the kernels cannot compute some model of this process. Their attention then stays
+        #: off, since it can only be switched for all models together.
         self.lacks_attention = False
 
     @cached_property
@@ -97,9 +97,9 @@ class Kernels:
         """Switch the kernels on or off.
 
         Args:
-            products: for the products of models that are loaded from now on.
-            attention: for all attention, and for products of tensors that are not packed; it stays
-                off if a model cannot have it.
+            products: Whether they compute the products of models that are loaded from now on.
+            attention: Whether they compute all attention, and products with tensors that are not
+                packed. Ignored if `lacks_attention`.
         """
         attention = attention and not self.lacks_attention
         self.native.enable(int(products), int(attention))
@@ -111,7 +111,7 @@ class Kernels:
         self.native.serve()
 
     def counts(self) -> KernelCounts:
-        """Return what the kernels did so far."""
+        """Return the counters."""
         numbers = (_UINT64 * len(KernelCounts._fields))()
         self.native.counts(numbers)
         return KernelCounts(*numbers)
@@ -123,7 +123,7 @@ _attached: Kernels | None = None
 
 
 def attached() -> Kernels | None:
-    """Return the kernels that this process attached."""
+    """Return the kernels that this process attached; None if it attached none."""
     return _attached
 
 
@@ -131,8 +131,9 @@ def attach(path: Path) -> Kernels:
     """Attach a library to GGML, once for the process, and switch its kernels on.
 
     Raises:
-        BackendError: if the file is not such a library, GGML has another version (the hint installs
-            the right one), the CPU lacks the instructions, or another library is attached.
+        BackendError: If the file is not such a library, it was built for another version of GGML
+            (the hint tells how to install that), the CPU lacks the instructions, or another library
+            is attached.
     """
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
@@ -142,19 +143,24 @@ def attach(path: Path) -> Kernels:
         return _attached
     native = _load_functions(path)
     forget_log()
-    loaded = ggml.ggml_backend_load(os.fsencode(path))
+    backend = ggml.ggml_backend_load(os.fsencode(path))
     problem = _text(native.problem())
-    if problem or not loaded:
-        fits = _text(native.built_for()) == ggml_version()
-        hint = None if fits else f"install the llama.cpp that they are for: {REBUILD}"
+    if problem or not backend:
+        has_right_ggml = _text(native.built_for()) == ggml_version()
+        hint = None if has_right_ggml else f"install the llama.cpp that they are for: {REBUILD}"
         raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
     _attached = Kernels(path, native)
+    # Sampling calls it without knowing of kernels.
     raw_probabilities.native_likeliest = getattr(native, "likeliest", None)
     return _attached
 
 
 def _load_functions(path: Path) -> SimpleNamespace:
-    """Load a library and return its functions."""
+    """Load a library and return its functions as attributes.
+
+    Raises:
+        BackendError: If it cannot be loaded, or lacks one of `_FUNCTIONS`.
+    """
     native = SimpleNamespace()
     try:
         library = ctypes.CDLL(os.fspath(path))
@@ -178,15 +184,12 @@ def _function(library: ctypes.CDLL, name: str, signature: tuple[Any, ...]) -> An
 
 # --- what computes a model ------------------------------------------------------------------------
 
+#: See `ask_before_loading`.
 _problem_of: Callable[[Path], str] | None = None
 
 
 def computing() -> str:
-    """Return what computes models on the CPU that are loaded now.
-
-    Returns:
-        ``specgen avx2``, say, or ``llama.cpp``.
-    """
+    """Return the kernels that compute a model loaded now: ``specgen avx2``, say, or `LLAMA_CPP`."""
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
     return f"specgen {_attached.instructions}"
@@ -196,16 +199,17 @@ def ask_before_loading(problem_of: Callable[[Path], str] | None) -> None:
     """Let a function decide, before each model is loaded, whether the kernels can compute it.
 
     Args:
-        problem_of: returns why not, or an empty text; None if they can compute every model.
+        problem_of: Returns why they cannot compute the model in a file, or an empty text. None
+            means that they can compute every model.
     """
     global _problem_of  # noqa: PLW0603 - like the attached library, it holds for the process
     _problem_of = problem_of
 
 
 def kernel_problem(file: Path) -> str:
-    """Return why the kernels in use cannot compute a model; empty if they can.
+    """Return why the kernels in use cannot compute a model; empty if they can, or none are in use.
 
-    It is the rest of a sentence: "they died of SIGSEGV".
+    The answer is a clause about the kernels: "they died of SIGSEGV".
     """
     if _attached is None or not _attached.computes_products or _problem_of is None:
         return ""
@@ -214,9 +218,12 @@ def kernel_problem(file: Path) -> str:
 
 @contextlib.contextmanager
 def loading_with(problem: str) -> Iterator[None]:
-    """Load a model in the block, without the kernels if they have a problem with it.
+    """Load a model in the block, without the kernels if they cannot compute it.
 
-    Afterwards they are switched on again, but for their attention, which the model would use.
+    Afterwards they are switched on again, except for attention: it would also compute this model.
+
+    Args:
+        problem: The result of `kernel_problem`.
     """
     kernels = _attached
     if kernels is None or not problem:

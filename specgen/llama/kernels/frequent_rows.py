@@ -1,9 +1,9 @@
 """The part of a draft's output matrix that is computed: the rows of frequent tokens.
 
-In a small draft with a large vocabulary, reading this matrix is most of a token's cost, and the
-target checks the draft anyway. (FR-Spec, Zhao et al., arXiv:2502.14856, shortens the matrix; here
-the kernels leave rows out.) The logits of the other tokens are -infinity, so that the draft's
-distribution is over the computed ones.
+In a small draft with a large vocabulary, reading this matrix is most of a token's cost, and a draft
+may miss rare tokens: the target checks it. (FR-Spec, Zhao et al., arXiv:2502.14856, shortens the
+matrix; here the kernels leave rows out.) The logits of the other tokens are -infinity, so that the
+draft's distribution is over the computed ones.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
 #: Tokenizers give low ids to frequent tokens: 94% of the tokens of answers in English and code are
 #: below this one.
 N_FREQUENT = 32_768
-#: The most other tokens that are computed because they occurred. Of more, the oldest are forgotten.
-MOST_SEEN = 4096
+#: The maximum number of other tokens that are computed because they occurred. Of more, the oldest
+#: are forgotten.
+MAX_SEEN = 4096
 
 
 class RowLimit:
-    """A choice of a matrix's rows. As a context manager, only these rows are computed.
+    """A choice of a matrix's rows. In a `with` block, only these rows are computed.
 
-    It applies to what the calling thread decodes. The other outputs are -infinity. Rows are
-    computed in groups, so that a few neighbours are computed too.
+    It applies to what the calling thread decodes. The outputs of other rows are -infinity. Rows are
+    computed in groups, so a few neighbours of the chosen rows are computed, too.
 
     Args:
-        kernels: the kernels.
-        n_rows: the number of rows of the matrices that it applies to.
-        rows: the chosen rows, ascending.
+        kernels: The kernels.
+        n_rows: The limit applies to matrices with this number of rows.
+        rows: The chosen rows, int32[n], ascending.
     """
 
     def __init__(self, kernels: Kernels, n_rows: int, rows: NDArray[np.int32]) -> None:
@@ -60,16 +61,17 @@ class FrequentRows:
     def __init__(self, vocabulary: LlamaVocabulary, kernels: Kernels) -> None:
         self._n_vocab = vocabulary.n_tokens
         self._kernels = kernels
-        # The vocabulary's other `end_tokens` end few texts, and finding them takes a search through
-        # all tokens.
+        # Not the vocabulary's `end_tokens`: the others end few texts, and finding them takes a
+        # search through all tokens.
         special = vocabulary.special_tokens()
-        self._ends = [token for token in (special["eos"], special["eot"]) if token >= N_FREQUENT]
-        #: The keys are the other tokens that occurred, oldest first.
+        end_tokens = (special["eos"], special["eot"])
+        self._rare_end_tokens = [token for token in end_tokens if token >= N_FREQUENT]
+        #: The rare tokens that occurred, oldest first: a dict serves as an ordered set.
         self._seen: dict[int, None] = {}
         self._limit: RowLimit | None = None
 
     def limit(self, tokens: Collection[int]) -> RowLimit:
-        """Return the limit for a decode of some tokens, which count as occurred.
+        """Return the limit for a decode of some tokens, which are added to those that occurred.
 
         It is valid until the next call.
         """
@@ -78,14 +80,14 @@ class FrequentRows:
             return self._limit
         self._remember(new)
         self.close()
-        others = sorted({*self._ends, *self._seen})
-        rows = np.concatenate([np.arange(N_FREQUENT), others]).astype(np.int32)
+        rare_tokens = sorted({*self._rare_end_tokens, *self._seen})
+        rows = np.concatenate([np.arange(N_FREQUENT), rare_tokens]).astype(np.int32)
         self._limit = RowLimit(self._kernels, self._n_vocab, rows)
         return self._limit
 
     def _remember(self, tokens: Collection[int]) -> None:
         self._seen.update(dict.fromkeys(tokens))
-        n_excess = max(0, len(self._seen) - MOST_SEEN)
+        n_excess = max(0, len(self._seen) - MAX_SEEN)
         for token in list(self._seen)[:n_excess]:
             del self._seen[token]
 
@@ -102,5 +104,6 @@ def compute_frequent_tokens(backend: LlamaBackend) -> None:
     vocabulary = backend.vocabulary
     if kernels is None or not kernels.computes_products:
         return
+    # In smaller vocabularies too few rows would be left out.
     if vocabulary.n_tokens >= 2 * N_FREQUENT:
         backend.computed_rows = FrequentRows(vocabulary, kernels)

@@ -30,17 +30,17 @@ from specgen.llama.model import LlamaModel
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
 
-_USUAL = ContextOptions(n_threads=2)
-#: The contexts to try, each with its number of sequences: the usual one, one whose cache is read by
-#: other code, one without attention, and one for several sequences.
+_DEFAULT_OPTIONS = ContextOptions(n_threads=2)
+#: The contexts to try, each with its number of sequences: the default one, one whose cache is read
+#: by other code, one without the kernels' attention, and one with several sequences.
 _CONTEXTS = (
-    (_USUAL, 1),
-    (replace(_USUAL, cache_type_k="q8_0", cache_type_v="q8_0"), 1),
-    (replace(_USUAL, flash_attention="off"), 1),
-    (_USUAL, 2),
+    (_DEFAULT_OPTIONS, 1),
+    (replace(_DEFAULT_OPTIONS, cache_type_k="q8_0", cache_type_v="q8_0"), 1),
+    (replace(_DEFAULT_OPTIONS, flash_attention="off"), 1),
+    (_DEFAULT_OPTIONS, 2),
 )
 _N_CTX = 128
-#: The rows of the batches, for each sequence. The larger number is enough for AMX.
+#: The number of rows per sequence in each batch. The first is large enough for AMX.
 _BATCH_ROWS = (26, 1)
 
 
@@ -57,11 +57,12 @@ def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
         The name of each step, before it is taken.
 
     Raises:
-        SpecgenError: if the model cannot be loaded.
+        SpecgenError: If the model cannot be loaded.
     """
     yield "loading it"
     with contextlib.closing(_AnyModel(file, n_gpu_layers=0)) as model:
         for options, n_sequences in _CONTEXTS:
+            # Not every model supports every context.
             with contextlib.suppress(SpecgenError):
                 yield from _try_context(model, options, n_sequences, clock)
 
@@ -69,6 +70,7 @@ def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
 def _try_context(
     model: LlamaModel, options: ContextOptions, n_sequences: int, clock: Callable[[], float]
 ) -> Iterator[str]:
+    """Open a context and decode its batches; yield the name of each step before it is taken."""
     yield "making a context"
     n_outputs = max(_BATCH_ROWS) * n_sequences
     backend = LlamaBackend(
@@ -78,18 +80,25 @@ def _try_context(
         for n_rows in _BATCH_ROWS:
             batch = Batch()
             start = backend.length(0)
-            for sequence, place in itertools.product(range(n_sequences), range(n_rows)):
-                token = position = start + place
+            for sequence, offset in itertools.product(range(n_sequences), range(n_rows)):
+                position = start + offset
+                token = position  # any valid token will do
                 batch.add(token, position, (sequence,), True)
             yield f"decoding {len(batch)} rows" if len(batch) > 1 else "decoding a row"
             backend.decode(batch)
 
 
 def _trial(library: Path, size: str, model: Path, steps: Path) -> str:
-    """Try the kernels on a model.
+    """Try the kernels on a model; a defect of theirs ends the process.
+
+    Args:
+        library: The library of kernels.
+        size: ``skeleton`` or ``whole``.
+        model: The model's file.
+        steps: The file to which the name of each step is written before it is taken.
 
     Returns:
-        Why llama.cpp cannot load it, which says nothing about the kernels; empty if it can.
+        Why llama.cpp cannot load the model; empty if it can.
     """
     try:
         attach(library).enable(products=True, attention=True)
@@ -113,7 +122,12 @@ def _forbid_core_dumps() -> None:
 
 
 def main(library: str, *trial: str) -> None:
-    """Run the self-test or a trial, with the arguments of the command line."""
+    """Run the self-test or a trial, and print the answer as a line of JSON.
+
+    Args:
+        library: The library of kernels.
+        *trial: For a trial, the arguments SIZE, FILE and STEPS (see the module's docstring).
+    """
     if trial:
         size, model, steps = trial
         _forbid_core_dumps()

@@ -1,9 +1,9 @@
 """Packed weights in the cache folder, so that the next process maps them instead of packing.
 
-The kernels read weights in a layout of their own (docs/kernels.md). Packing takes as long as
-reading the file several times, and memory that no other process shares. So the packed weights are
-written when the process ends, if the disk has room. They are used for the same model file, kernels
-and layers on the same machine.
+The kernels read weights in a layout of their own (docs/kernels.md). Packing takes several times as
+long as reading the file, and needs memory that processes cannot share. So the packed weights are
+written to a file when the model is freed, if the disk has room. Later processes use the file if
+they load the same layers of the same model file, with the same kernels.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from specgen.system.files import NEW, digest_of, existing_parent, make_room, new
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
-#: Smaller models are packed in a moment.
-LEAST_BYTES = 32 << 20
-#: The largest share of the disk that the files may fill.
-MOST_SHARE = 0.1
+#: No file is written for fewer bytes, which are packed in a moment.
+MIN_BYTES = 32 << 20
+#: The maximum share of the disk that the files may fill.
+MAX_SHARE = 0.1
 #: The share of the disk that must stay free.
 FREE_SHARE = 0.1
 
 _log = logging.getLogger("specgen.llama.kernels.packed_weights")
+#: The folder of the files; None if packed weights are not kept.
 _folder: Path | None = None
 
 
 def keep_packed_weights(folder: Path | None) -> None:
-    """Keep the packed weights of models that are loaded from now on; None keeps none."""
+    """Keep packed weights in a folder, for models that are loaded from now on; None keeps none."""
     global _folder  # noqa: PLW0603 - like the attached kernels, it holds for the process
     _folder = folder
 
@@ -49,7 +50,7 @@ class PackedWeights:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Use the file for the model that is loaded in the block."""
+        """Use the file, if it exists and is valid, for the model that is loaded in the block."""
         self._native.load_packed(self._handle)
         try:
             yield
@@ -57,29 +58,30 @@ class PackedWeights:
             self._native.load_packed(None)
         with contextlib.suppress(OSError):
             if self._native.used_packed(self._handle):
-                os.utime(self._path)  # the least recently used file is deleted first
+                # Mark it as used: `make_room` deletes the least recently used files first.
+                os.utime(self._path)
             else:
-                self._path.unlink()  # it is damaged, or has other weights
+                # It does not exist, is damaged, or has other weights.
+                self._path.unlink()
 
     @property
     def n_new_bytes(self) -> int:
         """The bytes that were packed, not read from the file; 0 if they are too few for a file."""
         n_bytes = int(self._native.packed_file_bytes(self._handle))
-        return n_bytes if n_bytes >= LEAST_BYTES else 0
+        return n_bytes if n_bytes >= MIN_BYTES else 0
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the disk has too little room for them."""
+        """Whether the disk has too little room for the new bytes."""
         try:
             return self.n_new_bytes > room_bytes(self._path.parent)
         except OSError:
             return False
 
     def close(self) -> None:
-        """Write the file, if there is none and the disk has room.
+        """Write the file if weights were packed and the disk has room. Call it before freeing them.
 
-        The model's weights must still be loaded. Nothing is written while an exception, such as
-        Ctrl-C, ends the process.
+        Nothing is written while an exception, such as Ctrl-C, ends the process.
         """
         try:
             n_bytes = self.n_new_bytes
@@ -91,6 +93,11 @@ class PackedWeights:
             self._native.close_packed(self._handle)
 
     def _write(self, n_bytes: int) -> None:
+        """Write the file of `n_bytes`, unless the room for all files is smaller.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
         folder = self._path.parent
         folder.mkdir(parents=True, exist_ok=True)
         if not make_room(_files_in(folder), n_bytes, room_bytes(folder)):
@@ -104,28 +111,36 @@ class PackedWeights:
         _log.info("kept packed weights (%.1f GB): %s", n_bytes / 1e9, self._path)
 
 
-def packed_weights_of(file: Path, **loaded: Any) -> PackedWeights | None:
-    """Return the packed weights of a model file; None if they are not kept.
+def packed_weights_of(file: Path, **load_options: Any) -> PackedWeights | None:
+    """Return the packed weights of a model that is about to be loaded.
 
     Args:
-        file: the model's file.
-        **loaded: the options of loading that decide which tensors are packed.
+        file: The model's first file.
+        **load_options: The load options that decide which tensors are packed, as JSON values.
+
+    Returns:
+        None if packed weights are not kept, or the kernels do not compute products.
     """
     kernels = attached()
     if _folder is None or kernels is None or not kernels.computes_products:
         return None
+    # The file's name contains a digest of everything that decides its content.
     identity = {
+        # The size and time of each part; [1:] leaves out the inode, which differs between copies.
         "parts": [(part.name, *version_of(part)[1:]) for part in parts_of(file)],
-        # By their contents, so that installations of the same specgen share the files.
+        # The library's digest, not its path: installations of the same specgen share the files.
         "kernels": [kernels.instructions, kernels.digest, ggml_version()],
-        **loaded,
+        **load_options,
     }
     name = f"{_name_prefix(file)}{digest_of(identity)[:16]}{_SUFFIX}"
     return PackedWeights(_folder / name, kernels)
 
 
 def is_packed_first(file: Path) -> bool:
-    """Return whether loading a model packs its weights, since no file seems to have them."""
+    """Return whether loading a model probably packs its weights, since no file has its name.
+
+    For a quick answer, the digest in the names of files is ignored.
+    """
     kernels = attached()
     if _folder is None or kernels is None or not kernels.computes_products:
         return False
@@ -134,6 +149,7 @@ def is_packed_first(file: Path) -> bool:
 
 
 def _name_prefix(model: Path) -> str:
+    """Return the readable beginning of the names of a model's files."""
     return f"{model.stem[:60]}-"
 
 
@@ -146,13 +162,18 @@ def kept_bytes(folder: Path) -> int:
 
 
 def room_bytes(folder: Path) -> int:
-    """Return how much the files of packed weights in a folder may fill, those there included."""
+    """Return the maximum total size of the files of packed weights in a folder.
+
+    Raises:
+        OSError: If the disk cannot be asked.
+    """
     disk = shutil.disk_usage(existing_parent(folder))
     free_bytes = disk.free + kept_bytes(folder) - int(FREE_SHARE * disk.total)
-    return max(0, min(free_bytes, int(MOST_SHARE * disk.total)))
+    return max(0, min(free_bytes, int(MAX_SHARE * disk.total)))
 
 
 def _files_in(folder: Path) -> list[Path]:
+    """Return the files of packed weights, and those that are being written."""
     try:
         return [path for path in folder.iterdir() if path.suffix in (_SUFFIX, NEW)]
     except OSError:

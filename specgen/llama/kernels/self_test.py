@@ -1,6 +1,7 @@
-"""The self-test of the kernels: their operators against GGML's, and rows alone against a batch.
+"""The self-test of the kernels.
 
-It runs in a child process, since a defect may end the process.
+Their operators must agree with GGML's, and be batch-invariant. It runs in a child process, since a
+defect may end the process.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ TYPES = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
 )
-#: The largest root mean square of the differences to GGML's results, relative to that of the
-#: results; rounding to 8 bits causes 0.01.
+#: The maximum error: the root mean square of the differences from GGML's results, relative to that
+#: of the results. Rounding to 8 bits causes about 0.01.
 TOLERANCE = 0.02
 
 # The sizes of the products.
@@ -31,8 +32,9 @@ TOLERANCE = 0.02
 _N_COLUMNS = 768
 #: Several groups of rows.
 _N_ROWS = 96
-#: Tokens that do not fill the kernels' tiles, and more of them, which are enough for AMX.
+#: A number of tokens that does not fill the kernels' tiles.
 _N_TOKENS = 11
+#: The same for AMX, whose tiles are larger.
 _N_TOKENS_FOR_AMX = 43
 _N_EXPERTS = 4
 _N_EXPERTS_USED = 2
@@ -43,7 +45,7 @@ _N_HEADS = 8
 _N_KV_HEADS = 2
 _N_CELLS = 160
 
-#: A function that computes some rows of a batch with a number of threads.
+#: Computes some rows of a batch; the second argument is the number of threads.
 _Compute: TypeAlias = Callable[[slice, int], FloatArray]
 _ALL_ROWS = slice(None)
 _FIRST_ROW = slice(0, 1)
@@ -54,7 +56,11 @@ class FailedTestError(Exception):
 
 
 def self_test(library: Path) -> KernelVerdict:
-    """Attach a library of kernels, and test all that it computes."""
+    """Attach a library of kernels, and test everything that it computes.
+
+    Returns:
+        ``refused`` if GGML does not accept the library, else ``passed`` or ``failed``.
+    """
     try:
         kernels = attach(library)
     except BackendError as error:
@@ -101,7 +107,7 @@ def _test_product(kernels: Kernels, type_name: str) -> None:
 
 
 def _test_expert_products(kernels: Kernels) -> None:
-    """Test products in which each token has the weights of its own experts."""
+    """Test products in which each token is multiplied with the weights of its own experts."""
     rng = np.random.default_rng(0)
     shape = (_N_EXPERTS, _N_ROWS, _N_COLUMNS)
     weights = operators.quantize(rng.standard_normal(shape, dtype=np.float32), "q4_k")
@@ -162,7 +168,10 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _computed_by_ggml(kernels: Kernels, compute: _Compute) -> FloatArray:
-    """Return all rows with GGML's own code; afterwards the kernels are switched on."""
+    """Return all rows as GGML's own code computes them; then switch the kernels on.
+
+    `attention=False` also turns off the kernels' products with weights that are not packed.
+    """
     kernels.enable(products=True, attention=False)
     computed = compute(_ALL_ROWS, 1)
     kernels.enable(products=True, attention=True)
@@ -170,11 +179,16 @@ def _computed_by_ggml(kernels: Kernels, compute: _Compute) -> FloatArray:
 
 
 def _compare(name: str, compute: _Compute, expected: FloatArray) -> None:
-    """Compare rows with GGML's, and rows in a batch with the same rows in smaller batches.
+    """Compare the kernels' rows with GGML's, and with the same rows in smaller batches.
+
+    Args:
+        name: What is computed, for the message of an error.
+        compute: Computes rows with the kernels.
+        expected: All rows as GGML computes them.
 
     Raises:
-        FailedTestError: if they differ: from GGML's by more than rounding, or from one another at
-            all.
+        FailedTestError: If rows differ from GGML's by more than rounding, or if a row differs
+            between batches at all.
     """
     batch = compute(_ALL_ROWS, 2)
     if not np.isfinite(batch).all():
@@ -184,7 +198,7 @@ def _compare(name: str, compute: _Compute, expected: FloatArray) -> None:
     if error >= TOLERANCE:
         raise FailedTestError(f"{name} differ from llama.cpp's by {error:.1%}")
     for n_rows in (1, _N_TOKENS):
-        for row in range(0, len(batch), 5):
+        for row in range(0, len(batch), 5):  # a sample of the rows is enough
             smaller_batch = compute(slice(row, row + n_rows), 1)
             if smaller_batch[0].tobytes() != batch[row].tobytes():
                 raise FailedTestError(f"{name}: row {row} differs between batches")

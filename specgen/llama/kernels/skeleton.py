@@ -1,7 +1,7 @@
-"""Skeletons of model files: files of the same make that load quickly, to try kernels on.
+"""Skeletons of model files: small files of the same structure, to try kernels on.
 
-A skeleton has its model's metadata and tensors, but fewer layers and fewer tokens, whose texts are
-left out. Its weights are zeros, which are holes of a sparse file.
+A skeleton has the metadata and tensors of its model, but fewer layers and fewer tokens, and no
+texts of tokens. Its weights are zeros, stored as the hole of a sparse file.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
 from specgen.llama.library import native
-from specgen.llama.operators import new_tensor, no_data
+from specgen.llama.operators import metadata_context, new_tensor
 
-#: A skeleton has at most this many layers, unless later ones have tensors of other kinds. Patterns
-#: of layers repeat after at most 8.
-_MOST_LAYERS = 8
-#: It has at most this many bytes, unless later layers have tensors of other kinds.
-_MOST_BYTES = 2**27
-_MOST_TOKENS = 4096
-#: The metadata that is kept, besides that of the architecture.
+#: The maximum number of layers, unless later ones have tensors of other kinds. Patterns of layers
+#: repeat after at most 8.
+_MAX_LAYERS = 8
+#: The maximum size of the layers, unless later ones have tensors of other kinds.
+_MAX_BYTES = 2**27
+_MAX_TOKENS = 4096
+#: The metadata that is kept in addition to that of the architecture.
 _KEPT_KEYS = ("general.architecture", "general.alignment")
-#: More than the alignment of tensors.
+#: Added to the size of each tensor: more than the alignment of tensors.
 _PADDING_BYTES = 4096
 _TENSOR_OF_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
-#: The sizes in bytes of the values in arrays, by GGUF's numbers of their types. Texts have none.
+#: The sizes in bytes of the values in arrays, by GGUF's type numbers. Texts have no fixed size.
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
@@ -34,13 +34,20 @@ def write_skeleton(file: Path, output: Path) -> None:
     """Write the skeleton of a model.
 
     Raises:
-        BackendError: if the file is not a GGUF file.
-        OSError: if the skeleton cannot be written.
+        BackendError: If the file is not a GGUF file.
+        OSError: If the skeleton cannot be written.
     """
-    with opened_parts(file) as (metadata, tensors), _NewMetadata() as new, no_data() as context:
+    with (
+        opened_parts(file) as (metadata, tensors),
+        _NewMetadata() as new,
+        metadata_context() as context,
+    ):
+        # 1. Copy the metadata, with fewer layers and tokens.
         new.copy(metadata)
         n_tokens = new.length("tokenizer.ggml.tokens") or 0
         layers = _reduce_metadata(new, tensors, n_tokens)
+
+        # 2. Describe the tensors. Their data will be zeros.
         n_bytes = 0
         for tensor in tensors:
             handle = tensor.handle
@@ -50,21 +57,32 @@ def write_skeleton(file: Path, output: Path) -> None:
                 if layer not in layers:
                     continue
                 name = f"blk.{layers.index(layer)}.{name}"
-            elif n_tokens > _MOST_TOKENS and n_tokens in tensor.shape:
+            elif n_tokens > _MAX_TOKENS and n_tokens in tensor.shape:
                 # The embeddings and the output matrix have fewer tokens.
-                shape = [_MOST_TOKENS if size == n_tokens else size for size in tensor.shape]
+                shape = [_MAX_TOKENS if size == n_tokens else size for size in tensor.shape]
                 handle = new_tensor(context, tensor.type, shape[::-1])
             n_bytes += new.add_tensor(handle, name) + _PADDING_BYTES
         header = new.as_bytes()
+
+    # 3. Write the file. `truncate` lengthens it with a hole, which takes no room on the disk.
     with output.open("wb") as stream:
         stream.write(header)
-        stream.truncate(len(header) + n_bytes)  # which lengthens the file, by a hole
+        stream.truncate(len(header) + n_bytes)
 
 
 def _reduce_metadata(
     metadata: _NewMetadata, tensors: Sequence[GgufTensor], n_tokens: int
 ) -> list[int]:
-    """Change metadata to that of a skeleton, and return the model's layers that it keeps."""
+    """Change the metadata of a model to that of its skeleton.
+
+    Args:
+        metadata: The metadata, which is changed.
+        tensors: The tensors of the model.
+        n_tokens: The size of its vocabulary.
+
+    Returns:
+        The numbers of the model's layers that the skeleton keeps, ascending.
+    """
     architecture = metadata.text("general.architecture")
     n_layers = metadata.number(f"{architecture}.block_count")
     n_mtp_layers = metadata.number(f"{architecture}.nextn_predict_layers")
@@ -77,37 +95,39 @@ def _reduce_metadata(
     metadata.set_number(f"{architecture}.block_count", len(layers))
     metadata.set_text("tokenizer.ggml.model", "no_vocab")
     if n_tokens:
-        metadata.set_number(f"{architecture}.vocab_size", min(n_tokens, _MOST_TOKENS))
+        metadata.set_number(f"{architecture}.vocab_size", min(n_tokens, _MAX_TOKENS))
     return layers
 
 
 def _layers_to_keep(tensors: Iterable[GgufTensor], n_layers: int, n_mtp_layers: int) -> list[int]:
-    """Return the layers of a skeleton.
+    """Return the layers of a skeleton: some of the first ones, and all MTP layers at the end.
 
-    They are the first ones, as many as have tensors of all kinds, and the MTP layers at the end.
+    The first ones are those up to `_MAX_LAYERS` and `_MAX_BYTES`, or up to the last layer that has
+    a tensor of a new kind. A kind is a name, a type and a shape.
     """
     n_trunk_layers = n_layers - n_mtp_layers
-    tensors_of: list[list[tuple[str, GgufTensor]]] = [[] for _ in range(n_trunk_layers)]
+    tensors_by_layer: list[list[tuple[str, GgufTensor]]] = [[] for _ in range(n_trunk_layers)]
     for tensor in tensors:
         layer, name = _layer_and_name(tensor)
         if layer is not None and layer < n_trunk_layers:
-            tensors_of[layer].append((name, tensor))
+            tensors_by_layer[layer].append((name, tensor))
 
     known_kinds: set[tuple[str, int, tuple[int, ...]]] = set()
     n_bytes = 0
     n_kept = 0
-    for layer, of_layer in enumerate(tensors_of):
-        n_bytes += sum(tensor.n_bytes for _name, tensor in of_layer)
-        kinds = {(name, tensor.type, tensor.shape) for name, tensor in of_layer}
-        is_small = layer < _MOST_LAYERS and n_bytes <= _MOST_BYTES
-        if is_small or not kinds <= known_kinds:
+    for layer, layer_tensors in enumerate(tensors_by_layer):
+        n_bytes += sum(tensor.n_bytes for _name, tensor in layer_tensors)
+        kinds = {(name, tensor.type, tensor.shape) for name, tensor in layer_tensors}
+        is_small = layer < _MAX_LAYERS and n_bytes <= _MAX_BYTES
+        has_new_kind = not kinds <= known_kinds
+        if is_small or has_new_kind:
             n_kept = layer + 1
         known_kinds |= kinds
     return [*range(n_kept), *range(n_trunk_layers, n_layers)]
 
 
 def _layer_and_name(tensor: GgufTensor) -> tuple[int | None, str]:
-    """Return a tensor's layer, None if it belongs to none, and its name within the layer."""
+    """Return the number of a tensor's layer (None outside of layers), and its name within it."""
     match = _TENSOR_OF_LAYER.fullmatch(tensor.name)
     if match is None:
         return None, tensor.name
@@ -122,7 +142,7 @@ class _NewMetadata(GgufMetadata):
         self._tensors = ctypes.c_void_p()
 
     def copy(self, other: GgufMetadata) -> None:
-        """Take over all values of other metadata."""
+        """Copy all values of other metadata."""
         native.gguf_set_kv(self.handle, other.handle)
 
     def names(self) -> list[str]:
@@ -146,7 +166,7 @@ class _NewMetadata(GgufMetadata):
         native.gguf_set_val_str(self.handle, key.encode(), value.encode())
 
     def pick(self, key: str, indices: Iterable[int]) -> None:
-        """Keep some values of an array of numbers; arrays of texts stay as they are."""
+        """Keep only some values of an array of numbers; an array of texts stays as it is."""
         type_number: int = self.get("gguf_get_arr_type", key)
         size = _VALUE_BYTES.get(type_number)
         if size is None:
@@ -163,7 +183,7 @@ class _NewMetadata(GgufMetadata):
         return int(native.ggml_nbytes(handle))
 
     def as_bytes(self) -> bytes:
-        """Return the metadata as at the beginning of a file."""
+        """Return the bytes with which a file of these metadata and tensors begins."""
         buffer = ctypes.create_string_buffer(native.gguf_get_meta_size(self.handle))
         native.gguf_get_meta_data(self.handle, buffer)
         return buffer.raw

@@ -1,7 +1,7 @@
 """Whether specgen's kernels work: a self-test for a machine, a trial for each model.
 
-Both run in a child process (`kernel_trial.py`), which a defect may end. Their verdicts are kept,
-for the library, llama.cpp, the processor and the model's file.
+Both run in a child process (`kernel_trial.py`), since a defect may end the process. Their verdicts
+are kept until the library, llama.cpp, the processor or the model's file changes.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ VERDICTS = "kernels.json"
 #: The command of a child process; `kernel_trial.py` describes its arguments.
 CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.kernel_trial")
 SELF_TEST_TIMEOUT_S = 60.0
-#: The longest that a trial may take: this, and the time to read the file at this speed.
+#: The time limit of a trial, to which the time to read the file at `_BYTES_PER_S` is added.
 _TRIAL_TIMEOUT_S = 120.0
 _BYTES_PER_S = 20e6
-#: Signals that do not come from the kernels: the system ran out of memory, the user ended the
+#: Signals that say nothing about the kernels: the system ran out of memory, the user ended the
 #: process, or a file became shorter.
-_NOT_THE_KERNELS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
+_UNRELATED_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGBUS")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
-    """What a self-test or a trial shows."""
+    """The result of a self-test or a trial."""
 
-    #: ``passed``, ``failed``, or ``refused``: the library itself reports that it is not for this
-    #: machine or llama.cpp.
+    #: ``passed``, ``failed``, or ``refused`` (the library does not support this machine or
+    #: llama.cpp).
     outcome: str
-    #: What was tested, or what went wrong: for a model as the rest of a sentence ("they died of
-    #: SIGSEGV ...").
+    #: What was tested, or what went wrong. For a model, it is a clause about the kernels: "they
+    #: died of SIGSEGV on decoding a row".
     message: str = ""
     #: The instruction set of the kernels, if they passed their self-test.
     instructions: str = ""
@@ -60,9 +60,9 @@ class KernelTests:
     """Tests a library of kernels, and remembers the verdicts.
 
     Args:
-        library: the library.
-        cache: the folder that keeps them; it need not exist, or be writable.
-        command: the command of the child process.
+        library: The library.
+        cache: The folder that keeps the verdicts; it need not exist, or be writable.
+        command: The command of the child process.
     """
 
     def __init__(self, library: Path, cache: Path, command: Sequence[str] = CHILD) -> None:
@@ -75,20 +75,21 @@ class KernelTests:
 
     # --- the machine
 
-    def self_test(self, *, anew: bool = False) -> KernelVerdict:
+    def self_test(self, *, rerun: bool = False) -> KernelVerdict:
         """Return the verdict of the library's self-test on this machine.
 
         Args:
-            anew: whether to run it even if the verdict is known.
+            rerun: Whether to run it even if the verdict is known.
         """
         key = digest_of(self._circumstances)
-        verdict = None if anew else self._remembered(key)
+        verdict = None if rerun else self._remembered(key)
         if verdict is None:
             verdict = self._run_self_test()
             self._remember(key, verdict)
         return verdict
 
     def _run_self_test(self) -> KernelVerdict:
+        """Run the self-test in a child process."""
         try:
             answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
         except ChildError as error:
@@ -100,16 +101,16 @@ class KernelTests:
 
     # --- a model
 
-    def problem_of(self, model: Path, *, anew: bool = False) -> str:
+    def problem_of(self, model: Path, *, rerun: bool = False) -> str:
         """Return why the kernels cannot compute a model; empty if they can.
 
         Args:
-            model: the model's file.
-            anew: whether to try it even if the verdict is known.
+            model: The model's file.
+            rerun: Whether to try it even if the verdict is known.
         """
         file_version = [str(model.resolve()), *version_of(model)]
         key = digest_of({**self._circumstances, "file": file_version})
-        verdict = None if anew else self._remembered(key)
+        verdict = None if rerun else self._remembered(key)
         if verdict is None:
             verdict = self._try_model(model)
             if verdict is None:  # something else stopped the trial
@@ -118,11 +119,16 @@ class KernelTests:
         return verdict.message
 
     def _try_model(self, model: Path) -> KernelVerdict | None:
+        """Try a skeleton of the model, which is fast, and the model itself unless that passes.
+
+        Returns:
+            The verdict; None if the trial shows nothing about the kernels.
+        """
         with self._scratch_folder() as name:
             folder = Path(name)
             verdict = self._run_trial(model, "skeleton", folder)
             if verdict is None or verdict.outcome != "passed":
-                # llama.cpp may be unable to load or compute a skeleton: the model itself decides.
+                # It may be llama.cpp that cannot load or compute the skeleton.
                 verdict = self._run_trial(model, "whole", folder)
             return verdict
 
@@ -136,25 +142,34 @@ class KernelTests:
     def _run_trial(
         self, model: Path, size: Literal["skeleton", "whole"], folder: Path
     ) -> KernelVerdict | None:
-        """Return what a child shows.
+        """Decode with the kernels in a child process.
+
+        Args:
+            model: The model's file.
+            size: ``whole``, or ``skeleton`` to try a skeleton of the model (see `skeleton.py`).
+            folder: Where the child may write files.
 
         Returns:
-            None if llama.cpp cannot load the file, or something else stopped the child.
+            ``passed`` if the child ends normally, ``failed`` if it crashes or takes too long. None
+            if the trial shows nothing about the kernels: llama.cpp cannot load the file, or the
+            child was killed.
         """
-        steps = folder / "steps"
-        command = [*self._command, str(self.library), size, str(model), str(steps)]
+        # The child adds a line to this file before each step. If it crashes, the last line tells
+        # where.
+        steps_file = folder / "steps"
+        command = [*self._command, str(self.library), size, str(model), str(steps_file)]
         timeout_s = _TRIAL_TIMEOUT_S + model.stat().st_size / _BYTES_PER_S
         try:
-            answer = ask_child_again(command, timeout_s, prepare=lambda: steps.write_text(""))
+            answer = ask_child_again(command, timeout_s, prepare=lambda: steps_file.write_text(""))
         except ChildError as error:
-            if isinstance(error, ChildDiedError) and error.signal_name in _NOT_THE_KERNELS:
+            if isinstance(error, ChildDiedError) and error.signal_name in _UNRELATED_SIGNALS:
                 return None
             reason = _reason(error)
-            begun_steps = steps.read_text(encoding="utf-8").splitlines()
-            if begun_steps:
-                reason += f" on {begun_steps[-1]}"
+            steps = steps_file.read_text(encoding="utf-8").splitlines()
+            if steps:
+                reason += f" on {steps[-1]}"
             return KernelVerdict("failed", reason)
-        if answer.get("problem"):
+        if answer.get("problem"):  # llama.cpp could not load the file
             return None
         return KernelVerdict("passed")
 
@@ -162,19 +177,20 @@ class KernelTests:
 
     @cached_property
     def _circumstances(self) -> dict[str, str]:
-        """What a verdict depends on."""
-        built = build()
+        """What a verdict depends on, apart from the model."""
+        llama_build = build()
         return {
             "specgen": __version__,
             "library": hashlib.sha256(self.library.read_bytes()).hexdigest(),
-            "llama-cpp-python": built.version,
-            "features": built.system_info,
+            "llama-cpp-python": llama_build.version,
+            "features": llama_build.system_info,
             "ggml": ggml_version(),
             "cpu": processor(),
             "instructions": os.environ.get(INSTRUCTIONS_VARIABLE, ""),
         }
 
     def _remembered(self, key: str) -> KernelVerdict | None:
+        """Return the verdict with a key, from this object or the cache; None if it is unknown."""
         return self._known.get(key) or _parse_verdict(self._kept.read().get(key))
 
     def _remember(self, key: str, verdict: KernelVerdict) -> None:
@@ -201,6 +217,7 @@ def _parse_verdict(value: Any) -> KernelVerdict | None:
 
 
 def _reason(error: ChildError) -> str:
+    """Return why a child gave no answer, as a clause about the kernels if a signal ended it."""
     if isinstance(error, ChildDiedError) and error.signal_name:
         return f"they died of {error.signal_name}"
     return str(error)

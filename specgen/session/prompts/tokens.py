@@ -132,7 +132,7 @@ def check_length(
     """
     if n_ctx is None or len(text) <= n_ctx:
         return
-    n_min = vocabulary.fewest_tokens(text)
+    n_min = vocabulary.min_token_count(text)
     if n_min > n_ctx:
         message = f"the prompt has at least {n_min} tokens, but the context has {n_ctx}"
         raise PromptLengthError(message, n_min, n_ctx)
