@@ -25,7 +25,7 @@ from benchmarks.answers import drafts_of, opened, parser_of, prompts_of, running
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.options import DraftSource, GenerationOptions
 from specgen.serve.batch.lines import read_lines
-from specgen.serve.batch.runner import Batch, Prompting
+from specgen.serve.batch.runner import BatchRun, Prompting
 from specgen.serve.formats.parsed_request import Defaults
 from specgen.session.measurement_store import MeasurementStore
 from specgen.system.folders import cache_folder
@@ -92,11 +92,11 @@ def _specgen(
     with opened(asked.target, draft, asked.max_tokens, measurements) as loaded:
         kept = Kept()
         prompting = Prompting(None, None, datetime.datetime.now().astimezone())
-        job = Batch(loaded, prompting, kept.write, {}, parallel=n, wall_clock=time.time)
+        job = BatchRun(loaded, prompting, kept.write, {}, parallel=n, wall_clock=time.time)
         started = time.perf_counter()
         for _ in job.run(read_lines(lines, "prompts", Defaults(generation=generation))):
             pass
-        return time.perf_counter() - started, job.tally.n_tokens, kept.texts
+        return time.perf_counter() - started, job.stats.n_tokens, kept.texts
 
 
 def _server(asked: argparse.Namespace, prompts: list[str], n: int) -> tuple[float, int]:

@@ -37,7 +37,7 @@ import numpy as np
 from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
-from specgen.measure.draft_trial import Baseline, Replay, TargetAnswer, replay
+from specgen.measure.draft_trial import Baseline, Replay, TrialAnswer, replay
 from specgen.measure.prompts import NOW
 from specgen.models.files import identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
@@ -293,7 +293,7 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     answers = []
     for prompt, done in zip(asked, asked_for, strict=True):
         assert done.finished is not None
-        answers.append(TargetAnswer(prompt, done.finished.token_ids))
+        answers.append(TrialAnswer(prompt, done.finished.token_ids))
     baseline = Baseline(tuple(answers), (), n_ctx, {1: 1.0, 2: 1.0})  # costs decide nothing
     found: dict[str, list[Replay]] = {}
     for arm, options in arms.items():

@@ -21,7 +21,7 @@ def main() -> NoReturn:
     if heeds_interrupts:
         signal.signal(signal.SIGINT, _end_at_once)
     from specgen.cli.app import main as run_command_line
-    from specgen.cli.app import open_missing_streams
+    from specgen.cli.streams import open_missing_streams
 
     open_missing_streams()
     if heeds_interrupts:

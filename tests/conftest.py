@@ -31,7 +31,7 @@ from specgen.llama.kernels.verdicts import (
     KernelTests,
     KernelVerdict,
 )
-from specgen.measure import search
+from specgen.measure import threads
 from specgen.system import machine, progress
 from tests.helpers.cli import Cli, Specgen, in_process
 from tests.helpers.fetch import WebServer, use_hub, web_server
@@ -172,9 +172,9 @@ def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr(search, "THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr(search, "default_threads", lambda: 1)
-    monkeypatch.setattr(search, "thread_counts", lambda *_: [1, 2])
+    monkeypatch.setattr(threads, "THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr(threads, "default_threads", lambda: 1)
+    monkeypatch.setattr(threads, "thread_counts", lambda *_: [1, 2])
 
 
 _TARGET = TinyConfig(logit_scale=6.0)

@@ -1,4 +1,4 @@
-"""``specgen batch``: a prompt or a request on each line, and a result for each."""
+"""``specgen batch``: answers each line of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,19 @@ from specgen.cli.inputs import STDIO, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
-from specgen.options import Contexts, KernelOptions, SessionOptions
+from specgen.options import ContextOptions, Contexts, KernelOptions, SessionOptions
 from specgen.system.files import as_json
 from specgen.system.progress import ProgressView
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
-    from specgen.serve.batch.lines import Line
+    from specgen.serve.batch.lines import BatchLine, Write
     from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch
-    from specgen.serve.batch.runner import Batch
+    from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.session.open import WantedSession
     from specgen.session.session import Session
 
-#: The most lines that the last message names.
+#: The most lines that the error message names.
 _N_NAMED = 10
 
 _batch = partial(option, panel="Batch")
@@ -46,21 +46,21 @@ def batch(
         "How many answers to generate at once.",
         min=1,
         metavar="N",
-        show_default="as many as are fastest and fit into memory",
+        show_default="the fastest number that fits into memory",
     ),
     retry_errors: bool = _batch(
-        False, "--retry-errors", "Answer lines again whose result in OUT is an error."
+        False, "--retry-errors", "Answer the lines again whose result in OUT is an error."
     ),
     allow_mixed: bool = _batch(
         False,
         "--allow-mixed",
-        "Go on although OUT has results of other settings or other lines; they are kept.",
+        "Continue even if OUT has results of other settings or other lines; they are kept.",
     ),
     ray: str | None = _batch(
         None,
         "--ray",
-        "Let a Ray cluster answer: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), or local. "
-        "Each node needs specgen, and the models at the same paths.",
+        "Let a Ray cluster answer: HOST:PORT, auto (this machine's, or that of RAY_ADDRESS), or "
+        "local. Each node needs specgen, and the models at the same paths.",
         metavar="ADDRESS",
     ),
     cpus_per_worker: float | None = _batch(
@@ -69,7 +69,7 @@ def batch(
         "With --ray: CPUs of an actor.",
         min=0.01,
         metavar="N",
-        show_default="all of the largest node: one actor a node",
+        show_default="all of the largest node: one actor per node",
     ),
     gpus_per_worker: float | None = _batch(
         None,
@@ -77,7 +77,7 @@ def batch(
         "With --ray: GPUs of an actor.",
         min=0.0,
         metavar="N",
-        show_default="all of the node that has most",
+        show_default="all of the node with the most",
     ),
     source: Path = argument(
         "IN", "A file with a request or a prompt on each line; - is standard input.", REQUIRED
@@ -86,75 +86,63 @@ def batch(
         "OUT", "The file that results are appended to; - is standard output.", REQUIRED
     ),
     template: flags.Template = flags.template,
-    setup: Setup = flags.setup.without("answer_logprobs", "prompt_cache"),
+    setup: Setup = flags.setup.without("--logprobs", "--prompt-cache"),
     output: Output = flags.loudness,
 ) -> int:
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages,
-    or plain text. The options set what a line leaves out. Each result is a line of JSON.
+    or plain text. Options set what a line leaves out. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, None if is_stream else destination)
-    from specgen.serve.batch.lines import continued, read_lines, streaming
-    from specgen.serve.batch.runner import Prompting
+    from specgen.serve.batch.lines import read_lines
+    from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
-    cluster = ray_cluster(ray, setup.machine, (cpus_per_worker, gpus_per_worker))
+    cluster = _ray_cluster(ray, setup.machine, cpus_per_worker, gpus_per_worker)
     wanted = setup.wanted_session(quiet=output.quiet)
-    kernels, settings = setup.machine.kernels, _settings(wanted.options, template)
+    kernels = setup.machine.kernels
+    settings = _settings(wanted.options, template)
     now = datetime.datetime.now().astimezone()
     prompting = Prompting(template.chat, template.system, now)
 
     @contextlib.contextmanager
-    def answering() -> Iterator[Batch | RayBatch]:
+    def opened_job(write: Write) -> Iterator[BatchRun | RayBatch]:
         if cluster is None:
-            from specgen.serve.batch.runner import Batch
-
             with opened(wanted, kernels, output) as session:
-                more: dict[str, Any] = {"wall_clock": time.time, "note": output.note}
-                yield Batch(session, prompting, write_one, settings, parallel=parallel, **more)
+                yield BatchRun(
+                    session,
+                    prompting,
+                    write,
+                    settings,
+                    parallel=parallel,
+                    wall_clock=time.time,
+                    note=output.note,
+                )
             return
         from specgen.serve.batch.on_ray import RayBatch, connected
 
-        how = {"prompting": prompting, "settings": settings, "parallel": parallel}
-        job = actor_job(wanted, kernels, cluster.cpus_per_worker, **how)
+        job = _actor_job(
+            wanted, kernels, cluster.cpus_per_worker, prompting, settings, parallel=parallel
+        )
         with connected(cluster, verbose=output.verbose > 0) as ray_module:
-            yield RayBatch(ray_module, cluster, job, write_one)
+            yield RayBatch(ray_module, cluster, job, write)
 
-    def write_one(record: Mapping[str, Any]) -> None:
-        write(record)
-        if record["error"] is not None:
-            failed.add(record["custom_id"])
-
-    with contextlib.ExitStack() as stack:
-        todo, failed = lines, set[str]()
-        if destination == STDIO:
-            write = streaming(sys.stdout.buffer)
-        elif is_stream:
-            write = streaming(stack.enter_context(destination.open("wb")), str(destination))
-        else:
-            taken_up = continued(destination, retry_errors=retry_errors)
-            earlier, write = stack.enter_context(taken_up)
-            if earlier.is_torn:
-                dropped = "the last result is incomplete and was dropped"
-                output.note(f"{destination}: {dropped}; its line is answered again")
-            if not allow_mixed:
-                earlier.check_same(lines, settings, str(destination))
-            todo = [line for line in lines if line.custom_id not in earlier.digests]
-            failed |= earlier.errors
-            if earlier.digests:
-                n_known, n_all = len(lines) - len(todo), counted(len(lines), "line")
-                output.note(f"{destination} has results for {n_known} of {n_all}")
-        code = _answer(answering(), todo, output) if todo else 0
-    if failed and not code:
+    code = 0
+    with _opened_results(
+        destination, lines, settings, output, retry_errors=retry_errors, allow_mixed=allow_mixed
+    ) as results:
+        if results.todo:
+            code = _answer(opened_job(results.write), results.todo, output)
+    if results.failed and not code:
         hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
-        what = f"{counted(len(failed), 'line')} of {len(lines)} could not be answered"
-        named = _named([line for line in lines if line.custom_id in failed])
+        what = f"{counted(len(results.failed), 'line')} of {len(lines)} could not be answered"
+        named = _named([line for line in lines if line.custom_id in results.failed])
         raise BatchError(f"{what}{named}; the results say why", None if is_stream else hint)
     return code
 
@@ -173,18 +161,80 @@ def _check_files(source: Path, destination: Path | None) -> None:
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
 
 
-def _named(lines: Sequence[Line]) -> str:
-    names = [(str(line.number), line.custom_id) for line in lines]
-    shown = [name if name == own else f"{name} ({own:.40})" for name, own in names[:_N_NAMED]]
-    more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
-    return f": line {', '.join(shown)}{more}" if shown else ""
+def _named(lines: Sequence[BatchLine]) -> str:
+    """Return which lines failed, as the end of a sentence."""
+    names: list[str] = []
+    for line in lines[:_N_NAMED]:
+        name = str(line.number)
+        if line.custom_id != name:
+            name += f" ({line.custom_id:.40})"
+        names.append(name)
+    if not names:
+        return ""
+    named = f": line {', '.join(names)}"
+    if len(lines) > _N_NAMED:
+        named += f" and {len(lines) - _N_NAMED} more"
+    return named
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenResults:
+    """The open destination of results."""
+
+    #: Appends a result.
+    append: Write
+    #: The lines that need an answer.
+    todo: Sequence[BatchLine]
+    #: The ids of the lines whose result is an error.
+    failed: set[str] = field(default_factory=set)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a result, and remember whether it is an error."""
+        self.append(record)
+        if record["error"] is not None:
+            self.failed.add(record["custom_id"])
+
+
+@contextlib.contextmanager
+def _opened_results(
+    destination: Path,
+    lines: Sequence[BatchLine],
+    settings: Mapping[str, Any],
+    output: Output,
+    *,
+    retry_errors: bool,
+    allow_mixed: bool,
+) -> Iterator[_OpenResults]:
+    """Open the destination; a file keeps the results that it has already."""
+    from specgen.serve.batch.lines import continued, streaming
+
+    if destination == STDIO:
+        yield _OpenResults(streaming(sys.stdout.buffer), lines)
+        return
+    if destination.is_fifo():
+        with destination.open("wb") as stream:
+            yield _OpenResults(streaming(stream, str(destination)), lines)
+        return
+    with continued(destination, retry_errors=retry_errors) as (earlier, append):
+        if earlier.is_torn:
+            dropped = "the last result is incomplete and was dropped"
+            output.note(f"{destination}: {dropped}; its line is answered again")
+        if not allow_mixed:
+            earlier.check_same(lines, settings, str(destination))
+        todo = [line for line in lines if line.custom_id not in earlier.digests]
+        if earlier.digests:
+            n_known = len(lines) - len(todo)
+            n_all = counted(len(lines), "line")
+            output.note(f"{destination} has results for {n_known} of {n_all}")
+        yield _OpenResults(append, todo, set(earlier.errors))
 
 
 def _answer(
-    opening: contextlib.AbstractContextManager[Batch | RayBatch],
-    lines: Sequence[Line],
+    opening: contextlib.AbstractContextManager[BatchRun | RayBatch],
+    lines: Sequence[BatchLine],
     output: Output,
 ) -> int:
+    """Answer the lines, showing the progress; return the exit code of a signal, or 0."""
     from specgen.render.tables import batch_summary
 
     stream = None if output.quiet or output.verbose > 0 else sys.stderr
@@ -195,47 +245,58 @@ def _answer(
         contextlib.closing(ProgressView(stream, kind="lines")) as view,
     ):
         try:
-            with contextlib.closing(job.run(lines, stop)) as tallies:
-                for number, tally in enumerate(tallies):
-                    if not number:  # the prompts are prepared
+            with contextlib.closing(job.run(lines, stop)) as rounds:
+                for index, stats in enumerate(rounds):
+                    if index == 0:  # the prompts are prepared; the answers begin
                         started_s = time.perf_counter()
-                    pace = tally.n_tokens / (time.perf_counter() - started_s)
-                    view.show(f"{pace:.1f} tokens/s", tally.n_done, tally.n_lines)
+                    pace = stats.n_tokens / (time.perf_counter() - started_s)
+                    view.show(f"{pace:.1f} tokens/s", stats.n_done, stats.n_lines)
         finally:
-            if job.tally.n_answers:
+            if job.stats.n_answers:
                 seconds = time.perf_counter() - started_s
-                output.note(batch_summary(job.tally, seconds, job.where))
+                output.note(batch_summary(job.stats, seconds, job.where))
     return stop.exit_code
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
-    """Return what decides the answers besides the lines: the target, and options not at their
-    defaults.
+    """Return what decides the answers, besides the lines.
+
+    That is the target, and the options that differ from their defaults.
     """
-    found: dict[str, Any] = {"target": options.target.name}
+    settings: dict[str, Any] = {"target": options.target.name}
     with contextlib.suppress(OSError):
-        found["target_bytes"] = options.target.stat().st_size
+        settings["target_bytes"] = options.target.stat().st_size
     defaults = SessionOptions(options.target)
-    for part in ("sampler", "generation"):
-        given, default = as_json(getattr(options, part)), as_json(getattr(defaults, part))
-        found |= {name: value for name, value in given.items() if value != default[name]}
-    found |= {name: value for name, value in as_json(template).items() if value is not None}
+    settings |= _changed(options.sampler, defaults.sampler)
+    settings |= _changed(options.generation, defaults.generation)
     context = options.target_context
-    others = {"ctx_size": context.n_ctx, "chat_template": context.chat_template}
-    found |= {name: value for name, value in others.items() if value is not None}
-    if context.template_variables:
-        found["template_variables"] = context.template_variables
-    return found
+    others = {
+        **as_json(template),
+        "ctx_size": context.n_ctx,
+        "chat_template": context.chat_template,
+        "template_variables": context.template_variables or None,
+    }
+    settings |= {name: value for name, value in others.items() if value is not None}
+    return settings
+
+
+def _changed(options: object, defaults: object) -> dict[str, Any]:
+    default = as_json(defaults)
+    return {name: value for name, value in as_json(options).items() if value != default[name]}
 
 
 # --- a cluster
 
 
-def ray_cluster(
-    address: str | None, machine: Contexts, per_worker: tuple[float | None, float | None]
+def _ray_cluster(
+    address: str | None,
+    machine: Contexts,
+    cpus_per_worker: float | None,
+    gpus_per_worker: float | None,
 ) -> Cluster | None:
+    """Return the cluster at an address; None if no address is given."""
     if address is None:
-        if per_worker != (None, None):
+        if cpus_per_worker is not None or gpus_per_worker is not None:
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
         return None
     if machine.target.workers is not None:
@@ -244,16 +305,17 @@ def ray_cluster(
         hint = "pip install 'specgen-gguf[ray]'"
         raise UsageError("--ray needs ray, which is not installed", hint)
     host, _, port = address.rpartition(":")
-    if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
+    is_host_and_port = bool(host) and "/" not in host and port.isdigit()
+    if address not in ("local", "auto") and not is_host_and_port:
         hint = "give HOST:PORT as `ray start --head` prints it, or auto, or local"
         raise UsageError(f"--ray {address}: not the address of a cluster", hint)
     from specgen.serve.batch.on_ray import Cluster
 
-    return Cluster(address, *per_worker)
+    return Cluster(address, cpus_per_worker, gpus_per_worker)
 
 
 def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
-    """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
+    """Load the models in an actor. Packed files and measurements stay on the node."""
     from specgen.cli.model_loading import use_kernels
     from specgen.session.open import open_session
     from specgen.system.folders import cache_folder
@@ -263,34 +325,45 @@ def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
     return open_session(replace(wanted, options=options), clock=time.perf_counter)
 
 
-def actor_job(
+def _actor_job(
     wanted: WantedSession,
     kernels: KernelOptions,
     cpus_per_worker: float | None,
-    **how: Any,
+    prompting: Prompting,
+    settings: Mapping[str, Any],
+    *,
+    parallel: int | None,
 ) -> ActorJob:
-    """Return what an actor does: with absolute paths, and as many threads as its share of the
-    node's CPUs.
-    """
+    """Return the job of an actor, with absolute paths, and threads for its share of the CPUs."""
     from specgen.serve.batch.on_ray import ActorJob
 
-    wanted = _absolute(wanted)
+    wanted = _with_absolute_paths(wanted)
     options = wanted.options
-    for name in ("target_context", "draft_context") if cpus_per_worker is not None else ():
-        context = getattr(options, name)
-        threads = context.n_threads or max(1, int(cpus_per_worker or 1))
-        options = replace(options, **{name: replace(context, n_threads=threads)})
-    n_bytes = how["settings"].get("target_bytes")
-    files = {} if n_bytes is None else {str(options.target): n_bytes}
+    if cpus_per_worker is not None:
+        n_threads = max(1, int(cpus_per_worker))
+        options = replace(
+            options,
+            target_context=_with_threads(options.target_context, n_threads),
+            draft_context=_with_threads(options.draft_context, n_threads),
+        )
+    files: dict[str, int] = {}
+    if "target_bytes" in settings:
+        files[str(options.target)] = settings["target_bytes"]
     opening = partial(open_on_node, replace(wanted, options=options), kernels)
-    return ActorJob(opening, files=files, **how)
+    return ActorJob(opening, prompting, settings, parallel, files)
 
 
-def _absolute(value: Any) -> Any:
+def _with_threads(context: ContextOptions, n_threads: int) -> ContextOptions:
+    return replace(context, n_threads=context.n_threads or n_threads)
+
+
+def _with_absolute_paths(value: Any) -> Any:
+    """Return options with all paths in them absolute."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, tuple):
-        return tuple(map(_absolute, value))
+        return tuple(map(_with_absolute_paths, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _absolute(getattr(value, f.name)) for f in fields(value)})
+        parts = {f.name: _with_absolute_paths(getattr(value, f.name)) for f in fields(value)}
+        return replace(value, **parts)
     return value

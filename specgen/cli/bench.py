@@ -1,4 +1,4 @@
-"""``specgen bench``: compares ways to draft with plain decoding, over many prompts."""
+"""``specgen bench``: compares drafts with plain decoding, over many prompts."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ from specgen.system.quantities import counted
 
 
 def _parse_policies(given: Sequence[str]) -> tuple[str, ...]:
-    names, known = [each.strip() for each in ",".join(given).split(",")], get_args(PolicyName)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+    known = get_args(PolicyName)
+    names = [name.strip() for name in ",".join(given).split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is not one of {', '.join(known)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -68,8 +70,7 @@ def bench(
     drafts: list[str] | None = option(
         None,
         "--draft --model-draft -md",
-        "What drafts; may be repeated. In large.gguf+small.gguf the "
-        "small one drafts for the large one.",
+        "A draft; may be repeated. In large.gguf+small.gguf, the second drafts for the first.",
         metavar="FILE|NAME|ngram|none",
         autocompletion=flags.draft_names,
         show_default="the one that `specgen run` would use, and ngram",
@@ -102,41 +103,41 @@ def bench(
     n_prompts: int | None = _contest(
         None,
         "--count -N",
-        "How many prompts of each category to use; the first ones.",
+        "How many of the first prompts of each category to use.",
         min=1,
         show_default="all",
     ),
     n_rounds: int = _contest(1, "--repeat", "How often to go through all prompts.", min=1),
-    trials: Trials = TRIALS.without("n_prompts").but(max_tokens=128),
+    trials: Trials = TRIALS.without("--count").with_default("--max-tokens", 128),
     json_file: Path | None = option(
         None,
         "--json",
-        "Write all measurements as JSON; - writes them to standard output instead of the table.",
+        "Write all measurements as JSON; - prints them on standard output instead of the table.",
         metavar="FILE",
     ),
     html_file: Path | None = option(
         None,
         "--html",
-        "Write a page of the results, with all answers, charts and settings.",
+        "Write a page with the results: charts, all answers and the settings.",
         metavar="FILE",
     ),
-    chat: bool | None = flags.CHAT,
-    drafting: DraftOptions = flags.drafting.without("policy", "tree"),
-    sampling: SamplerOptions = flags.sampling.without("temperature"),
+    chat: bool | None = flags.chat_option(),
+    drafting: DraftOptions = flags.drafting.without("--policy", "--tree"),
+    sampling: SamplerOptions = flags.sampling.without("--temp"),
     machine: Contexts = flags.machine,
     output: Output = flags.loudness,
     texts: list[str] | None = argument("PROMPTS", "Prompts to answer, instead of a file of them."),
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
-    Plain decoding, and every draft with every policy, answer every prompt at every temperature,
-    taking turns. Speeds are tokens per second after the first token. Prompts of the file may have a
-    "category".
+    Plain decoding, and every draft with every policy, answer every prompt at every temperature, in
+    interleaved runs. Speeds are tokens per second after the first token. Prompts of the file may
+    have a "category".
 
-    In a pipe, it prints tab-separated lines under the columns' names, one for each contender and
-    one for each of its categories: speed-ups over plain decoding (geometric mean, quartiles, worst
-    prompt), tokens per second (median), acceptance rate, tokens per pass of the target, and the
-    time to the first token relative to plain decoding.
+    In a pipe, it prints tab-separated lines under column names, one for each contender and one for
+    each of its categories: speed-ups over plain decoding (geometric mean, quartiles, worst prompt),
+    tokens per second (median), acceptance rate, tokens per pass of the target, and the time to the
+    first token relative to plain decoding.
     """
     from specgen.session.open import open_measurements
     from specgen.session.opening_notes import layers_without_gpu
@@ -148,24 +149,23 @@ def bench(
     use_kernels(machine.kernels, output)
     for note in layers_without_gpu(machine.target, machine.draft):
         output.note(note)
-    path, found = find_drafts(target, drafts or [], quiet=output.quiet)
-    base = trial_options(alone(path), trials.max_tokens, machine, drafting)
-    base = replace(base, sampler=sampling)
-    heats = [*dict.fromkeys(temperatures)]
-    entries = entries_of(base, found, policies, trees, heats, open_measurements())
+    path, stages = find_drafts(target, drafts or [], quiet=output.quiet)
+    options = trial_options(alone(path), trials.max_tokens, machine, drafting)
+    options = replace(options, sampler=sampling)
+    heats = list(dict.fromkeys(temperatures))
+    entries = entries_of(options, stages, policies, trees, heats, open_measurements())
+
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
-    output.note(
-        f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens by: {names}; "
-        "fewer prompts (-N 1) or tokens (-n 32) take less time"
-    )
+    task = f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens"
+    less = "fewer prompts (-N 1) or tokens (-n 32) take less time"
+    output.note(f"{task} by: {names}; {less}")
     with log_shown(output), output.measuring() as (progress, stop):
         runs = measure(
             entries, prompts, chat=chat, n_rounds=n_rounds, progress=progress, interrupted=stop
         )
+
     document = to_json_object(entries, prompts, runs, _command())
-    is_whole = runs.error is None and not runs.is_interrupted
-    said = gains(figures_of(runs.results)) if is_whole else ()
-    notes = list(dict.fromkeys([*said, *_notes(runs)]))
+    notes = _notes(runs)
     _show(runs, document, json_file)
     for note in notes:
         output.note(note)
@@ -181,21 +181,21 @@ def bench(
 def _prompts(
     texts: list[str] | None, file: Path | None, n_of_each: int | None
 ) -> list[BenchPrompt]:
-    if texts and file is not None:
-        raise UsageError(
-            "the prompts are given twice: as texts and as --prompts", hint="use one of them"
-        )
     if texts:
-        asked = given_prompts(texts)
+        if file is not None:
+            what = "the prompts are given twice: as texts and as --prompts"
+            raise UsageError(what, hint="use one of them")
+        prompts = given_prompts(texts)
     else:
-        asked = own_prompts() if file is None else read_bench_prompts(file)
-    return asked if n_of_each is None else first_of_each(asked, n_of_each)
+        prompts = own_prompts() if file is None else read_bench_prompts(file)
+    return prompts if n_of_each is None else first_of_each(prompts, n_of_each)
 
 
 def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
     from specgen.render.tables import bench_lines, print_bench_tables
 
-    text, figures = json.dumps(document, indent=1, ensure_ascii=False), figures_of(runs.results)
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    figures = figures_of(runs.results)
     if json_file == STDIO:
         print(text)
     elif sys.stdout.isatty():
@@ -210,24 +210,32 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
 
 
 def _notes(runs: Runs) -> list[str]:
+    """Return what was gained, and what went wrong, a sentence each."""
     from specgen.render.tables import notes_on_figures
 
-    notes = []
+    notes: list[str] = []
+    if runs.error is None and not runs.is_interrupted:
+        notes += gains(figures_of(runs.results))
     for failure in runs.failures:
-        who = f"prompt {failure.prompt} was left out"
-        if failure.contender != PLAIN:
-            since = "" if failure.prompt is None else f" from prompt {failure.prompt} on"
-            who = f"{failure.contender} (temperature {failure.temperature:g}) was left out{since}"
+        if failure.contender == PLAIN:
+            who = f"prompt {failure.prompt} was left out"
+        else:
+            who = f"{failure.contender} (temperature {failure.temperature:g}) was left out"
+            if failure.prompt is not None:
+                who += f" from prompt {failure.prompt} on"
         notes.append(f"{who}: {failure.message}")
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
     notes += notes_on_figures(runs.others_share)
     if runs.is_interrupted:
         notes.append("interrupted: not everything was measured")
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def _command() -> str:
+    """Return the command line, without the token that opens gated repositories."""
+    arguments = sys.argv[1:]
     token = os.environ.get("HF_TOKEN")
-    arguments = [each.replace(token, "TOKEN") if token else each for each in sys.argv[1:]]
+    if token:
+        arguments = [argument.replace(token, "TOKEN") for argument in arguments]
     return shlex.join(["specgen", *arguments])

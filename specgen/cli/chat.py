@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
     from specgen.events import Event
-    from specgen.session.conversation import Chat, Conversation
+    from specgen.session.conversation import Chat, Conversation, Turn
     from specgen.train.online_learning import Learner
 
 _talk = partial(option, panel="Conversation")
@@ -56,32 +56,33 @@ def chat(
         show_default="not kept",
     ),
     setup: Setup = flags.setup,
-    output: Output = flags.output.without("newline", "html"),
+    output: Output = flags.output.without("--newline", "--html"),
 ) -> int:
     """Talk with a model, at a terminal or in a pipe.
 
-    Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
-    standard output. The message /help lists the commands, such as /undo and /save.
+    Only the new part of each turn is decoded. In a pipe, each line is a message, and only answers
+    go to standard output. The message /help lists the commands, such as /undo and /save.
     """
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     path = None if name is None else _session_file(name)
     text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    from specgen.session.calibration import calibrate
+    from specgen.session.choose_models import name_of
+    from specgen.session.conversation import Chat, check_template
+    from specgen.session.engine import Engine
     from specgen.session.prompts.thoughts import showing_thoughts
+    from specgen.train.online_learning import Learner
 
     setup = replace(setup, answer=showing_thoughts(answer))
     wanted = setup.wanted_session(quiet=output.quiet)
     with contextlib.ExitStack() as stack:
-        from specgen.session.calibration import calibrate
-        from specgen.session.choose_models import name_of
-        from specgen.session.conversation import Chat, check_template
-        from specgen.session.engine import Engine
-        from specgen.train.online_learning import Learner
-
         conversation = stack.enter_context(_kept(path))
-        kernels, stop = setup.machine.kernels, Interrupt(ends_process=False)
-        with without_echo():  # what is typed meanwhile is the first message
-            session = stack.enter_context(opened(wanted, kernels, output, check_template))
+        stop = Interrupt(ends_process=False)
+        with without_echo():  # what is typed meanwhile becomes the first message
+            session = stack.enter_context(
+                opened(wanted, setup.machine.kernels, output, check_template)
+            )
             news = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
             engine.notify(news)
@@ -90,14 +91,18 @@ def chat(
             talk = Chat(session, engine, conversation, path, now=now)
             stack.callback(talk.keep)
             learner = stack.enter_context(Learner(session, engine, engine.notify))
-            system = conversation.system if system is None else system
-            given = replace(conversation, system=system, files=text or conversation.files)
-            if given != conversation:
-                talk.change(given)
-            drafts = f"{name_of(session.draft_source)} drafts"
-            drafts = drafts if session.draft is not None else "nothing drafts"
-            about = f"{session.target.name}; {drafts}; {talk.n_ctx} tokens of context"
-        return _Dialogue(talk, stop, output, about).run(learner)
+
+            # Options replace what the kept conversation has.
+            if system is not None:
+                conversation = replace(conversation, system=system)
+            if text:
+                conversation = replace(conversation, files=text)
+            if conversation != talk.conversation:
+                talk.change(conversation)
+
+            draft = "none" if session.draft is None else name_of(session.draft_source)
+            about = f"{session.target.name}; draft: {draft}; {talk.n_ctx} tokens of context"
+        return _Dialogue(talk, learner, stop, output).run(about)
 
 
 @contextlib.contextmanager
@@ -112,8 +117,7 @@ def _kept(path: Path | None) -> Iterator[Conversation]:
     hint = "end that one, or use another --session"
     held = UsageError(f"{path}: another specgen chat has it open", hint)
     with locked(path.with_name(f"{path.name}.lock"), held):
-        conversation = read_conversation(path) if path.exists() else Conversation()
-        yield conversation
+        yield read_conversation(path) if path.exists() else Conversation()
 
 
 def _session_file(name: str) -> Path:
@@ -125,121 +129,151 @@ def _session_file(name: str) -> Path:
 
 
 def _greeting(conversation: Conversation) -> str:
-    greeting = f"going on with a conversation of {counted(len(conversation.turns), 'turn')}"
-    return f"{greeting}; the last one has no answer: /regen" if conversation.is_open else greeting
+    greeting = f"continuing a conversation of {counted(len(conversation.turns), 'turn')}"
+    if conversation.is_open:
+        greeting += "; the last one has no answer: /regen"
+    return greeting
 
 
-#: How many turns are shown where a conversation goes on, and the most lines of each answer.
-_N_RECALLED, _N_LINES = 2, 8
+#: How many turns are shown when a conversation is continued.
+_N_RECALLED_TURNS = 2
+#: The most lines of each answer that are shown then: the last ones.
+_N_RECALLED_LINES = 8
 
 
 class _Dialogue:
-    """Answers messages and carries out commands. What a command returns is the exit code of a
-    signal, or None; it raises `SpecgenError` if it is not possible, and `EOFError` to end the
-    conversation.
+    """Answers messages and carries out commands.
+
+    A method for a command returns the exit code of the signal that ended its answer, or None. It
+    raises `SpecgenError` if the command is not possible, and `EOFError` to end the conversation.
     """
 
-    def __init__(self, chat: Chat, stop: Interrupt, output: Output, about: str) -> None:
-        self._chat, self._stop, self._output, self._about = chat, stop, output, about
+    def __init__(self, chat: Chat, learner: Learner, stop: Interrupt, output: Output) -> None:
+        self._chat = chat
+        self._learner = learner
+        self._stop = stop
+        self._output = output
+        #: Whether a person types the messages; otherwise they come from a pipe.
+        self._is_typed = is_person()
+        #: The exit code of the last error.
+        self._failed = 0
 
-    def run(self, learner: Learner) -> int:
-        failed, is_typed = 0, is_person()
+    def run(self, about: str) -> int:
+        """Take messages until they end, and return the exit code."""
         if self._chat.conversation.turns:
             self._output.note(_greeting(self._chat.conversation))
-        if is_typed and not self._output.quiet:
+        if self._is_typed and not self._output.quiet:
             self._recall()
-            say(f"{self._about}\n/help lists the commands; Ctrl-D ends the conversation")
-        for message in _messages(is_typed):
-            code: int | None = None
+            say(f"{about}\n/help lists the commands; Ctrl-D ends the conversation")
+        for message in _messages(self._is_typed):
             try:
-                learner.between_answers(begins=True)
-                code = self._take(message)
+                signal_code = self._turn(message)
             except EOFError:
                 break
-            except SpecgenError as error:
-                is_lost = isinstance(error, OutputError) and not is_typed
-                if is_lost or isinstance(error, WorkerLostError):
-                    raise
-                # The conversation goes on without this answer; a pipe's exit code shows the error.
-                say_error(error.message, error.hint)
-                failed = error.exit_code
-            except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
-                if not is_typed:
-                    raise
-                self._chat.keep()
-            finally:
-                learner.between_answers()
-            if is_typed:
+            if self._is_typed:
                 say("")  # between turns
-            if code and not (is_typed and code == 128 + signal.SIGINT):
-                return code
-        return 0 if is_typed else failed
+                if signal_code == 128 + signal.SIGINT:
+                    continue  # Ctrl-C ends only the answer
+            if signal_code:
+                return signal_code
+        return 0 if self._is_typed else self._failed
+
+    def _turn(self, message: str) -> int:
+        """Take a message, and return the exit code of the signal that ended its answer, or 0.
+
+        After most errors the conversation continues without this answer.
+        """
+        try:
+            self._learner.between_answers(begins=True)
+            return self._take(message) or 0
+        except SpecgenError as error:
+            is_lost = isinstance(error, OutputError) and not self._is_typed
+            if is_lost or isinstance(error, WorkerLostError):
+                raise
+            say_error(error.message, error.hint)
+            self._failed = error.exit_code
+        except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
+            if not self._is_typed:
+                raise
+            self._chat.keep()
+        finally:
+            self._learner.between_answers()
+        return 0
 
     def _take(self, message: str) -> int | None:
         found = _COMMAND.fullmatch(message.rstrip())
         if found is None:
             return self._answer(self._chat.ask(message))
-        name, argument = found[1].lower(), (found[2] or "").strip()
+        name = found[1].lower()
         name = _ALIASES.get(name, name)
-        if name not in _COMMANDS:
+        argument = (found[2] or "").strip()
+        command = _COMMANDS.get(name)
+        if command is None:
             hint = "/help lists the commands; a space before the slash makes it a message"
             raise UsageError(f"there is no command /{name}", hint)
-        takes, _, command = _COMMANDS[name]
-        right = {"": not argument, "FILE": bool(argument), "on|off": argument in ("on", "off")}
-        if not right.get(takes, True):
-            raise UsageError(f"{message.strip()!r}: usage: /{name} {takes}".rstrip())
-        return command(self, argument)
+        if not command.accepts(argument):
+            raise UsageError(f"{message.strip()!r}: usage: /{name} {command.takes}".rstrip())
+        return command.run(self, argument)
 
     def _answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         with without_echo(), self._stop:
-            finished = self._output.show_answer(events, in_chat=True)
+            finished = self._output.show_events(events, in_chat=True)
         is_cut = finished is not None and finished.finish_reason in ("length", "context")
         if is_cut and not self._output.has_summary and not self._output.json:
             self._output.note("the answer was cut off (-n and -c allow more)")
         return self._stop.exit_code
 
     def _recall(self) -> None:
-        """Show the last turns, dimmed, and of a long answer the last lines."""
+        """Show the last turns, dimmed, with the last lines of long answers."""
         from specgen.render.rows import clean
 
-        for turn in self._chat.conversation.turns[-_N_RECALLED:]:
-            *_, answer = clean(turn.answer or "").rpartition("</think>")
+        for turn in self._chat.conversation.turns[-_N_RECALLED_TURNS:]:
+            answer = clean(turn.answer or "").rpartition("</think>")[2]
             lines = answer.strip().splitlines()
-            cut = ["..."] if len(lines) > _N_LINES else []
-            text = "\n".join([f"> {clean(turn.question)}", *cut, *lines[-_N_LINES:]])
+            if len(lines) > _N_RECALLED_LINES:
+                lines = ["...", *lines[-_N_RECALLED_LINES:]]
+            text = "\n".join([f"> {clean(turn.question)}", *lines])
             console_on(sys.stderr).print(f"{text}\n", style="dim")
 
     # --- commands
 
     def help(self, _argument: str) -> None:
-        usages = {f"/{name} {takes}".strip(): does for name, (takes, does, _) in _COMMANDS.items()}
-        for usage, does in usages.items():
-            say(f"{usage:<{max(map(len, usages))}}  {does}")
-        say("A backslash at the end of a line goes on with another one. Ctrl-C stops an answer.")
+        """Show the commands (also /?)."""
+        usages = [f"/{name} {command.takes}".strip() for name, command in _COMMANDS.items()]
+        width = max(map(len, usages))
+        for usage, command in zip(usages, _COMMANDS.values(), strict=True):
+            say(f"{usage:<{width}}  {command.run.__doc__}")
+        say("A backslash at the end of a line continues the message. Ctrl-C stops an answer.")
 
     def regenerate(self, _argument: str) -> int:
+        """Answer the last question again."""
         if self._chat.is_greedy:
-            say("note: at temperature 0 an answer is always the same (--temp 0.8 lets it vary)")
+            say("note: at temperature 0 the answer is always the same (--temp 0.8 varies it)")
         return self._answer(self._chat.regenerate())
 
     def undo(self, _argument: str) -> None:
-        if not (turns := self._chat.conversation.turns):
-            raise UsageError("there is no turn to take back")
+        """Remove the last question and its answer."""
+        turns = self._chat.conversation.turns
+        if not turns:
+            raise UsageError("there is no turn to undo")
         self._change(turns=turns[:-1])
 
     def reset(self, _argument: str) -> None:
+        """Remove all turns; system message and files stay (also /clear)."""
         self._change(turns=())
 
-    def _change(self, **parts: Any) -> None:
-        self._chat.change(replace(self._chat.conversation, **parts))
-        say(f"the conversation has {counted(len(self._chat.conversation.turns), 'turn')} now")
+    def _change(self, *, turns: tuple[Turn, ...]) -> None:
+        self._chat.change(replace(self._chat.conversation, turns=turns))
+        say(f"the conversation now has {counted(len(turns), 'turn')}")
 
     def system(self, text: str) -> None:
+        """Change the system message; without TEXT, remove it."""
         self._chat.change(replace(self._chat.conversation, system=text or None))
         say(f"the system message was {'changed' if text else 'removed'}")
 
     def save(self, file: str) -> None:
+        """Write the conversation to a file."""
         from specgen.session.conversation import save_conversation
 
         try:
@@ -249,6 +283,7 @@ class _Dialogue:
         say(f"saved to {file}")
 
     def load(self, file: str) -> None:
+        """Continue the conversation in a file."""
         from specgen.session.conversation import read_conversation
 
         self._chat.change(read_conversation(Path(file).expanduser()))
@@ -256,49 +291,72 @@ class _Dialogue:
         self._recall()
 
     def draft(self, choice: str) -> None:
+        """Turn drafting on or off for later answers."""
         self._chat.drafts = choice == "on"
-        say(f"drafts from now on: {self._chat.draft_name}")
+        say(f"draft from now on: {self._chat.draft_name}")
 
     def think(self, _argument: str) -> None:
+        """Show the model's thinking before its last answer."""
         from specgen.render.rows import clean
         from specgen.session.prompts.thoughts import split_thought
 
-        last = self._chat.last
-        if last is None or not (thought := split_thought(last[0].text, last[1].text)[0]):
-            raise UsageError("the last answer of this run has no thinking block")
+        thought = ""
+        if self._chat.last is not None:
+            prompt, finished = self._chat.last
+            thought, _ = split_thought(prompt.text, finished.text)
+        if not thought:
+            raise UsageError("the last answer of this session has no thinking block")
         console_on(sys.stderr).print(clean(thought), style="dim", soft_wrap=True)
 
     def stats(self, _argument: str) -> None:
+        """Show figures of the last answer and the conversation."""
         from specgen.render.summary import print_summary
         from specgen.render.tables import totals
 
         if self._chat.last is None:
             raise UsageError("there is no answer yet")
-        prompt, last = self._chat.last
-        print_summary(console_on(sys.stderr), last, prompt)
-        n_used, n_ctx = last.n_prompt_tokens + last.n_tokens, self._chat.n_ctx
-        parts = totals(len(self._chat.answers), self._chat.answers)
-        say(f"in all: {', '.join(parts)}, {n_used} of {n_ctx} tokens of context in use")
+        prompt, finished = self._chat.last
+        print_summary(console_on(sys.stderr), finished, prompt)
+        figures = totals(len(self._chat.answers), self._chat.answers)
+        n_used = finished.n_prompt_tokens + finished.n_tokens
+        context = f"{n_used} of {self._chat.n_ctx} tokens of context in use"
+        say(f"in all: {', '.join(figures)}, {context}")
 
     def quit(self, _argument: str) -> None:
+        """End the conversation (also /bye, /exit)."""
         raise EOFError
 
 
-#: A word after a slash, alone or before a space; so paths and comments of C are no commands.
+@dataclass(frozen=True, slots=True)
+class _ChatCommand:
+    #: What follows its name: nothing, or FILE, TEXT (which may be left out) or on|off.
+    takes: str
+    #: Carries it out, with what follows its name; its docstring is its line in /help.
+    run: Callable[[_Dialogue, str], int | None]
+
+    def accepts(self, argument: str) -> bool:
+        """Return whether the argument is what the command takes."""
+        if self.takes == "on|off":
+            return argument in ("on", "off")
+        if self.takes == "FILE":
+            return bool(argument)
+        return self.takes == "TEXT" or not argument
+
+
+#: A word after a slash, alone or before a space. Paths and comments of C are not commands.
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
-#: By name: what the command takes, what it does, and what carries it out.
-_COMMANDS: dict[str, tuple[str, str, Callable[[_Dialogue, str], int | None]]] = {
-    "help": ("", "show the commands (also /?)", _Dialogue.help),
-    "regen": ("", "answer the last question again", _Dialogue.regenerate),
-    "undo": ("", "remove the last question and its answer", _Dialogue.undo),
-    "reset": ("", "remove all turns; system message and files stay (also /clear)", _Dialogue.reset),
-    "system": ("TEXT", "change the system message; without TEXT there is none", _Dialogue.system),
-    "save": ("FILE", "write the conversation to a file", _Dialogue.save),
-    "load": ("FILE", "go on with the conversation in a file", _Dialogue.load),
-    "draft": ("on|off", "let later answers be drafted for, or not", _Dialogue.draft),
-    "think": ("", "show what the model thought before its last answer", _Dialogue.think),
-    "stats": ("", "show figures of the last answer and the conversation", _Dialogue.stats),
-    "quit": ("", "end the conversation (also /bye, /exit)", _Dialogue.quit),
+_COMMANDS = {
+    "help": _ChatCommand("", _Dialogue.help),
+    "regen": _ChatCommand("", _Dialogue.regenerate),
+    "undo": _ChatCommand("", _Dialogue.undo),
+    "reset": _ChatCommand("", _Dialogue.reset),
+    "system": _ChatCommand("TEXT", _Dialogue.system),
+    "save": _ChatCommand("FILE", _Dialogue.save),
+    "load": _ChatCommand("FILE", _Dialogue.load),
+    "draft": _ChatCommand("on|off", _Dialogue.draft),
+    "think": _ChatCommand("", _Dialogue.think),
+    "stats": _ChatCommand("", _Dialogue.stats),
+    "quit": _ChatCommand("", _Dialogue.quit),
 }
 #: Names that other programs have for these commands.
 _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
@@ -319,14 +377,19 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield lines that are typed at a terminal without escape codes, such as Emacs's shell."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := stream.readline()):
+        line = stream.readline()
+        if not line:
             return
         yield line
 
 
 def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of a stream. A backslash at the end of a line continues the message on the
-    next one; empty lines are skipped. Raise `PromptError` for a line that is not UTF-8.
+    """Yield the messages in a stream: its lines that are not empty.
+
+    A backslash at the end of a line continues the message on the next one.
+
+    Raises:
+        PromptError: A line is not UTF-8.
     """
     message = ""
     for number, raw in enumerate(stream, start=1):
@@ -334,22 +397,24 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise not_utf8("standard input", error, number) from None
-        message += f"{line[:-1]}\n" if line.endswith("\\") else line
-        if not line.endswith("\\"):
-            if message.strip():
-                yield message
-            message = ""
+        if line.endswith("\\"):
+            message += f"{line[:-1]}\n"
+            continue
+        message += line
+        if message.strip():
+            yield message
+        message = ""
     if message.strip():
         yield message.removesuffix("\n")
 
 
 def typed_messages() -> Iterator[str]:
-    """Yield messages that a person types, with an editor's keys and a history.
+    """Yield messages that a person types, with an editor's keys, a history and completed commands.
 
-    A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one
-    message. Ctrl-C clears the line, Ctrl-D in an empty one ends. Commands are completed.
+    A backslash at the end of a line starts another line, and so does Alt-Enter; pasted text stays
+    one message. Ctrl-C clears the line; Ctrl-D on an empty one ends the messages.
     """
-    with without_echo():  # to import it takes a while
+    with without_echo():  # importing it takes a while
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output import create_output
@@ -363,7 +428,7 @@ def typed_messages() -> Iterator[str]:
             multiline=True,
             prompt_continuation=lambda width, _number, _is_soft: " " * width,
             key_bindings=_keys(),
-            # Answers may go into a pipe; the typed text must be visible all the same.
+            # Answers may go into a pipe; what is typed must be visible even then.
             output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
     while True:
@@ -379,11 +444,12 @@ def typed_messages() -> Iterator[str]:
 
 
 def _history() -> History:
+    """Return the history of typed messages, in a file if that can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from specgen.system.folders import data_folder
 
-    class Kept(FileHistory):
+    class TolerantHistory(FileHistory):
         def store_string(self, string: str) -> None:
             # A full disk, or bytes that are not UTF-8, must not keep the message from being sent.
             with contextlib.suppress(OSError, UnicodeError):
@@ -394,7 +460,7 @@ def _history() -> History:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.read_bytes()
-        return Kept(str(path))
+        return TolerantHistory(str(path))
     return InMemoryHistory()
 
 
@@ -418,12 +484,15 @@ def _keys() -> KeyBindings:
 
 @contextlib.contextmanager
 def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
-    """Let a signal of `kill`, or of a closed terminal, end the editor, which then restores the
-    terminal. Raise `SystemExit` with the signal's exit code.
+    """Let a signal other than Ctrl-C's end the editor, which then restores the terminal.
+
+    Raises:
+        SystemExit: A signal came, of `kill` or of a closed terminal; with its exit code.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
-        ended, loop = SystemExit(128 + number), editor.app.loop
+        ended = SystemExit(128 + number)
+        loop = editor.app.loop
         if loop is None:  # before or after the editor runs
             raise ended
         loop.call_soon_threadsafe(lambda: editor.app.exit(exception=ended))
@@ -455,5 +524,6 @@ def without_echo() -> Iterator[None]:
 
 
 def is_person() -> bool:
+    """Return whether a person types at a terminal and sees what is written."""
     is_shown = sys.stdout.isatty() or sys.stderr.isatty()
     return sys.stdin is not None and sys.stdin.isatty() and is_shown

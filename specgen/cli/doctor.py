@@ -1,10 +1,9 @@
-"""``specgen doctor``: what this machine and this build can do, and whether it decodes."""
+"""``specgen doctor``: shows what this machine and this build can do, and tests decoding."""
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,10 @@ from specgen.cli import flags
 from specgen.cli.flags import endpoints_of, option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
+    from rich.text import Text
 
     from specgen.measure.diagnosis import DoctorReport
 
@@ -31,7 +31,7 @@ def doctor(
     rpc: str | None = option(
         None,
         "--rpc",
-        "Also check these workers: whether they answer, their memory and round trip.",
+        "Also check these workers: whether they answer, their memory and round-trip time.",
         metavar="HOST:PORT,...",
     ),
     as_json: bool = flags.JSON_REPORT,
@@ -45,13 +45,15 @@ def doctor(
     from specgen.session.choose_models import find_model
 
     path = None
-    if model is not None:  # it is not fetched
+    if model is not None:  # it is not downloaded
         path = find_model(model, load_registry(), lambda name: on_disk(name)[0])
     endpoints = () if rpc is None else endpoints_of(rpc)
     console = Console(stderr=True)
-    with console.status("checking this machine") if console.is_terminal else nullcontext() as line:
-        show = line.update if line is not None else lambda _name: None
-        report = diagnose(path, endpoints, on_check=show)
+    if console.is_terminal:
+        with console.status("checking this machine") as status:
+            report = diagnose(path, endpoints, on_check=status.update)
+    else:
+        report = diagnose(path, endpoints)
 
     if as_json:
         print(json.dumps(report.to_json_object(), indent=2))
@@ -62,51 +64,46 @@ def doctor(
 
 
 def _show(report: DoctorReport, console: Console) -> None:
-    """Print a report. Lines are broken on a terminal only, so that the output of a pipe can be
-    searched.
-    """
+    """Print a report. Lines are broken on a terminal only: in a pipe they can be searched."""
+    from rich.text import Text
+
+    sections = _sections(report)
+    width = max(len(label) for lines in sections.values() for label in lines)
+    for heading, lines in sections.items():
+        labelled = [(Text(label.ljust(width)), text) for label, text in lines.items()]
+        _show_section(heading, labelled, console)
+    passed = Text("ok", "green")
+    failed = Text("FAILED", "bold red")
+    checks = [
+        (passed if check.passed else failed, f"{check.name}: {check.message}")
+        for check in report.checks
+    ]
+    _show_section("Checks", checks, console)
+
+
+def _show_section(heading: str, lines: Sequence[tuple[Text, str]], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    marks = {True: Text("ok", "green"), False: Text("FAILED", "bold red")}
-    parts = {
-        name: [(Text(k), v) for k, v in each.items()] for name, each in _sections(report).items()
-    }
-    width = max(len(label) for entries in parts.values() for label, _ in entries)
-    checks = [(marks[each.passed], f"{each.name}: {each.message}") for each in report.checks]
-    for heading, entries in (parts | {"Checks": checks}).items():
-        console.print(Text(heading, style="bold"))
-        table = Table.grid(padding=(0, 2))
-        for label, text in entries:
-            label.pad_right(width - len(label) if heading in parts else 0)
-            table.add_row("", label, Text(text))
-            if not console.is_terminal:
-                console.print(Text.assemble("  ", label, f"  {text}"), soft_wrap=True)
-        if console.is_terminal:
-            console.print(table)
+    console.print(Text(heading, style="bold"))
+    if not console.is_terminal:
+        for label, text in lines:
+            console.print(Text.assemble("  ", label, f"  {text}"), soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 2))
+    for label, text in lines:
+        table.add_row("", label, Text(text))
+    console.print(table)
 
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
-    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
-    from specgen.system.folders import cache_folder, config_folder, data_folder, packed_folder
+    from specgen.system.folders import cache_folder, config_folder, data_folder
     from specgen.system.quantities import human_bytes
 
-    machine, build, packed = report.machine, report.build, packed_folder()
+    machine = report.machine
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
-    available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
-    kept, n_room = human_bytes(kept_bytes(packed)), room_bytes(packed)
-    room = f"room for those of a model of {human_bytes(n_room)}" if n_room else "no room for more"
-    status, software = report.kernels, {"specgen": report.version}
-    advice = f"; {status.hint}" if status.hint else ""
-    why = f"'s own, not specgen's: {status.reason}{advice}" if status.reason is not None else ""
-    kernels = f"{status.label}{why}"
-    if build is not None:
-        software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
-        software["built in"] = build.system_info
-        software["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
-        for device in build.devices:
-            memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
-            software[f"{device.name} ({device.kind})"] = f"{device.description}{memory}"
+    total = human_bytes(machine.memory_bytes)
+    available = human_bytes(machine.available_bytes)
     return {
         "Machine": {
             "system": machine.system,
@@ -114,18 +111,53 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
             "memory": f"{total}, {available} available",
             "Python": machine.python,
         },
-        "Software": software | {"kernels on the CPU": kernels},
+        "Software": _software(report),
         "Files": {
             "cache": folder_line(cache_folder()),
-            "packed weights": f"{kept}, {packed}; {room}",
+            "packed weights": _packed_weights_line(),
             "configuration": str(config_folder()),
             "data": folder_line(data_folder()),
         },
     }
 
 
+def _software(report: DoctorReport) -> dict[str, str]:
+    from specgen.system.quantities import human_bytes
+
+    software = {"specgen": report.version}
+    build = report.build
+    if build is not None:
+        software["llama-cpp-python"] = f"{build.version}, llama.cpp {build.llama_version}"
+        software["built in"] = build.system_info
+        software["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
+        for device in build.devices:
+            memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
+            software[f"{device.name} ({device.kind})"] = f"{device.description}{memory}"
+    kernels = report.kernels
+    line = kernels.label
+    if kernels.reason is not None:
+        line += f"'s own, not specgen's: {kernels.reason}"
+        if kernels.hint:
+            line += f"; {kernels.hint}"
+    software["kernels on the CPU"] = line
+    return software
+
+
+def _packed_weights_line() -> str:
+    from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
+    from specgen.system.folders import packed_folder
+    from specgen.system.quantities import human_bytes
+
+    folder = packed_folder()
+    n_room_bytes = room_bytes(folder)
+    room = "no room for more"
+    if n_room_bytes:
+        room = f"room for those of a model of {human_bytes(n_room_bytes)}"
+    return f"{human_bytes(kept_bytes(folder))}, {folder}; {room}"
+
+
 def folder_line(folder: Path) -> str:
-    """Return the name of a folder that specgen makes and writes to; with a remark if it cannot."""
+    """Return the name of a folder that specgen writes to, with a remark if it cannot."""
     from specgen.system.files import existing_parent
 
     there = existing_parent(folder)

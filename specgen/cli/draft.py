@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from specgen.train.draft_builder import (
     OWN_PROMPTS,
     DraftBuilder,
     Kind,
+    TimePlan,
     least_text,
     plan_time,
 )
@@ -42,25 +44,22 @@ from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
     from specgen.measure.search import Search
+    from specgen.options import DraftSource
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
 )
 
 
-# --- a search for the best draft, as `draft find`, `draft make` and `tune` show it ------------------
+# --- a search for the best draft, as `draft find`, `draft make` and `tune` show it
 
 
-def show_search(search: Search | None, output: Output, *, as_json: bool) -> None:
-    """Print the ranking, on a terminal as a table, and what it means; None is one that was
-    interrupted.
-    """
+def show_search(search: Search, output: Output, *, as_json: bool) -> None:
+    """Print the ranking of drafts, on a terminal as a table, and notes on what it means."""
     from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, notes_on_figures, print_draft_table
 
     notes: list[str] = []
-    if search is None:
-        return
     if as_json:
         print(json.dumps(search.to_json_object(), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
@@ -71,42 +70,62 @@ def show_search(search: Search | None, output: Output, *, as_json: bool) -> None
         notes += advice(search)
     notes += notes_on_figures(search.others_share)
     notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
-    notes += [
-        f"prompt {number} was left out: the context has no room for it"
-        for number in search.baseline.skipped
-    ]
+    for number in search.baseline.skipped:
+        notes.append(f"prompt {number} was left out: it does not fit into the context")
     for note in notes:
         output.note(note)
 
 
-def _save_and_show(search: Search | None, output: Output, *, save: bool, as_json: bool) -> Any:
-    """Save the best draft for the target if `save` is set and the machine was not busy, and show
-    the ranking. Return what was saved.
-    """
-    from specgen.session.saved_drafts import SavedDraft, save_draft
+def _save_and_show(
+    search: Search | None, output: Output, *, save: bool, as_json: bool
+) -> DraftSource | None:
+    """Show the ranking, and save the best draft for the target if `save` is set.
 
-    saved, was_busy = None, search is not None and is_busy(search.others_share)
+    Nothing is saved if the search was interrupted or the machine was busy.
+
+    Returns:
+        The draft that was saved.
+    """
+    interrupted = "interrupted: not everything was measured, nothing was kept"
+    if search is None:
+        output.note(interrupted)
+        return None
+    was_busy = is_busy(search.others_share)
     try:
-        if save and search is not None and not search.is_interrupted and not was_busy:
-            best, today = search.tried[0], datetime.datetime.now().astimezone().date()
-            of = best.figures
-            gain = of.speedup, of.worst_speedup, of.best_speedup, of.n_answers
-            save_draft(identity_of(search.target), SavedDraft(best.draft, today, *gain))
-            saved = best.draft
-            search = replace(search, saved=saved)
+        if save and not search.is_interrupted and not was_busy:
+            search = replace(search, saved=_save_best(search))
     finally:  # show the measurements even if they cannot be saved
         show_search(search, output, as_json=as_json)
-    if search is None or search.is_interrupted:
-        output.note("interrupted: not everything was measured, nothing was kept")
-    elif saved is not None:
+    if search.is_interrupted:
+        output.note(interrupted)
+    elif search.saved is not None:
         name = search.target.name
-        output.note(f"for {name}, `specgen run` without --draft now takes: {name_of(saved)}")
-    elif save and was_busy:
-        output.note("nothing was saved, since the machine was busy")
-    return saved
+        output.note(f"for {name}, `specgen run` without --draft now uses: {name_of(search.saved)}")
+    elif save:
+        output.note("nothing was saved, because the machine was busy")
+    return search.saved
 
 
-# --- find -----------------------------------------------------------------------------------------
+def _save_best(search: Search) -> DraftSource:
+    """Save the fastest draft for the target, with its speed-up; return it."""
+    from specgen.session.saved_drafts import SavedDraft, save_draft
+
+    best = search.tried[0]
+    figures = best.figures
+    today = datetime.datetime.now().astimezone().date()
+    saved = SavedDraft(
+        best.draft,
+        today,
+        figures.speedup,
+        figures.worst_speedup,
+        figures.best_speedup,
+        figures.n_answers,
+    )
+    save_draft(identity_of(search.target), saved)
+    return best.draft
+
+
+# --- find
 
 
 @app.command(cls=Command)
@@ -120,17 +139,17 @@ def find(
         "--save",
         "Save the fastest draft for this target: `specgen run` without --draft uses it.",
     ),
-    wanted: Comparison = COMPARISON.but(trials_n_prompts=6),
+    wanted: Comparison = COMPARISON.with_default("--count", 6),
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
-    It tries the files that you name, or else the models on this disk and the saved draft, and in
-    any case n-grams and the target's own MTP layers. The target answers a few prompts once; each
+    It tries the files that you name, or else the models on this disk and the saved draft; and
+    always n-grams and the target's own MTP layers. The target answers a few prompts once; each
     draft is then replayed on these answers, and ranked by its speed-up over plain decoding.
 
-    In a pipe, it prints tab-separated lines under the columns' names, one for each draft, the best
-    first: the speed-up over plain decoding, and that of the worst prompt; tokens per second;
-    acceptance rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
+    In a pipe, it prints tab-separated lines under column names, one for each draft, the best first:
+    the speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance
+    rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
     """
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.open import WantedSession
@@ -149,32 +168,40 @@ def find(
         opened(session, wanted.machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
-        found = find_candidates(files or (), path, tries_known=not files)
+        candidates, refused = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
-            loaded, *found, prompts, chat=wanted.chat, interrupted=stop, progress=progress
+            loaded,
+            candidates,
+            refused,
+            prompts,
+            chat=wanted.chat,
+            interrupted=stop,
+            progress=progress,
         )
     _save_and_show(search, output, save=save, as_json=wanted.as_json)
     return stop.exit_code
 
 
-# --- make -----------------------------------------------------------------------------------------
+# --- make
 
 
-@flags.group(TextOptions)
+@flags.extends(TextOptions)
 def text_options(
     *,
     prompts: Path | None = option(
         None,
         "--prompts",
-        'Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept for judging.',
-        show_default="241 of our own",
+        'Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept '
+        "for comparing drafts.",
+        show_default="241 built-in prompts",
         panel="The target's text",
     ),
     **others: Any,
 ) -> TextOptions:
     from specgen.measure.prompts import read_prompts
 
-    return TextOptions([*dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))], **others)
+    unique = dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))
+    return TextOptions(list(unique), **others)
 
 
 @app.command(cls=Command)
@@ -188,8 +215,8 @@ def data(
 ) -> int:
     """Let a target write the text that drafts are made from.
 
-    It answers prompts at temperature 0. The cache folder, which is printed, keeps the hidden state
-    and the likeliest tokens of each token. Run an interrupted command again to resume.
+    It answers prompts at temperature 0. The hidden states and the likeliest tokens are kept in the
+    cache folder that is printed. Run an interrupted command again to resume.
     """
     from specgen.session.open import WantedSession
 
@@ -219,9 +246,9 @@ def make(
     kind: Kind | None = option(
         None,
         "--kind",
-        "What to make: decoder heads, a small model fitted to the target, or the target without some "
-        "of its layers.",
-        show_default="heads; a fitted model too, where there is a small one",
+        "What to make: decoder heads, a small model fitted to the target, or the target without "
+        "some of its layers.",
+        show_default="heads; with a small model on this disk a fitted one too",
     ),
     minutes: float = option(
         30.0, "--minutes", "About how long it may take, comparing drafts included.", min=0.1
@@ -229,8 +256,8 @@ def make(
     save: bool = option(
         True,
         "--save/--no-save",
-        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
-        "theirs.",
+        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind "
+        "names theirs.",
     ),
     machine: Contexts = flags.machine,
     as_json: bool = flags.JSON_REPORT,
@@ -238,9 +265,9 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    The target writes text (`specgen draft data`); drafts are trained on it, and ranked beside
-    n-grams and the models on this disk, on other prompts, as by `specgen draft find`. An
-    interrupted command keeps the text.
+    The target writes text (`specgen draft data`), and drafts are trained on it. They are then
+    ranked together with n-grams and the models on this disk, on other prompts, as `specgen draft
+    find` does. An interrupted command keeps the text.
 
     Decoder heads predict from the target's hidden state, in about a millisecond a draft. A small
     model that is fitted to the target agrees with it more often. Both need JAX (`pip install
@@ -257,55 +284,64 @@ def make(
     path = find_target(target, quiet=output.quiet)
     small = _small_model(draft, kind, path, output)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
-    kinds = kinds if kind is None else [kind]
-    if text.n_tokens < (n_least := least_text(kinds)):
+    if kind is not None:
+        kinds = [kind]
+    n_least = least_text(kinds)
+    if text.n_tokens < n_least:
         what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
         raise UsageError(what, f"give {n_least} or more")
     use_kernels(machine.kernels, output)
-    own = trial_options(alone(path), text.max_tokens, machine)
+    options = trial_options(alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
     n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
+
     with log_shown(output), output.measuring() as (progress, stop):
-        with open_session(WantedSession(own), output.reporter, clock=time.perf_counter) as loaded:
-            costs = target_costs(loaded, stop)
+        # Write text and train on it, as the time allows.
+        with open_session(
+            WantedSession(options), output.reporter, clock=time.perf_counter
+        ) as writer:
+            costs = target_costs(writer, stop)
             builder = DraftBuilder(
-                loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
+                writer, text, cache_folder(), time.monotonic, progress, output.note, stop
             )
-            least = builder.n_lacking(kinds)
-            plan = plan_time(ends_s - time.monotonic(), costs, n_drafts, text, least, len(kinds))
-            if plan.needed_s > ends_s - time.monotonic():
-                what = f"the text, training and comparing drafts take about {plan.needed_s / 60.0:.1f} min here"
-                hint = f"give --minutes {math.ceil(plan.needed_s / 60.0) + 1} or more"
-                hint += ", or one --kind" if len(kinds) > 1 else ""
-                too_short = f"--minutes {minutes:g} is too short for {' and '.join(kinds)}"
-                raise UsageError(f"{too_short}: {what}", hint)
-            output.note(
-                f"{minutes:g} min: {plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text, "
-                f"{plan.training_s / 60.0:.1f} for training, and {plan.judging_s / 60.0:.1f} for comparing drafts "
-                f"on {plan.n_judged} prompts"
-            )
+            n_lacking = builder.n_lacking(kinds)
+            left_s = ends_s - time.monotonic()
+            plan = plan_time(left_s, costs, n_drafts, text, n_lacking, len(kinds))
+            if plan.needed_s > left_s:
+                raise _too_short(plan, minutes, kinds)
+            output.note(_told(plan, minutes))
             made = builder.make(kinds, small, plan)
         if made is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
+
+        # Compare the drafts on prompts that they were not trained on.
         held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
-        judged = replace(own, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
+        prompts = given_prompts(evenly_chosen(held_back, plan.n_judged))
+        judged = replace(options, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(
-            WantedSession(judged), clock=time.perf_counter, measurements=loaded.measurements
-        ) as loaded:
-            texts = given_prompts(evenly_chosen(held_back, plan.n_judged))
-            found = find_candidates(made, path)
-            search = search_drafts(loaded, *found, texts, interrupted=stop, progress=progress)
+            WantedSession(judged), clock=time.perf_counter, measurements=writer.measurements
+        ) as judge:
+            candidates, refused = find_candidates(made, path)
+            search = search_drafts(
+                judge, candidates, refused, prompts, interrupted=stop, progress=progress
+            )
+
     saved = _save_and_show(search, output, save=save, as_json=as_json)
     if saved is not None and kind is None:
-        for path in made:
-            if path != saved:
-                path.unlink(missing_ok=True)
-                output.note(f"{path.name} is slower than the best draft, and was deleted")
+        for file in made:
+            if file != saved:
+                file.unlink(missing_ok=True)
+                output.note(f"{file.name} was deleted, because it is slower than the best draft")
     return stop.exit_code
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
+    """Return the model to fit to the target: the one named, or else the registry's general draft.
+
+    Returns:
+        None if none is to be fitted, or none is on this disk.
+    """
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
@@ -317,13 +353,31 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
         return find_target(draft, quiet=output.quiet)
     registry = load_registry()
     found = locate(registry.model(registry.general_draft)) if registry.general_draft else None
-    if found is None and kind is not None:
-        what = "--kind distilled: no model to fit is on this disk"
-        raise UsageError(what, "name one with --draft")
-    return None if found is None or target.samefile(found) else found
+    if found is None:
+        if kind is not None:
+            what = "--kind distilled: no model to fit is on this disk"
+            raise UsageError(what, "name one with --draft")
+        return None
+    return None if target.samefile(found) else found
 
 
-# --- online learning ------------------------------------------------------------------------------
+def _too_short(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
+    needed_min = plan.needed_s / 60.0
+    hint = f"give --minutes {math.ceil(needed_min) + 1} or more"
+    if len(kinds) > 1:
+        hint += ", or one --kind"
+    what = f"the text, training and comparing drafts take about {needed_min:.1f} min here"
+    return UsageError(f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint)
+
+
+def _told(plan: TimePlan, minutes: float) -> str:
+    text = f"{plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text"
+    training = f"{plan.training_s / 60.0:.1f} for training"
+    judging = f"{plan.judging_s / 60.0:.1f} for comparing drafts on {plan.n_judged} prompts"
+    return f"{minutes:g} min: {text}, {training}, and {judging}"
+
+
+# --- online learning
 
 
 @app.command(cls=Command)
@@ -335,17 +389,17 @@ def learn(
     ),
     draft: str | None = flags.draft_option(
         "The draft model that learns.",
-        show_default="the one that `specgen run` takes for this target",
+        show_default="the one that `specgen run` uses for this target",
     ),
-    minutes: float = option(10.0, "--minutes", "How long it may train at most.", min=0.1),
+    minutes: float = option(10.0, "--minutes", "Train for at most this long.", min=0.1),
     as_json: bool = flags.JSON_REPORT,
-    output: Output = flags.loudness.without("verbose"),
+    output: Output = flags.loudness.without("--verbose"),
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The new weights are kept, for commands with --learn, if the draft then agrees with the target
-    more often in the latest answers, which are held back. `specgen chat` and `specgen serve` do
-    this by themselves.
+    The latest answers are held back. If the draft then agrees with the target more often on them,
+    its new weights are kept for commands with --learn. `specgen chat` and `specgen serve` do this
+    automatically.
     """
     from specgen.llama.kernels.admission import wanted_in
     from specgen.train.online_learning import learn as learn_from
@@ -360,7 +414,7 @@ def learn(
         budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
         found = learn_from(folder, target_path, draft_path, budget)
     if found is None:
-        output.note("interrupted; everything is as it was")
+        output.note("interrupted: nothing was changed")
         return stop.exit_code
     print(json.dumps(asdict(found)) if as_json else f"{draft_path.name} {found.text}")
     return 0
@@ -369,10 +423,13 @@ def learn(
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
     from specgen.drafters.kinds import ANY_FILE, find_kind
 
-    for choice in find_models(ModelChoice(target, draft, None), quiet=output.quiet).drafts:
+    sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
+    for choice in sources.drafts:
         path = choice.draft
-        if isinstance(path, Path) and (kind := find_kind(path)) and kind.name == ANY_FILE:
-            return path
+        if isinstance(path, Path):
+            kind = find_kind(path)
+            if kind is not None and kind.name == ANY_FILE:
+                return path
     raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
 
 
@@ -383,23 +440,23 @@ def forget(
     target: str | None = flags.target_option(
         None, "The target whose answers are forgotten.", show_default="all"
     ),
-    output: Output = flags.loudness.without("verbose"),
+    output: Output = flags.loudness.without("--verbose"),
 ) -> int:
     """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
     from specgen.drafters.lookup_texts import EarlierTexts, texts_in
     from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
-    learning, texts = data_folder() / "learning", cache_folder() / "texts"
+    learning = data_folder() / "learning"
+    texts = cache_folder() / "texts"
     if target is None:
-        folders, stores = (
-            [path for path in parent.glob("*") if path.is_dir()] for parent in (learning, texts)
-        )
+        folders = [path for path in learning.glob("*") if path.is_dir()]
+        stores = [path for path in texts.glob("*") if path.is_dir()]
     else:
         path = find_target(target, quiet=output.quiet)
+        folders = [learning_folder(data_folder(), identity_of(path))]
         with contextlib.closing(LlamaModel(path, vocabulary_only=True)) as model:
             stores = [EarlierTexts(texts, model.vocabulary.digest()).folder]
-        folders = [learning_folder(data_folder(), identity_of(path))]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(texts_in(store)) for store in stores)
@@ -410,8 +467,6 @@ def forget(
                 shutil.rmtree(folder)
     except OSError as error:
         raise OutputError(f"{error.filename}: cannot be deleted: {error.strerror}") from error
-    print(
-        f"deleted: kept answers: {n_answers}; weights learnt from them: {n_learnt}; lookup texts: {n_texts}; "
-        f"{human_bytes(n_bytes)} in all"
-    )
+    kept = f"kept answers: {n_answers}; weights learnt from them: {n_learnt}"
+    print(f"deleted: {kept}; lookup texts: {n_texts}; {human_bytes(n_bytes)} in all")
     return 0

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
-#: How long a prompt may take to read by default, and the tokens that are read in any case.
-_READING_S, _LEAST_READ = 5.0, 256
+#: How long the prefill of a prompt may take by default.
+_PREFILL_S = 5.0
+#: The tokens of a prompt that are read even if they take longer; limits are multiples of it.
+_LEAST_PREFILL_TOKENS = 256
 
 _gap = partial(option, panel="Gap")
 
@@ -46,17 +48,18 @@ def fim(
     in_place: bool = _gap(False, "--in-place -i", "Also write the middle into FILE."),
     place: str | None = argument(
         "FILE:LINE[:COLUMN]",
-        "Where the gap is: before this column, or at the end of the line; both count from 1, in characters.",
+        "Where the gap is: before this column, or at the end of the line; both count from 1, in "
+        "characters.",
     ),
-    setup: Setup = flags.setup.without("machine_chat_template", "machine_template_variables").but(
-        answer_max_tokens=256
+    setup: Setup = flags.setup.without("--chat-template", "--chat-template-kwargs").with_default(
+        "--max-tokens", 256
     ),
-    output: Output = flags.output.but(newline=False),
+    output: Output = flags.output.with_default("--newline", False),
 ) -> int:
     """Fill a gap in a file, or between two texts, and print the middle.
 
     The model must be trained for fill-in-the-middle, like Qwen2.5-Coder, StarCoder2 and Codestral.
-    Repetitions of the text around the gap, and of other files of the project, draft too.
+    Drafts also come from repetitions of the text around the gap, and of other files of the project.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
     found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
@@ -65,19 +68,20 @@ def fim(
         raise PromptError("there is no text before or after the gap", hint="give some text")
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill
 
-    gap = Gap(  # for the model, with line ends of one kind
+    gap = Gap(
         _unix(found.prefix),
         _unix(found.suffix),
         name="file" if found.path is None else str(found.path),
         context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
         repository=Path.cwd().name or "repository",
     )
-
-    def check(session: Session) -> None:
-        check_infill(session.target)
-
     wanted = setup.wanted_session(quiet=output.quiet)
-    with opened(wanted, setup.machine.kernels, output, check) as session:
+    with opened(
+        wanted,
+        setup.machine.kernels,
+        output,
+        check=lambda session: check_infill(session.target),
+    ) as session:
         prompt, left_out = _prompt(session, gap)
         if left_out:
             output.note(left_out)
@@ -90,48 +94,50 @@ def fim(
 
 
 def _unix(text: str) -> str:
+    """Return a text with the line ends that models know."""
     return text.replace("\r\n", "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class _FileGap:
-    """A gap between two texts, which are those of the file `path`, if there is one, after its byte
-    order mark.
-    """
+    """A gap between two texts, which may be those of a file."""
 
     prefix: str
     suffix: str
     path: Path | None = None
+    #: The file's byte order mark, if it has one.
     mark: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with its own line ends. Raise `OutputError` if it
-        changed meanwhile.
+        """Write the file with the middle in it, with the file's line ends.
+
+        Raises:
+            OutputError: The file cannot be written, or changed meanwhile.
         """
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
-        before, path = self.mark + self.prefix, self.path
+        before = self.mark + self.prefix
         if "\r\n" in self.prefix + self.suffix:
             middle = re.sub("\r?\n", "\r\n", middle)
-        with write_errors(path):
-            if path.read_bytes() != (before + self.suffix).encode():
+        with write_errors(self.path):
+            if self.path.read_bytes() != (before + self.suffix).encode():
                 what = "the file has changed meanwhile; the middle was not written into it"
-                raise OutputError(f"{path}: {what}")
-            replace_bytes(path, (before + middle + self.suffix).encode("utf-8", "replace"))
+                raise OutputError(f"{self.path}: {what}")
+            replace_bytes(self.path, (before + middle + self.suffix).encode("utf-8", "replace"))
 
 
 def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _FileGap:
-    files = [path for path in (prefix_file, suffix_file) if path is not None]
-    if place is not None and files:
-        raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
+    has_files = prefix_file is not None or suffix_file is not None
     if place is not None:
+        if has_files:
+            raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
         return _in_file(place)
     if in_place:
         raise UsageError("--in-place needs FILE:LINE, the file to write to")
-    if not files:
+    if not has_files:
         hint = "give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file"
         raise UsageError("no gap is given", hint)
     if prefix_file == suffix_file == STDIO:
@@ -145,45 +151,57 @@ def _in_file(place: str) -> _FileGap:
     if found is None:
         hint = "give FILE:LINE or FILE:LINE:COLUMN"
         raise UsageError(f"{place!r} is not a place in a file", hint)
-    path, number = Path(found["file"]), int(found["line"])
-    whole = read_text(path, with_mark=True)
-    text = whole.removeprefix("\ufeff")
+    path = Path(found["file"])
+    with_mark = read_text(path, with_mark=True)
+    text = with_mark.removeprefix("\ufeff")
     lines = text.split("\n")
+    number = int(found["line"])
     if not 1 <= number <= len(lines):
         raise PromptError(f"{path} has no line {number}: it has {len(lines)} lines")
-    n_line = len(lines[number - 1].removesuffix("\r"))
-    column = n_line + 1 if found["column"] is None else int(found["column"])
-    if not 1 <= column <= n_line + 1:
-        what = f"line {number} has no column {column}: it has {n_line} characters"
+    n_characters = len(lines[number - 1].removesuffix("\r"))
+    column = n_characters + 1 if found["column"] is None else int(found["column"])
+    if not 1 <= column <= n_characters + 1:
+        what = f"line {number} has no column {column}: it has {n_characters} characters"
         raise PromptError(f"{path}: {what}")
     start = sum(len(line) + 1 for line in lines[: number - 1]) + column - 1
-    return _FileGap(text[:start], text[start:], path, whole.removesuffix(text))
+    return _FileGap(text[:start], text[start:], path, mark=with_mark.removesuffix(text))
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
-    """Return the prompt for a gap, and a sentence about what is not read. Unless the user gave the
-    context's size, it is as long as this machine reads in a few seconds. Raise `UsageError` if the
-    middle needs the whole context.
+    """Return the prompt for a gap, and a sentence on what is left out of it, if anything is.
+
+    It leaves room for the middle. Unless the user gave the context's size, it is also no longer
+    than this machine reads in a few seconds.
     """
-    from specgen.session.calibration import target_costs
     from specgen.session.prompts.infill import infill_prompt
 
-    n_ctx, max_tokens = session.usual_n_ctx, session.options.generation.max_tokens
+    n_ctx = session.usual_n_ctx
+    max_tokens = session.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         left = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
         hint = f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens"
         raise UsageError(f"--max-tokens {max_tokens} leaves {left}", hint)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
-    why, n_all = f"the context has room for {n_room} tokens of text (raise -c)", len(prompt.tokens)
-    if session.options.target_context.n_ctx is None and n_all > _LEAST_READ:
-        with Interrupt() as stop:
-            table = target_costs(session, stop)
-        n_rows = max(table.known)
-        n_fast = int(_READING_S * n_rows / table.seconds(n_rows))
-        n_fast = max(_LEAST_READ, n_fast // _LEAST_READ * _LEAST_READ)
-        if n_fast < n_all:
+    why = f"the context has room for {n_room} tokens of text (raise -c)"
+    n_tokens = len(prompt.tokens)
+    if session.options.target_context.n_ctx is None and n_tokens > _LEAST_PREFILL_TOKENS:
+        n_fast = _fast_prefill_tokens(session)
+        if n_fast < n_tokens:
             prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_fast)
-            about = f"{n_fast} tokens in about {_READING_S:.0f} s"
+            about = f"{n_fast} tokens in about {_PREFILL_S:.0f} s"
             why = f"this machine reads {about} (-c {n_ctx} reads more)"
-    return prompt, f"{why}; not read: {', '.join(left_out)}" if left_out else ""
+    if not left_out:
+        return prompt, ""
+    return prompt, f"{why}; not read: {', '.join(left_out)}"
+
+
+def _fast_prefill_tokens(session: Session) -> int:
+    """Return how many tokens of a prompt the target reads in a few seconds, as measured."""
+    from specgen.session.calibration import target_costs
+
+    with Interrupt() as stop:
+        costs = target_costs(session, stop)
+    n_rows = max(costs.known)
+    n_tokens = int(_PREFILL_S * n_rows / costs.seconds(n_rows))
+    return max(1, n_tokens // _LEAST_PREFILL_TOKENS) * _LEAST_PREFILL_TOKENS

@@ -1,6 +1,7 @@
-"""Options of llama.cpp's programs that are typed out of habit: what specgen does anyhow is left
-out, with one note; what has an equal is replaced by it; the others are refused, with what to use
-instead.
+"""Options of llama.cpp's programs that are typed out of habit.
+
+Options for what specgen does by default are ignored, with one note. Those that have an equal are
+replaced by it. Others are refused, with what to use instead.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 
 from specgen.errors import UsageError
 
-#: Options without a value that change nothing here: for all commands (""), and for some.
-_SAME = {
-    "": "--jinja --color -co --no-display-prompt --warmup --no-warmup --mmap --no-context-shift --no-escape "
-    "--log-disable --no-perf --no-show-timings --repack --kv-offload -kvo --op-offload --no-mmproj "
-    "--cont-batching -cb --cache-prompt",
+#: Options without a value for what is the default here: for all commands (""), and for some.
+_DEFAULTS = {
+    "": "--jinja --color -co --no-display-prompt --warmup --no-warmup --mmap --no-context-shift "
+    "--no-escape --log-disable --no-perf --no-show-timings --repack --kv-offload -kvo --op-offload "
+    "--no-mmproj --cont-batching -cb --cache-prompt",
     "run": "--single-turn -st",
     "chat": "--conversation -cnv --interactive -i --interactive-first -if --multiline-input -mli",
     "serve": "--metrics --props --slots --webui --ui",
 }
-#: Our equals of llama.cpp's options, which keep a value behind them.
+#: llama.cpp's options by our equals, which keep the value that follows.
 _EQUALS = {
     "--system": "--system-prompt",
     "--gpu-layers": "--n-gpu-layers",
@@ -38,8 +39,9 @@ _EQUALS = {
     "--show none": "--simple-io",
     "--verbose": "--log-verbose",
 }
+#: Our equal, as words, by llama.cpp's option.
 _EQUAL = {name: equal.split() for equal, names in _EQUALS.items() for name in names.split()}
-#: What to use instead, by the spellings.
+#: What to use instead of options that have no equal.
 _HINTS = {
     "-ub --ubatch-size": "-b N is how many prompt tokens are decoded at once",
     "-e --escape": r"write line breaks as the shell does: $'one\ntwo'",
@@ -68,84 +70,134 @@ _HINTS = {
     "--ssl-key-file --ssl-cert-file": "put a proxy with TLS in front of it",
     "--offline": "the variable HF_HUB_OFFLINE=1 does so",
     # Without these, the first letter would count as an option and the rest as its value.
-    "-bf --binary-file --prompt-cache-all --prompt-cache-ro -ot -cmoe -ncmoe -nkvo -mg -sm -dev -devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd "
-    "-sps -nr": "",
+    "-bf --binary-file --prompt-cache-all --prompt-cache-ro -ot -cmoe -ncmoe -nkvo -mg -sm -dev "
+    "-devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd -sps -nr": "",
 }
 _INSTEAD = {name: hint for names, hint in _HINTS.items() for name in names.split()}
-#: What names models on the hub, by the option that takes a name as hf:USER/REPO:QUANT.
+#: Options that name models on the hub, and ours that take such a name as hf:USER/REPO:QUANT.
 _HUB = {
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "-m"),
     **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"), "-md"),
 }
+#: What else says something about a model on the hub.
 _HUB_OTHERS = {"-hff": "file", "--hf-file": "file", "-hft": "token", "--hf-token": "token"}
 
 
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
-    """Return a command line without llama.cpp's own options. Raise `UsageError` for one that has no
-    equal.
-    """
-    command = context.command
-    own = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts)}
-    same = {*_SAME[""].split(), *_SAME.get(command.name, "").split()}
-    found: list[str] = []
-    left_out: list[str] = []
-    others: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--":
-            found += [word, *rest]
-            break
-        if name in own:
-            found.append(word)
-            if rest and not (equals or own[name].is_flag or getattr(own[name], "count", False)):
-                _check_draft(name, rest[0])
-                found.append(rest.pop(0))
-        elif _HUB.get(name) in own or name in _HUB_OTHERS:
-            value = value if equals or not rest else rest.pop(0)
-            if name in _HUB:
-                from specgen.models.hub_names import parse_reference
+    """Return a command line without llama.cpp's own options.
 
-                found += [_HUB[name], str(parse_reference(value))]
-            others[_HUB_OTHERS.get(name, "")] = value
-        elif name in same:
-            left_out.append(name)
-            if name in ("--color", "-co") and rest[:1] in (["on"], ["off"], ["auto"]):
-                found += ["--show", "none"] if rest.pop(0) == "off" and "--show" in own else []
-        elif name in _EQUAL and _EQUAL[name][0] in own:
-            found += [*_EQUAL[name], *([value] if equals else [])]
+    Raises:
+        UsageError: An option of llama.cpp's has no equal.
+    """
+    translation = _Translation(context, arguments)
+    translation.run()
+    if translation.ignored and not {"-q", "--quiet"} & {*arguments}:
+        names = ", ".join(dict.fromkeys(translation.ignored))
+        print(f"note: {names}: ignored, specgen does this by default", file=sys.stderr)
+    if translation.token is not None:
+        os.environ["HF_TOKEN"] = translation.token
+    if translation.file is None:
+        return translation.words
+    return _with_file(translation.words, translation.file)
+
+
+class _Translation:
+    """A command line that is translated word by word."""
+
+    def __init__(self, context: Any, arguments: Sequence[str]) -> None:
+        self._command: str = context.command_path
+        #: The options of the command, by their spellings.
+        self._own: dict[str, Any] = {
+            name: option
+            for option in context.command.params
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        own_defaults = _DEFAULTS.get(context.command.name, "")
+        self._defaults = {*_DEFAULTS[""].split(), *own_defaults.split()}
+        #: The words to translate.
+        self._rest = list(arguments)
+        #: The words of the translated command line.
+        self.words: list[str] = []
+        #: The options that were ignored.
+        self.ignored: list[str] = []
+        #: A file in the target's repository, and a token for the hub.
+        self.file: str | None = None
+        self.token: str | None = None
+
+    def run(self) -> None:
+        """Translate the command line."""
+        while self._rest:
+            word = self._rest.pop(0)
+            if word == "--":  # no options follow
+                self.words += [word, *self._rest]
+                return
+            self._translate(word)
+
+    def _translate(self, word: str) -> None:
+        """Translate a word, which may be an option, and the option's value."""
+        name, equals, value = word.partition("=")
+        if name in self._own:
+            self.words.append(word)
+            if self._own[name].param_type_name == "option" and not equals:
+                self._keep_value(name)
+        elif _HUB.get(name) in self._own or name in _HUB_OTHERS:
+            if not equals and self._rest:
+                value = self._rest.pop(0)
+            self._take_from_hub(name, value)
+        elif name in self._defaults:
+            self._ignore(name)
+        elif name in _EQUAL and _EQUAL[name][0] in self._own:
+            self.words += _EQUAL[name]
+            if equals:
+                self.words.append(value)
         elif name in _INSTEAD or name in _EQUAL:
+            hint = _INSTEAD.get(name) or f"`{self._command} --help-all` has all options"
             raise UsageError(
-                f"{name} is an option of llama.cpp that `{context.command_path}` does not have",
-                hint=_INSTEAD.get(name) or f"`{context.command_path} --help-all` has all options",
+                f"{name} is an option of llama.cpp that `{self._command}` does not have", hint
             )
         else:
-            found.append(word)
-    if left_out and not {"-q", "--quiet"} & {*arguments}:
-        names = ", ".join(dict.fromkeys(left_out))
-        print(f"note: {names}: not needed, specgen does so anyhow", file=sys.stderr)
-    os.environ.update({"HF_TOKEN": others["token"]} if "token" in others else {})
-    return _with_file(found, others.get("file"))
+            self.words.append(word)
+
+    def _keep_value(self, name: str) -> None:
+        """Take the value of one of our options as it is, whatever it looks like."""
+        option = self._own[name]
+        if not self._rest or option.is_flag or option.count:
+            return
+        value = self._rest.pop(0)
+        self.words.append(value)
+        # llama.cpp's --draft is a number of tokens.
+        if name == "--draft" and value.isdigit() and not Path(value).exists():
+            hint = f"--draft-max {value} drafts {value} tokens at most"
+            raise UsageError(f"--draft {value}: not a model", hint)
+
+    def _take_from_hub(self, name: str, value: str) -> None:
+        from specgen.models.hub_names import parse_reference
+
+        if name in _HUB:
+            self.words += [_HUB[name], str(parse_reference(value))]
+        elif _HUB_OTHERS[name] == "file":
+            self.file = value
+        else:
+            self.token = value
+
+    def _ignore(self, name: str) -> None:
+        self.ignored.append(name)
+        takes_value = name in ("--color", "-co")
+        if takes_value and self._rest and self._rest[0] in ("on", "off", "auto"):
+            value = self._rest.pop(0)
+            if value == "off" and "--show" in self._own:
+                self.words += ["--show", "none"]
 
 
-def _with_file(words: list[str], file: str | None) -> list[str]:
-    """Return the words with the file in the target's repository, if there is one, as the target."""
-    if file is None:
-        return words
-    names = [
+def _with_file(words: list[str], file: str) -> list[str]:
+    """Return the words with a file in the target's repository as the target."""
+    places = [
         at for at, word in enumerate(words) if word.startswith("hf:") and words[at - 1] == "-m"
     ]
-    if len(names) != 1:
+    if len(places) != 1:
         raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
     from specgen.models.hub_names import parse_reference
 
-    name = parse_reference(f"{words[names[0]].split(':')[1]}/{file}")
-    return [*words[: names[0]], str(name), *words[names[0] + 1 :]]
-
-
-def _check_draft(name: str, value: str) -> None:
-    """Raise `UsageError` for a number of tokens, which llama.cpp's --draft takes."""
-    if name == "--draft" and value.isdigit() and not Path(value).exists():
-        hint = f"--draft-max {value} drafts {value} tokens at most"
-        raise UsageError(f"--draft {value}: that is no model", hint)
+    (at,) = places
+    repository = words[at].split(":")[1]
+    return [*words[:at], str(parse_reference(f"{repository}/{file}")), *words[at + 1 :]]

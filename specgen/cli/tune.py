@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def tune(
     *,
     models: ModelChoice = flags.models,
-    wanted: Comparison = COMPARISON.without("drafting_policy", "drafting_ngrams"),
+    wanted: Comparison = COMPARISON.without("--policy", "--ngrams"),
 ) -> int:
-    """Measure what drafting is worth for your models on this machine.
+    """Measure what drafting gains with your models on this machine.
 
-    It measures the best number of threads, what decodes cost, and the speed-up of the draft, of
-    n-grams, and, if you name no draft, of others on this disk, in a few minutes. `specgen run` with
-    the same models and options uses the results. From a busy machine nothing is kept. Ctrl-C shows
-    the results so far and keeps nothing (exit code 130).
+    In a few minutes, it measures the best number of threads, what decodes cost, and the speed-up of
+    the draft, of n-grams, and, if you name no draft, of others on this disk. `specgen run` with the
+    same models and options uses the results. On a busy machine nothing is kept. Ctrl-C shows the
+    results so far and keeps nothing (exit code 130).
     """
     check_drafts(wanted.drafting, "tune")
     if models.helpers:
@@ -39,12 +39,13 @@ def tune(
     from specgen.session.choose_models import find_models
     from specgen.session.open import WantedSession
 
-    prompts, output = wanted.trials.chosen(), wanted.output
+    prompts = wanted.trials.chosen()
+    output = wanted.output
     sources = find_models(models, quiet=output.quiet)
     options = wanted.options(sources)
     drafts = [choice.draft for choice in sources.drafts if isinstance(choice.draft, Path)]
-    is_named = models.draft is not None or models.pair is not None
-    if not is_named:  # the first draft that works is tuned, and no error of one ends the command
+    if models.draft is None and models.pair is None:
+        # The first draft that works is tuned; an error of one does not end the command.
         options = replace(options, draft="none")
         drafts += [path for path in find_candidates([], sources.target)[0] if path not in drafts]
     with (
@@ -62,29 +63,28 @@ def tune(
             progress=progress,
         )
         kept = _keep(session, search)
-    show_search(search, output, as_json=wanted.as_json)
+    if search is not None:
+        show_search(search, output, as_json=wanted.as_json)
     output.note(kept)
     return stop.exit_code
 
 
 def _keep(session: Session, search: Search | None) -> str:
-    """Save what was learnt if the search is complete and the machine was not busy; say so in a
-    sentence.
-    """
+    """Save what was measured, unless interrupted or on a busy machine; return a sentence on it."""
     from specgen.system.folders import measurements_file
 
     if search is None or search.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"
-    if (share := search.others_share) is not None and is_busy(share):
-        return "nothing was kept, since the machine was busy"
+    if is_busy(search.others_share):
+        return "nothing was kept, because the machine was busy"
     try:
         session.measurements.write()
     except OSError as error:
-        return (
-            f"nothing was kept: {measurements_file()} cannot be written: {error.strerror or error}"
-        )
-    threads = "".join(
-        f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch, "
+        reason = error.strerror or error
+        return f"nothing was kept: {measurements_file()} cannot be written: {reason}"
+    kept = [
+        f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch"
         for name, chosen in search.threads.items()
-    )
-    return f"kept for `specgen run` with these models: {threads}costs and acceptance rates"
+    ]
+    kept.append("costs and acceptance rates")
+    return f"kept for `specgen run` with these models: {', '.join(kept)}"

@@ -1,11 +1,11 @@
-"""``specgen verify``: checks losslessness on the user's own pair."""
+"""``specgen verify``: checks on the user's own models that drafting is lossless."""
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from specgen.cli import flags
 from specgen.cli.flags import option
@@ -17,6 +17,7 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoi
 from specgen.session.choose_models import find_models
 
 if TYPE_CHECKING:
+    from specgen.measure.exactness import VerifyReport
     from specgen.session.session import Session
 
 #: The temperature of sampled checks if none is given: llama.cpp's default.
@@ -32,36 +33,31 @@ def verify(
     n_draws: int = option(
         400,
         "--draws",
-        "Sampled: how many times to draw the next token, for each way to draft.",
+        "Sampled: how many times to sample the next token, for each way to draft.",
         min=100,
         max=1_000_000,
         panel="Checks",
     ),
-    trials: Trials = TRIALS.but(n_prompts=16),
+    trials: Trials = TRIALS.with_default("--count", 16),
     models: ModelChoice = flags.models,
-    chat: bool | None = flags.CHAT,
+    chat: bool | None = flags.chat_option(),
     answer: GenerationOptions = flags.constraint,
     sampling: SamplerOptions = flags.sampling,
     drafting: DraftOptions = flags.drafting,
     machine: Contexts = flags.machine,
-    json: bool = option(False, "--json", "Print the whole report as one JSON object."),
+    as_json: bool = flags.JSON_REPORT,
     output: Output = flags.loudness,
 ) -> int:
-    """Check that drafting does not change what your model says.
+    """Check that drafting does not change your model's output.
 
     It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and
     without drafts are compared, some of them three at once; a difference is a near-tie and rounding
-    in batches, or a defect. Sampled: draws of the next token are tested against the target's exact
-    distribution. Exit code 0 means that no defect was found, 11 that one was, or that nothing was
-    drafted.
+    in batches, or a defect. Sampled: samples of the next token are tested against the exact
+    distribution of the target. Exit code 0 means that no defect was found; 11 that one was, or that
+    nothing was drafted.
     """
     from specgen.measure.draft_trial import fitting_prompts
-    from specgen.measure.exactness import (
-        N_SEARCHED,
-        VerifyReport,
-        run_checks,
-        ways_to_draft,
-    )
+    from specgen.measure.exactness import N_SEARCHED, VerifyReport, run_checks, ways_to_draft
     from specgen.session.open import WantedSession
 
     if models.draft == "none":
@@ -72,14 +68,17 @@ def verify(
     if sources.draft == "none":
         why = sources.drafts[0].why  # what was saved for this target
         raise UsageError(f"{why}: there is nothing to verify", hint="name a draft with --draft")
-    answer = replace(answer, max_tokens=trials.max_tokens)
-    greedy_sampler = replace(sampling, temperature=0.0, xtc_probability=0.0)
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_TEMPERATURE)
     wanted = WantedSession.of(
-        sources, sampling=greedy_sampler, drafting=drafting, answer=answer, contexts=machine
+        sources,
+        sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
+        drafting=drafting,
+        answer=replace(answer, max_tokens=trials.max_tokens),
+        contexts=machine,
     )
     ways = ways_to_draft(drafting)
+
     with (
         opened(wanted, machine.kernels, output) as session,
         output.measuring() as (progress, stop),
@@ -88,16 +87,22 @@ def verify(
         prompts, skipped = fitting_prompts(session, texts, chat, n_more)
         if check == "both":
             output.note(
-                f"{n_draws * len(ways)} draws of a token come last, which may take most of the time: --draws makes "
-                "them fewer, --check greedy leaves them out"
+                f"the sampling test ({n_draws * len(ways)} draws) runs last and takes longest: "
+                "--draws makes it shorter, --check greedy leaves it out"
             )
-        how: dict[str, Any] = {"check": check, "sampling": sampling, "n_draws": n_draws}
         greedy, sampled = run_checks(
-            session, prompts, ways, progress=progress, interrupted=stop, **how
+            session,
+            prompts,
+            ways,
+            check=check,
+            sampling=sampling,
+            n_draws=n_draws,
+            progress=progress,
+            interrupted=stop,
         )
         report = VerifyReport(
             target=sources.target.name,
-            draft=session.draft.name if session.draft is not None else "none",
+            draft="none" if session.draft is None else session.draft.name,
             verifier=drafting.verifier,
             draft_max=drafting.n_max,
             sampler=sampling,
@@ -110,33 +115,41 @@ def verify(
             instead=_checked_instead(session),
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
-    if json:
-        print(json_module.dumps(report.to_json_object(), ensure_ascii=False))
+
+    if as_json:
+        print(json.dumps(report.to_json_object(), ensure_ascii=False))
     else:
         from specgen.render.verify_report import print_report
 
         print_report(report, console_on(sys.stdout))
     if stop():
         return stop.exit_code
+    _raise_defect(report)
+    return 0
+
+
+def _raise_defect(report: VerifyReport) -> None:
+    """Raise `DefectError` if the checks found a defect, or had nothing to check."""
     if report.verdict == "defect":
         hint = "please report it, with the command and the two models' names"
         raise DefectError("drafting changed the text: see the report", hint)
     if report.undrafted:
-        raise DefectError(
-            f"nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}",
-            hint="use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)",
-        )
-    return 0
+        what = f"nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}"
+        hint = "use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)"
+        raise DefectError(what, hint)
 
 
 def _checked_instead(session: Session) -> tuple[str, ...]:
-    draft, drafting, found = session.draft, session.options.drafting, list[str]()
+    """Return how drafts differed from those that were asked for, a sentence each."""
+    draft = session.draft
+    drafting = session.options.drafting
     if draft is None:
         return ()
+    found: list[str] = []
     if drafting.tree.is_fixed and session.why_chains:
         found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
     if drafting.verifier not in ("auto", "match") and not draft.can_draw:
         found.append(
-            f"they were matched, not judged by {drafting.verifier}: none was drawn at random"
+            f"drafts were matched, not judged by {drafting.verifier}: none of them was sampled"
         )
     return tuple(found)

@@ -19,8 +19,10 @@ from specgen.system.quantities import human_bytes
 from specgen.system.worker_probe import probe
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
-#: Seconds: the longest wait for the worker's first response, and between two checks for signals.
-_START_S, _POLL_S = 10.0, 0.1
+#: The longest wait for the worker's first response.
+_START_S = 10.0
+#: The time between two checks for signals.
+_POLL_S = 0.1
 
 
 @flags.takes_options
@@ -45,9 +47,10 @@ def worker(
     insecure_network: bool = option(
         False,
         "--insecure-network",
-        "Allow an address that other machines can reach; anyone who reaches it controls this process.",
+        "Allow an address that other machines can reach; anyone who reaches it controls this "
+        "process.",
     ),
-    kernels: KernelOptions = flags.kernels.without("packed_cache"),
+    kernels: KernelOptions = flags.kernels.without("--packed-cache"),
     output: Output = flags.loudness,
 ) -> int:
     """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.
@@ -69,56 +72,76 @@ def worker(
     devices = offered_devices(None if memory is None else memory * 2**20)
     if insecure_network and not is_loopback(host):
         output.note(
-            f"anyone who reaches {host}:{port} can read and write this process's memory and run code in it; nothing is "
-            "encrypted. Use it in a private network only."
+            f"anyone who reaches {host}:{port} can read and write this process's memory and run "
+            "code in it; nothing is encrypted. Use it in a private network only."
         )
     own = attached()
     if own is not None and own.computes_products:
         own.serve()
     for device in devices.values():
-        by = f", {computing()}" if device.kind == "cpu" else ""
         size = human_bytes(device.free_bytes)
+        by = f", {computing()}" if device.kind == "cpu" else ""
         output.note(f"offering {device.name}: {device.description}, {size}{by}")
+
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _native_stdout(shows=output.verbose > 0)
         left_running.set()
-        arguments = (endpoint, devices, threads or default_threads(), folder)
-        serving = threading.Thread(target=serve_devices, args=arguments, daemon=True)
+        serving = threading.Thread(
+            target=serve_devices,
+            args=(endpoint, devices, threads or default_threads(), folder),
+            daemon=True,
+        )
         serving.start()
-        is_listening = False
-        while serving.is_alive() and not stop():
-            serving.join(_POLL_S)
-            if not is_listening:
-                own_host = host if host != _EVERYWHERE else "127.0.0.1"
-                with contextlib.suppress(WorkerLostError):
-                    probe(f"{own_host}:{port}", _START_S)
-                    is_listening = True
-                    os.write(out, f"listening on {endpoint}\n".encode())
+        has_listened = _wait(serving, stop, host, port, out)
     if not stop():
-        what = "no longer serves" if is_listening else "cannot listen on"
+        what = "no longer serves" if has_listened else "cannot listen on"
         raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
     output.note("the worker has ended; programs that use it have lost it")
     return 0
 
 
+def _wait(serving: threading.Thread, stop: Interrupt, host: str, port: int, out: int) -> bool:
+    """Wait until the worker ends or a signal comes; announce it on `out` as soon as it answers.
+
+    Returns:
+        Whether it has answered.
+    """
+    own_host = "127.0.0.1" if host == _EVERYWHERE else host
+    is_listening = False
+    while serving.is_alive() and not stop():
+        serving.join(_POLL_S)
+        if not is_listening:
+            with contextlib.suppress(WorkerLostError):
+                probe(f"{own_host}:{port}", _START_S)
+                is_listening = True
+                os.write(out, f"listening on {host}:{port}\n".encode())
+    return is_listening
+
+
 def _check_address(host: str, port: int, *, insecure: bool) -> None:
-    """Raise `UsageError` if other machines can reach the address, unless that is allowed, or it is
-    in use.
+    """Check that the address is free, and, unless `insecure`, that other machines cannot reach it.
+
+    Raises:
+        UsageError: It is not.
     """
     if ":" in host:
         raise UsageError(f"--host {host}: not a host name or an IPv4 address")
     if not insecure and not is_loopback(host):
         raise UsageError(
-            f"--host {host} can be reached by other machines, and a worker has no passwords and no encryption",
-            hint="connect through a tunnel (ssh -L) or, in a private network only, add --insecure-network",
+            f"--host {host} can be reached by other machines, and a worker has no passwords and no "
+            "encryption",
+            hint="connect through a tunnel (ssh -L) or, in a private network only, add "
+            "--insecure-network",
         )
     bound_socket(host, port).close()
 
 
 def _native_stdout(*, shows: bool) -> int:
-    """Redirect llama.cpp's output to standard error, or discard it; return the former standard
-    output.
+    """Redirect llama.cpp's output to standard error, or discard it.
+
+    Returns:
+        A descriptor of the former standard output.
     """
     sys.stdout.flush()
     out = os.dup(1)

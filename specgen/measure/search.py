@@ -1,35 +1,34 @@
-"""Try what may draft for a target, on answers of the target, and rank it by the gain that was
-measured; and find the best numbers of threads. `specgen tune`, `specgen draft find` and `specgen
-draft make` show the result.
+"""Try what may draft for a target on the target's answers, and rank it by the measured speed-up.
+
+`specgen tune`, `specgen draft find` and `specgen draft make` show the result.
 """
 
 from __future__ import annotations
 
 import shlex
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.drafters.kinds import kinds
-from specgen.llama import default_threads
 from specgen.measure.draft_trial import Baseline, DraftFigures, measure_target, try_draft
+from specgen.measure.threads import tune_threads
+from specgen.method.drafter import never
 from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
-from specgen.session.calibration import PairCosts, begin_text, break_even, short_context, time_batch
+from specgen.session.calibration import PairCosts, break_even
 from specgen.session.choose_models import name_of
 from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.session.saved_drafts import saved_draft
 from specgen.system.files import as_json
-from specgen.system.machine import LoadOfOthers, is_busy, logical_cores, usable_cores
+from specgen.system.machine import LoadOfOthers, is_busy
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
-    from specgen.llama import LlamaBackend
     from specgen.measure.prompts import BenchPrompt
     from specgen.options import DraftSource
     from specgen.session.session import Session
@@ -54,20 +53,23 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Drafts for a target, the best first, what cannot draft, the numbers of threads chosen, and
-    the saved draft.
-    """
+    """The drafts that were tried for a target."""
 
     target: Path
     baseline: Baseline
+    #: The best first; plain decoding is among them as "none".
     tried: tuple[Tried, ...]
     refused: tuple[Refused, ...]
+    #: The numbers of threads that were chosen, by the names of the models.
     threads: dict[str, Threads] = field(default_factory=dict)
+    #: The draft that was saved for the target.
     saved: DraftSource | None = None
     is_interrupted: bool = False
+    #: The share of the cores that other programs took.
     others_share: float | None = None
 
     def to_json_object(self) -> dict[str, object]:
+        """Return the result as `--json` prints it."""
         baseline = self.baseline
         return {
             "target": str(self.target),
@@ -94,19 +96,36 @@ def search_drafts(
     *,
     chat: bool | None = None,
     tunes_threads: bool = False,
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = never,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Search | None:
-    """Try plain decoding, n-grams, MTP layers and the `candidates` as `specgen run` would use them
-    at temperature 0. With `tunes_threads`, threads of the target and the first candidate are
-    measured first. The caller saves the costs. None if interrupted before a result. Raise an error
-    of the target; drafts that fail are refused, like `refused`.
+    """Try plain decoding, drafts without a file, and candidates as `specgen run` would use them.
+
+    The temperature is 0. The caller saves the costs that were measured.
+
+    Args:
+        session: its draft is changed.
+        candidates: the files to try.
+        refused: files that cannot draft; candidates that fail are added in the result.
+        prompts: the prompts that the target answers.
+        chat: whether to use the target's template (None: if it has one).
+        tunes_threads: whether to first measure the best numbers of threads, for the target and the
+            first candidate.
+        interrupted: whether to stop.
+        progress: receives what is being done, how much of it is done, and how much there is.
+
+    Returns:
+        The result so far; None if interrupted before there is any.
+
+    Raises:
+        SpecgenError: an error of the target.
     """
-    target, load = session.options.target, LoadOfOthers()
-    session.change_draft("none")
+    target = session.options.target
+    load = LoadOfOthers()
     threads: dict[str, Threads] = {}
+    session.change_draft("none")
     if tunes_threads:
-        threads = _tuned_threads(session, target, interrupted, progress, is_draft=False)
+        threads |= tune_threads(session, target, interrupted, progress, is_draft=False)
     session.costs.forget()
     baseline = measure_target(
         session,
@@ -117,15 +136,14 @@ def search_drafts(
     )
     if baseline is None:
         return None
-    n_answers = len(baseline.answers)
-    plain = DraftFigures(1.0, 1.0, 1.0, n_answers, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
-    tried, failed = [Tried("none", plain)], list(refused)
+    tried = [Tried("none", _plain_figures(baseline))]
+    failed = list(refused)
     words: list[DraftSource] = [kind.name for kind in kinds() if kind.suits(session.target)]
     for draft in (*words, *candidates):
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
-                threads |= _tuned_threads(session, draft, interrupted, progress, is_draft=True)
+                threads |= tune_threads(session, draft, interrupted, progress, is_draft=True)
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)
             shown = partial(progress, f"with {name_of(draft)}")
@@ -147,9 +165,25 @@ def search_drafts(
     )
 
 
+def _plain_figures(baseline: Baseline) -> DraftFigures:
+    """Return the figures of plain decoding."""
+    return DraftFigures(
+        speedup=1.0,
+        worst_speedup=1.0,
+        best_speedup=1.0,
+        n_answers=len(baseline.answers),
+        tokens_per_s=1.0 / baseline.token_s,
+        acceptance_rate=None,
+        mean_accepted_length=1.0,
+        draft_token_s=None,
+        start_s=0.0,
+    )
+
+
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Return drafts by their speed-ups; of those that are shown as equal, what needs no second
-    model first.
+    """Return drafts by their speed-ups, as rounded in tables.
+
+    Among equal ones, drafts without a second model come first, then plain decoding, then files.
     """
 
     def order(one: Tried) -> tuple[float, bool, bool]:
@@ -159,164 +193,84 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def advice(search: Search) -> tuple[str, ...]:
-    """Return what was measured, what it means and what to do; only the first if interrupted or
-    busy.
+    """Return what was measured, what it means, and what to do.
+
+    If the search was interrupted, or the machine was busy, it is only what was measured.
     """
-    baseline, best, figures = search.baseline, search.tried[0], search.tried[0].figures
-    measured = (
-        f"measured on {counted(len(baseline.answers), 'answer')} of {search.target.name}: "
-        f"{1.0 / baseline.token_s:.1f} tokens/s without a draft"
-    )
+    baseline = search.baseline
+    best = search.tried[0]
+    figures = best.figures
+    answers = f"{counted(len(baseline.answers), 'answer')} of {search.target.name}"
+    measured = f"measured on {answers}: {1.0 / baseline.token_s:.1f} tokens/s without a draft"
     if best.draft != "none":
         speed = f"{figures.tokens_per_s:.1f} with {name_of(best.draft)}"
         measured += f", {speed}: {figures.gain}"
     if search.is_interrupted or is_busy(search.others_share):
         return (measured,)
+
     n_rows = min(4, max(baseline.batch_s))
-    batch = (
-        f"a batch of {n_rows} costs {baseline.costs.rows_s(n_rows) / baseline.token_s:.1f} tokens"
-    )
-    if figures.is_gain:
-        use = f"use it: --draft {shlex.quote(str(best.draft))}"
-        # From which acceptance on drafts pay by these costs, and what it was.
-        least = break_even(PairCosts(baseline.batch_s, figures.draft_token_s or 0.0))
-        needed = "drafts cannot pay" if least is None else f"drafts pay if {least:.0%} are accepted"
-        return measured, f"{batch}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were", use
-    none = f"{batch}, and no draft that was tried is clearly faster"
-    others = "draft with another model (`specgen models list` shows some)"
-    return measured, none, f"{others}, or not at all: --draft none"
+    n_tokens = baseline.costs.rows_s(n_rows) / baseline.token_s
+    batch = f"a batch of {n_rows} costs {n_tokens:.1f} tokens"
+    if not figures.is_gain:
+        meaning = f"{batch}, and no draft that was tried is clearly faster"
+        others = "draft with another model (`specgen models list` shows some)"
+        return measured, meaning, f"{others}, or not at all: --draft none"
+    least = break_even(PairCosts(baseline.batch_s, figures.draft_token_s or 0.0))
+    needed = "drafts cannot pay"
+    if least is not None:
+        needed = f"drafts pay if {least:.0%} are accepted"
+    meaning = f"{batch}; {needed}, and {figures.acceptance_rate or 0.0:.0%} were"
+    return measured, meaning, f"use it: --draft {shlex.quote(str(best.draft))}"
 
 
-# --- the files that may be tried, by their names and sizes only ------------------------------------
+# --- the files to try, by their names and sizes
 
 
 def find_candidates(
-    named: Sequence[Path], target: Path, *, tries_known: bool = True
+    named: Sequence[Path],
+    target: Path,
+    *,
+    tries_known: bool = True,
 ) -> tuple[list[Path], list[Refused]]:
-    """Return the files to try for `target`, with `tries_known` also the registry's on this disk and
-    the saved draft, without larger and equal ones; and the `named` that are refused.
+    """Find the files that may draft for a target.
+
+    Args:
+        named: the user's files; those that cannot be tried are refused.
+        target: the target.
+        tries_known: whether to add files of the registry on this disk, and the saved draft, if they
+            are not larger than the target.
+
+    Returns:
+        The files to try, each once though it may have several names; and the refused ones.
     """
-    of_target, known = identity_of(target), list[Path]()
-    if tries_known:
-        known += filter(None, map(hub_names.locate, load_registry().models.values()))
-        saved = saved_draft(of_target)  # it is replaced by a faster one only
-        known += [saved.draft] if saved is not None and isinstance(saved.draft, Path) else []
+    known = _known_files(target) if tries_known else []
+    of_target = identity_of(target)
     candidates: list[Path] = []
     refused: list[Refused] = []
     seen: set[FileIdentity] = set()
     # Named files come first, since the first of equal files is used.
     for path in (*named, *known):
-        identity, reason = identify(path), ""
+        is_named = path in named
+        identity = identify(path)
         if identity is None:
-            reason = "there is no such file, or it cannot be read"
-        elif identity in seen or (path not in named and identity.size_bytes > of_target.size_bytes):
+            if is_named:
+                refused.append(Refused(path, "there is no such file, or it cannot be read"))
             continue
-        else:
-            seen.add(identity)
-            if identity == of_target or path.samefile(target):
-                reason = "it is the target itself"
-        if not reason:
+        if identity in seen or (not is_named and identity.size_bytes > of_target.size_bytes):
+            continue
+        seen.add(identity)
+        if identity != of_target and not path.samefile(target):
             candidates.append(path)
-        elif path in named:
-            refused.append(Refused(path, reason))
+        elif is_named:
+            refused.append(Refused(path, "it is the target itself"))
     return candidates, refused
 
 
-# --- threads: a single row waits for the memory, a batch computes, so each may want its own number --
-
-#: Seconds of decoding for the comparison of threads of a model; the least rounds may take longer.
-THREADS_BUDGET_S, _PATIENCE = 20.0, 3.0
-#: Rows of the batch that is timed: as many as the batch of a round usually has.
-BATCH_ROWS = 6
-#: A number is chosen if it is faster than the default by this share, and so in this share of the
-#: rounds.
-_MARGIN, _MAJORITY = 0.03, 0.75
-#: The most rounds, and the least with which anything is changed.
-_N_ROUNDS, _N_LEAST = 9, 4
-
-
-def _tuned_threads(
-    session: Session,
-    model: Path,
-    interrupted: Callable[[], bool],
-    progress: Progress,
-    *,
-    is_draft: bool,
-) -> dict[str, Threads]:
-    options = session.options.draft_context if is_draft else session.options.target_context
-    if (options.n_threads, options.n_threads_batch) != (None, None) or interrupted():
-        return {}
-    progress(f"threads for {model.name}", 0, 1)
-    default = default_threads()
-    n_logical = logical_cores()
-    n_usable = usable_cores() or n_logical
-    counts = thread_counts(default, n_logical, n_usable)
-    with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
-        if is_draft and not drafts:
-            return {}
-        backend = drafts[0] if is_draft else target
-        chosen = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
-    if interrupted():
-        return {}
-    session.measurements.keep_threads(model, options, chosen)
-    return {model.name: chosen}
-
-
-def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """Return the numbers of threads to try, ascending: shares of the cores, all logical and all
-    usable ones.
-    """
-    shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
-    return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
-
-
-def measure_threads(
-    backend: LlamaBackend,
-    counts: Collection[int],
-    default: int,
-    budget_s: float,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> Threads:
-    """Return the best of these numbers of threads, which the backend then uses; its context is
-    empty before and after. All are timed in turns, since a machine's speed changes. If
-    `interrupted`, the default stays.
-    """
-    backend.set_threads(default, default)
-    text, before_s = begin_text(backend), backend.decode_s
-    #: By the rows of the batch: the seconds by the number of threads, of each round.
-    rounds: dict[int, list[dict[int, float]]] = {1: [], BATCH_ROWS: []}
-    tried = sorted({default, *counts}, reverse=True)
-    for number in range(_N_ROUNDS if len(tried) > 1 else 0):
-        patience = _PATIENCE if number < _N_LEAST else 1.0
-        if interrupted() or backend.decode_s - before_s > patience * budget_s:
-            break
-        for times in rounds.values():
-            times.append({})
-        for count in tried:
-            if interrupted():
-                break
-            backend.set_threads(count, count)
-            # The first decode after a change may have to start threads: it is not timed.
-            time_batch(backend, text, 1)
-            for n_rows, times in rounds.items():
-                if seconds := time_batch(backend, text, n_rows):
-                    times[-1][count] = seconds
-    backend.remove(0)
-    chosen = Threads(default, default)
-    if not interrupted():
-        chosen = Threads(*(choose_threads(times, default) for times in rounds.values()))
-    backend.set_threads(chosen.n_single, chosen.n_batch)
-    return chosen
-
-
-def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """Return the quickest number of threads; `default` unless another one is clearly faster."""
-    best, least = default, 1.0 - _MARGIN
-    for count in sorted({count for seconds in rounds for count in seconds} - {default}):
-        ratios = [s[count] / s[default] for s in rounds if count in s and default in s]
-        if len(ratios) < _N_LEAST:
-            continue
-        share = sum(ratio < 1.0 for ratio in ratios) / len(ratios)
-        if statistics.median(ratios) < least and share >= _MAJORITY:
-            best, least = count, statistics.median(ratios)
-    return best
+def _known_files(target: Path) -> list[Path]:
+    """Return the registry's files on this disk, and the draft saved for the target."""
+    located = map(hub_names.locate, load_registry().models.values())
+    files = [path for path in located if path is not None]
+    saved = saved_draft(identity_of(target))  # only a faster draft replaces it
+    if saved is not None and isinstance(saved.draft, Path):
+        files.append(saved.draft)
+    return files

@@ -1,10 +1,10 @@
 """Text for a terminal: cleaned, marked by where it comes from, and laid out in rows.
 
 A `Cell` is what a reader takes for one character. Terminals disagree about the width of emoji
-sequences, so its width is the largest that is usual, and a row never runs over the edge. Prose is
+sequences, so a cell has the largest usual width, and a row never runs over the edge. Prose is
 broken between words. Code, tables, and words longer than a row are broken where the terminal itself
 would break them, so that it joins their rows when text is copied. No row depends on more than the
-next row's first cell: all but the last of a growing text (`Flow`) are settled.
+first cell of the next row: all rows of a growing text (`Flow`) but the last are settled.
 """
 
 from __future__ import annotations
@@ -32,26 +32,45 @@ from specgen.events import (
     VerifiedEvent,
 )
 
-# --- text that a terminal does not obey
+# --- text without characters that control a terminal
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: What stands for control characters (U+2400 is the sign of NUL), for what would reorder the text
-#: on the screen, and for what UTF-8 cannot express.
-_SIGNS: dict[int, str] = {
-    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
-    0x7F: "\N{SYMBOL FOR DELETE}",
-    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F)), _REPLACEMENT),
-    **dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), _REPLACEMENT),
-    **dict.fromkeys((0x2028, 0x2029), "\n"),
-}
+#: Ranges of characters that are replaced: control characters beyond ASCII, those that reorder text
+#: on the screen, and surrogates, which UTF-8 cannot encode.
+_REPLACED = (
+    range(0x80, 0xA0),
+    range(0x202A, 0x202F),
+    range(0x2066, 0x206A),
+    range(0xD800, 0xE000),
+)
+
+
+def _signs() -> dict[int, str]:
+    """Return what is shown instead of characters, by their code points."""
+    # The signs of ASCII's control characters follow U+2400, the sign of NUL.
+    signs = {code: chr(0x2400 + code) for code in range(0x20)}
+    del signs[ord("\n")]
+    del signs[ord("\t")]
+    signs[0x7F] = "\N{SYMBOL FOR DELETE}"
+    for codes in _REPLACED:
+        signs.update(dict.fromkeys(codes, _REPLACEMENT))
+    # The line and paragraph separators.
+    signs[0x2028] = "\n"
+    signs[0x2029] = "\n"
+    return signs
+
+
+_SIGNS = _signs()
 
 
 class Cleaner:
-    """Replaces characters that a terminal would obey, or UTF-8 cannot express, in a stream of text.
+    """Replaces characters that control a terminal, or that UTF-8 cannot encode, in a text stream.
+
     Line feeds and tabs pass; CR LF and the Unicode line and paragraph separators become line feeds.
     """
 
     def __init__(self) -> None:
+        #: A carriage return at the end of the last piece, which a line feed may follow.
         self._held = ""
 
     def feed(self, text: str) -> str:
@@ -59,40 +78,45 @@ class Cleaner:
         text = self._held + text
         self._held = "\r" if text.endswith("\r") else ""
         text = text.removesuffix("\r")
-        # To translate is slow, and rarely needed.
-        return text if text.isprintable() else text.replace("\r\n", "\n").translate(_SIGNS)
+        if text.isprintable():  # translating is slow, and rarely needed
+            return text
+        return text.replace("\r\n", "\n").translate(_SIGNS)
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
+        """Return what was held back."""
+        held = self._held
+        self._held = ""
         return held.translate(_SIGNS)
 
 
 def clean(text: str) -> str:
+    """Return a whole text as `Cleaner` cleans it."""
     cleaner = Cleaner()
     return cleaner.feed(text) + cleaner.finish()
 
 
 def clean_line(text: str) -> str:
-    """Return a text cleaned for where it must not break the line."""
+    """Return a clean text without line breaks and tabs."""
     newline = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
     return clean(text).replace("\n", newline).replace("\t", "    ")
 
 
 # --- marks
 
-#: The origin of a piece of text; ``faint`` marks text that is not the answer, such as thoughts.
+#: Where a piece of text comes from. An ``aside`` lists several rejected branches; ``faint`` text is
+#: not part of the answer, such as thoughts.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
-#: The marks of a legend: all except those that only grammars cause.
+#: The marks in a legend: without forced tokens, which only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
-#: By mark. The colours are the terminal's own sixteen, which suit dark and light backgrounds. What
-#: matters most is said without them, too: accepted tokens are underlined, and rejected ones struck
-#: through.
+#: Styles by mark. The colours are the terminal's sixteen, which suit dark and light backgrounds.
+#: The most important difference is visible without colours too: accepted tokens are underlined, and
+#: rejected ones struck through.
 STYLES: Mapping[str, Style] = {
     "accepted": Style(color="green", underline=True),
     "corrected": Style(color="magenta"),
     "bonus": Style(color="cyan"),
     "plain": Style.null(),
-    "forced": Style(color="bright_blue"),  # blue is hardly seen on black
+    "forced": Style(color="bright_blue"),  # blue is hard to read on black
     "rejected": Style(color="red", strike=True),
     "aside": Style(color="red", dim=True),
     "faint": Style(dim=True),
@@ -102,29 +126,39 @@ Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 def styles_on(console: Console) -> Mapping[str, Style]:
-    """Return the style of each mark on this console. Without colours (NO_COLOR) the attributes
-    stay, the target's own tokens are bold, and rejected text is also dimmed: not every terminal
-    strikes text through.
+    """Return the style of each mark on this console.
+
+    Without colours (NO_COLOR) the attributes stay. The target's corrected and bonus tokens are then
+    bold, and rejected text is also dimmed: not every terminal strikes text through.
     """
     if not console.no_color:
         return STYLES
-    bold = {mark: STYLES[mark] + Style(bold=True) for mark in ("corrected", "bonus")}
-    rejected = STYLES["rejected"] + STYLES["faint"]
-    styles = {**STYLES, **bold, "rejected": rejected}
+    styles = dict(STYLES)
+    for mark in ("corrected", "bonus"):
+        styles[mark] += Style(bold=True)
+    styles["rejected"] += STYLES["faint"]
     return {mark: style.without_color for mark, style in styles.items()}
 
 
 def pens(console: Console) -> Pens:
+    """Return the escape codes of each mark on this console; the empty mark has none."""
     system = None if console.color_system is None else ColorSystem.STANDARD
-    found = {"": ("", "")}
+    codes = {"": ("", "")}
     for mark, style in styles_on(console).items():
         before, _, after = style.render("\0", color_system=system).partition("\0")
-        found[mark] = (before, after)
-    return found
+        codes[mark] = (before, after)
+    return codes
 
 
 def coded(text: str, pen: tuple[str, str]) -> str:
-    return f"{pen[0]}{text}{pen[1]}" if text else ""
+    """Return a text between escape codes; an empty text needs none."""
+    if not text:
+        return ""
+    before, after = pen
+    return f"{before}{text}{after}"
+
+
+# --- rounds
 
 
 class Run(NamedTuple):
@@ -136,33 +170,43 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round: its draft's nodes, what became of them, what it added to the answer, and what a
-    second draft guessed.
-    """
+    """The events of one round."""
 
     committed: CommittedEvent
+    #: The draft's nodes; empty in a round without a draft.
     nodes: tuple[DraftNode, ...] = ()
+    #: Indices of the accepted nodes, which are one path.
     accepted: tuple[int, ...] = ()
     rejected: tuple[RejectedBranch, ...] = ()
+    #: What a second draft guessed of the first, in words.
     guesses: str = ""
 
-    def place(self, branch: RejectedBranch) -> int:
-        # It begins at the root, or at the accepted node that is its first node's parent.
-        return (-1, *self.accepted).index(self.nodes[branch.nodes[0]].parent)
+    def position_of(self, branch: RejectedBranch) -> int:
+        """Return how many accepted tokens a rejected branch follows."""
+        parent = self.nodes[branch.nodes[0]].parent
+        if parent < 0:
+            return 0
+        return self.accepted.index(parent) + 1
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its position: one
-        alone is struck out.
+        """Yield the committed text in order.
+
+        With `shows_all`, rejected branches come before the token that replaced them: a single one
+        is struck through, several are listed in brackets.
         """
         for index, piece in enumerate(self.committed.pieces):
-            branches = [each for each in self.rejected if self.place(each) == index]
-            lost = [each.text for each in branches if each.text]
-            if shows_all and len(lost) == 1 and piece.kind != "accepted":
-                yield Run(lost[0], "rejected")
-            elif shows_all and lost:
-                yield Run(f"[{'|'.join(lost)}]".replace("\n", "\\n"), "aside")
+            if shows_all:
+                yield from self._rejected_at(index, piece.kind)
             if piece.text:
                 yield Run(piece.text, piece.kind)
+
+    def _rejected_at(self, position: int, kind: TokenKind) -> Iterator[Run]:
+        branches = [each for each in self.rejected if self.position_of(each) == position]
+        texts = [branch.text for branch in branches if branch.text]
+        if len(texts) == 1 and kind != "accepted":
+            yield Run(texts[0], "rejected")
+        elif texts:
+            yield Run(f"[{'|'.join(texts)}]".replace("\n", "\\n"), "aside")
 
 
 class RoundReader:
@@ -173,14 +217,17 @@ class RoundReader:
         self._verified: VerifiedEvent | None = None
 
     def read(self, event: Event) -> Round | None:
+        """Take the next event, and return the round that it completes."""
         if isinstance(event, DraftedEvent):
             self._drafted = event
         elif isinstance(event, VerifiedEvent):
             self._verified = event
         if not isinstance(event, CommittedEvent):
             return None
-        drafted, verified = self._drafted, self._verified
-        self._drafted = self._verified = None
+        drafted = self._drafted
+        verified = self._verified
+        self._drafted = None
+        self._verified = None
         if drafted is None or verified is None:
             return Round(event)
         return Round(event, drafted.nodes, verified.accepted, verified.rejected, drafted.guesses)
@@ -188,37 +235,44 @@ class RoundReader:
 
 # --- cells and rows
 
-#: Characters that show whether a line is code.
+#: How many characters at the beginning of a line show whether it is code.
 _N_BEGINNING = 16
 #: Distance of the tab stops, in columns.
 TAB_COLUMNS = 8
-#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not
-#: writing.
-_MAX_CELL_LENGTH, _MAX_CELL_WIDTH = 24, 8
+#: The most code points and columns of a cell. Longer graphemes are not writing, but letters with an
+#: excess of combining marks; they are cut.
+_MAX_CELL_LENGTH = 24
+_MAX_CELL_WIDTH = 8
 
 
 class Cell(NamedTuple):
     """A user-perceived character."""
 
     text: str
-    #: The most columns that it may take, and whether every terminal agrees on them.
+    #: The most columns that it may take.
     width: int
+    #: Whether every terminal agrees on the width.
     exact: bool
-    #: Its style. A space has none unless it is rejected, so that underlining does not run from word
-    #: to word.
+    #: Its mark. A space has none unless it is rejected, so that words are underlined one by one.
     mark: str
 
 
 def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
-    """Cut clean text without line feeds and tabs into cells; with `join`, the first may belong to
-    the last one there.
+    """Cut clean text without line feeds and tabs into cells.
+
+    Args:
+        cells: where to append them.
+        text: the text.
+        mark: the mark of the text.
+        join: whether the beginning of the text may continue the last cell.
     """
     if not text:
         return
     first_mark = mark
     if cells and join:
-        begun = cells.pop()
-        text, first_mark = begun.text + text, begun.mark
+        last = cells.pop()
+        text = last.text + text
+        first_mark = last.mark
     for grapheme in iter_graphemes(text):
         for piece in _pieces(grapheme):
             cells.append(_cell(piece, first_mark))
@@ -227,7 +281,7 @@ def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) 
 
 @lru_cache(maxsize=4096)
 def _pieces(grapheme: str) -> tuple[str, ...]:
-    """Cut a grapheme that is too large. A mark without a letter gets a space to stand on."""
+    """Cut a grapheme that is too large. A combining mark without a letter gets a space."""
     if wcwidth(grapheme[0]) == 0 and unicodedata.category(grapheme[0]) != "Cf":
         grapheme = f" {grapheme}"
     for n in range(2, len(grapheme) + 1):
@@ -238,37 +292,51 @@ def _pieces(grapheme: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _cell(text: str, mark: str) -> Cell:
-    width, code = sum(map(_width, text)), ord(text[0])
     if text == " " and mark != "rejected":
         mark = ""
+    width = sum(map(_width, text))
     if "\N{VARIATION SELECTOR-16}" in text:
         width = max(width, 2)
-    # Nobody disputes the width of Latin, Greek and Cyrillic, nor of Chinese, Japanese and Korean.
-    is_european = (0x20 <= code < 0x300 or 0x370 <= code < 0x483) and code != 0xAD
-    exact = (width == 1 and is_european) or (width == 2 and 0x3001 <= code < 0xFF61)
-    return Cell(text, width, exact and len(text) == 1, mark)
+    return Cell(text, width, _has_exact_width(text, width), mark)
+
+
+def _has_exact_width(text: str, width: int) -> bool:
+    """Return whether a text is one character of a script whose widths are undisputed."""
+    if len(text) != 1:
+        return False
+    code = ord(text)
+    if width == 1:
+        is_soft_hyphen = code == 0xAD
+        # Latin, Greek and Cyrillic.
+        return (0x20 <= code < 0x300 or 0x370 <= code < 0x483) and not is_soft_hyphen
+    # Chinese, Japanese and Korean.
+    return width == 2 and 0x3001 <= code < 0xFF61
 
 
 def _width(character: str) -> int:
-    return 2 if 0x1F000 <= ord(character) < 0x1FB00 else max(0, wcwidth(character))
+    is_emoji = 0x1F000 <= ord(character) < 0x1FB00
+    return 2 if is_emoji else max(0, wcwidth(character))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the screen, of at most `width` columns."""
+    """One row of the screen."""
 
     cells: tuple[Cell, ...]
+    #: The most columns that its cells may take.
     width: int
-    #: The next row goes on without a line feed: the terminal itself breaks the line there.
+    #: The next row follows without a line feed: the terminal itself breaks the line there.
     joined: bool = False
     #: Spaces between this row's last word and the next row's first, which are not drawn.
     gap: tuple[Cell, ...] = ()
 
     def runs(self) -> Iterator[tuple[str, str]]:
+        """Yield each stretch of text with one mark, and the mark."""
         for mark, cells in groupby(self.cells, attrgetter("mark")):
             yield "".join(cell.text for cell in cells), mark
 
     def codes(self, pens: Pens) -> str:
+        """Return the text with escape codes."""
         return "".join([coded(text, pens[mark]) for text, mark in self.runs()])
 
 
@@ -282,65 +350,95 @@ def wrap(
     *,
     between_words: bool = False,
 ) -> list[Row]:
-    """Lay one line out in at least one row, the first with room for `first_columns`, if that is
-    less than `columns`. A row is as wide as the screen only if all its cells have an exact width,
-    otherwise one column less.
+    """Lay out one line, which gives at least one row.
+
+    A row is as wide as the screen only if all its cells have an exact width, otherwise it is at
+    least one column narrower.
+
+    Args:
+        cells: the line.
+        columns: the width of the screen.
+        first_columns: the width of the first row, if it is less.
+        between_words: whether to break the line between words where possible.
     """
     rows: list[Row] = []
-    start, room = 0, columns if first_columns is None else first_columns
+    start = 0
+    room = columns if first_columns is None else first_columns
     while True:
-        width, end, exact = 0, start, True
-        for cell in cells[start:]:
-            exact = exact and cell.exact
-            if width + cell.width > (room if exact else room - 1):
-                break
-            width, end = width + cell.width, end + 1
+        end = _end_of_row(cells, start, room)
         if end == start < len(cells) and room == columns:
-            width, end = cells[start].width, end + 1
-        if end < len(cells) and between_words and (cut := _last_word(cells, start, end)):
-            end, after = cut
-            width = sum(cell.width for cell in cells[start:end])
-            rows.append(Row(tuple(cells[start:end]), width, gap=tuple(cells[end:after])))
-            start, room = after, columns
-            continue
-        rows.append(Row(tuple(cells[start:end]), width, width == columns and end < len(cells)))
-        if end == len(cells):
-            return rows
-        start, room = end, columns
+            end += 1  # a cell wider than the screen has a row of its own
+        is_last = end == len(cells)
+        gap = None
+        if between_words and not is_last:
+            gap = _gap_between_words(cells, start, end)
+        if gap is not None:
+            words = tuple(cells[start : gap.start])
+            spaces = tuple(cells[gap.start : gap.stop])
+            rows.append(Row(words, _total_width(words), gap=spaces))
+            start = gap.stop
+        else:
+            fitting = tuple(cells[start:end])
+            width = _total_width(fitting)
+            rows.append(Row(fitting, width, joined=width == columns and not is_last))
+            if is_last:
+                return rows
+            start = end
+        room = columns
 
 
-def _last_word(cells: Sequence[Cell], start: int, end: int) -> tuple[int, int] | None:
-    """Return where a row with room for `cells[start:end]` ends between words, if in its second
-    half, and the next begins.
+def _end_of_row(cells: Sequence[Cell], start: int, room: int) -> int:
+    """Return the end of the cells from `start` that fit into `room` columns."""
+    width = 0
+    n_spare = 0
+    for end in range(start, len(cells)):
+        width += cells[end].width
+        if not cells[end].exact:
+            n_spare = 1
+        if width + n_spare > room:
+            return end
+    return len(cells)
+
+
+def _total_width(cells: Iterable[Cell]) -> int:
+    return sum(cell.width for cell in cells)
+
+
+def _gap_between_words(cells: Sequence[Cell], start: int, end: int) -> range | None:
+    """Return the spaces at which to end a row that has room for `cells[start:end]`.
+
+    The range is empty between characters of a script without spaces. None if no word ends in the
+    second half of the row.
     """
     for n in range(end, start + (end - start) // 2, -1):
         if cells[n].text == " ":
             before = n
             while before > start and cells[before - 1].text == " ":
                 before -= 1
-            return (before, n + 1) if before > start else None
+            return range(before, n + 1) if before > start else None
         if cells[n].width > 1 or cells[n - 1].width > 1:  # scripts without spaces
-            return (n, n) if n < end else None
+            return range(n, n) if n < end else None
     return None
 
 
 class Flow:
-    """Lays text out in rows and keeps those of the last line that `take_settled` has not handed
-    out.
-    """
+    """Lays text out in rows, and keeps those that `take_settled` has not handed out."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
         self._cleaner = Cleaner()
+        #: Rows of finished lines.
         self._settled: list[Row] = []
-        #: The last line's rows, at least one, which may be empty; the last of them is the one that
-        #: grows.
+        #: The last line's rows, at least one, which may be empty. Only the last of them can grow.
         self.rows: list[Row] = [EMPTY_ROW]
         #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
-        #: Whether the text is in a block of code; whether its last line is the edge of one, or is
-        #: broken anywhere.
-        self._in_code = self._is_fence = self._is_literal = False
+        #: Whether the text is in a block of code.
+        self._in_code = False
+        #: Whether the last line begins or ends a block of code.
+        self._is_fence = False
+        #: Whether the last line may be broken anywhere, since it is code or a table.
+        self._is_literal = False
 
     def feed(self, runs: Iterable[Run]) -> None:
         """Add text. Rejected text does not break lines: its line feeds are shown as signs."""
@@ -353,14 +451,13 @@ class Flow:
             self._append(cells, first, run.mark)
             for part in others:
                 self._lay_out(cells)
-                self._in_code ^= self._is_fence
-                self._settled += self.rows
-                self.rows, self._columns_before, cells = [EMPTY_ROW], 0, []
+                self._start_line()
+                cells = []
                 self._append(cells, part, run.mark)
         self._lay_out(cells)
 
     def resize(self, columns: int) -> None:
-        """Lay out the rows that were not handed out for another width."""
+        """Lay out the last line's rows again, for another width."""
         self.columns = columns
         self._columns_before -= sum(row.width for row in self.rows[:-1])
         cells = [cell for row in self.rows for cell in (*row.cells, *row.gap)]
@@ -368,8 +465,12 @@ class Flow:
         self._lay_out(cells)
 
     def take_settled(self, n_kept: int, n_most: int) -> list[Row]:
-        """Hand out the rows of finished lines, and those of the last line except `n_kept`; joined
-        rows are handed out together, but at most `n_most` rows are kept.
+        """Hand out the rows of finished lines, and the first of the last line.
+
+        Args:
+            n_kept: how many rows of the last line to keep; more if rows that are joined would
+                otherwise be separated.
+            n_most: the most rows to keep even so.
         """
         n_rows = len(self.rows)
         n_taken = max(0, n_rows - n_kept)
@@ -377,31 +478,46 @@ class Flow:
             n_taken -= 1
         if n_rows - n_taken > n_most:
             n_taken = n_rows - n_kept
-        settled, self._settled = self._settled + self.rows[:n_taken], []
+        settled = self._settled + self.rows[:n_taken]
+        self._settled = []
         del self.rows[:n_taken]
         return settled
 
     def finish(self) -> list[Row]:
+        """Hand out all rows that are left."""
         self.feed([Run(self._cleaner.finish(), "plain")])
-        is_line = self.rows != [EMPTY_ROW] or self._columns_before
-        settled = self._settled + (self.rows if is_line else [])
-        self._settled, self.rows, self._columns_before = [], [EMPTY_ROW], 0
+        settled = self._settled
+        if self.rows != [EMPTY_ROW] or self._columns_before:
+            settled = settled + self.rows
+        self._settled = []
+        self.rows = [EMPTY_ROW]
+        self._columns_before = 0
         return settled
 
     def _append(self, cells: list[Cell], text: str, mark: str) -> None:
+        """Add the cells of a text, with spaces for tabs."""
         join = not cells or (cells[-1].mark == "rejected") == (mark == "rejected")
         before, *others = text.split("\t")
         append_cells(cells, before, mark, join=join)
         for part in others:
-            column = self._columns_before + sum(cell.width for cell in cells)
+            column = self._columns_before + _total_width(cells)
             append_cells(cells, " " * (TAB_COLUMNS - column % TAB_COLUMNS), mark)
             append_cells(cells, part, mark)
 
     def _lay_out(self, cells: list[Cell]) -> None:
-        if not self._columns_before:  # it is the line's first
+        """Replace the last row by these cells, which may need several rows."""
+        is_first_row = self._columns_before == 0
+        if is_first_row:
             beginning = "".join(cell.text for cell in cells[:_N_BEGINNING])
             self._is_fence = beginning.lstrip().startswith(("```", "~~~"))
             self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
         rows = wrap(cells, self.columns, between_words=not self._is_literal)
         self.rows[-1:] = rows
         self._columns_before += sum(row.width for row in rows[:-1])
+
+    def _start_line(self) -> None:
+        if self._is_fence:
+            self._in_code = not self._in_code
+        self._settled += self.rows
+        self.rows = [EMPTY_ROW]
+        self._columns_before = 0

@@ -1,6 +1,4 @@
-"""Consoles and renderers: their interface, and those that write to a stream, as text or as JSON
-Lines.
-"""
+"""Consoles, and renderers that write to a stream as text or as JSON Lines."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from specgen.system.files import to_line, write_errors
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Seconds between two lines of a log about the same prompt.
+#: Seconds between two progress lines about one prefill.
 _READING_S = 5.0
 
 
@@ -73,6 +71,7 @@ class Renderer(ABC):
         """Finish the output and leave the terminal as it was; `close` calls this the first time."""
 
     def close(self) -> None:
+        """Finish the output, the first time."""
         if not self._closed:
             self._closed = True
             self._finish()
@@ -81,18 +80,27 @@ class Renderer(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # If another exception is being raised, a second one from a broken output would only hide
-        # it.
-        with contextlib.suppress(*(() if kind is None else (OSError,))):
+        if kind is None:
+            self.close()
+            return
+        # A second exception from a broken output would only hide the one being raised.
+        with contextlib.suppress(OSError):
             self.close()
 
 
 class TextRenderer(Renderer):
-    """Writes the answer's text to a binary stream with each round, and nothing else. With
-    `is_terminal` it is for one without escape codes: control characters become signs, and notices
-    start a line. `ends_line` ends the last line, with `ends_empty` also that of an empty answer.
-    With `thinks`, thoughts of all families stand between ``<think>`` and ``</think>``; an answer
-    that follows a grammar has none.
+    """Writes the answer's text to a binary stream with each round, and nothing else.
+
+    Args:
+        stream: where to write.
+        notice: shows notices and the progress of a long prefill.
+        encoding: of the stream.
+        ends_line: whether to end the last line, unless the answer is empty.
+        ends_empty: whether to end it even then.
+        is_terminal: whether this is a terminal without escape codes: control characters become
+            signs, and notices start a line.
+        thinks: whether to put the thoughts of any model family between ``<think>`` and
+            ``</think>``; an answer that follows a grammar has none.
     """
 
     def __init__(
@@ -106,31 +114,44 @@ class TextRenderer(Renderer):
         is_terminal: bool = False,
         thinks: bool = False,
     ) -> None:
-        self._stream, self._encoding = stream, encoding
+        self._stream = stream
         self._notice = notice or (lambda _event: None)
-        self._ends_line, self._is_terminal = ends_line or is_terminal, is_terminal
-        self._in_line, self._ends_empty, self._said_s = False, ends_empty, 0.0
-        self._cleaner, self._thinks = Cleaner(), thinks
+        self._encoding = encoding
+        self._ends_line = ends_line or is_terminal
+        self._ends_empty = ends_empty
+        self._is_terminal = is_terminal
+        self._thinks = thinks
+        self._cleaner = Cleaner()
         self._marker: ThoughtMarker | None = None
+        #: Whether the last line is not empty.
+        self._in_line = False
+        #: When the progress of the prefill was last shown.
+        self._progress_s = 0.0
 
     def handle(self, event: Event) -> None:
         if isinstance(event, PromptEvent) and self._thinks:
             self._marker = ThoughtMarker(event.text, event.grammar)
         elif isinstance(event, FinishedEvent):
-            self._in_line = self._in_line or (self._ends_empty and not event.text)
+            if self._ends_empty and not event.text:
+                self._in_line = True
             self.close()
         elif isinstance(event, NoticeEvent):
             if self._is_terminal and self._in_line:
                 self._put("\n")
             self._notice(event)
-        elif isinstance(event, ReadingEvent) and event.time_s - self._said_s >= _READING_S:
-            self._said_s = event.time_s
+        elif isinstance(event, ReadingEvent) and event.time_s - self._progress_s >= _READING_S:
+            self._progress_s = event.time_s
             self._notice(event)
         elif isinstance(event, CommittedEvent):
-            self._show(event.text if self._marker is None else self._marker.feed(event.text))
+            text = event.text
+            if self._marker is not None:
+                text = self._marker.feed(text)
+            self._show(text)
 
     def _show(self, text: str) -> None:
-        self._put(self._cleaner.feed(text) if self._is_terminal else text)
+        if self._is_terminal:
+            text = self._cleaner.feed(text)
+        self._put(text)
 
     def _put(self, text: str) -> None:
         if text:
@@ -154,7 +175,7 @@ class JsonlRenderer(Renderer):
 
     def handle(self, event: Event) -> None:
         self._stream.write(to_line(to_json_object(event)))
-        # These two events of a round are followed at once by its last one.
+        # The round's last event follows these two at once.
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._finish()
 
@@ -163,21 +184,29 @@ class JsonlRenderer(Renderer):
 
 
 def reading(event: ReadingEvent) -> str:
+    """Return the progress of a prefill in words."""
     share = event.n_read / event.n_prompt_tokens
-    return f"reading the prompt: {share:.0%} of {event.n_prompt_tokens} tokens, {event.left_s:.0f} s left"
+    progress = f"{share:.0%} of {event.n_prompt_tokens} tokens"
+    return f"reading the prompt: {progress}, {event.left_s:.0f} s left"
 
 
 def print_notice(
-    console: Console, event: NoticeEvent | ReadingEvent, *, verbose: bool = False
+    console: Console,
+    event: NoticeEvent | ReadingEvent,
+    *,
+    verbose: bool = False,
 ) -> None:
-    """Print `note: ...` for a notice, with `verbose` also its detail, indented; or how far a prompt
-    is read.
+    """Print a notice as `note: ...`, or the progress of a prefill.
+
+    Args:
+        console: where to print it.
+        event: the notice or the progress.
+        verbose: whether to print the notice's detail too, indented.
     """
     if isinstance(event, ReadingEvent):
         say(console, Text(reading(event)))
         return
-    message = clean_line(event.message)
-    say(console, Text(f"note: {message}"))
+    say(console, Text(f"note: {clean_line(event.message)}"))
     if verbose:
         for line in clean(event.detail).splitlines():
             say(console, Text(f"  {line}"))
@@ -188,15 +217,26 @@ def say(console: Console, what: RenderableType) -> None:
     console.print(what, soft_wrap=not console.is_terminal, highlight=False)
 
 
-# --- pages of one file each: a replay, in which an answer grows round by round as it did, and a benchmark
+# --- pages in one file: a replay, in which an answer grows round by round, and a benchmark
 
-#: The package of a page, and the file in it. The server's page saves replays as well.
-REPLAY, BENCH = ("specgen.serve.server", "page/replay.html"), ("specgen.render", "bench.html")
+#: The package and the file of a page. The server's page saves replays too.
+REPLAY = ("specgen.serve.server", "page/replay.html")
+BENCH = ("specgen.render", "bench.html")
 
 
 def write_page(path: Path, template: tuple[str, str], data: object) -> None:
-    """Write a page with its data: for `REPLAY` the events of a generation. Raise `OutputError`."""
-    page = files(template[0]).joinpath(template[1]).read_text(encoding="utf-8")
+    """Write a page with its data.
+
+    Args:
+        path: the file to write.
+        template: `REPLAY` or `BENCH`.
+        data: its data; for a replay the events of a generation.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    package, file = template
+    page = files(package).joinpath(file).read_text(encoding="utf-8")
     # Nothing in a script may look like the beginning of a tag.
     text = json.dumps(data).replace("<", "\\u003c")
     with write_errors(path):

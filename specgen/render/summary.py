@@ -17,11 +17,11 @@ from specgen.system.quantities import counted, gain_text, seconds_text, three_di
 _BARS = "▁▂▃▄▅▆▇█"
 #: Above this share of rounds that drafted nothing, the summary says why.
 _LITTLE = 0.25
-#: Speed-ups that differ by at most this count as equal.
+#: Speed-ups that differ by at most this much count as equal.
 _NOISE = 0.03
 #: No speed is shown for shorter answers.
 _FEWEST_TIMED = 8
-#: Loading, packing, measuring and reading are shown only if they took longer.
+#: The first line mentions the prefill and the time before it only if they took longer.
 _LONG_S = 1.0
 
 
@@ -33,8 +33,21 @@ def print_summary(
     whole: bool = True,
     show_legend: bool = False,
 ) -> None:
-    """Print one line in plain words and, if `whole`, all figures."""
-    styles, draft = styles_on(console), prompt.draft if prompt is not None else None
+    """Print a summary.
+
+    Args:
+        console: where to print it.
+        finished: the figures of the answer.
+        prompt: what is known of its prompt, its draft and the kernels.
+        whole: whether to print all figures after the first line.
+        show_legend: whether to explain the colours of the tokens.
+    """
+    styles = styles_on(console)
+    draft = None
+    kernels = None
+    if prompt is not None:
+        draft = prompt.draft
+        kernels = prompt.kernels
     if console.is_terminal:
         say(console, Text())
     say(console, Text(summary_line(finished, draft)))
@@ -42,7 +55,6 @@ def print_summary(
         say(console, Text("  ").join(Text(mark, styles[mark]) for mark in LEGEND))
     if not whole:
         return
-    kernels = prompt.kernels if prompt is not None else None
     items = [(label, Text(text)) for label, text in summary_items(finished, draft, kernels)]
     if not console.is_terminal:
         for label, text in items:
@@ -57,127 +69,180 @@ def print_summary(
 
 
 def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
-    tokens = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}"
-    said = _listed(tokens, _speed(finished))
-    said += "" if finished.finish_reason == "stop" else f" ({_end(finished)})"
-    between = _speedup_range(finished)
+    """Return one line in plain words: the answer, its speed and its speed-up."""
+    n_tokens = counted(finished.n_tokens, "token")
+    line = _listed(f"{n_tokens} in {seconds_text(finished.wall_s)}", _speed(finished))
+    if finished.finish_reason != "stop":
+        line += f" ({_end(finished)})"
     if draft != "none" and finished.n_rounds:
-        if not finished.n_drafted and between is None:
-            said += ", nothing was drafted"
-        elif is_busy(finished.others_share):
-            said += "; what drafts saved is not known, since the machine was busy"
-        elif between is not None:
-            said += f": {gain_text(*between)}"
+        line += _gain_clause(finished)
     if finished.prompt_s > _LONG_S:
-        said += f"; {seconds_text(finished.prompt_s)} of it reading the prompt"
+        line += f"; {seconds_text(finished.prompt_s)} of it reading the prompt"
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
-        said += f"; before it {_startup_times(finished)}"
-    return said
+        line += f"; before it {_startup_times(finished)}"
+    return line
+
+
+def _gain_clause(finished: FinishedEvent) -> str:
+    speedups = _speedup_range(finished)
+    if not finished.n_drafted and speedups is None:
+        return ", nothing was drafted"
+    if is_busy(finished.others_share):
+        return "; the speed-up is not known, since the machine was busy"
+    if speedups is not None:
+        return f": {gain_text(*speedups)}"
+    return ""
 
 
 def summary_items(
-    finished: FinishedEvent, draft: str | None = None, kernels: str | None = None
+    finished: FinishedEvent,
+    draft: str | None = None,
+    kernels: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield by name what the first line does not say."""
-    length, first_s = finished.mean_accepted_length, finished.time_to_first_token_s
-    rate, n_cached = finished.acceptance_rate, finished.n_cached_tokens
-    n_drafted, n_placed = finished.n_drafted, sum(finished.drafted_by_depth)
+    """Yield the figures that the first line lacks: a label and a text each."""
+    items = {"answer": _answer_text(finished), "prompt": _prompt_text(finished)}
+    if finished.n_drafted:
+        items["drafts"] = _drafts_text(finished)
+        items["a round"] = _histogram(finished.rounds_by_tokens)
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
-    says_why = draft != "none" and n_undrafted > _LITTLE * finished.n_rounds
-    parts = {"prompt": finished.prompt_s, "draft": finished.draft_s}
-    parts |= {"target": finished.target_s - finished.prompt_s, "specgen": finished.loop_s}
-    shares = {n: part_s / finished.wall_s for n, part_s in parts.items() if part_s > 0}
-    items = {
-        "answer": _listed(
-            counted(finished.n_rounds, "round"),
-            f"{length:.2f} tokens per pass of the target" if length is not None else "",
-            f"{finished.n_forced} tokens forced by the grammar" if finished.n_forced else "",
-        ),
-        "prompt": _listed(
-            counted(finished.n_prompt_tokens, "token"),
-            f"{n_cached} of them not read again" if n_cached else "",
-            f"first token after {seconds_text(first_s)}" if first_s is not None else "",
-        ),
-        "drafts": _listed(
-            f"acceptance rate {rate:.0%}" if rate is not None else "",
-            f"{finished.n_accepted} of {counted(n_placed, 'token')} accepted",
-            f"{n_drafted} with all branches" if n_placed < n_drafted else "",
-        ),
-        "a round": _histogram(finished.rounds_by_tokens),
-        "reasons": undrafted_text(finished.undrafted, finished.n_rounds) if says_why else "",
-        "before": _startup_times(finished),
-        "time": _listed(*(f"{n} {s:.0%}" if s >= 0.01 else f"{n} <1%" for n, s in shares.items())),
-        # llama.cpp's are what one expects.
-        "kernels": "" if kernels in (None, "llama.cpp") else str(kernels),
-        "gain": _gain(finished, draft) or "",
-        "end": _end(finished) if finished.finish_reason == "stop" else "",
+    if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
+        items["reasons"] = undrafted_text(finished.undrafted, finished.n_rounds)
+    items["before"] = _startup_times(finished)
+    items["time"] = _time_shares(finished)
+    if kernels is not None and kernels != "llama.cpp":  # only those that one may not expect
+        items["kernels"] = kernels
+    items["gain"] = _gain(finished, draft) or ""
+    if finished.finish_reason == "stop":  # otherwise it is in the first line
+        items["end"] = _end(finished)
+    return ((label, text) for label, text in items.items() if text)
+
+
+def _listed(*texts: str) -> str:
+    """Join the texts that are not empty."""
+    return ", ".join(filter(None, texts))
+
+
+def _answer_text(finished: FinishedEvent) -> str:
+    parts = [counted(finished.n_rounds, "round")]
+    if finished.mean_accepted_length is not None:
+        parts.append(f"{finished.mean_accepted_length:.2f} tokens per pass of the target")
+    if finished.n_forced:
+        parts.append(f"{finished.n_forced} tokens forced by the grammar")
+    return ", ".join(parts)
+
+
+def _prompt_text(finished: FinishedEvent) -> str:
+    parts = [counted(finished.n_prompt_tokens, "token")]
+    if finished.n_cached_tokens:
+        parts.append(f"{finished.n_cached_tokens} of them cached")
+    if finished.time_to_first_token_s is not None:
+        parts.append(f"first token after {seconds_text(finished.time_to_first_token_s)}")
+    return ", ".join(parts)
+
+
+def _drafts_text(finished: FinishedEvent) -> str:
+    # Tokens along the longest branch; all branches have `n_drafted`.
+    n_positions = sum(finished.drafted_by_depth)
+    parts = []
+    if finished.acceptance_rate is not None:
+        parts.append(f"acceptance rate {finished.acceptance_rate:.0%}")
+    parts.append(f"{finished.n_accepted} of {counted(n_positions, 'token')} accepted")
+    if n_positions < finished.n_drafted:
+        parts.append(f"{finished.n_drafted} with all branches")
+    return ", ".join(parts)
+
+
+def _histogram(rounds_by_tokens: Sequence[int]) -> str:
+    """Return how many rounds added one token, two tokens and so on."""
+    n_rounds = sum(rounds_by_tokens)
+    bars = []
+    for n_tokens, count in enumerate(rounds_by_tokens, 1):
+        if count:
+            share = count / n_rounds
+            bar = _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+            bars.append(f"{n_tokens} {bar} {share:.0%}")
+    return f"tokens added: {'  '.join(bars)}"
+
+
+def _startup_times(finished: FinishedEvent) -> str:
+    times = {
+        "loading": finished.loading_s,
+        "loading and packing": finished.packing_s,
+        "measuring what drafting costs": finished.measuring_s,
     }
-    left_out = () if n_drafted else ("drafts", "a round")
-    return ((name, text) for name, text in items.items() if text and name not in left_out)
+    return _listed(*(f"{name} {seconds_text(time)}" for name, time in times.items() if time > 0))
+
+
+def _time_shares(finished: FinishedEvent) -> str:
+    times = {
+        "prompt": finished.prompt_s,
+        "draft": finished.draft_s,
+        "target": finished.target_s - finished.prompt_s,
+        "specgen": finished.loop_s,
+    }
+    parts = []
+    for name, time_s in times.items():
+        if time_s > 0:
+            share = time_s / finished.wall_s
+            parts.append(f"{name} {share:.0%}" if share >= 0.01 else f"{name} <1%")
+    return ", ".join(parts)
 
 
 def _speed(finished: FinishedEvent) -> str:
     speed = finished.tokens_per_s
-    return f"{three_digits(speed)} tokens/s" if speed and finished.n_tokens >= _FEWEST_TIMED else ""
-
-
-def _listed(*texts: str) -> str:
-    return ", ".join(filter(None, texts))
-
-
-def _startup_times(finished: FinishedEvent) -> str:
-    parts = {"loading": finished.loading_s, "loading and packing": finished.packing_s}
-    parts |= {"measuring what drafting costs": finished.measuring_s}
-    return _listed(*(f"{n} {seconds_text(s)}" for n, s in parts.items() if s > 0))
-
-
-def _histogram(n_rounds: Sequence[int]) -> str:
-    n_all = sum(n_rounds) or 1
-    shares = [(n, of_all / n_all) for n, of_all in enumerate(n_rounds, 1) if of_all]
-    parts = [f"{n} {_BARS[min(7, int(share * 8))]} {share:.0%}" for n, share in shares]
-    return f"tokens added: {'  '.join(parts)}"
+    if not speed or finished.n_tokens < _FEWEST_TIMED:
+        return ""
+    return f"{three_digits(speed)} tokens/s"
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
-    """Return between which two numbers the gain of the whole answer is, in which reading takes the
-    same time.
+    """Return the speed-up of the whole answer, at least and at most.
+
+    The prefill is not faster with drafts. So where its share is large, the speed-up is less than
+    that of decoding.
     """
-    speedup, whole = finished.estimated_speedup, finished.estimated_whole_speedup
+    speedup = finished.estimated_speedup
+    whole_speedup = finished.estimated_whole_speedup
     if speedup is None:
         return None
     low, high = finished.estimated_speedup_range or (speedup, speedup)
-    if whole is None or abs(whole - speedup) <= _NOISE:
+    if whole_speedup is None or abs(whole_speedup - speedup) <= _NOISE:
         return low, high
-    prompt = finished.prompt_s / finished.wall_s
-    low, high = (prompt + (whole - prompt) * each / speedup for each in (low, high))
-    return low, high
+    prompt_share = finished.prompt_s / finished.wall_s
+    decoding = whole_speedup - prompt_share
+    return prompt_share + decoding * low / speedup, prompt_share + decoding * high / speedup
 
 
 def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
-    """Return how the gain over plain decoding is known, and advice if it is a loss."""
-    between, others_share = _speedup_range(finished), finished.others_share
-    if others_share is not None and is_busy(others_share) and (between or finished.n_drafted):
+    """Return how the speed-up is known, and advice if drafts made the answer slower."""
+    speedups = _speedup_range(finished)
+    others_share = finished.others_share
+    if others_share is not None and is_busy(others_share) and (speedups or finished.n_drafted):
         return busy_text(others_share)
-    if between is None:
+    if speedups is None:
         return finished.estimate
-    after, plain = finished.estimated_speedup_range or between, finished.plain_tokens_per_s
-    is_loss = gain_text(*between).startswith("slower")
-    others = "" if draft == "ngram" else ", `--draft ngram`"
-    return _listed(
-        f"after the first token {times_text(*after)} times" if after != between else "",
-        f"{three_digits(plain)} tokens/s without drafts" if plain is not None else "",
-        f"estimated {finished.estimate}" if finished.estimate else "",
-        f"try `--draft none`{others} or a smaller `--draft-max`" if is_loss else "",
-    )
+    parts = []
+    after_first = finished.estimated_speedup_range or speedups
+    if after_first != speedups:
+        parts.append(f"after the first token {times_text(*after_first)} times")
+    if finished.plain_tokens_per_s is not None:
+        parts.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s without drafts")
+    if finished.estimate:
+        parts.append(f"estimated {finished.estimate}")
+    if gain_text(*speedups).startswith("slower"):
+        ngrams = "" if draft == "ngram" else ", `--draft ngram`"
+        parts.append(f"try `--draft none`{ngrams} or a smaller `--draft-max`")
+    return ", ".join(parts)
 
 
 def _end(finished: FinishedEvent) -> str:
+    """Return why the answer ended."""
+    if finished.finish_reason == "length":
+        return "cut off: -n allows more"
+    if finished.finish_reason == "context":
+        return "the context is full: -c allows more"
     if finished.finish_reason != "stop":
-        ends = {
-            "length": "cut off: -n allows more",
-            "context": "the context is full: -c allows more",
-        }
-        return ends.get(finished.finish_reason, "interrupted")
+        return "interrupted"
     if finished.ends_grammar:
         return "end of the grammar"
     if finished.stopped_by is None:

@@ -1,3 +1,1 @@
-"""Ways to serve an engine to others: OpenAI's format, the server, batches of requests, chats, and
-adapters for other libraries.
-"""
+"""Answers for others: the HTTP server, batches of requests, and adapters for other programs."""

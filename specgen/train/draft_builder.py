@@ -1,5 +1,6 @@
-"""Builds drafts for a target in a given time: first the target's own text, then a draft of each
-kind.
+"""Builds drafts for a target in a given time.
+
+First the target writes text, then a draft of each kind is made from it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from specgen.train.training_loop import LEAST_TEXT, Budget, TextOptions
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
-    from specgen.models.files import FileIdentity
     from specgen.session.session import Session
     from specgen.train.distillation import Distilled
     from specgen.train.head_training import TrainedHeads
@@ -31,30 +31,47 @@ Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: The share of the time that is spent on the text, once drafts are compared, if no more is needed
-#: for the least text; the least seconds of training a draft; and by how much the text may take
-#: longer than it is estimated.
-_SHARE_OF_TEXT, _TRAINING_S, _SLACK = 0.6, 20.0, 1.3
-#: The number of prompts on which drafts are compared, and of tokens of their answers.
-N_JUDGED, _LEAST_JUDGED, JUDGED_TOKENS = 8, 2, 96
-#: The share of the time for comparing drafts; seconds to open one; the share of the target's time
-#: to replay an answer.
-_SHARE_OF_JUDGING, _OPENING_S, _TRIAL_SHARE = 0.4, 3.0, 0.5
+#: The share of the time, less that for comparing drafts, in which the target writes text.
+_TEXT_SHARE = 0.6
+#: The least time for training a draft.
+_TRAINING_S = 20.0
+#: The text may take longer than estimated by this factor.
+_SLACK = 1.3
+#: The most prompts on which drafts are compared.
+N_JUDGED = 8
+#: The fewest prompts on which drafts are compared.
+_LEAST_JUDGED = 2
+#: The tokens of an answer to such a prompt.
+JUDGED_TOKENS = 96
+#: The largest share of the time for comparing drafts.
+_JUDGING_SHARE = 0.4
+#: The time to open a draft.
+_OPENING_S = 3.0
+#: A trial of a draft replays an answer in this share of the time that the target took for it.
+_TRIAL_SHARE = 0.5
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:
+    """Return the folder of a target's text."""
     return cache / "made" / target.key / "text"
 
 
-def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
+def distilled_file(
+    cache: Path,
+    target: FileIdentity,
+    draft: Path,
+) -> Path:
+    """Return the file of a draft that was distilled for a target."""
     return cache / "made" / target.key / f"{draft.stem}-distilled.gguf"
 
 
 def pruned_file(cache: Path, target: FileIdentity) -> Path:
+    """Return the file of a target's pruned draft."""
     return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
 def least_text(kinds: Sequence[Kind]) -> int:
+    """Return how many tokens of text it takes to make these kinds of drafts."""
     # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
     least = (LEAST_TEXT[kind] for kind in kinds)
     return max(max(int(1.2 * learnt + judged), 10 * judged) for learnt, judged in least)
@@ -62,15 +79,19 @@ def least_text(kinds: Sequence[Kind]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time, at least `needed_s`, is divided, and the tokens of text and judged prompts that
-    fit into it.
-    """
+    """How the time is divided."""
 
+    #: The time in which the target writes text.
     text_s: float
+    #: The time for training.
     training_s: float
+    #: The time for comparing the drafts.
     judging_s: float
+    #: The tokens of text that fit into `text_s`.
     n_tokens: int
+    #: The prompts that the drafts are compared on.
     n_judged: int
+    #: The least time that all of this takes.
     needed_s: float
 
 
@@ -82,31 +103,53 @@ def plan_time(
     n_least: int,
     n_kinds: int = 1,
 ) -> TimePlan:
-    """Divide the time; `n_drafts` are compared, and `n_kinds` made, of a text that lacks at least
-    `n_least` tokens.
+    """Divide the time.
+
+    Args:
+        left_s: The time that is left.
+        costs: What decoding costs the target.
+        n_drafts: How many drafts are compared.
+        text: How the target writes.
+        n_least: The tokens that the text lacks at least.
+        n_kinds: How many drafts are made.
     """
-    prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
     # A token is written in a batch, and read again with its prompt, in larger ones.
     token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
-    least_s, training_s, opening_s = n_least * token_s, n_kinds * _TRAINING_S, _OPENING_S * n_drafts
-    judging_s = min(_SHARE_OF_JUDGING * left_s, left_s - _SLACK * least_s - training_s)
+    least_text_s = n_least * token_s
+    least_training_s = n_kinds * _TRAINING_S
+
+    # Comparing drafts gets what the least text and training leave, but no more than a share.
+    opening_s = _OPENING_S * n_drafts
+    prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
+    judging_s = min(_JUDGING_SHARE * left_s, left_s - _SLACK * least_text_s - least_training_s)
     n_judged = max(_LEAST_JUDGED, min(N_JUDGED, int((judging_s - opening_s) / prompt_s)))
     judging_s = opening_s + n_judged * prompt_s
+
+    # The text gets its share of the rest, or more if it needs more and training can spare it.
     making_s = max(0.0, left_s - judging_s)
-    text_s = max(_SHARE_OF_TEXT * making_s, min(_SLACK * least_s, making_s - training_s))
-    needed_s = least_s + training_s + opening_s + _LEAST_JUDGED * prompt_s
-    return TimePlan(text_s, making_s - text_s, judging_s, int(text_s / token_s), n_judged, needed_s)
+    text_s = max(_TEXT_SHARE * making_s, min(_SLACK * least_text_s, making_s - least_training_s))
+    return TimePlan(
+        text_s,
+        making_s - text_s,
+        judging_s,
+        n_tokens=int(text_s / token_s),
+        n_judged=n_judged,
+        needed_s=least_text_s + least_training_s + opening_s + _LEAST_JUDGED * prompt_s,
+    )
 
 
 @dataclass(frozen=True)
 class DraftBuilder:
-    """Builds drafts for a target, in a cache folder. `tell` gets a sentence about each result."""
+    """Builds drafts for a target."""
 
     session: Session
+    #: The prompts, and how much text is written.
     text_options: TextOptions
+    #: The folder in which text and drafts are kept.
     cache: Path
     clock: Callable[[], float]
     progress: Progress
+    #: Gets a sentence about each result.
     tell: Callable[[str], None]
     interrupted: Callable[[], bool]
 
@@ -116,17 +159,35 @@ class DraftBuilder:
 
     @property
     def folder(self) -> Path:
+        """The folder of the target's text."""
         return text_folder(self.cache, self._identity)
 
-    def n_lacking(self, kinds: Sequence[Kind]) -> int:
+    @property
+    def _text(self) -> TargetText:
         from specgen.train.target_text import TargetText
 
-        answers = TargetText(self.folder, self.text_options.prompts).answers
-        return max(0, least_text(kinds) - sum(len(answer.tokens) for answer in answers))
+        return TargetText(self.folder, self.text_options.prompts)
 
-    def make(self, kinds: Sequence[Kind], small: Path | None, plan: TimePlan) -> list[Path] | None:
-        """Make drafts as planned; return their files, or None if interrupted. `small` is what is
-        distilled.
+    def n_lacking(self, kinds: Sequence[Kind]) -> int:
+        """Return how many more tokens of text it takes to make these kinds of drafts."""
+        n_have = sum(len(answer.tokens) for answer in self._text.answers)
+        return max(0, least_text(kinds) - n_have)
+
+    def make(
+        self,
+        kinds: Sequence[Kind],
+        small: Path | None,
+        plan: TimePlan,
+    ) -> list[Path] | None:
+        """Make drafts as planned.
+
+        Args:
+            kinds: The kinds of drafts to make.
+            small: The model that is distilled, if one is.
+            plan: The time.
+
+        Returns:
+            The files of the drafts, or None if interrupted.
         """
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
@@ -142,6 +203,7 @@ class DraftBuilder:
         for number, kind in enumerate(kinds):
             if self.interrupted():
                 return None
+            # The drafts that are left share the time that is left.
             now_s = self.clock()
             until_s = now_s + (ends_s - now_s) / (len(kinds) - number)
             file = self._make(kind, small, until_s)
@@ -150,16 +212,27 @@ class DraftBuilder:
             made.append(file)
         return made
 
-    def write_text(self, until_s: float = math.inf, n_least: int = 0, latest_s: float = 0.0) -> int:
-        """Let the target write text until the clock reaches `until_s`; return how many tokens there
-        are. If they are less than `n_least` more by then, it goes on until `latest_s`, and keeps
+    def write_text(
+        self,
+        until_s: float = math.inf,
+        n_least: int = 0,
+        latest_s: float = 0.0,
+    ) -> int:
+        """Let the target write text until the clock reaches `until_s`.
+
+        If there are fewer than `n_least` new tokens by then, it goes on until `latest_s`, and keeps
         the beginnings of answers.
+
+        Returns:
+            How many tokens there are.
         """
         from specgen.train.target_text import N_TOP, write_text
 
-        options, session = self.text_options, self.session
-        a_token = 2 * session.target.n_embd + 6 * N_TOP + 8
-        size = human_bytes(options.n_tokens * a_token)
+        session = self.session
+        options = self.text_options
+        # A float16 hidden state, the likeliest tokens with their probabilities, and the token.
+        token_bytes = 2 * session.target.n_embd + 6 * N_TOP + 8
+        size = human_bytes(options.n_tokens * token_bytes)
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
         return write_text(session, options, self.folder, budget, n_least, latest_s)
@@ -167,29 +240,31 @@ class DraftBuilder:
     def _budget(self, until_s: float, label: str) -> Budget:
         return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))
 
-    def _make(self, kind: Kind, small: Path | None, until_s: float) -> Path | None:
-        from specgen.train.target_text import TargetText
-
-        target, identity = self.session.target, self._identity
-        text = TargetText(self.folder, self.text_options.prompts)
+    def _make(
+        self,
+        kind: Kind,
+        small: Path | None,
+        until_s: float,
+    ) -> Path | None:
+        session = self.session
+        target = session.options.target
+        text = self._text
         made: TrainedHeads | Pruned | Distilled | None
         if kind == "heads":
             from specgen.train.head_training import train_heads
 
-            output, budget = (
-                heads_file(self.cache, identity),
-                self._budget(until_s, "training heads"),
-            )
-            made = train_heads(text, self.session.options.target, target, output, budget)
+            output = heads_file(self.cache, self._identity)
+            budget = self._budget(until_s, "training heads")
+            made = train_heads(text, target, session.target, output, budget)
         elif kind == "pruned":
             from specgen.train.layer_skip import prune
 
-            output = pruned_file(self.cache, identity)
+            output = pruned_file(self.cache, self._identity)
             budget = self._budget(until_s, "judging sets of layers")
-            made = prune(self.session, text, output, budget)
+            made = prune(session, text, output, budget)
         else:
             assert small is not None, "a distilled draft is made from a model"
-            output = distilled_file(self.cache, identity, small)
+            output = distilled_file(self.cache, self._identity, small)
             made = self._distil(small, text, output, until_s)
         if made is None:
             return None
@@ -197,7 +272,11 @@ class DraftBuilder:
         return output
 
     def _distil(
-        self, draft: Path, text: TargetText, output: Path, until_s: float
+        self,
+        draft: Path,
+        text: TargetText,
+        output: Path,
+        until_s: float,
     ) -> Distilled | None:
         from specgen.drafters.kinds import refuse_draft
         from specgen.llama import LlamaModel

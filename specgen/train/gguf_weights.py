@@ -1,10 +1,10 @@
-"""The weights of GGUF files as numbers, and copies of a file with other scales of its blocks of
-weights.
+"""The weights of GGUF files as numbers, and copies of a file with other scales.
 
-A GGUF file stores a matrix in blocks with a float16 scale each. Training finds a factor for every
-scale (PEQA, Kim et al., arXiv:2305.14152): the file keeps its size, speed and tokenizer, and
-nothing learnt is lost by quantising again. (Low-rank changes, LoRA, are smaller than the steps of a
-four-bit type, which rounds them away.)
+A GGUF file stores a quantised matrix in blocks of 32 or 256 weights: small integers, and one or two
+float16 scales that they are multiplied by. Training finds a factor for the scales of each block, as
+in PEQA (Kim et al., arXiv:2305.14152), so that a trained file keeps the size, the speed and the
+tokenizer of the original, and nothing that was learnt is lost by quantising again. (Low-rank
+changes, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from specgen.models.files import parts_of
 
 #: The architectures that `specgen.train.distillation` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
-_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
-#: In gemma3 every sixth layer sees the whole text, unless the file gives another period.
-_GEMMA3_PERIOD, _GEMMA3_LOCAL_BASE = 6, 10_000.0
-#: Types without blocks, and the number of weights that share a factor in them.
-_FLOAT_TYPES, _FLOAT_BLOCK = frozenset(["f32", "f16", "bf16"]), 32
+_TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
+#: In gemma3 every sixth layer sees all of the text, unless the file has another period.
+_GEMMA3_PERIOD = 6
+#: The base of RoPE in the other layers.
+_GEMMA3_LOCAL_BASE = 10_000.0
+#: Types without blocks.
+_FLOAT_TYPES = frozenset(["f32", "f16", "bf16"])
+#: The number of weights that share a factor in these.
+_FLOAT_BLOCK = 32
 _MOST_FLOAT16 = float(np.finfo(np.float16).max)
 
 
@@ -43,33 +47,37 @@ class Hyperparameters:
     n_head: int
     n_head_kv: int
     head_size: int
-    #: Added to the mean square under the root by which a norm divides.
+    #: Added to the mean square in RMS norms, so that the division is always defined.
     norm_epsilon: float
-    #: For each layer: the base of rotation angles, the divisor of positions, and its window (0:
-    #: all).
+    #: For each layer, the base of RoPE's frequencies.
     rope_bases: tuple[float, ...]
+    #: For each layer, what positions are divided by.
     rope_factors: tuple[float, ...]
+    #: For each layer, how many of the latest tokens it sees; 0 for all.
     windows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """A transformer: its hyperparameters, and its tensors and their types by their names in the
-    file.
-    """
+    """A transformer that was read from a file."""
 
     hyperparameters: Hyperparameters
+    #: Dequantised tensors, by their names in the file.
     tensors: dict[str, FloatArray]
+    #: The types in which they are stored.
     types: dict[str, str]
 
 
 def read_weights(path: Path) -> GgufWeights:
-    """Read and dequantise a model in one file. Raise `ModelFileError` if it cannot be read or
-    trained.
+    """Read and dequantise a model in one file.
+
+    Raises:
+        ModelFileError: If it cannot be read or trained.
     """
     reader = _opened(path)
     hyperparameters = _hyperparameters(path, reader)
-    tensors, types = {}, {}
+    tensors = {}
+    types = {}
     for tensor in reader.tensors:
         stored = _stored(path, tensor)
         tensors[tensor.name] = dequantize(stored).reshape(tensor.shape[::-1])
@@ -77,23 +85,35 @@ def read_weights(path: Path) -> GgufWeights:
     layers = (f"blk.{layer}.attn_q.weight" for layer in range(hyperparameters.n_layer))
     for name in ("token_embd.weight", "output_norm.weight", *layers):
         if name not in tensors:
-            raise ModelFileError(f"{path}: there is no tensor {name}")
+            raise ModelFileError(f"{path}: the tensor {name} is missing")
     return GgufWeights(hyperparameters, tensors, types)
 
 
-def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with blocks multiplied, by `changes` as of `initial_changes`. Raise
-    `OSError`.
+def write_weights(
+    original: Path,
+    changes: Mapping[str, FloatArray],
+    output: Path,
+) -> None:
+    """Write a copy of a file with other scales.
+
+    Args:
+        original: The file to copy.
+        changes: As from `initial_changes`.
+        output: The file to write.
+
+    Raises:
+        OSError: If it cannot be written.
     """
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
-        for name, of_layers in changes.items():
-            for layer, values in enumerate(of_layers):
-                tensor = tensors[f"blk.{layer}.{name.removesuffix('.factors')}.weight"]
+        for name, layers_changes in changes.items():
+            matrix = name.removesuffix(".factors")
+            for layer, layer_changes in enumerate(layers_changes):
+                tensor = tensors[f"blk.{layer}.{matrix}.weight"]
                 stored = _stored(original, tensor)
                 file.seek(int(tensor.data_offset))
-                file.write(scaled_bytes(stored, np.asarray(values)).tobytes())
+                file.write(scaled_bytes(stored, np.asarray(layer_changes)).tobytes())
 
 
 def _opened(path: Path) -> Any:
@@ -104,14 +124,15 @@ def _opened(path: Path) -> Any:
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, IndexError) as error:
-        raise ModelFileError(f"{path}: is no whole GGUF file") from error
+        raise ModelFileError(f"{path}: not a complete GGUF file") from error
 
 
 def _stored(path: Path, tensor: Any) -> Weights:
     """Return a tensor as it is stored; a vector is a matrix of one row."""
-    name = _NAMES.get(int(tensor.tensor_type))
+    name = _TYPE_NAMES.get(int(tensor.tensor_type))
     if name is None:
-        raise ModelFileError(f"{path}: {tensor.name} has the type {tensor.tensor_type.name}")
+        type_name = tensor.tensor_type.name
+        raise ModelFileError(f"{path}: {tensor.name} has the unknown type {type_name}")
     n_columns = int(tensor.shape[0])
     shape = (int(tensor.n_elements) // n_columns, n_columns)
     return Weights(name, shape, np.asarray(tensor.data).reshape(-1).view(np.uint8))
@@ -129,56 +150,72 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
         field = reader.fields.get(f"{architecture}.{key}")
         found = default if field is None else field.contents()
         if found is None:
-            raise ModelFileError(f"{path}: there is no {architecture}.{key}")
+            raise ModelFileError(f"{path}: the metadata {architecture}.{key} is missing")
         return found
 
-    n_layer, n_embd, n_head = (
-        int(value(key)) for key in ("block_count", "embedding_length", "attention.head_count")
-    )
+    n_layer = int(value("block_count"))
+    n_embd = int(value("embedding_length"))
+    n_head = int(value("attention.head_count"))
     head_size = int(value("attention.key_length", n_embd // n_head))
     scaling = value("rope.scaling.type", "none")
-    unusual = {
+    is_unusual = {
         "expert_count": value("expert_count", 0) > 0,
         "final_logit_softcapping": value("final_logit_softcapping", 0.0) > 0,
         "rope.dimension_count": value("rope.dimension_count", head_size) != head_size,
         "rope.scaling.type": scaling not in ("none", "linear"),
         "split.count": "split.count" in reader.fields,
     }
-    for key, is_so in unusual.items():
-        if is_so:
+    for key, cannot_train in is_unusual.items():
+        if cannot_train:
             raise ModelFileError(f"{path}: cannot train a model with this {key}")
+
+    # All layers are alike, but for gemma3's local layers, which see a window of the text.
     base = float(value("rope.freq_base", 10_000.0))
-    factor = float(value("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0
-    window = int(value("attention.sliding_window", 0)) if architecture == "gemma3" else 0
-    period = int(value("attention.sliding_window_pattern", _GEMMA3_PERIOD))
-    is_local = [bool(window) and layer % period < period - 1 for layer in range(n_layer)]
-    local_base = float(value("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))
+    factor = 1.0
+    if scaling == "linear":
+        factor = float(value("rope.scaling.factor", 1.0))
+    bases = [base] * n_layer
+    factors = [factor] * n_layer
+    windows = [0] * n_layer
+    if architecture == "gemma3":
+        window = int(value("attention.sliding_window", 0))
+        period = int(value("attention.sliding_window_pattern", _GEMMA3_PERIOD))
+        local_base = float(value("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))
+        for layer in range(n_layer):
+            if window and layer % period < period - 1:
+                bases[layer] = local_base
+                factors[layer] = 1.0
+                windows[layer] = window
     return Hyperparameters(
         architecture,
         n_layer,
         n_embd,
         n_head,
-        int(value("attention.head_count_kv", n_head)),
-        head_size,
-        float(value("attention.layer_norm_rms_epsilon")),
-        tuple(local_base if local else base for local in is_local),
-        tuple(1.0 if local else factor for local in is_local),
-        tuple(window if local else 0 for local in is_local),
+        n_head_kv=int(value("attention.head_count_kv", n_head)),
+        head_size=head_size,
+        norm_epsilon=float(value("attention.layer_norm_rms_epsilon")),
+        rope_bases=tuple(bases),
+        rope_factors=tuple(factors),
+        windows=tuple(windows),
     )
 
 
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
-    """Return tokens' rows of a model's embeddings and of its output matrix, which may be the same
-    one.
+    """Return the rows of some tokens in a model's embeddings and in its output matrix.
+
+    Both may be the same matrix. The model may have several files.
+
+    Returns:
+        Two arrays, float32[len(tokens), n_embd].
     """
-    readers = map(_opened, parts_of(path))
-    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    tensors = {}
+    for part in parts_of(path):
+        tensors.update({tensor.name: tensor for tensor in _opened(part).tensors})
     embeddings = tensors.get("token_embd.weight")
     if embeddings is None:
-        raise ModelFileError(f"{path}: it has no token embeddings")
-    matrices = embeddings, tensors.get("output.weight", embeddings)
-    first, second = (_rows(_stored(path, matrix), tokens) for matrix in matrices)
-    return first, second
+        raise ModelFileError(f"{path}: the token embeddings are missing")
+    output = tensors.get("output.weight", embeddings)
+    return _rows(_stored(path, embeddings), tokens), _rows(_stored(path, output), tokens)
 
 
 def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
@@ -187,34 +224,36 @@ def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
     return dequantize(Weights(stored.type_name, (len(indices), n_columns), data))
 
 
-class _Layout(NamedTuple):
-    """A type's block: its weights, its bytes, and the offsets of the float16 numbers that scale the
-    weights.
-    """
+class _BlockLayout(NamedTuple):
+    """How a type stores a block of weights."""
 
     n_weights: int
     n_bytes: int
-    scales: tuple[int, ...]
+    #: Where the block has the float16 numbers that scale all of its weights.
+    scale_offsets: tuple[int, ...]
 
 
 _LAYOUTS = {
-    "q4_0": _Layout(32, 18, (0,)),
-    "q4_1": _Layout(32, 20, (0, 2)),
-    "q5_0": _Layout(32, 22, (0,)),
-    "q5_1": _Layout(32, 24, (0, 2)),
-    "q8_0": _Layout(32, 34, (0,)),
-    "iq4_nl": _Layout(32, 18, (0,)),
-    "q2_k": _Layout(256, 84, (80, 82)),
-    "q3_k": _Layout(256, 110, (108,)),
-    "q4_k": _Layout(256, 144, (0, 2)),
-    "q5_k": _Layout(256, 176, (0, 2)),
-    "q6_k": _Layout(256, 210, (208,)),
-    "iq4_xs": _Layout(256, 136, (0,)),
+    "q4_0": _BlockLayout(32, 18, (0,)),
+    "q4_1": _BlockLayout(32, 20, (0, 2)),
+    "q5_0": _BlockLayout(32, 22, (0,)),
+    "q5_1": _BlockLayout(32, 24, (0, 2)),
+    "q8_0": _BlockLayout(32, 34, (0,)),
+    "iq4_nl": _BlockLayout(32, 18, (0,)),
+    "q2_k": _BlockLayout(256, 84, (80, 82)),
+    "q3_k": _BlockLayout(256, 110, (108,)),
+    "q4_k": _BlockLayout(256, 144, (0, 2)),
+    "q5_k": _BlockLayout(256, 176, (0, 2)),
+    "q6_k": _BlockLayout(256, 210, (208,)),
+    "iq4_xs": _BlockLayout(256, 136, (0,)),
 }
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """Return how many weights of a row share a factor in these types; None if one has no scales."""
+    """Return how many weights of a row share a factor in all of these types.
+
+    It is None if one of them has no scales.
+    """
     sizes = [1]
     for name in types:
         if name in _FLOAT_TYPES:
@@ -227,11 +266,18 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 
 
 def initial_changes(
-    matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
+    matrices: Mapping[str, FloatArray],
+    types: Mapping[str, Sequence[str]],
 ) -> dict[str, FloatArray]:
-    """Return zeros, since a factor is 1 plus its change: for each "NAME.weight" whose `types` have
-    scales, float32[n_layer, n_outputs, n_inputs], "NAME.factors", float32[n_layer, n_outputs,
-    n_inputs / block_size].
+    """Return changes of factors, zeros, for matrices that have scales.
+
+    Args:
+        matrices: Stacked matrices by "NAME.weight": float32[n_layer, n_outputs, n_inputs].
+        types: The types of each in the layers.
+
+    Returns:
+        By "NAME.factors": float32[n_layer, n_outputs, n_inputs / block_size]. A factor is 1 plus
+        its change.
     """
     found = {}
     for name, values in matrices.items():
@@ -243,24 +289,34 @@ def initial_changes(
 
 
 def apply_changes(matrix: Any, changes: Any) -> Any:
-    """Return a matrix, NumPy's or JAX's [n_outputs, n_inputs], with its blocks multiplied by 1 +
-    `changes`.
+    """Return a matrix with its blocks multiplied by 1 + `changes`.
+
+    Args:
+        matrix: NumPy's or JAX's float32[n_outputs, n_inputs].
+        changes: float32[n_outputs, n_blocks].
     """
     blocks = matrix.reshape(*changes.shape, -1)
     return (blocks * (1.0 + changes)[..., None]).reshape(matrix.shape)
 
 
 def scaled_bytes(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
-    """Return the bytes of a matrix, in its own type, with its blocks multiplied by 1 + `changes`."""
+    """Return the bytes of a matrix, in its own type, with its blocks multiplied by 1 + `changes`.
+
+    Args:
+        weights: The matrix as it is stored.
+        changes: float32[n_rows, n], for all blocks of the type, or for groups of some blocks.
+    """
     if weights.type_name in _FLOAT_TYPES:
-        return quantize(apply_changes(dequantize(weights), changes), weights.type_name).data
+        changed = apply_changes(dequantize(weights), changes)
+        return quantize(changed, weights.type_name).data
     layout = _LAYOUTS[weights.type_name]
     n_rows, n_columns = weights.shape
-    blocks = weights.data.reshape(n_rows, n_columns // layout.n_weights, layout.n_bytes).copy()
-    factors = 1.0 + np.repeat(changes, blocks.shape[1] // changes.shape[1], axis=1)
-    for first in layout.scales:
-        part = np.s_[..., first : first + 2]
-        scales = np.ascontiguousarray(blocks[part]).view(np.float16)[..., 0].astype(np.float32)
-        scales = np.clip(scales * factors, -_MOST_FLOAT16, _MOST_FLOAT16)
-        blocks[part] = scales.astype(np.float16)[..., None].view(np.uint8)
+    n_blocks = n_columns // layout.n_weights
+    blocks = weights.data.reshape(n_rows, n_blocks, layout.n_bytes).copy()
+    factors = 1.0 + np.repeat(changes, n_blocks // changes.shape[1], axis=1)  # [n_rows, n_blocks]
+    for offset in layout.scale_offsets:
+        scale_bytes = np.ascontiguousarray(blocks[..., offset : offset + 2])
+        scales = scale_bytes.view(np.float16)[..., 0].astype(np.float32)  # [n_rows, n_blocks]
+        scales = np.clip(scales * factors, -_MOST_FLOAT16, _MOST_FLOAT16).astype(np.float16)
+        blocks[..., offset : offset + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(-1)

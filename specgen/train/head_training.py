@@ -1,9 +1,15 @@
-"""Decoder heads trained on a target's own text, with JAX.
+"""Trains decoder heads on a target's own text, with JAX.
 
-Ridge regression finds a linear map to the target's next hidden state: little text suffices. Then
-gradient descent minimises the cross-entropy with the target's own distribution, several tokens
-ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled as in a recurrent
-drafter, Cheng et al., arXiv:2403.09919.)
+Decoder heads guess the target's next tokens from its last hidden state, by a recurrent cell (see
+`specgen.llama.decoder_heads`): from a hidden state h and the embedding e of the token that was
+chosen from it, the cell predicts the next hidden state, and so on, a few tokens ahead:
+
+    next h = M h + N e + c + C silu(Q h + P e + b)
+
+Training has two steps. Ridge regression finds the linear part, M, N and c, for which little text
+suffices. Then gradient descent trains all of it: the cell is unrolled over several tokens, as in
+the recurrent drafter of Cheng et al. (arXiv:2403.09919), and its logits are fitted to the target's
+distribution, as in DistillSpec (Zhou et al., arXiv:2310.08461).
 """
 
 from __future__ import annotations
@@ -40,77 +46,118 @@ from specgen.train.training_loop import (
 
 #: The number of tokens that heads can guess: those of the text, then low ids, which are frequent.
 N_FREQUENT = 32_768
-#: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are
-#: trained for.
-N_INNER, N_AHEAD = 1024, 3
-#: The weight of a token's loss, relative to the token before it; tokens in a step.
-_FADING, _N_BATCH = 0.8, 256
-#: Tokens that the text lacks are sampled: this many stand for all of them in a step.
+#: The size of the inner layer (inside silu).
+N_INNER = 1024
+#: The number of tokens ahead that the heads are trained for.
+N_AHEAD = 3
+#: The weight of a token's loss, relative to the token before it.
+_FADING = 0.8
+#: Tokens in a step.
+_N_BATCH = 256
+#: In a step, this many sampled tokens stand for all tokens that the text lacks.
 _N_OTHERS = 2048
 _RIDGE = 300.0
+#: Rows that the ridge regression reads at once.
+_N_RIDGE_ROWS = 4096
 _LEAST_SAMPLES, _LEAST_JUDGED = LEAST_TEXT["heads"]
 _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Heads, and the shares of held-back places where they are right, one and more tokens ahead."""
+    """Decoder heads, and how often they are right on held-back answers."""
 
     weights: HeadWeights
+    #: The share of right guesses one, two and three tokens ahead, before gradient descent.
     before: tuple[float, ...]
+    #: The same after it.
     after: tuple[float, ...]
+    #: The number of positions learnt from.
     n_samples: int
+    #: The number of steps of gradient descent.
     n_steps: int
 
     @property
     def text(self) -> str:
-        first = ", ".join(f"{share:.2f}" for share in self.after)
+        """A sentence about the result."""
+        shares = ", ".join(f"{share:.0%}" for share in self.after)
         return (
-            f"on held-back answers the heads' guess is right for {first} of the tokens one, two and three ahead "
-            f"({self.n_samples} places learnt from, {self.n_steps} steps)"
+            f"the heads guess {shares} of held-back tokens one, two and three ahead "
+            f"(trained on {self.n_samples} positions, {self.n_steps} steps)"
         )
 
 
 class _Samples(NamedTuple):
-    """Rows of a hidden state, the token chosen from it and the next ones, the next state, and
-    likely tokens later.
-    """
+    """Positions in answers, one to a row, and what follows each."""
 
-    hidden: FloatArray  # [n, n_embd]
-    tokens: NDArray[np.int32]  # [n, 1 + N_AHEAD]
-    next_hidden: FloatArray  # [n, n_embd]
-    top_tokens: NDArray[np.int32]  # [n, N_AHEAD, N_TOP]
-    top_probabilities: FloatArray  # [n, N_AHEAD, N_TOP]
+    #: The target's hidden states: float32[n, n_embd].
+    hidden: FloatArray
+    #: The tokens chosen from these states, and those that followed: int32[n, 1 + N_AHEAD].
+    tokens: NDArray[np.int32]
+    #: The states one token later: float32[n, n_embd].
+    next_hidden: FloatArray
+    #: The target's likeliest tokens in the next states: int32[n, N_AHEAD, N_TOP].
+    top_tokens: NDArray[np.int32]
+    #: The probabilities of these: float32[n, N_AHEAD, N_TOP].
+    top_probabilities: FloatArray
 
 
 def train_heads(
-    text: TargetText, target: Path, model: LlamaModel, output: Path, budget: Budget
+    text: TargetText,
+    target: Path,
+    model: LlamaModel,
+    output: Path,
+    budget: Budget,
 ) -> TrainedHeads | None:
-    """Train heads for `model` on its own text, and write those that agreed best on held-back
-    answers; None if interrupted. Raise `UsageError` for too little text or a wrong `n_embd`,
-    `ModelFileError`, `OutputError`.
+    """Train heads for `model`, and write those that agreed best on held-back answers.
+
+    Args:
+        text: The target's own answers.
+        target: The target's file.
+        model: The same, loaded.
+        output: The file to write.
+        budget: The time that training may take.
+
+    Returns:
+        The heads, or None if interrupted.
+
+    Raises:
+        UsageError: If there is too little text, or heads cannot have the target's `n_embd`.
+        ModelFileError: If the target's file or an answer's cannot be read.
+        OutputError: If the file cannot be written.
     """
-    learnt, judged = _samples(text, held_back=False), _samples(text, held_back=True)
-    n_learnt, n_judged = len(learnt.hidden), len(judged.hidden)
+    learnt = _samples(text, held_back=False)
+    judged = _samples(text, held_back=True)
+    n_learnt = len(learnt.hidden)
+    n_judged = len(judged.hidden)
     if n_learnt < _LEAST_SAMPLES or n_judged < _LEAST_JUDGED:
+        least = f"{_LEAST_SAMPLES} and {_LEAST_JUDGED}"
         raise UsageError(
-            f"{n_learnt} places to learn from and {n_judged} to judge by: too few",
-            hint=f"give more --minutes or --prompts: heads need {_LEAST_SAMPLES} and {_LEAST_JUDGED}",
+            f"too few positions to learn from ({n_learnt}) or to judge by ({n_judged})",
+            hint=f"give more --minutes or --prompts: heads need at least {least}",
         )
-    n_embd, n_vocab = learnt.hidden.shape[1], model.vocabulary.n_tokens
+    n_embd = learnt.hidden.shape[1]
     if n_embd % 32:
-        why = f"has hidden states of {n_embd}: decoder heads need a multiple of 32"
-        raise UsageError(f"{model.name} {why}")
-    trainer = _Trainer(target, _frequent(text, n_vocab), learnt, judged, n_vocab)
+        why = f"its hidden states have {n_embd} components, which is not a multiple of 32"
+        raise UsageError(f"{model.name} cannot have decoder heads: {why}")
+    n_vocab = model.vocabulary.n_tokens
+    trainer = _HeadTrainer(target, _frequent_tokens(text, n_vocab), learnt, judged, n_vocab)
     before = trainer.judge()
     state = TrainingState(-sum(before), trainer.copied())
     schedule = Schedule(
-        n_learnt, _N_BATCH, 3, 2e-4, 30, last_share=0.02, judged_every=40, patience=6
+        n_rows=n_learnt,
+        n_batch=_N_BATCH,
+        n_passes=3,
+        rate=2e-4,
+        n_rising=30,
+        last_share=0.02,
+        judged_every=40,
+        patience=6,
     )
     if not train(trainer, state, schedule, budget):
         return None
     trainer.parameters = state.best
-    weights = _weights(state.best, trainer, model)
+    weights = _weights(trainer, model)
     with write_errors(output), new_beside(output) as new:
         write_heads(new, weights)
         new.replace(output)
@@ -118,30 +165,73 @@ def train_heads(
 
 
 def _samples(text: TargetText, *, held_back: bool) -> _Samples:
-    none: NDArray[Any] = np.empty((0, 0), np.float32)
-    found = [_Samples(none, none, none, none, none)]
-    ahead = range(1, 1 + N_AHEAD)
+    found = []
     for index, answer in enumerate(text.answers):
-        n = len(answer.tokens) - N_AHEAD
+        n = len(answer.tokens) - N_AHEAD  # the last tokens have too few after them
         if answer.is_held_back == held_back and n > 0:
-            states, own = text.hidden(index).astype(np.float32), np.array(answer.tokens, np.int32)
-            likely, shares = (
-                np.stack([each[k : k + n] for k in ahead], axis=1) for each in text.top(index)
-            )
-            tokens = np.stack([own[k : k + n] for k in (0, *ahead)], axis=1)
-            of_top: Any = likely, shares.astype(np.float32)
-            found.append(_Samples(states[:n], tokens, states[1 : 1 + n], *of_top))
-    return _Samples(*map(np.concatenate, zip(*found[1:], strict=True))) if found[1:] else found[0]
+            found.append(_samples_of(text, index, n))
+    if not found:
+        none: NDArray[Any] = np.empty((0, 0), np.float32)
+        return _Samples(none, none, none, none, none)
+    return _Samples(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
+def _samples_of(
+    text: TargetText,
+    index: int,
+    n: int,
+) -> _Samples:
+    """Return samples of an answer's first `n` positions."""
+    hidden = text.hidden(index).astype(np.float32)
+    tokens = np.array(text.answers[index].tokens, np.int32)
+    top_tokens, top_probabilities = text.top(index)
+
+    def ahead(values: NDArray[Any], first: int) -> NDArray[Any]:
+        """Return for each position the values from `first` to `N_AHEAD` tokens later."""
+        return np.stack([values[k : k + n] for k in range(first, 1 + N_AHEAD)], axis=1)
+
+    return _Samples(
+        hidden=hidden[:n],
+        tokens=ahead(tokens, 0),
+        next_hidden=hidden[1 : 1 + n],
+        top_tokens=ahead(top_tokens, 1),
+        top_probabilities=ahead(top_probabilities, 1).astype(np.float32),
+    )
+
+
+def _frequent_tokens(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
     learnt = (answer.tokens for answer in text.answers if not answer.is_held_back)
-    usual = [token for token, _ in Counter(chain.from_iterable(learnt)).most_common(N_FREQUENT)]
+    counts = Counter(chain.from_iterable(learnt))
+    usual = [token for token, _ in counts.most_common(N_FREQUENT)]
     others = np.setdiff1d(np.arange(n_vocab), usual)
     return np.sort([*usual, *others[: N_FREQUENT - len(usual)]]).astype(np.int32)
 
 
-class _Trainer:
+class _StepInputs(NamedTuple):
+    """What a step of gradient descent learns from: `n` positions, and candidates for their tokens.
+
+    The softmax runs over the candidates only, which are all tokens of the text and a sample of the
+    others (sampled softmax, Jean et al., arXiv:1412.2007): over the whole vocabulary, it would take
+    most of the time.
+    """
+
+    #: The hidden states to start from: float32[n, n_embd].
+    hidden: FloatArray
+    #: The embeddings of the tokens chosen there and later: float32[n, N_AHEAD, n_embd].
+    embeddings: FloatArray
+    #: The candidates' rows of the output matrix: float32[n_candidates, n_embd].
+    output: FloatArray
+    #: Added to the candidates' logits: float32[n_candidates].
+    bias: FloatArray
+    #: The target's likeliest tokens as candidates, 0 if they are none: [n, N_AHEAD, N_TOP].
+    top_candidates: NDArray[np.int64]
+    #: Their probabilities, 0 if they are no candidates: float32[n, N_AHEAD, N_TOP].
+    top_probabilities: FloatArray
+
+
+class _HeadTrainer:
+    """Decoder heads in training; a `Trainee`."""
+
     def __init__(
         self,
         target: Path,
@@ -151,87 +241,117 @@ class _Trainer:
         n_vocab: int,
     ) -> None:
         self._rng = np.random.default_rng(0)
+        self._learnt = learnt
+        self._judged = judged
+        #: The frequent tokens, which the heads can guess, in ascending order.
         self.tokens = tokens
-        #: It brings hidden states to a mean square of 1; those of the samples are scaled in place.
+        #: The factor that gives hidden states a mean square of 1. The samples are scaled in place.
         self.scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
-        self._learnt, self._judged = learnt, judged
         for states in (learnt.hidden, learnt.next_hidden, judged.hidden):
             np.multiply(states, np.float32(self.scale), out=states)
         #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
-        own, output = model_rows(target, tokens)
-        own /= np.sqrt(np.square(own).mean())
-        #: The embeddings of the frequent tokens at one scale, and a last row, their mean, for all
-        #: others.
-        self.embeddings: FloatArray = np.concatenate([own, own.mean(axis=0, keepdims=True)])
+        rows, output = model_rows(target, tokens)
+        rows /= np.sqrt(np.square(rows).mean())
+        #: The embeddings of the frequent tokens, with a mean square of 1. The last row, their mean,
+        #: is for all other tokens.
+        self.embeddings: FloatArray = np.concatenate([rows, rows.mean(axis=0, keepdims=True)])
         #: The output matrix for scaled states (V in `decoder_heads`).
         self.output: FloatArray = output / np.float32(self.scale)
         seen = self._index[np.unique(learnt.tokens)]
-        #: The frequent tokens of the text, and those that are not in it.
-        self._own = seen[seen >= 0]
-        self._others = np.setdiff1d(np.arange(len(tokens)), self._own)
-        n_embd = learnt.hidden.shape[1]
+        #: The indices of the tokens that are in the text, and of those that are not.
+        self._in_text = seen[seen >= 0]
+        self._others = np.setdiff1d(np.arange(len(tokens)), self._in_text)
+        #: The parameters of the cell; its matrices are transposed, since vectors are rows here.
+        self.parameters = self._initial_parameters()
+        self._moments: Any = _OPTIMIZER.init(self.parameters)
+
+    def _initial_parameters(self) -> Parameters:
+        n_embd = self._learnt.hidden.shape[1]
         linear = self._linear_map()
         inner = self._rng.normal(0.0, (2 * n_embd) ** -0.5, (2 * n_embd, N_INNER))
-        #: The cell with rows as vectors: M, N, c; Q, P, b; C. At first the linear map is all.
-        self.parameters: Parameters = {
+        return {
             "M": linear[:n_embd],
             "N": linear[n_embd:-1],
             "c": linear[-1],
             "Q": inner[:n_embd].astype(np.float32),
             "P": inner[n_embd:].astype(np.float32),
             "b": np.zeros(N_INNER, np.float32),
-            "C": np.zeros((N_INNER, n_embd), np.float32),
+            "C": np.zeros((N_INNER, n_embd), np.float32),  # at first, the linear map is all
         }
-        self._moments: Any = _OPTIMIZER.init(self.parameters)
-
-    def copied(self) -> Parameters:
-        return {name: np.array(values) for name, values in self.parameters.items()}
 
     def _linear_map(self) -> FloatArray:
-        """Fit the linear map of (state, embedding, 1) to the next state: float32[2 n_embd + 1,
-        n_embd].
+        """Fit the linear map from (state, embedding, 1) to the next state by ridge regression.
+
+        With inputs X and outputs Y, it is (X'X + ridge)^-1 X'Y: float32[2 n_embd + 1, n_embd].
         """
         learnt = self._learnt
         n_embd = learnt.hidden.shape[1]
-        gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
-        products = np.zeros((2 * n_embd + 1, n_embd), np.float64)
-        for start in range(0, len(learnt.hidden), 4096):
-            part = slice(start, start + 4096)
+        n_inputs = 2 * n_embd + 1
+        gram = np.zeros((n_inputs, n_inputs), np.float64)
+        products = np.zeros((n_inputs, n_embd), np.float64)
+        for start in range(0, len(learnt.hidden), _N_RIDGE_ROWS):
+            part = slice(start, start + _N_RIDGE_ROWS)
             hidden = learnt.hidden[part]
+            embeddings = self._embedded(learnt.tokens[part, 0])
             ones = np.ones((len(hidden), 1), np.float32)
-            inputs = np.concatenate([hidden, self._embedded(learnt.tokens[part, 0]), ones], axis=1)
+            inputs = np.concatenate([hidden, embeddings, ones], axis=1)
             gram += inputs.T @ inputs
             products += inputs.T @ learnt.next_hidden[part]
-        gram += _RIDGE * np.eye(len(gram))
+        gram += _RIDGE * np.eye(n_inputs)
         return np.linalg.solve(gram, products).astype(np.float32)
 
+    def copied(self) -> Parameters:
+        """Return a copy of the present parameters."""
+        return {name: np.array(values) for name, values in self.parameters.items()}
+
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
+        """Take a step of gradient descent, learning from some of the samples."""
         learnt = self._learnt
+        candidates, bias = self._sampled_candidates()
+
+        # Where the target's likeliest tokens are among the candidates. The index -1, of a token
+        # that is not frequent, finds the last element, which is -1 as well.
+        positions = np.full(len(self.tokens) + 1, -1, np.int64)
+        positions[candidates] = np.arange(len(candidates))
+        top = positions[self._index[learnt.top_tokens[batch]]]
+        shares = np.where(top >= 0, learnt.top_probabilities[batch], np.float32(0.0))
+        shares /= np.maximum(shares.sum(axis=2, keepdims=True), 1e-6)
+
+        inputs = _StepInputs(
+            hidden=learnt.hidden[batch],
+            embeddings=self._embedded(learnt.tokens[batch, :N_AHEAD]),
+            output=self.output[candidates],
+            bias=bias,
+            top_candidates=np.maximum(top, 0),
+            top_probabilities=shares,
+        )
+        self.parameters, self._moments = _descend(self.parameters, self._moments, inputs, rate)
+
+    def _sampled_candidates(self) -> tuple[NDArray[np.int64], FloatArray]:
+        """Return all tokens of the text and some others, as indices, and a bias for their logits.
+
+        The bias of a sampled token makes up for those that were not sampled: the sum of the
+        exponentials stays, on average, that of all tokens.
+        """
         n_others = min(_N_OTHERS, len(self._others))
         others = self._rng.choice(self._others, n_others, replace=False)
-        candidates = np.concatenate([self._own, others])
-        column = np.full(len(self.tokens) + 1, -1, np.int64)  # the last: of all other tokens
-        column[candidates] = np.arange(len(candidates))
-        # The sampled tokens stand for all tokens that the text lacks.
+        candidates = np.concatenate([self._in_text, others])
         bias = np.zeros(len(candidates), np.float32)
         if n_others:
-            bias[len(self._own) :] = np.log(len(self._others) / n_others)
-        columns = column[self._index[learnt.top_tokens[batch]]]
-        shares = np.where(columns >= 0, learnt.top_probabilities[batch], np.float32(0.0))
-        shares /= np.maximum(shares.sum(axis=2, keepdims=True), 1e-6)
-        states = learnt.hidden[batch], self._embedded(learnt.tokens[batch, :N_AHEAD])
-        output, wanted = (self.output[candidates], bias), (np.maximum(columns, 0), shares)
-        own = self.parameters, self._moments
-        self.parameters, self._moments = _step(*own, states, output, wanted, rate)
+            bias[len(self._in_text) :] = np.log(len(self._others) / n_others)
+        return candidates, bias
 
     def loss(self) -> float:
+        """Return minus the right guesses per position, so that less is better."""
         return -sum(self.judge())
 
     def judge(self) -> tuple[float, ...]:
-        judged, n = self._judged, len(self._judged.hidden)
-        right = np.zeros(N_AHEAD)
+        """Return the share of right guesses one and more tokens ahead, on held-back answers."""
+        judged = self._judged
+        n = len(judged.hidden)
+        n_right = np.zeros(N_AHEAD)
         for start in range(0, n, _N_BATCH):
             part = slice(start, start + _N_BATCH)
             state: Any = judged.hidden[part]
@@ -239,8 +359,8 @@ class _Trainer:
                 state = advance(self.parameters, state, self._embedded(judged.tokens[part, k]))
                 logits = np.asarray(state) @ self.output.T
                 expected = self._index[judged.tokens[part, k + 1]]
-                right[k] += (logits.argmax(axis=1) == expected).sum()
-        return tuple((right / n).tolist())
+                n_right[k] += (logits.argmax(axis=1) == expected).sum()
+        return tuple((n_right / n).tolist())
 
     def _embedded(self, tokens: NDArray[np.int32]) -> FloatArray:
         rows: FloatArray = self.embeddings[self._index[tokens]]  # -1: the last row
@@ -248,7 +368,15 @@ class _Trainer:
 
 
 @jax.jit
-def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
+def advance(
+    parameters: Any,
+    state: Any,
+    embedded: Any,
+) -> jax.Array:
+    """Return the next hidden states, from states and the embeddings of the tokens chosen there.
+
+    All are float32[n, n_embd].
+    """
     p = parameters
     inner = jax.nn.silu(state @ p["Q"] + embedded @ p["P"] + p["b"])
     found: jax.Array = state @ p["M"] + embedded @ p["N"] + p["c"] + inner @ p["C"]
@@ -256,33 +384,38 @@ def advance(parameters: Any, state: Any, embedded: Any) -> jax.Array:
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
-def _step(
-    parameters: Any, moments: Any, states: Any, output: Any, wanted: Any, rate: float
+def _descend(
+    parameters: Any,
+    moments: Any,
+    inputs: _StepInputs,
+    rate: float,
 ) -> tuple[Any, Any]:
-    """Return parameters and moments after a step, from hidden states and embeddings ahead,
-    float32[n, N_AHEAD, n_embd], an `output` matrix and bias, and the `wanted` shares of columns at
-    each place ahead, [n, N_AHEAD, n_top].
+    """Return parameters and moments after a step of Adam.
+
+    The loss is the cross-entropy of the heads' distribution with the target's, summed over the
+    tokens ahead. The target's likeliest tokens stand for its distribution.
     """
-    (state, embedded), (matrix, bias), (columns, shares) = states, output, wanted
 
     def loss(parameters: Any) -> jax.Array:
-        total, ahead = jnp.zeros(()), state
+        total = jnp.zeros(())
+        state: Any = inputs.hidden
         for k in range(N_AHEAD):
-            ahead = advance(parameters, ahead, embedded[:, k])
-            logits = ahead @ matrix.T + bias
-            likely = jnp.take_along_axis(logits, columns[:, k], axis=1)
-            is_known = shares[:, k].sum(axis=1)  # 0 where no likely token is among the candidates
-            mean_of_wanted = (shares[:, k] * likely).sum(axis=1)
-            losses = is_known * jax.nn.logsumexp(logits, axis=1) - mean_of_wanted
+            state = advance(parameters, state, inputs.embeddings[:, k])
+            logits = state @ inputs.output.T + inputs.bias  # [n, n_candidates]
+            top_logits = jnp.take_along_axis(logits, inputs.top_candidates[:, k], axis=1)
+            shares = inputs.top_probabilities[:, k]  # they add up to 1, or to 0 if none is known
+            mean_top_logit = (shares * top_logits).sum(axis=1)
+            losses = shares.sum(axis=1) * jax.nn.logsumexp(logits, axis=1) - mean_top_logit
             total += _FADING**k * losses.mean()
         return total
 
     directions, moments = _OPTIMIZER.update(jax.grad(loss)(parameters), moments)
-    return jax.tree.map(lambda old, step: old - rate * step, parameters, directions), moments
+    parameters = jax.tree.map(lambda old, change: old - rate * change, parameters, directions)
+    return parameters, moments
 
 
-def _weights(parameters: Parameters, trainer: _Trainer, model: LlamaModel) -> HeadWeights:
-    p = parameters
+def _weights(trainer: _HeadTrainer, model: LlamaModel) -> HeadWeights:
+    p = trainer.parameters
     return HeadWeights(
         target=model.name,
         n_embd=p["M"].shape[0],

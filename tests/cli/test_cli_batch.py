@@ -1,4 +1,4 @@
-"""`specgen batch` as a user meets it: each line is answered once, as `specgen run` would answer it."""
+"""`specgen batch`: each line is answered once, as `specgen run` would answer it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specgen.llama import model
 from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats.parsed_request import Kind, ParsedRequest
@@ -38,8 +39,9 @@ def options(models: Path, **names: str) -> list[str]:
 
 
 class Batch:
-    """Runs commands in this process with the tiny models; `answer` writes a file of lines first,
-    and then runs a batch, as does `again` with the same file.
+    """Runs commands in this process, with the tiny models.
+
+    `answer` writes a file of lines and runs a batch; `again` runs one with the same file.
     """
 
     def __init__(self, run: Specgen, models: Path, folder: Path) -> None:
@@ -115,11 +117,14 @@ def test_requests_in_openai_s_form(batch: Batch) -> None:
 
 
 def test_lines_that_begin_alike_share_the_cache(batch: Batch) -> None:
-    heads = [" ".join(["the cat is in the house"] * 10), " ".join(["a dog is on the mat"] * 10)]
-    batch.answer([f"{heads[n % 2]} number {n}" for n in range(6)], "-np", "1", "-n", "4")
+    beginnings = [
+        " ".join(["the cat is in the house"] * 10),
+        " ".join(["a dog is on the mat"] * 10),
+    ]
+    batch.answer([f"{beginnings[n % 2]} number {n}" for n in range(6)], "-np", "1", "-n", "4")
     found = [each["response"]["body"] for each in records(batch.out).values()]
     cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
-    # The first of each head reads it; the template's own beginning is in the cache then.
+    # The first line with each beginning prefills it; only the template's prefix is cached then.
     assert sorted(n > 50 for n in cached) == [False, False, True, True, True, True]
     assert list(records(batch.out)) == ["1", "3", "5", "2", "4", "6"]
     together = answers(batch.out)
@@ -128,7 +133,7 @@ def test_lines_that_begin_alike_share_the_cache(batch: Batch) -> None:
     assert answers(batch.out) == together
 
 
-def test_it_goes_on_with_what_is_missing(batch: Batch) -> None:
+def test_a_second_run_answers_only_missing_lines(batch: Batch) -> None:
     batch.answer(PROMPTS, "-np", "2")
     whole = batch.out.read_bytes().splitlines(keepends=True)
     batch.out.write_bytes(b"".join(whole[:3]) + whole[3][:100])
@@ -157,7 +162,7 @@ def test_results_of_other_settings_are_refused(batch: Batch) -> None:
     assert len(records(batch.out)) == 3
     mixed = batch.again(code=2)  # a later result that was allowed to be of other settings
     assert "temperature 0.5 (now as by default)" in mixed.err
-    # What drafts changes no answer, and is no other setting.
+    # The draft does not change the answers, so it is not one of the settings.
     batch.out.write_bytes(before)
     batch.answer(PROMPTS[:2], draft="none")
 
@@ -178,12 +183,12 @@ def test_lines_that_fail(batch: Batch) -> None:
     assert "2048" in found["3"]["error"]["message"]
     assert "there is no token 100000" in found["4"]["error"]["message"]
     assert all(text_of(found[name]) for name in "16")
-    # They are not asked for again, unless that is wanted.
+    # They are not answered again, unless --retry-errors asks for it.
     batch.again("-np", "2", code=12)
     assert records(batch.out) == found
 
 
-def test_a_line_that_a_bug_ends_ends_only_itself(
+def test_a_bug_in_one_line_does_not_affect_the_others(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_prompt = Prompting.prompt
@@ -206,7 +211,7 @@ def test_a_line_that_a_bug_ends_ends_only_itself(
     assert found["3"]["error"]["code"] == "bug"
 
 
-def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
+def test_numbers_as_ids_do_not_collide_and_equal_requests_have_different_ids(
     batch: Batch,
 ) -> None:
     same, blank, text = {"prompt": PROMPTS[0]}, "", f"  {PROMPTS[0]}\r"
@@ -220,7 +225,7 @@ def test_numbers_as_ids_do_not_collide_and_equal_requests_have_ids_of_their_own(
     assert len(set(answers(batch.out).values())) == 1
 
 
-def test_a_mended_line_is_answered_with_retry_errors(batch: Batch) -> None:
+def test_a_corrected_line_is_answered_with_retry_errors(batch: Batch) -> None:
     batch.answer([{"promt": "x"}, PROMPTS[1]], code=12)
     refused = batch.answer([{"prompt": "x"}, PROMPTS[1]], code=2)
     assert "--retry-errors" in refused.err
@@ -278,7 +283,7 @@ def child(chat_models: Path, source: Path, out: Path) -> subprocess.Popen[bytes]
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.usefixtures("tested_kernels")
-def test_a_signal_ends_it_and_finishes_nothing_half(
+def test_a_signal_ends_it_without_partial_results(
     chat_models: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     prompts = [f"{PROMPTS[index % 6]} {index}" for index in range(400)]
@@ -299,7 +304,7 @@ def test_a_signal_ends_it_and_finishes_nothing_half(
 
 
 @pytest.mark.usefixtures("tested_kernels")
-def test_two_do_not_write_to_one_file(batch: Batch, chat_models: Path) -> None:
+def test_two_processes_do_not_write_to_one_file(batch: Batch, chat_models: Path) -> None:
     write(batch.source, *(f"{PROMPTS[0]} {index}" for index in range(400)))
     process = child(chat_models, batch.source, batch.out)
     try:
@@ -315,8 +320,8 @@ def test_two_do_not_write_to_one_file(batch: Batch, chat_models: Path) -> None:
 def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
-    """As architectures whose sequences llama.cpp cannot compute together."""
-    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
+    """There are architectures whose sequences llama.cpp cannot compute together."""
+    monkeypatch.setattr(model, "ONE_SEQUENCE", frozenset({"llama"}))
     result = batch.answer(PROMPTS, "--parallel", "2", draft=draft, code=2)
     assert "target.gguf: llama.cpp computes several sequences of this architecture" in result.err
     assert "--parallel 1" in result.err

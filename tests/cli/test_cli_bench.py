@@ -1,4 +1,4 @@
-"""`specgen bench` on tiny models. What is quick is not tested here: only what is told."""
+"""`specgen bench` on tiny models: what it prints and writes, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bench(specgen: Specgen, tiny_models: Path, prompts: Path) -> Specgen:
 
 
 def notes(outcome: Result) -> list[str]:
-    """The lines on standard error, but for those about a busy machine."""
+    """The lines on standard error, without those about a busy machine."""
     lines = outcome.err.splitlines()
     return [
         line for line in lines if "machine's speed" not in line and "other programs" not in line
@@ -72,12 +72,13 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     bench: Specgen,
 ) -> None:
     outcome = bench("--draft", "draft", "--draft", "ngram", "--policy", "fixed")
-    # What is measured is said before, with what makes it shorter.
+    # A note says beforehand what is measured, and how to make it shorter.
     note, *gains = notes(outcome)
     assert [gain.split(": ")[1] for gain in gains] == ["draft.gguf", "ngram"]
     assert all(" without drafts" in gain and gain.endswith(" in 3 answers)") for gain in gains)
     assert note.startswith(
-        "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer prompts (-N 1)"
+        "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer "
+        "prompts (-N 1)"
     )
     found = rows(outcome)
     assert {len(row) for row in found} == {N_COLUMNS}
@@ -92,7 +93,7 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     assert float(by_name["draft.gguf"][9]) > 0.5
 
 
-def test_all_policies_temperatures_and_drafts_are_gone_through(bench: Specgen) -> None:
+def test_all_policies_temperatures_and_drafts_are_measured(bench: Specgen) -> None:
     outcome = bench(
         "--draft", "draft", "--draft", "ngram", "--policy", "fixed,threshold", "--policy", "cost",
         "--temp", "0", "--temp", "0.8", "-N", "1", "--json", "-",
@@ -112,7 +113,7 @@ def test_all_policies_temperatures_and_drafts_are_gone_through(bench: Specgen) -
     assert len(document["results"]) == 2 * len(told)
 
 
-def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
+def test_json_has_all_raw_measurements(bench: Specgen, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     outcome = bench("--draft", "draft", "--repeat", "2", "--logit-bias", "5-inf", "--json", file)
     assert len(rows(outcome)) == 6
@@ -120,8 +121,8 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
         file.read_text(encoding="utf-8"), parse_constant=pytest.fail
     )
     keys = (
-        "specgen date command machine llama_cpp kernels is_interrupted others_share contenders prompts figures "
-        "failures results"
+        "specgen date command machine llama_cpp kernels is_interrupted others_share contenders "
+        "prompts figures failures results"
     )
     assert " ".join(document) == keys
     assert document["is_interrupted"] is False
@@ -179,7 +180,9 @@ def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
 # --- what goes wrong
 
 
-def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_path: Path) -> None:
+def test_wrong_options_are_reported_before_anything_is_loaded(
+    bench: Specgen, tmp_path: Path
+) -> None:
     missing = tmp_path / "missing"
     for arguments, message in (
         (("--policy", "fast"), "--policy: 'fast' is not one of cost, threshold, fixed"),
@@ -213,7 +216,7 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_what_ends_early_costs_no_results(
+def test_an_early_end_keeps_the_results_so_far(
     bench: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_interrupted: bool
 ) -> None:
     from specgen.session.prompts.prompt import Prompts
@@ -223,7 +226,7 @@ def test_what_ends_early_costs_no_results(
     def prepare_and_stop(self: Prompts, *arguments: Any, **more: Any) -> Any:
         nonlocal n_prompts
         n_prompts += 1
-        if n_prompts == 2 + 4 and is_interrupted:  # behind the two of the warm-up
+        if n_prompts == 2 + 4 and is_interrupted:  # after the two of the warm-up
             os.kill(os.getpid(), signal.SIGINT)
         if n_prompts == 2 + 5:
             raise BackendError("plain decoding is broken")

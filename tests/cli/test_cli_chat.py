@@ -1,4 +1,4 @@
-"""`specgen chat` as a user meets it: in pipes, and at a terminal."""
+"""`specgen chat`, in pipes and at a terminal."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 
 from specgen.errors import BackendError
 from specgen.method.answer_loop import AnswerLoop
+from specgen.session import conversation
 from tests.helpers.cli import Result, Specgen, models_of, spawn
 from tests.helpers.common import ROOT, posix
 from tests.tiny import TinyConfig, write_tiny_model
@@ -115,8 +116,8 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     assert [each["n_drafted"] != 0 for each in found] == [True, False, False, True]
     assert "is on" in texts[3]
     assert "never asked" not in texts[3]
-    said = ("has 1 turn now", "has 0 turns now", "/undo", "of 2 turns", "in all: 3 answers")
-    assert [words for words in said if words not in result.err] == []
+    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "in all: 3 answers"):
+        assert words in result.err
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,9 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
         ("cat " * 3000, "the message, with the system message and files, has"),
     ],
 )
-def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, words: str) -> None:
+def test_an_invalid_line_is_reported_and_the_conversation_continues(
+    chat: Chat, line: str, words: str
+) -> None:
     plain = chat(lines="the cat\n", draft="none")
     result = chat(lines=f"{line}\nthe cat\n")
     assert result.out == plain.out
@@ -139,7 +142,7 @@ def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, 
     assert [words in error for error in errors] == [True]
 
 
-def test_what_is_no_conversation_at_all(chat: Chat, tmp_path: Path) -> None:
+def test_input_that_cannot_start_a_conversation_is_refused(chat: Chat, tmp_path: Path) -> None:
     assert "needs a chat template" in chat(target="plain", draft="none", lines="x\n").err
     bad = chat(lines=b"the cat\ncaf\xe9\nmore\n")
     assert bad.code == 3
@@ -150,7 +153,7 @@ def test_what_is_no_conversation_at_all(chat: Chat, tmp_path: Path) -> None:
     assert "cannot be read" in chat("--file", str(tmp_path / "no"), lines="x\n").err
 
 
-def test_what_has_no_room_goes_with_a_notice(chat: Chat) -> None:
+def test_turns_that_do_not_fit_the_context_are_left_out_with_a_notice(chat: Chat) -> None:
     lines = "".join(f"number {n} of the cat\n" for n in range(8))
     result = chat("--json", "-c", "256", "--system", "be brief", lines=lines)
     assert result.code == 0
@@ -163,21 +166,21 @@ def test_what_has_no_room_goes_with_a_notice(chat: Chat) -> None:
     assert len(events(result, "finished")) == 8
 
 
-def test_a_conversation_is_kept_and_goes_on_unless_its_file_fails(
+def test_a_conversation_is_kept_and_continued_unless_its_file_cannot_be_written(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = chat(lines="the cat\nis on\nthe mat\n")
     first = chat("--session", "zoo", lines="the cat\nis on\n")
     second = chat("--session", "zoo", lines="the mat\n")
     assert first.out + second.out == whole.out
-    assert "going on with a conversation of 2 turns" in second.err
+    assert "continuing a conversation of 2 turns" in second.err
 
     def full(_path: Path, _data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     before = kept("zoo")
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.session.conversation.replace_bytes", full)
+        patch.setattr(conversation, "replace_bytes", full)
         failed = chat("--session", "zoo", lines="is on\nthe mat\n")
     assert (failed.code, failed.out) == (10, "")
     assert "No space left" in failed.err
@@ -221,7 +224,7 @@ def test_thoughts_between_control_tokens_are_told_apart(
         assert "why" not in asked[1]
 
 
-def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
+def test_an_answer_that_fails_is_reported_and_the_conversation_continues(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = chat("--session", "kept", lines="the cat\n").out
@@ -244,7 +247,7 @@ def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
 
 
 def begun(models: Path, lines: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A conversation in a process of its own, that was given lines and may get more."""
+    """Start a conversation in its own process, and send it lines; more may follow."""
     process = spawn("chat", *options(models), "-q", *arguments, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(lines.encode())
@@ -253,7 +256,7 @@ def begun(models: Path, lines: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 @posix
-def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
+def test_a_kill_at_any_moment_loses_only_the_unfinished_answer(
     chat_models: Path, chat: Chat
 ) -> None:
     lines = [f"number {number}\n" for number in range(40)]
@@ -279,7 +282,7 @@ def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
 
 @posix
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_in_a_pipe_ends_it_with_what_there_is(
+def test_a_signal_in_a_pipe_ends_the_conversation_with_the_partial_answer(
     chat_models: Path, number: int, code: int
 ) -> None:
     process = begun(chat_models, "the cat\nmore\n", "-n", "1900", "--ignore-eos")
@@ -327,7 +330,7 @@ def kept(name: str) -> list[tuple[str, str | None]]:
 
 
 def wait_for(name: str, n: int) -> list[tuple[str, str | None]]:
-    """The turns of a conversation, when so many are answered."""
+    """Wait until `n` turns of a conversation are answered, and return its turns."""
     turns: list[tuple[str, str | None]] = []
     for _ in range(6000):
         with contextlib.suppress(FileNotFoundError):
@@ -345,7 +348,7 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
     answer = chat(lines="the cat\n", draft="none").out
     assert wait_for("typed", 1) == [("the cat", answer.removesuffix("\n"))]
     child.expect_exact(READY)
-    # A backslash goes on with another line; Ctrl-C clears what was typed.
+    # A backslash continues the message on another line; Ctrl-C clears what was typed.
     child.send("never\x03")
     child.send("is on\\\rthe mat\r")
     assert wait_for("typed", 2)[1][0] == "is on\nthe mat"
@@ -362,10 +365,10 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
     child.expect_exact("\x1b[?2004l", timeout=60)
     child.wait()
     assert child.exitstatus == 0
-    # Whoever goes on sees the last turns, with whom he talks, and where he is.
+    # A continued conversation begins with its last turns, the models and the context.
     shown = str(terminal("--session", "typed", quiet=False).before)
     assert [shown.count(f"> {line}") for line in ("the cat", "one", "is on")] == [0, 1, 1]
-    assert "target.gguf; draft.gguf drafts; " in shown
+    assert "target.gguf; draft: draft.gguf; " in shown
     assert " tokens of context" in shown
 
 

@@ -1,4 +1,4 @@
-"""`specgen draft find`, and what `specgen run` makes of what it found."""
+"""`specgen draft find`, and `specgen run` with the draft that it saved."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from specgen.measure.draft_trial import DraftFigures
+from specgen.models import hub_names
 from specgen.models.files import identity_of
 from specgen.session.saved_drafts import SavedDraft, save_draft, saved_draft
+from specgen.system import machine
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -31,7 +33,7 @@ def find(specgen: Specgen, tiny_models: Path) -> Specgen:
 
 
 def columns(result: Result) -> dict[str, list[str]]:
-    """The columns after the draft, by what drafts."""
+    """The columns after the first one, by draft."""
     assert result.code == 0, result.err
     headings, *rows = (line.split("\t") for line in result.out.splitlines())
     assert headings[:2] == ["draft", "speedup"]
@@ -65,8 +67,8 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     assert result.code == 0
     document: dict[str, Any] = json.loads(result.out)
     keys = (
-        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts threads drafts refused "
-        "advice others_share saved is_interrupted"
+        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts threads drafts "
+        "refused advice others_share saved is_interrupted"
     )
     assert " ".join(document) == keys
     assert document["target"] == str(tiny_models / "target.gguf")
@@ -86,26 +88,24 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     assert draft["n_answers"] == 2
 
 
-def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
+def test_named_models_on_this_disk_are_tried(
     find: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(columns(find())) == {"ngram", "none"}
-    monkeypatch.setattr(
-        "specgen.models.hub_names.locate", lambda _model: tiny_models / "draft.gguf"
-    )
+    monkeypatch.setattr(hub_names, "locate", lambda _model: tiny_models / "draft.gguf")
     assert set(columns(find())) == {"draft", "ngram", "none"}
-    # A saved one too, which only a faster one replaces.
+    # So is a saved one, which only a faster one replaces.
     target = identity_of(tiny_models / "target.gguf")
     save_draft(target, SavedDraft(tiny_models / "bad.gguf", speedup=1.25))
     assert set(columns(find())) == {"draft", "bad", "ngram", "none"}
-    # Whoever names files wants to know about these.
+    # Named files are compared with each other only.
     assert set(columns(find("bad"))) == {"bad", "ngram", "none"}
 
 
 # --- what cannot draft
 
 
-def test_what_cannot_draft_is_a_line_each_and_no_failure(
+def test_each_file_that_cannot_draft_is_one_line_and_not_a_failure(
     find: Specgen, tmp_path: Path, tiny_models: Path
 ) -> None:
     broken = tmp_path / "broken.gguf"
@@ -126,7 +126,7 @@ def test_what_cannot_draft_is_a_line_each_and_no_failure(
     assert set(columns(quiet)) == {"ngram", "none"}
 
 
-def test_what_is_named_and_missing_is_an_error_before_anything_is_measured(
+def test_a_named_file_that_is_missing_is_an_error_before_anything_is_measured(
     find: Specgen, tmp_path: Path
 ) -> None:
     for path in (tmp_path / "missing", tmp_path):
@@ -136,7 +136,7 @@ def test_what_is_named_and_missing_is_an_error_before_anything_is_measured(
 # --- what is kept
 
 
-def test_save_keeps_the_best_and_run_takes_it(
+def test_save_keeps_the_best_draft_for_run(
     find: Specgen, specgen: Specgen, tiny_models: Path
 ) -> None:
     target = identity_of(tiny_models / "target.gguf")
@@ -150,17 +150,17 @@ def test_save_keeps_the_best_and_run_takes_it(
     assert saved.speedup == pytest.approx(float(figures[0]), abs=0.006)
     assert saved.date is not None
     name = {"ngram": "n-grams"}.get(best, Path(best).name)
-    last = f"note: for target.gguf, `specgen run` without --draft now takes: {name}"
+    last = f"note: for target.gguf, `specgen run` without --draft now uses: {name}"
     assert result.err.splitlines()[-1] == last
 
 
 def test_a_busy_machine_saves_nothing(
     find: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
+    monkeypatch.setattr(machine, "share_of_others", lambda *_: 0.5)
     result = find("draft", "--save")
     assert result.code == 0
-    assert result.err.splitlines()[-1] == "note: nothing was saved, since the machine was busy"
+    assert result.err.splitlines()[-1] == "note: nothing was saved, because the machine was busy"
     assert saved_draft(identity_of(tiny_models / "target.gguf")) is None
 
 
@@ -173,7 +173,7 @@ def drafted_by(result: Result) -> str:
     return draft
 
 
-def test_run_takes_what_was_saved_and_says_so_unless_quiet(
+def test_run_uses_the_saved_draft_with_a_note_unless_quiet(
     specgen: Specgen, tiny_models: Path
 ) -> None:
     target = tiny_models / "target.gguf"
@@ -210,7 +210,7 @@ def test_a_saved_draft_that_cannot_draft_costs_a_note_and_not_the_answer(
     (note,) = result.err.splitlines()
     assert str(draft) in note
     assert "n-grams" in note
-    # What the user asks for himself is another matter.
+    # A draft that the user names is an error.
     assert run_without_a_draft(specgen, target, "--draft", str(draft)).code == 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -45,9 +46,7 @@ def cache() -> Path:
     return Path(os.environ["SPECGEN_CACHE"])
 
 
-def test_data_says_where_the_text_is_and_goes_on(
-    specgen: Specgen, target: Path, asked: Path
-) -> None:
+def test_data_prints_the_folder_and_resumes(specgen: Specgen, target: Path, asked: Path) -> None:
     identity = identity_of(target)
     first = specgen("draft", "data", "-m", target, "--prompts", asked, "--tokens", "200", *MACHINE)
     assert first.code == 0, first.err
@@ -69,9 +68,7 @@ MadeAndUsed = Callable[..., tuple[dict[str, Any], str]]
 
 @pytest.fixture
 def made_and_used(specgen: Specgen, asked: Path) -> MadeAndUsed:
-    """Makes a draft, which is compared with n-grams alone, and uses it; the report, and what was
-    noted.
-    """
+    """Makes a draft, compares it with n-grams, and uses it; returns the report and the notes."""
 
     def make(target: Path, file: Path, *options: str | Path) -> tuple[dict[str, Any], str]:
         own = ("draft", "make", "-m", target, "--prompts", asked, "--json", *MACHINE)
@@ -96,7 +93,7 @@ def test_make_makes_heads_compares_and_keeps_the_best(
     found, noted = made_and_used(target, path, "--kind", "heads", "--tokens", "3600")
     assert is_heads_file(path)
     assert read_heads(path).target == "t.gguf"
-    assert "the heads' guess is right for" in noted
+    assert "the heads guess " in noted
     assert found["n_prompts"] == 8
     kept = saved_draft(identity)
     assert kept is not None
@@ -123,10 +120,10 @@ def test_make_cuts_a_draft_out_of_the_target(made_and_used: MadeAndUsed, tmp_pat
     assert "of 5 layers left out" in noted
 
 
-def test_what_is_trained_needs_the_library_before_anything_is_loaded(
+def test_a_missing_training_library_is_reported_before_anything_is_loaded(
     specgen: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     for kind in ((), ("--kind", "heads"), ("--kind", "distilled")):
         result = specgen("draft", "make", "-m", tmp_path / "none.gguf", *kind)
         assert result.code == 2
@@ -149,13 +146,13 @@ def test_too_little_text_is_one_line(specgen: Specgen, target: Path, asked: Path
     assert "tokens to learn from; more time or more --prompts would give more" in loud.err
 
 
-def test_what_cannot_be_made_or_used_is_refused_before_a_text_is_written(
+def test_impossible_drafts_are_refused_before_any_text_is_written(
     specgen: Specgen, target: Path, asked: Path, tmp_path: Path
 ) -> None:
     mamba = write_tiny_model(tmp_path / "m.gguf", TinyConfig(architecture="mamba"))
     make = ("draft", "make", "--prompts", asked, "-q", *MACHINE, "-m")
     for command, code, words in (
-        ((*make, target, "--tokens", "1200", "--kind", "pruned"), 4, "it has 2 layers only"),
+        ((*make, target, "--tokens", "1200", "--kind", "pruned"), 4, "it has only 2 layers"),
         ((*make, target, "-md", target, "--kind", "heads"), 2, "goes with --kind distilled"),
         ((*make, mamba), 5, "recurrent state"),
         (("run", "-m", target, "--draft", "heads", "abc"), 2, f"make -m {target}` makes them"),

@@ -1,9 +1,10 @@
-"""What drafts, and how much, as a user asks for it: the answer is the same in every case."""
+"""Options for drafts at the command line: the answer is the same with all of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from specgen.llama import LlamaBackend, build
+from specgen.session import opening_notes, session
 from specgen.system.folders import cache_folder, measurements_file
 from tests.helpers.cli import Cli, Result, complaint, events_of
 from tests.tiny import TinyConfig, write_tiny_model
@@ -29,7 +31,7 @@ def plain(cli: Cli) -> str:
 
 
 def nodes_of(result: Result, plain: str) -> list[dict[str, Any]]:
-    """What was drafted for an answer that is what it should be."""
+    """Check that the answer is the plain one; return the nodes of its drafts."""
     events = events_of(result)
     assert events[-1]["text"] == plain.removesuffix("\n")
     assert not [event["message"] for event in events if "failed" in event.get("message", "")]
@@ -64,7 +66,7 @@ def test_every_policy_keeps_the_answer(cli: Cli, plain: str, policy: str, draft:
     "samplers",
     ["--top-k 0 --top-p 1 --min-p 0", "--xtc-probability 0.5 --repeat-penalty 1.2"],
 )
-def test_with_the_kernels_a_seed_has_the_text_of_plain_decoding(
+def test_with_kernels_a_seed_gives_the_text_of_plain_decoding(
     cli: Cli, samplers: str, draft: str
 ) -> None:
     """With the caches and the attention that users have by default."""
@@ -76,9 +78,7 @@ def test_with_the_kernels_a_seed_has_the_text_of_plain_decoding(
             assert cli.run(PROMPT, *given, *how, draft=draft).out == expected
 
 
-def test_costs_decide_unless_something_else_is_asked_for(
-    cli: Cli, plain: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_decide_by_default(cli: Cli, plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measures(*arguments: str) -> bool:
         measurements_file().unlink(missing_ok=True)
         result = cli.run(PROMPT, "--stats", *arguments)
@@ -103,7 +103,7 @@ REPETITIVE = ("--grammar", "root ::= [ab]{60}")
 
 
 @pytest.mark.parametrize("policy", ["cost", "threshold", "fixed"])
-def test_ngrams_draft_beside_a_model_where_they_are_asked_to(cli: Cli, policy: str) -> None:
+def test_ngrams_draft_together_with_a_model_on_request(cli: Cli, policy: str) -> None:
     plain = cli.run(PROMPT, *REPETITIVE, draft="none").out
     arguments = ("--json", "--policy", policy, *REPETITIVE)
     both = origins_of(cli.run(PROMPT, *arguments, "--ngrams"), plain)
@@ -120,7 +120,7 @@ def test_ngrams_draft_beside_a_model_where_they_are_asked_to(cli: Cli, policy: s
 
 @pytest.mark.parametrize("kind", ["text", "records", "folder"])
 def test_texts_are_looked_up(cli: Cli, tmp_path: Path, kind: str) -> None:
-    """What has the answer drafts it, whatever else drafts."""
+    """A text that contains the answer drafts it, with any other draft."""
     readable = ("--grammar", "root ::= [a-z ]{60}", "--json")
     events = events_of(cli.run(PROMPT, *readable, draft="ngram"))
     plain = events[-1]["text"]
@@ -132,12 +132,12 @@ def test_texts_are_looked_up(cli: Cli, tmp_path: Path, kind: str) -> None:
         result = cli.run(PROMPT, *readable, "--lookup-file", str(place), *more, draft=draft)
         assert "lookup" in origins_of(result, plain)
         assert events_of(result)[-1]["n_rounds"] < events[-1]["n_rounds"]
-    # What was made of the texts is kept, and not taken without being asked for.
+    # The index of the texts is kept, and only used on request.
     assert stored("lookup")
     assert "lookup" not in origins_of(cli.run(PROMPT, *readable, draft="ngram"), plain)
 
 
-def test_earlier_answers_draft_where_they_are_kept(cli: Cli, plain: str) -> None:
+def test_kept_answers_draft_later_ones(cli: Cli, plain: str) -> None:
     arguments = ("--json", "--lookup-store")
     assert origins_of(cli.run(PROMPT, "--json", draft="ngram"), plain) <= {"ngram"}
     assert not stored("texts"), "nothing is kept that nobody asked for"
@@ -147,7 +147,7 @@ def test_earlier_answers_draft_where_they_are_kept(cli: Cli, plain: str) -> None
     again = cli.run(PROMPT, *arguments, draft="ngram")
     assert "lookup" in origins_of(again, plain)
     assert events_of(again)[-1]["n_rounds"] < events_of(first)[-1]["n_rounds"]
-    # They are not read without being asked for, nor in another vocabulary.
+    # They are only used on request, and only with the same vocabulary.
     assert "lookup" not in origins_of(cli.run(PROMPT, "--json", draft="ngram"), plain)
     other = events_of(cli.run(PROMPT, *arguments, target="other", draft="ngram"))
     assert not [e for e in other if e["event"] == "drafted" and e["nodes"][0]["origin"] == "lookup"]
@@ -172,7 +172,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 @pytest.mark.parametrize("helper", ["bad", "ngram", "bad ngram"])
-def test_drafts_of_drafts_change_nothing_that_is_said(
+def test_drafts_for_drafts_do_not_change_the_answer(
     cli: Cli, plain: str, temperature: str, helper: str, decoded: set[str]
 ) -> None:
     sampling = ("--temp", temperature, "--seed", "5")
@@ -205,11 +205,11 @@ def test_drafts_of_drafts_change_nothing_that_is_said(
         (("draft", "other"), 5, "cannot draft for draft.gguf"),
     ],
 )
-def test_wrong_drafts_of_drafts_are_refused(
+def test_wrong_drafts_for_drafts_are_refused(
     cli: Cli, drafts: tuple[str, ...], code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if code == 5:  # another vocabulary is refused before a model is loaded
-        monkeypatch.setattr("specgen.session.session.LlamaModel", None)
+        monkeypatch.setattr(session, "LlamaModel", None)
     names = [cli.model(name) if name in ("draft", "bert", "other") else name for name in drafts]
     arguments = [part for name in names for part in ("--draft", name)]
     result = cli("-m", cli.model("target"), *arguments, PROMPT)
@@ -230,10 +230,10 @@ def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyP
     named = [line.split()[1] for line in notes(*given, draft="none")]
     assert named == ["--tree", "--draft-p-min", "--lookup-file"]
     assert notes(*given, draft="draft") == notes(draft="none") == []
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert [line.split()[1:3] for line in notes("-t", "3", draft="draft")] == [["-t", "3"]]
     built = dataclasses.replace(build(), gpu_offload=False)
-    monkeypatch.setattr("specgen.session.opening_notes.build", lambda: built)
+    monkeypatch.setattr(opening_notes, "build", lambda: built)
     assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]
     built = dataclasses.replace(built, gpu_offload=True)
     assert notes("-ngl", "9", draft="draft") == []
@@ -261,7 +261,7 @@ def test_a_shape_is_drafted_every_round(cli: Cli) -> None:
     found = drafts_of(cli, "--tree", "2,2,1")
     assert [node["parent"] for node in found[0]] == [-1, -1, 0, 0, 1, 1, 2, 3, 4, 5]
     assert len({node["token_id"] for node in found[0][:2]}) == 2
-    # The tokens that are left limit its levels, and not their width.
+    # The tokens that are left limit its depth, not its width.
     assert {len(nodes) for nodes in found} <= {10, 6, 2}
     walks = drafts_of(cli, "--tree", "4x3", "--verifier", "spectr", "--temp", "1")
     first = [[node["n_walks"] for node in nodes if node["parent"] == -1] for nodes in walks]
@@ -276,14 +276,12 @@ def test_a_shape_is_drafted_every_round(cli: Cli) -> None:
         (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, but --draft-max allows 5"),
     ],
 )
-def test_what_cannot_be_drafted_is_refused(
-    cli: Cli, arguments: tuple[str, ...], message: str
-) -> None:
+def test_impossible_shapes_are_refused(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
     assert message in complaint(cli.run(*arguments, PROMPT), 2)
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "translated", "staged"])
-def test_where_nothing_can_branch_chains_are_drafted_and_that_is_said(
+def test_drafts_that_cannot_branch_are_chains_with_a_note(
     cli: Cli, tmp_path: Path, tiny_models: Path, role: str
 ) -> None:
     recurrent = TinyConfig(logit_scale=6.0, architecture="mamba")

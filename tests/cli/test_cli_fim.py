@@ -1,6 +1,4 @@
-"""`specgen fim` as a user meets it: places in files, the middle alone on standard output, and in
-place.
-"""
+"""`specgen fim`: places in files, the middle on standard output, and editing in place."""
 
 from __future__ import annotations
 
@@ -16,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from specgen.cli import fim as fim_module
 from specgen.cli import output
 from specgen.method.cost_table import CostTable
+from specgen.session import calibration
 from tests.helpers.cli import Result, Specgen, complaint, ended, events_of, models_of
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
@@ -100,7 +100,7 @@ def test_the_middle_is_alone_on_standard_output_and_the_same_with_any_draft(
     assert Path("a.txt").read_text(encoding="utf-8") == TEXT
 
 
-def test_a_middle_ends_at_a_mark_that_is_no_end_of_text(fim: Fim) -> None:
+def test_a_middle_ends_at_a_mark_that_is_not_an_end_of_text(fim: Fim) -> None:
     write("a.txt")
     places = [f"a.txt:4:{column}" for column in range(1, 20)]
 
@@ -159,7 +159,7 @@ def test_in_place(fim: Fim, newline: str, bom: str) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["a.txt"]
 
 
-def test_a_file_that_somebody_else_changed_is_left_alone(
+def test_a_file_that_changed_meanwhile_is_left_alone(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change(*arguments: Any) -> object:
@@ -167,7 +167,7 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
         write("a.txt", "changed")
         return code
 
-    monkeypatch.setattr(sys.modules["specgen.cli.fim"], "show_answer", change)
+    monkeypatch.setattr(fim_module, "show_answer", change)
     write("a.txt")
     found = fim("a.txt:1", "--in-place")
     assert found.code == 10
@@ -176,11 +176,11 @@ def test_a_file_that_somebody_else_changed_is_left_alone(
     assert Path("a.txt").read_text(encoding="utf-8") == "changed"
 
 
-def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
+def test_a_long_text_is_shortened_to_a_few_seconds_of_prefill(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = CostTable({100: 1.0})
-    monkeypatch.setattr("specgen.session.calibration.target_costs", lambda *_: costs)
+    monkeypatch.setattr(calibration, "target_costs", lambda *_: costs)
     write("a.txt", TEXT * 40)
     found = fim("a.txt:80", "--json")
     assert events_of(found)[0]["n_prompt_tokens"] == 256
@@ -190,7 +190,7 @@ def test_a_long_text_is_read_as_far_as_a_few_seconds_suffice(
     assert "not read" not in whole.err
 
 
-def test_what_the_context_has_no_room_for(fim: Fim) -> None:
+def test_text_that_does_not_fit_the_context_is_left_out(fim: Fim) -> None:
     write("a.txt", TEXT * 30)
     write("b.txt", "a house")
     found = fim("a.txt:60", "-c", "200", "--context-file", "b.txt")
@@ -229,7 +229,7 @@ def test_bad_input(fim: Fim, arguments: tuple[str, ...], code: int, words: str) 
     assert words in complaint(fim(*arguments), code)
 
 
-def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
+def test_a_model_not_trained_for_gaps_is_refused_before_a_draft_is_chosen(
     models: Path, specgen: Specgen, tmp_path: Path
 ) -> None:
     (tmp_path / "x").write_text(TEXT)
@@ -238,7 +238,7 @@ def test_a_model_without_gaps_is_refused_before_a_draft_is_chosen(
     assert "plain.gguf has no tokens" in complaint(result, 2)
 
 
-def test_the_summary_never_follows_the_answer_in_its_line(models: Path, tmp_path: Path) -> None:
+def test_the_summary_is_never_on_the_line_of_the_answer(models: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text(TEXT)
     command = ("fim", f"{tmp_path / 'x'}:1", "-n", "4", "-m", models / "target.gguf", "-md", "none")
     both, alone = (

@@ -1,6 +1,4 @@
-"""Options, those of llama.cpp's programs that are typed out of habit, the help, and defaults in
-config.toml.
-"""
+"""Options, those of llama.cpp's programs, the help, and defaults in config.toml."""
 
 from __future__ import annotations
 
@@ -14,16 +12,27 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import specgen.cli.app
-from specgen.cli import flags
+from specgen.cli import app, flags
 from specgen.cli.app import command_line
-from specgen.cli.command import examples
+from specgen.cli.help_pages import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of
 
-DRAFTING = ["run", "chat", "fim", "batch", "serve", "verify", "tune", "bench"]
-DRAFTING += ["draft make", "draft learn"]
+#: Commands with a target and a draft.
+DRAFTING = [
+    "run",
+    "chat",
+    "fim",
+    "batch",
+    "serve",
+    "verify",
+    "tune",
+    "bench",
+    "draft make",
+    "draft learn",
+]
+#: Commands with a target alone.
 ALONE = ["doctor", "draft find", "draft data", "draft forget"]
 
 
@@ -36,16 +45,20 @@ ALONE = ["doctor", "draft find", "draft data", "draft forget"]
 )
 def test_every_command_takes_its_models_from_the_hub(command: str, option: str) -> None:
     arguments = [*command.split(), option, "nonsense"]
-    arguments += ["-m", "target.gguf"] if option in {"-hfd", "--hf-repo-draft"} else []
-    arguments += {"fim": ["a.py:1:1"], "batch": ["-", "-"]}.get(command, [])
-    result = CliRunner().invoke(specgen.cli.app.app, arguments)
+    if option in {"-hfd", "--hf-repo-draft"}:
+        arguments += ["-m", "target.gguf"]
+    if command == "fim":
+        arguments += ["a.py:1:1"]
+    if command == "batch":
+        arguments += ["-", "-"]
+    result = CliRunner().invoke(app.app, arguments)
     assert isinstance(result.exception, UsageError), result.output
     assert result.exception.message.startswith('"nonsense" does not name a model')
 
 
 def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
-    run = specgen.cli.app.command_line().commands["run"]
+    run = command_line().commands["run"]
 
     def read(*arguments: str) -> list[str]:
         return translated(run.context_class(run, info_name="run"), arguments)
@@ -69,12 +82,12 @@ def test_models_on_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
         ("--no-display-prompt", "--no-warmup", "--log-disable"),
     ],
 )
-def test_what_is_done_anyhow_is_left_out_with_one_note(cli: Cli, words: tuple[str, ...]) -> None:
+def test_options_for_defaults_are_ignored_with_one_note(cli: Cli, words: tuple[str, ...]) -> None:
     plain = cli.run("-n", "3", "--no-stats", "hi")
     habit = cli.run("-n", "3", "--no-stats", *words, "hi")
     assert (habit.code, habit.out) == (0, plain.out)
     names = ", ".join(word for word in words if word.startswith("-"))
-    assert habit.err == f"note: {names}: not needed, specgen does so anyhow\n"
+    assert habit.err == f"note: {names}: ignored, specgen does this by default\n"
     assert cli.run("-n", "3", "-q", *words, "hi").err == ""
 
 
@@ -87,18 +100,15 @@ def test_what_is_done_anyhow_is_left_out_with_one_note(cli: Cli, words: tuple[st
         (("--system-prompt", "Be brief."), ("--system", "Be brief.")),
     ],
 )
-def test_what_has_an_equal_is_that(
+def test_an_option_with_an_equal_is_replaced_by_it(
     cli: Cli, words: tuple[str, ...], equal: tuple[str, ...]
 ) -> None:
-    usual, habit, own = (
-        events_of(cli.run("-n", "20", "--policy", "fixed", "--json", *each, "x", target="chat"))
-        for each in ((), words, equal)
-    )
-
-    def settings(events: list[dict[str, Any]]) -> tuple[Any, ...]:
+    def answer(*options: str) -> tuple[Any, ...]:
+        settings = ("-n", "20", "--policy", "fixed", "--json")
+        events = events_of(cli.run(*settings, *options, "x", target="chat"))
         return events[0]["text"], events[-1]["text"], events[-1]["drafted_by_depth"]
 
-    assert settings(habit) == settings(own) != settings(usual)
+    assert answer(*words) == answer(*equal) != answer()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +126,7 @@ def test_what_has_an_equal_is_that(
         ("serve", ("--api-key", "x"), "--api-key-file"),
     ],
 )
-def test_the_rest_is_refused_with_what_to_use(
+def test_other_options_are_refused_with_what_to_use(
     specgen: Specgen, command: str, words: tuple[str, ...], said: str
 ) -> None:
     message = complaint(specgen(command, *words), 2)
@@ -142,6 +152,7 @@ def test_options_of_the_command_come_first(specgen: Specgen, tmp_path: Path) -> 
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield all commands, with the words that call them."""
     root: Any = group or command_line()
     for name, each in root.commands.items():
         if hasattr(each, "commands"):
@@ -167,16 +178,24 @@ def test_the_help_ends_with_examples_that_are_commands(
     assert own
     assert lines[-len(own) :] == own
     for example in own:
-        words = shlex.split(example.split("specgen ", 1)[1].rstrip(")"))
-        path = next(path for path in COMMANDS if words[: len(path.split())] == path.split())
-        context = COMMANDS[path].context_class(COMMANDS[path], info_name=path)
-        given = translated(context, words[len(path.split()) :])
-        COMMANDS[path].make_parser(context).parse_args(args=given)
+        check_arguments(example)
+
+
+def check_arguments(example: str) -> None:
+    """Check that the command of an example has all its options."""
+    words = shlex.split(example.split("specgen ", 1)[1].rstrip(")"))
+    path = next(path for path in COMMANDS if words[: len(path.split())] == path.split())
+    command = COMMANDS[path]
+    context = command.context_class(command, info_name=path)
+    given = translated(context, words[len(path.split()) :])
+    command.make_parser(context).parse_args(args=given)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_has_two_options_of_one_name(name: str) -> None:
-    names = [each for one in COMMANDS[name].params for each in (*one.opts, *one.secondary_opts)]
+    names: list[str] = []
+    for option in COMMANDS[name].params:
+        names += [*option.opts, *option.secondary_opts]
     assert sorted(set(names)) == sorted(names)
 
 
@@ -225,9 +244,7 @@ def test_a_misspelt_file_names_the_near_one(
 
 def test_the_list_of_commands_says_what_each_command_says() -> None:
     texts = {name: each.help or "" for name, each in command_line().commands.items()}
-    assert {
-        name: text.partition("\n")[0] for name, text in texts.items()
-    } == specgen.cli.app.COMMANDS
+    assert {name: text.partition("\n")[0] for name, text in texts.items()} == app.COMMANDS
 
 
 def test_names_of_models_and_pairs_are_completed() -> None:
@@ -245,13 +262,13 @@ def test_names_of_models_and_pairs_are_completed() -> None:
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of defaults, in a folder of its own."""
+    """Return the path of the file of defaults, in a folder of its own."""
     monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path))
     return tmp_path / "config.toml"
 
 
 def in_force(result: Result) -> dict[str, str]:
-    """The values that are not specgen's own defaults."""
+    """Return the values that are not specgen's own defaults."""
     assert result.code == 0, result.err
     lines = [line for line in result.out.splitlines() if not line.startswith("#")]
     return dict(line.split(" = ", 1) for line in lines)

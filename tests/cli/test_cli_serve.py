@@ -1,4 +1,4 @@
-"""`specgen serve` as a process: where it listens, how it ends, what it refuses."""
+"""`specgen serve` as a process: its address, its end, and the options it refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ models = folder_with(target=TARGET, draft=TARGET.draft(0.05))
 def started(
     models: Path, *arguments: str
 ) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """A server's process, and its address."""
+    """Start a server; return its process and address."""
     names = ("-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf"))
     return listening(*names, *arguments)
 
@@ -51,7 +51,7 @@ def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What a server had said when SIGTERM ended it."""
+    """End a server with SIGTERM; return what it wrote."""
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
     assert process.stderr is not None
@@ -60,7 +60,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 @contextlib.contextmanager
 def begun(url: str, **body: Any) -> Iterator[Iterator[str]]:
-    """The lines of a stream that has begun."""
+    """Return the lines of a stream that has begun."""
     asked = {"prompt": "x", "ignore_eos": True, "stream": True, **body}
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE_S) as response:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
@@ -69,7 +69,7 @@ def begun(url: str, **body: Any) -> Iterator[Iterator[str]]:
 
 
 def n_tokens(lines: Iterator[str]) -> int:
-    """The length of the answer of a stream, which ends as it should."""
+    """Check that a stream ends correctly; return the length of its answer."""
     *_, last, done = lines
     assert done == "data: [DONE]"
     n: int = json.loads(last.removeprefix("data: "))["timings"]["predicted_n"]
@@ -184,8 +184,8 @@ def test_without_the_extra(models: Path, specgen: Specgen, monkeypatch: pytest.M
 # --- several models -------------------------------------------------------------------------------
 
 
-def test_models_of_a_file_answer_as_alone(models: Path, specgen: Specgen) -> None:
-    """Paths are relative to the file, and an entry's options come before those of the command line."""
+def test_models_of_a_file_answer_as_if_alone(models: Path, specgen: Specgen) -> None:
+    """Paths are relative to the file, and an entry's options override the command line's."""
     file = models / "served.toml"
     file.write_text(
         """
@@ -223,7 +223,7 @@ def test_models_of_a_file_answer_as_alone(models: Path, specgen: Specgen) -> Non
 
 
 def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
-    """Each that can be a target or makes embeddings, without those that no model can be made of."""
+    """All that can be targets or make embeddings are served; other files are left out."""
     (tmp_path / "deeper").mkdir()
     for name in ("target.gguf", "deeper/target.gguf", "deeper/draft.gguf"):
         (tmp_path / name).symlink_to(models / Path(name).name)

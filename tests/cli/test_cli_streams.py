@@ -1,6 +1,4 @@
-"""The process of the command: standard streams that are closed, Ctrl-C at bad moments, and drafters
-that hang.
-"""
+"""The process of a command: closed streams, Ctrl-C at bad moments, and drafters that hang."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ main()
 
 
 def shell(command: str, models: Path) -> subprocess.CompletedProcess[bytes]:
-    """Run a command of a shell, in which ``specgen`` and ``$MODELS`` are known."""
+    """Run a command of a shell that knows ``specgen`` and ``$MODELS``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MODELS": str(models)}
     python = f'specgen() {{ "{sys.executable}" -m specgen "$@"; }}\n'
     return subprocess.run(
@@ -57,15 +55,13 @@ def test_closed_streams(tiny_models: Path) -> None:
     whole = shell(RUN, tiny_models)
     assert whole.returncode == 0
     assert whole.stdout
-    # Daemons and cron close what they do not need, and logs fill disks: that is no reason not to
-    # answer.
+    # Daemons and cron close what they do not need, and logs fill disks: the answer goes on.
     for closed in ("2>&-", "<&- 2>&-", "2>/dev/full"):
         done = shell(f"{RUN.replace('-q', '')} {closed}", tiny_models)
         assert (done.returncode, done.stdout, done.stderr) == (0, whole.stdout, b"")
-    for closed in (">&- <&-",):
-        done = shell(f"{RUN} {closed}", tiny_models)
-        assert done.returncode == 10
-        assert done.stderr == b"error: the output could not be written: standard output is closed\n"
+    done = shell(f"{RUN} >&- <&-", tiny_models)
+    assert done.returncode == 10
+    assert done.stderr == b"error: the output could not be written: standard output is closed\n"
     assert shell(f"{RUN} >&- 2>&-", tiny_models).returncode == 10
 
 
@@ -89,6 +85,19 @@ def test_what_is_read_from_a_closed_stream_is_empty(tiny_models: Path) -> None:
     assert done.stderr.startswith(b"error: the prompt is empty\n")
 
 
+def test_standard_input_that_does_not_end_is_awaited_with_a_note(tiny_models: Path) -> None:
+    target = str(tiny_models / "target.gguf")
+    options = ["-m", target, "-md", "none", "-t", "1", "-n", "5"]
+    with spawn("run", *options, "-", stdin=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert "waiting for the end of standard input" in process.stderr.readline()
+            process.communicate("why?", timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
 def test_ctrl_c_during_imports_is_quiet() -> None:
     done = ended(code=_INTERRUPTED_IMPORT)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -98,8 +107,7 @@ def test_ctrl_c_during_imports_is_quiet() -> None:
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "40", "-q")
-#: Hangs in its fourth draft, and says so again and again through the descriptor that is named
-#: first.
+#: Hangs in its fourth draft, and writes to the descriptor that is named first for as long.
 HANGS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
@@ -118,7 +126,7 @@ main()
 
 
 def interrupted_twice(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command whose drafter hangs."""
+    """Return exit code, standard output and standard error of a command whose drafter hangs."""
     reader, writer = os.pipe()
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "text": True, "pass_fds": [writer]}
     with spawn(str(writer), *arguments, code=HANGS, **streams) as process:
@@ -130,8 +138,8 @@ def interrupted_twice(arguments: Sequence[str]) -> tuple[int, str, str]:
         try:
             assert os.read(reader, 1) == b"."
             process.send_signal(signal.SIGINT)
-            os.read(reader, 2**16)  # from before
-            for _ in range(5):  # it goes on hanging
+            os.read(reader, 2**16)  # what was written before
+            for _ in range(5):  # it still hangs
                 assert os.read(reader, 1) == b"."
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)
@@ -147,7 +155,7 @@ def test_a_second_ctrl_c_ends_an_answer_whose_drafter_hangs(tiny_models: Path) -
     assert code == 130
     assert "Traceback" not in err
     plain = ended("run", *options, PROMPT, stdin=f"{PROMPT}\n").stdout
-    said = out.rstrip("\n\ufffd")
-    assert said
-    assert plain.startswith(said)
-    assert len(said) < len(plain) - 1
+    shown = out.rstrip("\n\ufffd")
+    assert shown
+    assert plain.startswith(shown)
+    assert len(shown) < len(plain) - 1

@@ -1,4 +1,4 @@
-"""`specgen tune` on tiny models. What is quick is not tested here: only what is told and kept."""
+"""`specgen tune` on tiny models: what it prints and keeps, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from specgen.measure import search
 from specgen.measure.draft_trial import try_draft
+from specgen.system import machine
 from specgen.system.folders import measurements_file
 from tests.helpers.cli import Result, Specgen, complaint, tiny_names
 
@@ -65,7 +67,7 @@ def test_in_a_pipe_the_table_is_the_output_and_the_sentences_are_notes(tune: Spe
 # --- what goes wrong
 
 
-def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path) -> None:
+def test_a_named_model_that_cannot_be_used_is_one_error(tune: Specgen, tmp_path: Path) -> None:
     bad, text = tmp_path / "bad.jsonl", tmp_path / "text.gguf"
     bad.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
     text.write_text("no model", encoding="utf-8")
@@ -87,7 +89,7 @@ def test_what_was_named_and_cannot_be_is_one_error(tune: Specgen, tmp_path: Path
     assert not measurements_file().exists()
 
 
-def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
+def test_results_are_shown_even_if_they_cannot_be_kept(
     tune: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -101,7 +103,7 @@ def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
+def test_ctrl_c_shows_the_results_so_far_and_keeps_nothing(
     tune: Specgen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_tries = 0
@@ -113,7 +115,7 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
             os.kill(os.getpid(), signal.SIGINT)
         return try_draft(*arguments, **named)
 
-    monkeypatch.setattr("specgen.measure.search.try_draft", try_and_stop)
+    monkeypatch.setattr(search, "try_draft", try_and_stop)
     result = tune("--draft", "draft", "--json")
     assert result.code == 130
     assert result.err.endswith("interrupted: not everything was measured, nothing was kept\n")
@@ -128,7 +130,7 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
 
 
 def measures(specgen: Specgen, models: Path, *more: str) -> bool:
-    """Whether a run measures the costs of drafting."""
+    """Return whether a run measures the costs of drafting."""
     own = ("-m", models / "target.gguf", "--draft", models / "draft.gguf", "-t", "1", "-fa", "off")
     options = ("-n", "8", "--draft-max", "4", "--policy", "cost", "--json", *more)
     result = specgen("run", *own, *options, PROMPT)
@@ -139,10 +141,10 @@ def test_nothing_is_kept_from_a_busy_machine(
     tune: Specgen, specgen: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("specgen.system.machine.share_of_others", lambda *_: 0.5)
+        patch.setattr(machine, "share_of_others", lambda *_: 0.5)
         result = tune("--draft", "draft")
     assert result.code == 0
     *_, busy, kept = notes(result)
     assert busy.startswith("other programs took 50% of the machine's cores meanwhile")
-    assert kept == "nothing was kept, since the machine was busy"
+    assert kept == "nothing was kept, because the machine was busy"
     assert measures(specgen, tiny_models)

@@ -1,4 +1,4 @@
-"""`specgen verify` as a user meets it: the report alone on stdout, and how it ends."""
+"""`specgen verify`: the report, which is alone on stdout, and the exit codes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
     for more in ((), ("--quiet",)):
         result = verify(*more)
         assert result.code == 0
-        # What takes most of the time is said before, and how to make it less.
+        # A note says beforehand what takes longest, and how to make it shorter.
         assert bool(more) == (result.err == "")
-        assert bool(more) != ("draws of a token come last" in result.err)
+        assert bool(more) != ("draws) runs last and takes longest" in result.err)
         assert "\x1b" not in result.out
         assert result.out.splitlines()[0] == "Lossless: no defect found."
         assert result.out.splitlines()[1].startswith("target.gguf with drafts from draft.gguf")
@@ -56,10 +56,11 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
 
 
 JSON_KEYS = {
-    "": "verdict target draft verifier draft_max sampler check greedy sampled skipped is_interrupted kernels "
-    "unequal_rows instead",
+    "": "verdict target draft verifier draft_max sampler check greedy sampled skipped "
+    "is_interrupted kernels unequal_rows instead",
     "greedy": "prompt way n_at_once n_tokens n_drafted n_accepted difference is_defect",
-    "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_drafted n_accepted level test is_defect",
+    "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_drafted n_accepted level test "
+    "is_defect",
     "test": "statistic p_value n_pooled n_cells",
 }
 
@@ -82,7 +83,7 @@ def test_json_has_the_documented_fields(verify: Verify) -> None:
     assert verify("--json", "--policy", "fixed").out == result.out, "the seed repeats it"
 
 
-def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> None:
+def test_the_default_policy_and_forced_drafts_are_both_checked(verify: Verify) -> None:
     result = verify("--json", "--policy", "cost")
     assert result.code == 0, result.out
     report = json.loads(result.out)
@@ -91,24 +92,25 @@ def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> N
     assert [each["n_at_once"] for each in greedy] == [1] * (2 + 2) + [3] * 3
     assert [each["prompt"] for each in greedy[:2]] == [each["prompt"] for each in greedy[2:4]]
     assert [place["way"] for place in sampled][-1] == "forced"
-    # What costs allow depends on the machine; what is forced does not.
+    # Costs depend on the machine; forced drafts do not.
     assert all(place["n_drafted"] > 0 for place in (*greedy[2:], sampled[-1]))
     assert all(place["level"] == pytest.approx(1e-4 / 2) for place in sampled)
     out = verify("--policy", "cost").out
     assert "as `specgen run` drafts: costs decide (--policy cost)" in out
     assert "with a draft in every round, whatever it costs; 3 answers at once" in out
-    # Where the user's own options say how much is drafted, there is one way to draft.
+    # Options that say how much is drafted leave one way to draft.
     for own in (("--policy", "threshold"), ("--policy", "cost", "--tree", "2,1")):
         report = json.loads(verify("--json", "--check", "greedy", *own).out)
         assert {each["way"] for each in report["greedy"]} == {own[1] if len(own) == 2 else "fixed"}
 
 
-def test_what_was_checked_instead_of_what_was_asked_for_comes_first(verify: Verify) -> None:
+def test_deviations_from_the_options_come_first(verify: Verify) -> None:
     own = ("--check", "greedy", "--tree", "2x3", "--verifier", "spectr")
     out = " ".join(verify(*own, draft="other").out.split())
     assert out.startswith(
-        "Lossless, but not all was checked that was asked for. drafts were chains, not trees of 2x3: what other.gguf "
-        "drafts is translated, a chain at a time they were matched, not judged by spectr: none was drawn at random"
+        "Lossless, but not all was checked that was asked for. drafts were chains, not trees of "
+        "2x3: what other.gguf drafts is translated, a chain at a time drafts were matched, not "
+        "judged by spectr: none of them was sampled"
     )
     assert verify(*own).out.splitlines()[0] == "Lossless: no defect found."
 
@@ -127,7 +129,7 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
     verify: Verify, monkeypatch: pytest.MonkeyPatch, bug: str, more: tuple[str, ...]
 ) -> None:
     plant(monkeypatch, bug)
-    # The bad draft: with one that is all but the target there is little to refuse.
+    # Almost all tokens of the good draft are accepted, so the bad one is used here.
     draft = "bad" if bug == "wrong-row" else "draft"
     result = verify(*more, "--draft-p-min", "0", draft=draft)
     assert result.code == 11, result.out
@@ -137,7 +139,7 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
     assert report["verdict"] == "defect"
 
 
-def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
+def test_without_drafts_nothing_is_proven(verify: Verify) -> None:
     result = verify("--ngram-min", "32", "--ngram-max", "32", draft="ngram")
     assert "so there was nothing to sample" in result.out
     first = "Nothing was drafted, so nothing was checked: greedy, several answers at once, sampled."

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from specgen.options import ContextOptions, GenerationOptions, SessionOptions
-from specgen.serve.batch.lines import Line, read_lines
+from specgen.serve.batch.lines import BatchLine, read_lines
 from specgen.serve.batch.on_ray import ActorJob
 from specgen.serve.batch.runner import Prompting
 from specgen.serve.formats.parsed_request import Defaults
@@ -26,7 +26,7 @@ SETTINGS = {"target": "t.gguf"}
 PATIENCE_S = 120.0
 
 
-def lines_of(*rows: str | bytes | Mapping[str, Any]) -> list[Line]:
+def lines_of(*rows: str | bytes | Mapping[str, Any]) -> list[BatchLine]:
     texts = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
     raw = b"\n".join(text.encode() if isinstance(text, str) else text for text in texts)
     return read_lines(raw, "in", Defaults(generation=GenerationOptions(max_tokens=20)))

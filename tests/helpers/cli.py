@@ -24,6 +24,8 @@ from tests.helpers.common import ROOT
 
 @dataclass(frozen=True)
 class Result:
+    """What came of a command: its exit code, standard output and standard error."""
+
     code: int
     out: str
     err: str
@@ -33,7 +35,7 @@ Specgen = Callable[..., Result]
 
 
 def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    """What runs the command line in this process."""
+    """Return a function that runs the command line in this process."""
 
     def run(*arguments: str | Path) -> Result:
         capsys.readouterr()
@@ -47,13 +49,16 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
 
 
 def tiny_names(folder: Path, arguments: Sequence[str | Path]) -> list[str | Path]:
-    """Arguments in which tiny models may be named without their folder."""
-    paths = [folder / f"{argument}.gguf" for argument in arguments]
-    return [p if p.exists() else a for p, a in zip(paths, arguments, strict=True)]
+    """Return arguments in which the names of tiny models are replaced by their paths."""
+    found = []
+    for argument in arguments:
+        path = folder / f"{argument}.gguf"
+        found.append(path if path.exists() else argument)
+    return found
 
 
 def models_of(folder: Path, target: str = "target", draft: str = "draft") -> list[str]:
-    """The options that name tiny models, or a word as the draft."""
+    """Return the options that name a tiny target, and a tiny draft or a word."""
     source = draft if draft in ("ngram", "none") else str(folder / f"{draft}.gguf")
     return ["-m", str(folder / f"{target}.gguf"), "-md", source]
 
@@ -64,20 +69,31 @@ def spawn(
     env: Mapping[str, str] = MappingProxyType({}),
     **choices: Any,
 ) -> subprocess.Popen[Any]:
-    """Start the command line in a process of its own, or a program of Python's. Unless `choices`
-    say otherwise, nothing is in its standard input, and all that it prints can be read.
+    """Start the command line in a process of its own.
+
+    Args:
+        arguments: Those of the command line.
+        code: A Python program to run instead of the command line.
+        env: More environment variables.
+        choices: Those of `subprocess.Popen`. By default nothing is in standard input, and the
+            other streams can be read.
     """
     start = ["-m", "specgen"] if code is None else ["-c", code]
-    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **env}
-    given = {"stdin": subprocess.DEVNULL, **streams, "cwd": ROOT, **choices}
-    return subprocess.Popen([sys.executable, *start, *map(str, arguments)], env=own, **given)
+    command = [sys.executable, *start, *map(str, arguments)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **env}
+    defaults: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "cwd": ROOT,
+    }
+    return subprocess.Popen(command, env=variables, **(defaults | choices))
 
 
 def ended(
     *arguments: str | Path, stdin: str = "", timeout_s: float = 120.0, **choices: Any
 ) -> subprocess.CompletedProcess[str]:
-    """What comes of such a process."""
+    """Run the command line in a process of its own, and return what came of it."""
     with spawn(*arguments, stdin=subprocess.PIPE, text=True, **choices) as process:
         try:
             out, err = process.communicate(stdin, timeout_s)
@@ -88,7 +104,7 @@ def ended(
 
 @contextlib.contextmanager
 def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A command in a process of its own, whose standard error is a terminal; and what reads that."""
+    """Yield a process of the command line whose standard error is a terminal, and its other end."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -103,23 +119,27 @@ def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[byt
 
 
 def rest_of(terminal: int) -> bytes:
-    """What comes from a terminal until the other end is gone."""
+    """Return what comes from a terminal until its other end is closed."""
     shown = b""
-    with contextlib.suppress(OSError):  # what a terminal says then
+    with contextlib.suppress(OSError):  # raised when it is closed
         while chunk := os.read(terminal, 65536):
             shown += chunk
     return shown
 
 
 class Cli:
-    """Runs the command line in this process."""
+    """Runs `specgen run` in this process, on tiny models."""
 
     def __init__(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: Path
     ) -> None:
-        self._capsys, self._monkeypatch, self.models = capsys, monkeypatch, models
+        self._capsys = capsys
+        self._monkeypatch = monkeypatch
+        #: The folder of the models.
+        self.models = models
 
     def __call__(self, *arguments: str, stdin: bytes | None = None) -> Result:
+        """Run the command with these arguments. Standard input is a terminal if None is given."""
         stream = io.TextIOWrapper(io.BytesIO(stdin or b""))
         if stdin is None:
             self._monkeypatch.setattr(stream, "isatty", lambda: True)
@@ -127,15 +147,17 @@ class Cli:
         return in_process(self._capsys)("run", *arguments)
 
     def model(self, name: str) -> str:
+        """Return the path of a tiny model."""
         return str(self.models / f"{name}.gguf")
 
     def run(self, *arguments: str, **names: str) -> Result:
+        """Run the command with a short answer, and the models of `models_of`."""
         own = ["-t", "1", "-n", "30", "-fa", "off"]
         return self(*models_of(self.models, **names), *own, *arguments)
 
 
 def events_of(result: Result) -> list[dict[str, Any]]:
-    """The events of a --json run, each of which conforms to the schema."""
+    """Return the events of a --json run, after checking them by the schema."""
     assert result.code == 0, result.err
     events = [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
     for event in events:
@@ -150,7 +172,7 @@ def _validator() -> Draft202012Validator:
 
 
 def complaint(result: Result, code: int) -> str:
-    """The error of a failed run: one line of what happened, at most one of what to do."""
+    """Return the error of a failed run: one line of what happened, at most one of what to do."""
     lines = result.err.splitlines()
     assert result.code == code, result.err
     assert result.out == ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
-from specgen.measure.exactness import GTest, g_test
+from specgen.measure.goodness_of_fit import GTest, g_test
 
 #: A total variation distance that has to be found with probability `POWER`, at the false-alarm
 #: level `LEVEL`.
@@ -72,7 +72,7 @@ def detectable_deviation(n_draws: int, level: float, power: float, n_cells: int)
 
 
 def p_value(counts: Counter[Cell], expected: dict[Cell, float]) -> float:
-    """The p-value of a G-test; see `specgen.measure.exactness.g_test`. Fails if there are too few
+    """The p-value of a G-test (`specgen.measure.goodness_of_fit`). Fails if there are too few
     draws to find what has to be found."""
     assert set(counts) <= set(expected), "something was drawn that the target never says"
     observed = np.array([counts[cell] for cell in expected], np.int64)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import IO, TypeAlias, cast
 
 import pyte
@@ -15,10 +16,21 @@ from wcwidth import wcwidth
 _Row: TypeAlias = "StaticDefaultDict[int, pyte.screens.Char]"
 
 
+@dataclass
+class _Line:
+    """A line of text, of one row or several that the terminal broke."""
+
+    cells: list[pyte.screens.Char] = field(default_factory=list)
+    #: The index of the cell under the cursor, if it is in this line.
+    cursor: int | None = None
+
+
 class _Screen(pyte.HistoryScreen):
-    """pyte's screen made stricter where it is kinder than terminals are, and able to do what
-    most of them can: show a sequence of code points as one character, and lay its rows out
-    anew when the window changes."""
+    """pyte's screen made stricter where it is kinder than terminals are.
+
+    It can also do what most terminals can: show a sequence of code points as one character, and
+    break its lines anew when the window changes.
+    """
 
     def __init__(self, columns: int, rows: int, *, joins_emoji: bool) -> None:
         self._joins_emoji = joins_emoji
@@ -27,13 +39,14 @@ class _Screen(pyte.HistoryScreen):
 
     def draw(self, data: str) -> None:
         for character in data:
+            width = wcwidth(character)
             before = self._cell_before()
-            if wcwidth(character) <= 0 or (self._joins_emoji and self._joins(before, character)):
-                self._attach(character)
+            if width <= 0 or (self._joins_emoji and self._joins(before, character)):
+                self._attach(before, character)
                 continue
-            if pyte.modes.DECAWM not in self.mode:
-                self.cursor.x = min(self.cursor.x, self.columns - wcwidth(character))
-            elif self.cursor.x + wcwidth(character) > self.columns:
+            if pyte.modes.DECAWM not in self.mode:  # long lines are not broken
+                self.cursor.x = min(self.cursor.x, self.columns - width)
+            elif self.cursor.x + width > self.columns:
                 _set_wrapped(self.buffer[self.cursor.y], wrapped=True)
                 self.cursor.x = self.columns
             super().draw(character)
@@ -50,70 +63,84 @@ class _Screen(pyte.HistoryScreen):
         super().erase_in_display(how, *args, **kwargs)
 
     def reflow(self, columns: int) -> None:
-        """Change the width as most terminals do: what was one line stays one line, and the
-        cursor stays on its character."""
+        """Change the width as most terminals do.
+
+        What was one line stays one line, and the cursor stays on its character.
+        """
+        # Leave out the empty rows after the last line and the cursor.
         cursor_row = len(self.history.top) + self.cursor.y
         rows = [*self.history.top, *(self.buffer[y] for y in range(self.lines))]
-        laid_out: list[_Row] = []
-        new_cursor = (0, 0)
         while rows and not rows[-1] and len(rows) - 1 > cursor_row:
             rows.pop()
-        line: list[pyte.screens.Char] = []
-        cursor_at: int | None = None
+
+        # Break each line anew.
+        new_rows: list[_Row] = []
+        cursor_x = 0
+        cursor_y = 0
+        for line in self._joined(rows, cursor_row):
+            if line.cursor is not None:
+                before = _split(line.cells[: line.cursor], columns, self.default_char)
+                n_cells = max(before[-1], default=-1) + 1
+                n_down, cursor_x = divmod(n_cells, columns)
+                cursor_y = len(new_rows) + len(before) - 1 + n_down
+            while line.cells and line.cells[-1] == self.default_char:
+                line.cells.pop()
+            new_rows += _split(line.cells, columns, self.default_char)
+
+        # Scroll so far that the last rows are in the window, and the cursor.
+        n_above = min(max(0, len(new_rows) - self.lines), cursor_y)
+        self.columns = columns
+        self.history.top.clear()
+        self.history.top.extend(new_rows[:n_above])
+        self.buffer.clear()
+        for y, row in enumerate(new_rows[n_above : n_above + self.lines]):
+            self.buffer[y] = row
+        self.cursor.x = cursor_x
+        self.cursor.y = cursor_y - n_above
+
+    def _joined(self, rows: Sequence[_Row], cursor_row: int) -> Iterator[_Line]:
+        """Yield lines, whose rows are joined."""
+        line = _Line()
         for index, row in enumerate(rows):
             if index == cursor_row:
-                cursor_at = len(line) + min(self.cursor.x, self.columns - 1)
+                line.cursor = len(line.cells) + min(self.cursor.x, self.columns - 1)
             width = self.columns if _wrapped(row) else max(row, default=-1) + 1
-            line += [row[x] for x in range(width)]
-            if _wrapped(row):
-                continue
-            if cursor_at is not None:
-                before = _split(line[:cursor_at], columns, self.default_char)
-                down, x = divmod(max(before[-1], default=-1) + 1, columns)
-                new_cursor = (len(laid_out) + len(before) - 1 + down, x)
-                cursor_at = None
-            while line and line[-1] == self.default_char:
-                line.pop()
-            laid_out += _split(line, columns, self.default_char)
-            line = []
-        self.columns = columns
-        n_above = max(0, len(laid_out) - self.lines)
-        n_above = min(n_above, new_cursor[0])
-        self.history.top.clear()
-        self.history.top.extend(laid_out[:n_above])
-        self.buffer.clear()
-        for y, row in enumerate(laid_out[n_above : n_above + self.lines]):
-            self.buffer[y] = row
-        self.cursor.y, self.cursor.x = new_cursor[0] - n_above, new_cursor[1]
+            line.cells += [row[x] for x in range(width)]
+            if not _wrapped(row):
+                yield line
+                line = _Line()
 
     def _leave_margin(self) -> None:
         """After a character in the last column the cursor is still on it; erasing hits it."""
         self.cursor.x = min(self.cursor.x, self.columns - 1)
 
     def _cell_before(self) -> tuple[int, int] | None:
-        x, y = self.cursor.x - 1, self.cursor.y
+        """Return the column and the row of the character before the cursor."""
+        x = self.cursor.x - 1
+        y = self.cursor.y
         while x > 0 and self.buffer[y][x].data == "":
             x -= 1
         return (x, y) if x >= 0 else None
 
-    def _attach(self, character: str) -> None:
-        before = self._cell_before()
+    def _attach(self, before: tuple[int, int] | None, character: str) -> None:
+        """Add a character to the one in the cell before it."""
         if before is not None:
             x, y = before
             cell = self.buffer[y][x]
             self.buffer[y][x] = cell._replace(data=cell.data + character)
 
     def _joins(self, before: tuple[int, int] | None, character: str) -> bool:
+        """Return whether an emoji and a character are shown as one."""
         if before is None:
             return False
         text = self.buffer[before[1]][before[0]].data
-        flag = _is_flag_letter(character) and len(text) == 1 and _is_flag_letter(text)
-        tone = 0x1F3FB <= ord(character) <= 0x1F3FF
-        return text.endswith("\u200d") or flag or tone
+        is_flag = _is_flag_letter(character) and len(text) == 1 and _is_flag_letter(text)
+        is_skin_tone = 0x1F3FB <= ord(character) <= 0x1F3FF
+        return text.endswith("\u200d") or is_flag or is_skin_tone
 
 
 class Terminal(io.TextIOBase):
-    """A window of a terminal. Write to it as to stdout; look at it with the methods."""
+    """A window of a terminal. Write to it as to standard output; see it by the methods."""
 
     encoding = "utf-8"
 
@@ -171,6 +198,7 @@ class Terminal(io.TextIOBase):
 
     @property
     def cursor_hidden(self) -> bool:
+        """Whether the cursor is not shown."""
         return bool(self.screen.cursor.hidden)
 
     def struck(self) -> str:
@@ -194,8 +222,10 @@ class Terminal(io.TextIOBase):
 
 
 def letters(text: str) -> str:
-    """Text without what wrapping and terminals may change: spaces, invisible signs, and what
-    is no character (yet)."""
+    """Return a text without what wrapping and terminals may change.
+
+    That is spaces, invisible signs, and code points that are not (yet) characters.
+    """
     return "".join(
         character
         for character in text
@@ -225,12 +255,13 @@ def _is_flag_letter(character: str) -> bool:
 def _split(
     line: Sequence[pyte.screens.Char], columns: int, default: pyte.screens.Char
 ) -> list[_Row]:
-    """One line of cells as rows; wide characters (a cell and an empty one) stay whole."""
+    """Break a line into rows, but no wide character, which is a cell and an empty one."""
     rows: list[_Row] = [StaticDefaultDict(default)]
     x = 0
     for index, cell in enumerate(line):
-        wide = index + 1 < len(line) and line[index + 1].data == ""
-        if x + 1 + wide > columns and cell.data != "":
+        is_wide = index + 1 < len(line) and line[index + 1].data == ""
+        width = 2 if is_wide else 1
+        if x + width > columns and cell.data != "":
             _set_wrapped(rows[-1], wrapped=True)
             rows.append(StaticDefaultDict(default))
             x = 0

@@ -17,7 +17,7 @@ import pytest
 
 from specgen.options import DraftOptions, DraftSource, SamplerOptions
 from specgen.serve.server.app import Server
-from specgen.serve.server.http import DrainingServer
+from specgen.serve.server.draining_server import DrainingServer
 from specgen.serve.server.jobs import OpenedModel
 from specgen.serve.server.model_pool import ModelEntry, ModelPool
 from specgen.serve.server.options import Limits, ServerOptions, bound_socket, url_of
@@ -132,7 +132,7 @@ def tiny_server(
     n_ctx: int = N_CTX,
     **config: Any,
 ) -> Iterator[Running]:
-    """Run a server with a tiny model and a draft that differs from it by `draft` (None: n-grams)."""
+    """Run a server with a tiny model and a draft that differs by `draft` (None: n-grams)."""
     made = TinyConfig(**{"logit_scale": 6.0, "unprintable_scale": 0.0, **config})
     target = write_tiny_model(folder / "target.gguf", made)
     source: DraftSource = "ngram"

@@ -179,9 +179,10 @@ def test_a_build_that_does_not_decode_exits_with_9(
 def test_a_model_that_is_not_there_is_named_and_not_fetched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from specgen.models import hub_names
     from specgen.models.registry import load_registry
 
-    monkeypatch.setattr("specgen.models.hub_names.locate", lambda _model: None)
+    monkeypatch.setattr(hub_names, "locate", lambda _model: None)
     known = next(iter(load_registry().models))
     for model, code, hint in (
         ("no-such-model", 6, "specgen models"),

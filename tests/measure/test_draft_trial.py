@@ -10,7 +10,7 @@ import pytest
 from specgen.measure.draft_trial import (
     Baseline,
     Replay,
-    TargetAnswer,
+    TrialAnswer,
     agreeing_path,
     replay,
     summarise,
@@ -36,7 +36,7 @@ BASELINE = Baseline((), (), 256, {rows: 8.0 + 2.0 * rows for rows in (1, 2, 3, 5
 
 
 def replayed(setup: Setup, clock: Callable[[], float] | None = None) -> Replay:
-    answer = TargetAnswer("", plain_answer(setup))
+    answer = TrialAnswer("", plain_answer(setup))
     generation = setup.generation()
     result = replay(generation, answer, BASELINE, clock or Clock())
     assert tuple(generation.tokens[generation.n_prompt :]) == answer.tokens

@@ -23,13 +23,13 @@ from specgen.measure.exactness import (
     N_AT_ONCE,
     Difference,
     GreedyResult,
-    GTest,
     SampledResult,
     VerifyReport,
     check_greedy,
     check_sampled,
     movement,
 )
+from specgen.measure.goodness_of_fit import GTest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Branches, Draft, keep_path
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions

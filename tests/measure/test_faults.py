@@ -62,7 +62,7 @@ def run(
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> dict[str, str]:
-    """Folders that this process's children may not write to; skipped where they may all the same."""
+    """Folders that this process's children may not write to; skipped if they may all the same."""
     if sys.platform != "linux":
         pytest.skip("rights are dropped as on Linux")
     folders = {}

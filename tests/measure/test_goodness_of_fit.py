@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from specgen.measure.exactness import MIN_EXPECTED, chi_square_tail, g_test
+from specgen.measure.goodness_of_fit import MIN_EXPECTED, chi_square_tail, g_test
 from specgen.system.arrays import ProbArray
 from tests.helpers.goodness_of_fit import detectable_deviation, fits_of
 

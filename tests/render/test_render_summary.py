@@ -43,7 +43,7 @@ def test_what_it_says() -> None:
 
 def test_what_was_not_read_again_and_why_little_was_drafted() -> None:
     event = finished(n_prompt_tokens=4056, n_cached_tokens=4000)
-    said = "4056 tokens, 4000 of them not read again, first token after 500 ms"
+    said = "4056 tokens, 4000 of them cached, first token after 500 ms"
     assert items(event)["prompt"] == said
     found = ReasonCount("nothing_found", "nothing found", 20)
     cost = ReasonCount("cost", "a row costs 0.7 of a token", 14)
@@ -141,7 +141,7 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
             "; before it loading 400 ms, loading and packing 8.00 s",
         ),
         ({"between": (2.4, 3.4), "others_share": 0.4}, "since the machine was busy"),
-        ({"others_share": 0.4}, "; what drafts saved is not known, since the machine was busy"),
+        ({"others_share": 0.4}, "; the speed-up is not known, since the machine was busy"),
     ],
 )
 def test_the_first_line_is_plain_words(changes: dict[str, Any], said: str) -> None:

@@ -16,6 +16,7 @@ from llama_cpp import Llama
 
 from specgen.errors import PairError, UsageError
 from specgen.options import DraftOptions, TreeShape
+from specgen.serve.adapters import llama_cpp as adapter
 from specgen.serve.adapters.llama_cpp import SpecgenDraft
 from specgen.system.folders import measurements_file
 from tests.helpers.sessions import folder_with
@@ -97,7 +98,7 @@ def check_texts(
 def test_texts_are_those_without_a_draft(
     models: Path, draft: str, drafting: DraftOptions, sampling: dict[str, Any]
 ) -> None:
-    """One prompt after another, some with a beginning in common, one empty, one of several batches."""
+    """Several prompts, some with a common prefix, one empty, one of several batches."""
     n_drafted, rate = check_texts(models, draft, drafting, **sampling)
     assert n_drafted > 40
     assert rate > (0.0 if sampling else 0.05 if draft == "ngram" else 0.5)
@@ -106,7 +107,7 @@ def test_texts_are_those_without_a_draft(
 def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_texts(models, "good", DraftOptions())
     assert '"costs"' in measurements_file().read_text(encoding="utf-8")
-    monkeypatch.setattr("specgen.serve.adapters.llama_cpp.calibrate", None)
+    monkeypatch.setattr(adapter, "calibrate", None)
     check_texts(models, "good", DraftOptions())
 
 

@@ -1,10 +1,12 @@
-"""The plugin of `llm`, by the real `llm`: its command line and its Python interface."""
+"""The plugin for `llm` in docs/examples, with the real `llm`: command line and Python interface."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,27 +14,26 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import llm
-import llm.plugins
 import pytest
 from click.testing import CliRunner, Result
+
+# Not the plugins that happen to be installed; `llm` reads this when it is imported.
+os.environ.setdefault("LLM_LOAD_PLUGINS", "")
+
+import llm
+import llm.plugins
 from llm.cli import cli as llm_cli
 
 import specgen
 from specgen.models.registry import load_registry
 from specgen.options import DraftOptions, SamplerOptions
-from specgen.serve.adapters.llm import AnswerError
 from specgen.session.prompts.template import Message
 from specgen.system.folders import measurements_file
 from tests.helpers.cli import ended
 from tests.helpers.common import ROOT
 from tests.helpers.fetch import small_model, store, write_registry
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+EXAMPLE = ROOT / "docs" / "examples" / "llm-specgen"
 PROMPT = "the cat is in the"
 N = 16
 YES = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
@@ -42,16 +43,16 @@ Ask = Callable[..., Result]
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """The module that the package's entry point names, registered with `llm`; nothing is loaded.
-    Drafts are of a fixed length: what costs decide depends on the machine."""
+    """The plugin's module, registered with `llm`; nothing is loaded. Drafts are of a fixed length:
+    what costs decide depends on the machine.
+    """
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "llm"))
     drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
     monkeypatch.setattr(specgen, "load", functools.partial(specgen.load, drafting=drafting))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module = importlib.import_module(project["entry-points"]["llm"]["specgen"])
+    monkeypatch.syspath_prepend(EXAMPLE)
+    module: Any = importlib.import_module("llm_specgen")
     module.tell_once.cache_clear()
-    llm.plugins.load_plugins()  # type: ignore[no-untyped-call]
-    if not llm.plugins.pm.is_registered(module):  # it is if this package was installed since
+    if not llm.plugins.pm.is_registered(module):
         llm.plugins.pm.register(module)
     yield module
     while module.loaded_models:
@@ -159,7 +160,7 @@ def test_a_conversation_goes_on(plugin: Any, chat_models: Path, expected: specge
     options["target"] = str(chat_models / "plain.gguf")
     conversation = llm.get_model("specgen").conversation()
     assert conversation.prompt(PROMPT, **options).text()
-    with pytest.raises(AnswerError, match="a conversation needs a chat template"):
+    with pytest.raises(plugin.AnswerError, match="a conversation needs a chat template"):
         conversation.prompt("and then?", **options).text()
 
 
@@ -191,21 +192,27 @@ def test_a_model_is_loaded_once(
     assert loaded.engine.is_idle
 
 
-def test_a_process_ends_cleanly_and_keeps_what_was_learnt(
+def test_installed_it_ends_cleanly_and_keeps_what_was_learnt(
     chat_models: Path, tmp_path: Path
 ) -> None:
+    packages = tmp_path / "packages"
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    subprocess.run([sys.executable, *install, "--target", packages, EXAMPLE], check=True)
     code = (
-        "import sys, llm.plugins, specgen.serve.adapters.llm as plugin\n"
+        "import sys, llm.plugins\n"
         "llm.plugins.load_plugins()\n"
-        "if not llm.plugins.pm.is_registered(plugin):\n"
-        "    llm.plugins.pm.register(plugin)\n"
+        "assert 'llm_specgen' in sys.modules\n"
         "heavy = {'llama_cpp', 'huggingface_hub', 'jinja2', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "from llm.cli import cli\n"
         "cli()\n"
     )
-    own = {"LLM_USER_PATH": str(tmp_path)}
-    done = ended(PROMPT, *of_files(chat_models), code=code, env=own)
+    environment = {
+        "LLM_USER_PATH": str(tmp_path),
+        "LLM_LOAD_PLUGINS": "llm-specgen",
+        "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)]),
+    }
+    done = ended(PROMPT, *of_files(chat_models), code=code, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout) > 4
     assert measurements_file().exists()

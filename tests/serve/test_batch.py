@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,9 @@ import pytest
 from specgen.errors import BackendError, ModelFileError, OutputError, SpecgenError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.tables import batch_summary
-from specgen.serve.batch.lines import OWN, Line, LineError, continued, read_results
-from specgen.serve.batch.on_ray import ActorJob, Cluster, RayBatch, connected, place
-from specgen.serve.batch.runner import Batch, Tally
+from specgen.serve.batch.lines import OWN, BatchLine, LineError, continued, read_results
+from specgen.serve.batch.on_ray import ActorJob, Cluster, Placement, RayBatch, connected, place
+from specgen.serve.batch.runner import BatchRun, BatchStats
 from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.system.files import to_line
 from tests.helpers.batch import (
@@ -37,7 +38,7 @@ from tests.helpers.cli import Specgen
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
 
 
-def request_of(line: Line) -> ParsedRequest:
+def request_of(line: BatchLine) -> ParsedRequest:
     assert isinstance(line.request, ParsedRequest), line.request
     return line.request
 
@@ -117,26 +118,26 @@ class TestResults:
         self, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         append(out, record("a"))
-        before, write = out.read_bytes(), __import__("os").write
+        before, write = out.read_bytes(), os.write
 
         def half(descriptor: int, data: bytes) -> int:
             if len(data) < 20:
                 raise OSError(28, "No space left on device")
             return int(write(descriptor, data[: len(data) // 2]))
 
-        monkeypatch.setattr("specgen.system.files.os.write", half)
+        monkeypatch.setattr(os, "write", half)
         with pytest.raises(OutputError, match="No space left"):
             append(out, record("b"))
         assert out.read_bytes() == before
 
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
-    tally = Tally(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
+    stats = BatchStats(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
     told = "2 answers of 100 tokens, 5 s: 20.0 tokens/s, 4 at once"
-    assert batch_summary(tally, 5.0, "4 at once") == told
-    tally.n_drafted, tally.n_accepted, tally.n_cached_tokens = 50, 20, 10
+    assert batch_summary(stats, 5.0, "4 at once") == told
+    stats.n_drafted, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
-    assert batch_summary(tally, 5.0, "4 at once") == told
+    assert batch_summary(stats, 5.0, "4 at once") == told
 
 
 # --- Ray
@@ -158,7 +159,7 @@ def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
 def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
     nodes: Any, asked: Any, found: tuple[int, float, float]
 ) -> None:
-    assert place(nodes, *asked) == found
+    assert place(nodes, *asked) == Placement(*found)
 
 
 def test_what_no_node_has_is_told() -> None:
@@ -225,10 +226,10 @@ class FakeActor:
         assert options == {"num_returns": "streaming"}
         return self
 
-    def remote(self, lines: Sequence[Line] | None = None) -> Any:
+    def remote(self, lines: Sequence[BatchLine] | None = None) -> Any:
         return partial(self._actor.ready) if lines is None else self._stream(lines)
 
-    def _stream(self, lines: Sequence[Line]) -> Iterator[Any]:
+    def _stream(self, lines: Sequence[BatchLine]) -> Iterator[Any]:
         self._ray.portions.append([line.custom_id for line in lines])
         for said in self._actor.answer(pickle.loads(pickle.dumps(lines))):
             sys.stdout.write("chatter\n")
@@ -241,7 +242,7 @@ class FakeActor:
 def run(
     ray: FakeRay,
     job: ActorJob,
-    lines: Sequence[Line],
+    lines: Sequence[BatchLine],
     interrupted: Callable[[Collected], bool] = lambda _results: False,
     *,
     patience_s: float = PATIENCE_S,
@@ -267,7 +268,9 @@ def test_actors_answer_as_a_batch_does(target: Path) -> None:
     ]
     lines, plain, ray = lines_of(*rows), Collected(), FakeRay()
     with open_tiny(target) as session:
-        here = Batch(session, PROMPTING, plain.write, SETTINGS, parallel=2, wall_clock=lambda: 0.0)
+        here = BatchRun(
+            session, PROMPTING, plain.write, SETTINGS, parallel=2, wall_clock=lambda: 0.0
+        )
         for _ in here.run(lines):
             pass
     batch, results = run(ray, actor_job(target), lines)
@@ -278,8 +281,8 @@ def test_actors_answer_as_a_batch_does(target: Path) -> None:
         if record["error"] is None:
             assert results.text(name) == plain.text(name)
     for name in ("n_lines", "n_answers", "n_errors", "n_tokens", "n_prompt_tokens"):
-        assert getattr(batch.tally, name) == getattr(here.tally, name)
-    assert batch.tally.n_drafted > 0
+        assert getattr(batch.stats, name) == getattr(here.stats, name)
+    assert batch.stats.n_drafted > 0
     assert (batch.n_actors, batch.where) == (2, "2 Ray actors")
     assert len(ray.portions) > 4  # so that a fast actor gets more
     assert {name for portion in ray.portions for name in portion} == results.records.keys()

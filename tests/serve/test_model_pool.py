@@ -51,7 +51,7 @@ class Served(Pooled):
         # An answer that is told counts as open for a moment more.
         wait_until(lambda: self.pool.n_open == 0, "the end of the first answer")
         body = {"model": model, "prompt": "x", "stream": True}
-        served = self.pool.places[model].served
+        served = self.pool.models[model].model
         assert isinstance(served, ServedModel)
         with (
             served.engine.stepping,

@@ -267,12 +267,10 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
         assert _is_closed(kept)
 
 
-def test_a_request_is_refused_if_all_connections_are_being_answered(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specgen.serve.server.http.N_CONNECTIONS", 3)
+def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:
+    options = ServerOptions(port=0, limits=Limits(n_connections=3))
     with (
-        running(session_of(model)) as server,
+        running(session_of(model), options) as server,
         contextlib.ExitStack() as stack,
         server.standing_still(),
     ):

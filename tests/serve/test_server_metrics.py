@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +71,6 @@ def test_a_long_prompt_is_seen_to_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     """By a slot's count, by the metrics, by notes of the server, and in the stream: something comes
     at once.
     """
-    monkeypatch.setattr("specgen.serve.server.http.FIRST_COMMENT_S", 0.0)
     notes, seen = list[str](), list[tuple[int, float]]()
     target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(n_ctx_train=4096))
     with running(session_of(target), n_ctx=4096, note=notes.append) as server:
@@ -85,8 +85,12 @@ def test_a_long_prompt_is_seen_to_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(server.engine, "step", watched)
         prompt = " ".join(map(str, range(600)))
         asked = {"prompt": prompt, "max_tokens": 2, "stream": True}
-        with server.http.stream("POST", "/v1/completions", json=asked) as response:
-            first, *_, last = filter(None, response.iter_lines())
+        with contextlib.ExitStack() as stack:
+            with server.standing_still():
+                answering = server.http.stream("POST", "/v1/completions", json=asked)
+                lines = stack.enter_context(answering).iter_lines()
+                first = next(lines)
+            *_, last = filter(None, lines)
         n_prompt = server.post("/tokenize", content=prompt).json()["tokens"]
     assert (first, last) == (": waiting", "data: [DONE]")
     n_read = [n for n, _ in seen if n]

@@ -220,7 +220,9 @@ def test_paths_without_a_version_and_with_a_slash(server: Running) -> None:
 
 
 def test_variables_and_earlier_reasoning_reach_the_template(tmp_path: Path) -> None:
-    template = """{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"""
+    template = (
+        "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}|{% endfor %}{{ mood }}"
+    )
     turns = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "why"},

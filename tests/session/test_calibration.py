@@ -15,7 +15,7 @@ import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
-from specgen.measure.search import measure_threads
+from specgen.measure.threads import measure_threads
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.calibration import (

@@ -405,9 +405,9 @@ def test_the_command_line_shows_and_clears_the_store(models: Path, specgen: Spec
     second = specgen(*command, SYSTEM)
     assert "tokens were loaded" in second.err
     assert first.out == second.out
-    assert "prefixes of prompts" in specgen("models", "list").out
+    assert "prompt prefixes" in specgen("models", "list").out
     assert specgen("models", "clear").code == 0
-    assert "prefixes of prompts" not in specgen("models", "list").out
+    assert "prompt prefixes" not in specgen("models", "list").out
     wrong = specgen(*command, "--prefix-store-size", "many", SYSTEM)
     assert wrong.code == 2
     assert "'many' is not a size: give one like 500M or 20G" in wrong.err

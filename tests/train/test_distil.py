@@ -31,6 +31,7 @@ from specgen.train import gguf_weights
 from specgen.train.distillation import (
     Distilled,
     Trainer,
+    check_memory,
     distil,
     hidden_states,
     output_matrix,
@@ -48,7 +49,7 @@ CONFIG = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE)
 
 
 def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
-    """What llama.cpp says behind each token of a text: float32[n, n_vocab]."""
+    """llama.cpp's logits after each token of a text: float32[n, n_vocab]."""
     choices: dict[str, Any] = {"n_ctx": 128, "clock": time.monotonic, "n_outputs": len(tokens)}
     with (
         contextlib.closing(LlamaModel(path)) as model,
@@ -58,7 +59,7 @@ def llama_logits(path: Path, tokens: list[int]) -> np.ndarray:
 
 
 def own_logits(path: Path, *texts: list[int]) -> list[np.ndarray]:
-    """The same by our transformer, with the texts in one row."""
+    """The same from the transformer that is trained, with the texts in one row."""
     weights = read_weights(path)
     layers, others = stack_layers(weights)
     tokens = np.concatenate(texts)[None]
@@ -103,9 +104,7 @@ LARGE_BLOCKS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
 
 @pytest.mark.parametrize("type_name", [*SMALL_BLOCKS, *LARGE_BLOCKS, "f32", "f16", "bf16"])
 def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
-    """Each block by its own factor, as llama.cpp reads the bytes, and nothing else is another
-    number.
-    """
+    """Each block has its own factor, as llama.cpp reads the bytes; nothing else changes."""
     rng = np.random.default_rng(0)
     stored = quantize(rng.normal(0.0, 0.1, (3, 512)).astype(np.float32), type_name)
     size = gguf_weights.block_size([type_name], 512)
@@ -134,7 +133,9 @@ def test_blocks_of_two_types_share_a_factor_and_a_scale_stays_a_number() -> None
 @pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
 def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
     original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
-    before, none, name = read_weights(original), pack([]), "ffn_up.factors"
+    before = read_weights(original)
+    none = pack([])
+    name = "ffn_up.factors"
     shape = Trainer(original, none, none).copied()[name].shape
     rng = np.random.default_rng(0)
     changes = {name: rng.uniform(-0.01, 0.01, shape).astype(np.float32)}
@@ -155,7 +156,7 @@ def test_what_cannot_be_trained_is_one_error(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "b.gguf", TinyConfig(), keep_fraction=0.5)
     for name, message in (
         ("a.gguf", "cannot train a model of the architecture 'mamba'"),
-        ("b.gguf", "no whole GGUF file"),
+        ("b.gguf", "not a complete GGUF file"),
         ("c.gguf", "cannot be read"),
     ):
         with pytest.raises(ModelFileError, match=message):
@@ -262,16 +263,20 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fitted(
     draft: Path, texts: list[TrainingText], output: Path, *, stop_after: int = 10**9
 ) -> tuple[Distilled | None, list[int]]:
-    """Train a draft; interrupted after so many steps. Also what progress was told."""
+    """Train a draft, interrupted after so many steps; also return the reported progress."""
     told: list[int] = []
-    interrupted, progress = lambda: len(told) >= stop_after, lambda done, _: told.append(done)
-    budget = Budget(counting(), math.inf, interrupted, progress)
+    budget = Budget(
+        counting(),
+        interrupted=lambda: len(told) >= stop_after,
+        progress=lambda done, _: told.append(done),
+    )
     return distil(draft, texts, output, budget, rate=0.01), told
 
 
 def agreement_of(draft: Path, texts: list[TrainingText]) -> float:
     """How often llama.cpp finds the held-back answers' tokens likeliest."""
-    n_right = n = 0
+    n_right = 0
+    n = 0
     for text in texts:
         if text.is_held_back:
             tokens = [*text.prompt_tokens, *text.answer_tokens]
@@ -309,7 +314,9 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
 ) -> None:
     """`best` is the lowest loss, and the steps before it."""
     schedule = Schedule(16, 4, 3, 0.01, n_rising=2, last_share=0.1, judged_every=4, patience=2)
-    state, rates, judged = TrainingState(8.0), list[float](), itertools.count()
+    state = TrainingState(8.0)
+    rates: list[float] = []
+    judged = itertools.count()
     budget = Budget(counting(), until_s, lambda: len(rates) >= stop_after)
     trainee = types.SimpleNamespace(
         step=lambda rows, rate: rates.append(rate * len(rows)),
@@ -324,18 +331,15 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
 
 
 def test_errors_before_training(
-    text: TargetText, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: TargetText, target: Path, draft: Path, tmp_path: Path
 ) -> None:
     texts = texts_for(text, target, draft)
-    with pytest.raises(UsageError, match="to learn from and .* too few"):
+    with pytest.raises(UsageError, match="too few tokens to learn from"):
         fitted(draft, texts[:9], tmp_path / "d.gguf")
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="file"):
         fitted(draft, texts, tmp_path / "file" / "d.gguf")
     assert fitted(draft, texts, tmp_path / "d.gguf", stop_after=2)[0] is None
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    with monkeypatch.context() as patch:
-        little = types.SimpleNamespace(available=1000)
-        patch.setattr("psutil.virtual_memory", lambda: little)
-        with pytest.raises(MemoryLimitError, match=r"training it needs about .*B are free"):
-            fitted(draft, texts, tmp_path / "d.gguf")
+    with pytest.raises(MemoryLimitError, match=r"training it needs about .*B are free"):
+        check_memory(draft, read_weights(draft), available_bytes=1000)

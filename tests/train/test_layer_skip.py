@@ -76,7 +76,7 @@ def test_layers_that_do_nothing_are_left_out_and_the_draft_drafts_exactly(
     assert found is not None
     assert set(found.left_out) >= IDLE
     if set(found.left_out) == IDLE:
-        assert found.agreement > 0.97  # near-ties part, in batches of another size
+        assert found.agreement > 0.97  # near-ties differ in batches of another size
     assert found.n_judged < 2**N_LAYER
     with closing(LlamaModel(output)) as model:
         assert model.n_layer == N_LAYER - len(found.left_out)
@@ -94,7 +94,7 @@ def test_an_interrupted_search_writes_nothing(target: Path, folder: Path, tmp_pa
 
 
 def last_logits(backend: LlamaBackend) -> Logits:
-    """Those of the last decode's 15 rows."""
+    """The logits of the last decode's 15 rows."""
     rows = llama_cpp.llama_get_logits(backend.handle)
     return np.ctypeslib.as_array(rows, (15, backend.n_vocab))
 
@@ -126,9 +126,12 @@ def test_left_out_layers_are_as_if_they_were_not_in_the_file(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (TinyConfig(architecture="gemma3", n_layer=6, sliding_window=8), "differ by their place"),
+        (
+            TinyConfig(architecture="gemma3", n_layer=6, sliding_window=8),
+            "layers of the architecture 'gemma3' may differ",
+        ),
         (TinyConfig(architecture="lfm2", n_layer=6), "recurrent state"),
-        (TinyConfig(n_layer=3), "3 layers only"),
+        (TinyConfig(n_layer=3), "only 3 layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_a_line(
@@ -146,7 +149,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(
 
 
 def harm(left_out: Layers) -> float:
-    """Layers of a made-up model: each does its harm, and neighbours together do more."""
+    """The agreement of a made-up model: each layer does its harm, and neighbours do more."""
     found = sum(0.01 + 0.3 * ((7 * layer) % 12 / 12.0) ** 2 for layer in left_out)
     found += sum(0.15 for layer in left_out if layer + 1 in left_out)
     return math.exp(-found)
@@ -160,7 +163,7 @@ def gain(n_left_out: int, agreement: float) -> float:
 
 
 def test_the_search_finds_what_is_best() -> None:
-    """Of the 2,510 sets of up to six of eleven layers, it looks at few."""
+    """It judges few of the 2,510 sets of up to six of eleven layers."""
     known = search(harm, gain, 12, Budget(time.monotonic))
     every = [
         frozenset(layers)

@@ -104,7 +104,8 @@ def test_every_token_of_an_answer_is_learnt_once(models: Path) -> None:
 
 
 def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models: Path) -> None:
-    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "respelled.gguf")
+    target = LlamaModel(models / "target.gguf")
+    draft = LlamaModel(models / "respelled.gguf")
     with contextlib.closing(target), contextlib.closing(draft):
         said = b"the cat is in the else"
         tokens = target.vocabulary.tokenize(said.decode(), add_special=False, parse_special=False)
@@ -126,7 +127,7 @@ def lesson(
     rate: float = 0.01,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """A lesson, or None if it was interrupted."""
+    """Return the result of a lesson, or None if it was interrupted."""
     pytest.importorskip("jax")
     budget = Budget(counting(), math.inf, is_interrupted)
     return learn(folder, models / "target.gguf", models / "draft.gguf", budget, rate=rate)
@@ -138,11 +139,12 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path) -> None:
-    found, draft = lesson(models, folder), models / "draft.gguf"
+    draft = models / "draft.gguf"
+    found = lesson(models, folder)
     assert found.outcome == "new"
     assert found.agreement_new > found.agreement_as_it_came
     assert found.agreement_in_use is None
-    assert "drafts with what it learnt from 30 answers" in found.text
+    assert "now uses what it learnt from 30 answers" in found.text
     learnt = read_learnt(folder, draft)
     assert names(folder) == [learnt.weights]
     assert (learnt.n_answers, learnt.last_number) == (30, 40)
@@ -162,8 +164,8 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
 @pytest.mark.parametrize(
     ("is_in_use", "outcome", "text"),
     [
-        (False, "kept", "learnt nothing better from 30 answers: that is dropped"),
-        (True, "none", "drafts as it came again"),
+        (False, "kept", "learnt nothing better from 30 answers, and keeps its weights"),
+        (True, "none", "uses its original weights again"),
     ],
 )
 def test_what_is_worse_is_dropped(
@@ -206,7 +208,7 @@ def test_a_lesson_that_does_not_come_to_its_end_changes_nothing(models: Path, fo
         lesson(models, folder.with_name("none"))
     with (
         locked(folder / "learning.lock", UsageError("held")),
-        pytest.raises(UsageError, match="another process learns"),
+        pytest.raises(UsageError, match="another process is already learning"),
     ):
         lesson(models, folder)
     looks = iter([False] * 3)
@@ -257,13 +259,12 @@ def learning(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
     @contextlib.contextmanager
     def begun(does: str) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
         code = _CHILD.format(root=str(ROOT), does=does)
-        monkeypatch.setattr(online_learning, "COMMAND", (sys.executable, "-c", code))
         monkeypatch.setattr(online_learning, "check_library", lambda: None)
         said: list[str] = []
         with (
             opened(models, tmp_path / "learning") as loaded,
             Engine(loaded) as engine,
-            Learner(loaded, engine, said.append) as learner,
+            Learner(loaded, engine, said.append, (sys.executable, "-c", code)) as learner,
         ):
             yield engine, learner, said, loaded
 
@@ -292,7 +293,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         begun.assert_called_once()
         wait_for(lambda: is_told(learner, said))
         assert in_use(loaded) == tmp_path / "learning" / "w.gguf"
-        assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
+        assert "draft.gguf now uses what it learnt from 9 answers" in said[0]
         answer = engine.insert("abc")
         finished = sessions.finished(list(engine.stream(answer)))
         assert finished.acceptance_rate == 1.0  # it is the target itself
@@ -321,7 +322,8 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(learning: Learning) 
 def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
     learning: Learning, models: Path, tmp_path: Path
 ) -> None:
-    folder, draft = tmp_path / "learning", models / "draft.gguf"
+    folder = tmp_path / "learning"
+    draft = models / "draft.gguf"
     with learning(_NOTES) as (engine, learner, _, loaded):
         learner.between_answers()
         folder.mkdir()
@@ -345,13 +347,15 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
 def test_the_process_that_learns_ends_by_itself_or_with_its_input(
     models: Path, folder: Path, minutes: float, closes: bool
 ) -> None:
-    """A thread of it waits for input, at which the interpreter aborts at its usual end. Its input
-    closes too when the command that started it is killed.
+    """One of its threads waits for input, which would abort the interpreter at its usual end.
+
+    Its input also closes when the command that started it is killed.
     """
     pytest.importorskip("jax")
     paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
-    task, pipe = json.dumps(paths | {"minutes": minutes}, default=str), subprocess.PIPE
+    task = json.dumps(paths | {"minutes": minutes}, default=str)
     command = (*online_learning.COMMAND, task)
+    pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -363,7 +367,7 @@ def test_the_process_that_learns_ends_by_itself_or_with_its_input(
 
 
 def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path) -> None:
-    """Several requests come at once; each lesson brings other weights."""
+    """Several requests come at once, and each lesson brings other weights."""
     pytest.importorskip("starlette")
     from tests.helpers.server import FIXED, running
 

@@ -48,7 +48,9 @@ def rows_of(session: Session, tokens: list[int], n_before: int) -> tuple[np.ndar
     return np.array(logits), np.array(hidden)
 
 
-def test_text_is_what_the_target_says_with_what_it_thought(target: Path, folder: Path) -> None:
+def test_answers_have_the_hidden_states_and_the_likeliest_tokens_of_the_target(
+    target: Path, folder: Path
+) -> None:
     text = TargetText(folder)
     held_back = {answer.prompt: answer.is_held_back for answer in text.answers}
     assert held_back == {prompt: is_held_back(i) for i, prompt in enumerate(prompts(20))}
@@ -80,17 +82,19 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_there_is_not_made_again(target: Path, folder: Path, copy: Path) -> None:
-    """Nor is what other prompts gave, which counts for nothing."""
+    """Answers to other prompts stay, but do not count."""
     own = [*prompts(23)[20:], prompts(20)[13]]
     with opened(target) as loaded:
         assert written(loaded, copy, prompts(20), 10) == 20 * N_ANSWER
         assert written(loaded, copy, own, 4 * N_ANSWER) == 4 * N_ANSWER
-    whole, again, mine = TargetText(folder), TargetText(copy), TargetText(copy, own)
+    whole = TargetText(folder)
+    again = TargetText(copy)
+    mine = TargetText(copy, own)
     assert again.answers[:20] == whole.answers
     assert (again.hidden(19) == whole.hidden(19)).all()
     at = [each.prompt for each in whole.answers].index(own[-1])
     assert mine.answers == [whole.answers[at], *again.answers[20:]]
-    assert whole.answers[0].is_held_back, "of ten, the one to judge by comes first"
+    assert whole.answers[0].is_held_back, "of ten prompts, the one for judging comes first"
     assert sorted(answer.prompt for answer in mine.answers) == sorted(own)
     assert (mine.hidden(0) == whole.hidden(at)).all()
     assert (mine.top(0)[0] == whole.top(at)[0]).all()
@@ -99,9 +103,9 @@ def test_what_is_there_is_not_made_again(target: Path, folder: Path, copy: Path)
 def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, copy: Path) -> None:
     damaged = sorted(copy.glob("*.npz"))[3]
     damaged.write_bytes(damaged.read_bytes()[:-700])
-    with pytest.raises(ModelFileError, match="is no answer") as raised:
+    with pytest.raises(ModelFileError, match="not a stored answer") as raised:
         TargetText(copy)
-    assert raised.value.hint == f"delete {damaged}: it is made again"
+    assert raised.value.hint == f"delete {damaged}: it will be generated again"
     damaged.unlink()
     with opened(target) as loaded:
         written(loaded, copy, prompts(20), 10**6)
@@ -128,7 +132,8 @@ def test_the_minutes_include_the_comparison_of_drafts(minutes: float, n_judged: 
 
 
 def test_time_goes_first_to_the_least_text_and_what_cannot_fit_is_known() -> None:
-    costs, options = CostTable({1: 0.05, 16: 0.1}), TextOptions([])
+    costs = CostTable({1: 0.05, 16: 0.1})
+    options = TextOptions([])
     usual, short = (plan_time(s, costs, 2, options, 5000) for s in (600.0, 200.0))
     assert usual.text_s == pytest.approx(0.6 * (600.0 - usual.judging_s))
     assert short.n_tokens > 5000

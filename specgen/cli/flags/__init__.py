@@ -1,5 +1,7 @@
-"""The options of commands, beside those that `specgen.options` and `specgen.cli.output` declare;
-groups of them.
+"""The options of commands: groups of them, and single ones that several commands declare.
+
+Most options are declared where they are used, in `specgen.options` and `specgen.cli.output`. How
+they become parameters of commands is explained in `specgen.cli.flags.typer_groups`.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from typing import Any, Literal
 
 from specgen.cli.flags.typer_groups import REQUIRED as REQUIRED
 from specgen.cli.flags.typer_groups import argument as argument
+from specgen.cli.flags.typer_groups import extends as extends
 from specgen.cli.flags.typer_groups import group as group
 from specgen.cli.flags.typer_groups import takes_options as takes_options
 from specgen.cli.inputs import BUILT_IN, read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
+from specgen.option_fields import option as option
+from specgen.option_fields import utf8
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -30,25 +35,27 @@ from specgen.options import (
     Workers,
     staged,
 )
-from specgen.sampler_options import SamplerOptions, utf8
-from specgen.sampler_options import option as option
+from specgen.sampler_options import SamplerOptions
 
 # --- models
 
 
 def model_names(incomplete: str) -> list[str]:
+    """Complete the name of a model."""
     from specgen.models.registry import load_registry
 
     return [name for name in load_registry().models if name.startswith(incomplete)]
 
 
 def pair_names(incomplete: str) -> list[str]:
+    """Complete the name of a pair."""
     from specgen.models.registry import load_registry
 
     return [name for name in load_registry().pairs if name.startswith(incomplete)]
 
 
 def draft_names(incomplete: str) -> list[str]:
+    """Complete the name of a draft: a model's, or a word."""
     from specgen.drafters.kinds import WORDS
 
     words = [word for word in (*WORDS, "none") if word.startswith(incomplete)]
@@ -60,39 +67,41 @@ def target_option(
     help: str = "The target, as for `specgen run`: a GGUF file or a name.",  # noqa: A002
     **settings: Any,
 ) -> Any:
-    """Declare the option that names a target. (`specgen.cli.llama_cpp_options` makes -m of -hf, and
-    -md of -hfd.)
+    """Declare the option that names a target.
+
+    `specgen.cli.llama_cpp_options` replaces -hf by it.
     """
     settings |= {"metavar": "FILE|NAME", "autocompletion": model_names}
     return option(default, "--target --model -m", help, **settings)
 
 
 def draft_option(help: str, metavar: str = "FILE|NAME", **settings: Any) -> Any:  # noqa: A002
+    """Declare the option that names a draft, by which -hfd is replaced."""
     return option(None, "--draft --model-draft -md", help, metavar=metavar, **settings)
 
 
 _model = partial(option, panel="Models")
 
 
-@group(ModelChoice)
+@extends(ModelChoice)
 def models(
     *,
     target: str | None = target_option(
         None,
         "The target, the model that answers: a GGUF file, a name from `specgen models list`, or "
-        "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or --hf-token opens "
-        "gated repositories).",
+        "hf:USER/REPO:QUANT on the hub (-hf USER/REPO:QUANT; --hf-file names a file, HF_TOKEN or "
+        "--hf-token opens gated repositories).",
         show_default="the default pair's",
         panel="Models",
     ),
     draft: list[str] | None = draft_option(
-        "What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the target's own layers), "
-        "`ngram` (repetitions of the text so far), `heads` (made by `specgen draft make`), or `none`. A second "
-        "--draft drafts for the first.",
+        "What drafts for it: a file or a name as for the target (-hfd on the hub), `mtp` (the "
+        "target's own layers), `ngram` (repetitions of the text so far), `heads` (made by "
+        "`specgen draft make`), or `none`. A second --draft drafts for the first.",
         metavar="FILE|NAME|mtp|ngram|none",
         autocompletion=draft_names,
-        show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a known partner on "
-        "this disk, or ngram",
+        show_default="the pair's; with -m alone what `specgen draft find` saved, MTP layers, a "
+        "known partner on this disk, or ngram",
         panel="Models",
     ),
     pair: str | None = _model(
@@ -104,6 +113,7 @@ def models(
         show_default="the default pair, if no target is given",
     ),
 ) -> ModelChoice:
+    """Return the models."""
     return staged(target, draft or (), pair)
 
 
@@ -111,11 +121,11 @@ def models(
 
 #: llama.cpp's own limit.
 _MOST_WORKERS = 16
-kernels = group(KernelOptions)(KernelOptions)
+kernels = group(KernelOptions)
 _machine = partial(option, panel="Machine")
 
 
-@group(ContextOptions)
+@extends(ContextOptions)
 def machine(
     *,
     kernels: KernelOptions = kernels,
@@ -141,7 +151,8 @@ def machine(
     output_here: bool = _machine(
         False,
         "--output-here",
-        "With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th or less.",
+        "With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th "
+        "or less.",
     ),
     rpc_timeout: float = _machine(
         Workers(()).timeout_s,
@@ -153,8 +164,8 @@ def machine(
     chat_template: str | None = _model(
         None,
         "--chat-template --chat-template-file",
-        "A chat template: a file of Jinja, the template itself, a model's (a GGUF file, or its name), or "
-        f"{', '.join(BUILT_IN)}.",
+        "A chat template: a file of Jinja, the template itself, a model's (a GGUF file, or its "
+        f"name), or {', '.join(BUILT_IN)}.",
         metavar="FILE|NAME",
         show_default="the target's own",
     ),
@@ -167,23 +178,29 @@ def machine(
     ),
     **others: Any,
 ) -> Contexts:
-    workers, shares = None, () if tensor_split is None else _shares(tensor_split)
+    """Return how the models are loaded on this machine."""
+    shares = () if tensor_split is None else _shares(tensor_split)
+    workers = None
     if rpc is not None:
         workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)
-    elif tensor_split is not None or output_here:
-        option = "--output-here" if output_here else "--tensor-split"
-        raise UsageError(f"{option} needs --rpc: it is about workers on other machines")
-    draft = ContextOptions(**others)
+    elif output_here:
+        raise UsageError("--output-here needs --rpc: it is about workers on other machines")
+    elif tensor_split is not None:
+        raise UsageError("--tensor-split needs --rpc: it is about workers on other machines")
+    # Both models have the same context, but for what was given for one of them.
+    both = ContextOptions(**others)
     target = replace(
-        draft,
+        both,
         workers=workers,
         chat_template=None if chat_template is None else read_template(chat_template),
         template_variables=read_variables(template_variables or "{}"),
     )
-    return Contexts(target, replace(draft, n_gpu_layers=n_gpu_layers_draft), kernels)
+    draft = replace(both, n_gpu_layers=n_gpu_layers_draft)
+    return Contexts(target, draft, kernels)
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
+    """Return the addresses of workers. Raise `UsageError`."""
     from specgen.system.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
@@ -197,28 +214,32 @@ def endpoints_of(rpc: str) -> tuple[str, ...]:
 
 
 def _shares(text: str) -> tuple[float, ...]:
+    """Return the share of each device."""
     try:
         shares = tuple(map(float, text.split(",")))
     except ValueError:
         shares = ()
-    if not (0.0 < sum(shares) < math.inf and min(shares) >= 0.0):
-        raise UsageError(
-            f"--tensor-split {text}: give a number of 0 or more for each device, for example 3,1"
-        )
-    return shares
+    if 0.0 < sum(shares) < math.inf and min(shares) >= 0.0:
+        return shares
+    raise UsageError(
+        f"--tensor-split {text}: give a number of 0 or more for each device, for example 3,1"
+    )
 
 
 # --- drafts
 
 
-@group(DraftOptions)
+@extends(DraftOptions)
 def drafting(**given: Any) -> DraftOptions:
+    """Return how much is drafted, and how drafts are verified."""
     options = DraftOptions(**given)
-    shortest, longest = options.ngram_min, options.ngram_max
+    shortest = options.ngram_min
+    longest = options.ngram_max
     if shortest is not None and longest is not None and shortest > longest:
         hint = "give a smaller --ngram-min, or a larger --ngram-max"
         raise UsageError(f"--ngram-min {shortest} is larger than --ngram-max {longest}", hint)
-    shape, n_most = options.tree, options.max_tokens
+    shape = options.tree
+    n_most = options.max_tokens
     if shape.is_fixed and n_most is not None and n_most < shape.n_nodes:
         raise UsageError(
             f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {n_most}",
@@ -229,20 +250,27 @@ def drafting(**given: Any) -> DraftOptions:
 
 # --- samplers, prompts and answers
 
-sampling = group(SamplerOptions)(SamplerOptions)
+sampling = group(SamplerOptions)
 _prompt = partial(option, panel="Prompt")
+
+
+def chat_option() -> Any:
+    """Declare the option that says whether prompts are put into the chat template."""
+    return _prompt(
+        None,
+        "--chat/--raw",
+        "Put the prompt into the chat template, or continue it as it is; names of control tokens "
+        "in it then mean those tokens.",
+        show_default="chat, if the model has a template",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a prompt is put into the chat template: `chat` of None means if the model has one."""
+    """How a prompt is put into the chat template."""
 
-    chat: bool | None = _prompt(
-        None,
-        "--chat/--raw",
-        "Put the prompt into the chat template, or continue it as it is, with names of control tokens as these.",
-        show_default="chat, if the model has a template",
-    )
+    #: Whether it is; None: if the model has one.
+    chat: bool | None = chat_option()
     system: str | None = _prompt(
         None,
         "--system -sys",
@@ -256,13 +284,12 @@ class Template:
             raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
 
 
-template = group(Template)(Template)
-CHAT = group(Template)(lambda **given: Template(**given).chat).without("system")
+template = group(Template)
 
 _grammar = partial(option, panel="Constrained answers")
 
 
-@group(GenerationOptions)
+@extends(GenerationOptions)
 def answer(
     *,
     grammar: str | None = _grammar(
@@ -285,6 +312,7 @@ def answer(
     ),
     **others: Any,
 ) -> GenerationOptions:
+    """Return when an answer ends, and what it has to look like."""
     options = GenerationOptions(**others)
     if "" in options.stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")
@@ -297,32 +325,36 @@ def answer(
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise UsageError(f"{' and '.join(names)} exclude each other", hint="use one of them")
-    if grammar_file is not None:
-        grammar = text_in(grammar_file, "--grammar-file")
-    if json_schema_file is not None:
-        json_schema = text_in(json_schema_file, "--json-schema-file")
     if names and options.ignore_eos:
         raise UsageError(
             "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
         )
+    if json_schema_file is not None:
+        json_schema = text_in(json_schema_file, "--json-schema-file")
     if json_schema is not None:
         from specgen.text.grammar.json_schema import schema_grammar
 
         return replace(options, grammar=schema_grammar(json_schema))
-    return options if grammar is None else replace(options, grammar=Grammar("gbnf", grammar))
+    if grammar_file is not None:
+        grammar = text_in(grammar_file, "--grammar-file")
+    if grammar is not None:
+        return replace(options, grammar=Grammar("gbnf", grammar))
+    return options
 
 
 def text_in(path: Path, option: str, encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig") -> str:
+    """Return the text of a file that an option names. Raise `UsageError`."""
     try:
         return path.read_text(encoding)
-    except (OSError, UnicodeDecodeError) as error:
-        name = encoding.removesuffix("-sig")
-        reason = error.strerror if isinstance(error, OSError) else f"it is not {name}"
-        raise UsageError(f"{option} {path}: cannot be read: {reason}") from error
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError:
+        reason = f"it is not {encoding.removesuffix('-sig')}"
+    raise UsageError(f"{option} {path}: cannot be read: {reason}")
 
 
-#: The grammar of an answer alone.
-constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
+#: Only what an answer has to look like.
+constraint = answer.without("--max-tokens", "--stop", "--ignore-eos", "--logprobs")
 
 #: The options of commands that load models and answer with them.
 setup = group(
@@ -332,12 +364,12 @@ setup = group(
     sampling=sampling,
     drafting=drafting,
     machine=machine,
-    prefixes=group(PrefixOptions)(PrefixOptions),
-)(Setup)
+    prefixes=group(PrefixOptions),
+)
 
 # --- output
 
 JSON_REPORT = option(False, "--json", "Print a JSON object.")
-output = group(Output)(Output)
+output = group(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("show", "stats", "json", "html", "newline")
+loudness = output.without("--show", "--stats", "--json", "--html", "--newline")

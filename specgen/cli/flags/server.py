@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.main
 
-from specgen.cli.command import checked
 from specgen.cli.flags import setup, text_in
-from specgen.cli.flags.typer_groups import Group, group, sign
+from specgen.cli.flags.typer_groups import Group, extends, group, sign
 from specgen.cli.model_loading import Setup
+from specgen.cli.user_defaults import checked
 from specgen.errors import UsageError
+from specgen.option_fields import option
 from specgen.options import ModelChoice
-from specgen.sampler_options import option
 from specgen.serve.server.options import (
     N_PARALLEL,
     Limits,
@@ -34,7 +35,7 @@ _MIB = 1024 * 1024
 _server = partial(option, panel="Server")
 
 
-@group(ServerOptions)
+@extends(ServerOptions)
 def server(
     *,
     api_key_file: Path | None = _server(
@@ -51,6 +52,7 @@ def server(
     ),
     **others: Any,
 ) -> ServerOptions:
+    """Return the options of the server itself."""
     keys = () if api_key_file is None else _keys(api_key_file)
     options = ServerOptions(api_keys=keys, **others)
     if not keys and not is_loopback(options.host) and not insecure_network:
@@ -59,15 +61,14 @@ def server(
             hint="give --api-key-file, or --insecure-network if that is what you want",
         )
     for origin in options.cors_origins:
-        scheme, separator, host = origin.partition("://")
-        if origin != "*" and (not separator or not host or "/" in host or scheme != scheme.lower()):
+        if origin != "*" and not re.fullmatch(r"[^A-Z/]*://[^/]+", origin):
             raise UsageError(
                 f"--cors-origin {origin}: not an origin", hint="give one like https://example.org"
             )
     return options
 
 
-@group(Limits)
+@extends(Limits)
 def limits(
     *,
     body_mib: int = option(
@@ -80,6 +81,7 @@ def limits(
     ),
     **others: Any,
 ) -> Limits:
+    """Return the limits of a request."""
     return Limits(body_bytes=body_mib * _MIB, **others)
 
 
@@ -87,6 +89,7 @@ def limits(
 class ModelSetup:
     """The options of one of a server's models."""
 
+    #: The model, and the defaults of its answers.
     setup: Setup
     parallel: int | None = _server(
         None,
@@ -107,46 +110,64 @@ class ModelSetup:
 
 
 #: The options that an entry of a file may have, and that the command line sets for all.
-model_setup = group(ModelSetup, setup=setup.without("answer_logprobs", "prompt_cache"))(ModelSetup)
+model_setup = group(ModelSetup, setup=setup.without("--logprobs", "--prompt-cache"))
 
 
-def later(options: Group) -> Group:
-    """Return a group with a function as its value, which makes that of `options`; keywords replace
-    options.
+class LaterGroup(Group):
+    """A group whose value is a function that makes it, of the given options.
+
+    Keywords of that function, from `options_in`, replace options.
     """
-    return replace(options, make=lambda **values: partial(options, **values), parsers={}, groups={})
+
+    def __call__(self, **given: Any) -> Callable[..., Any]:
+        """Return the function."""
+        return partial(super().__call__, **given)
+
+
+def later(options: Group) -> Any:
+    """Return a group with a function as its value, which makes that of `options`."""
+    return LaterGroup(options.make, options.members)
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's options in a table of a file as keywords for `model_setup`. Raise
-    `UsageError`.
+    """Return a model's options in a table of a file as keywords for `model_setup`.
+
+    Raises:
+        UsageError: The table has another key, or one of `without`, or a wrong value.
     """
-    given: dict[str, Any] = {}
-
-    def take(**values: Any) -> None:
-        given.update((name, value) for name, value in values.items() if name in found)
-
-    sign(take, model_setup.parameters)
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(take)
-    command = typer.main.get_command(app)
-    known = {name: each for each in command.params for name in each.opts}
-    found: dict[str, Any] = {}
+    command = _command_of(model_setup)
+    context = command.context_class(command)
+    options = {name: each for each in command.params for name in each.opts}
+    given = {}
     for key, value in table.items():
-        option = known.get(f"--{key}")
+        option = options.get(f"--{key}")
         if option is None or key in without:
             raise UsageError(f"{key}: a model has no such option")
-        found[option.name or key] = checked(key, value, option, command.context_class(command))
-    command.main([], standalone_mode=False, default_map=found)
+        given[option.name] = checked(key, value, option, context)
     return given
 
 
+def _command_of(options: Group) -> Any:
+    """Return a command with the options of a group, as Typer makes it."""
+
+    def command() -> None: ...
+
+    sign(command, options)
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return typer.main.get_command(app)
+
+
 def _keys(path: Path) -> tuple[str, ...]:
-    """Read the keys in a file. A header can only have printable ASCII."""
-    lines = [line.strip() for line in text_in(path, "--api-key-file", "ASCII").splitlines()]
-    wrong = [n for n, line in enumerate(lines, 1) if not line.isprintable() or " " in line]
-    if wrong or not any(lines):
-        what = f"line {wrong[0]} is not a valid key" if wrong else "the file has no key"
-        hint = "put one on each line: printable ASCII characters, without spaces"
-        raise UsageError(f"--api-key-file {path}: {what}", hint=hint)
-    return tuple(filter(None, lines))
+    """Return the keys in a file. A header can only have printable ASCII."""
+    keys = []
+    hint = "put one on each line: printable ASCII characters, without spaces"
+    for number, line in enumerate(text_in(path, "--api-key-file", "ASCII").splitlines(), 1):
+        key = line.strip()
+        if not key.isprintable() or " " in key:
+            raise UsageError(f"--api-key-file {path}: line {number} is not a valid key", hint)
+        if key:
+            keys.append(key)
+    if not keys:
+        raise UsageError(f"--api-key-file {path}: the file has no key", hint)
+    return tuple(keys)

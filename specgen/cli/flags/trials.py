@@ -11,8 +11,8 @@ from specgen.cli import flags
 from specgen.cli.flags.typer_groups import group
 from specgen.cli.output import Output
 from specgen.errors import UsageError
+from specgen.option_fields import option
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.measure.prompts import BenchPrompt
@@ -40,47 +40,50 @@ class Trials:
     )
 
     def chosen(self) -> list[BenchPrompt]:
+        """Return the prompts to use."""
         from specgen.measure.prompts import evenly_chosen, read_bench_prompts, trial_prompts
 
-        every = trial_prompts() if self.prompts is None else read_bench_prompts(self.prompts)
-        return evenly_chosen(every, self.n_prompts)
+        prompts = trial_prompts() if self.prompts is None else read_bench_prompts(self.prompts)
+        return evenly_chosen(prompts, self.n_prompts)
 
 
-TRIALS = group(Trials)(Trials)
+TRIALS = group(Trials)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """How drafts are compared, and the ranking is printed."""
 
     trials: Trials
-    chat: bool | None
+    chat: bool | None = flags.chat_option()
     drafting: DraftOptions
     machine: Contexts
     output: Output
-    as_json: bool = option(False, "--json", "Print a JSON object.")
+    as_json: bool = flags.JSON_REPORT
 
     def options(self, sources: Sources) -> SessionOptions:
+        """Return the options of the session in which the drafts are compared."""
         return trial_options(sources, self.trials.max_tokens, self.machine, self.drafting)
 
 
 COMPARISON = group(
     Comparison,
     trials=TRIALS,
-    chat=flags.CHAT,
     drafting=flags.drafting,
     machine=flags.machine,
     output=flags.loudness,
-)(Comparison)
+)
 
 
 def alone(target: Path) -> Sources:
+    """Return a target with nothing that drafts for it."""
     from specgen.session.choose_models import DraftChoice, Sources
 
     return Sources(target, (DraftChoice("none"),))
 
 
 def check_drafts(drafting: DraftOptions, purpose: str) -> None:
+    """Raise `UsageError` if nothing is drafted, so that a command has no purpose."""
     if drafting.n_max == 0:
         raise UsageError(f"--draft-max 0 drafts nothing, so there is nothing to {purpose}")
 
@@ -88,7 +91,7 @@ def check_drafts(drafting: DraftOptions, purpose: str) -> None:
 def trial_options(
     sources: Sources, max_tokens: int, machine: Contexts, drafting: DraftOptions = DraftOptions()
 ) -> SessionOptions:
-    """Return the options of a session in which drafts are measured on the target's greedy answers."""
+    """Return the options of a session that measures drafts on the target's greedy answers."""
     from specgen.session.open import WantedSession
 
     wanted = WantedSession.of(

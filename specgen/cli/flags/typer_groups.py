@@ -1,16 +1,32 @@
-"""How typer gets the options of commands (to add one, see `specgen/options.py`). An option is
-declared once, by `specgen.sampler_options.option`: as a field of a dataclass, of which `group`
-makes a group of options for several commands, or as the default of a function's parameter, which a
-group may be, too::
+"""How options that were declared once become the options of commands.
+
+An option is declared by `option`, as a field of a dataclass or as the default of a command's
+parameter. All options of a dataclass are a `group`, which is the default of a parameter, too::
+
+    @dataclass(frozen=True)
+    class Sampling:
+        top_k: int = option(40, "--top-k", "Keep the k most likely tokens.", min=0)
+
+    sampling = group(Sampling)
 
     @takes_options
     def batch(
         *,
         parallel: int = option(4, "--parallel -np", "How many answers to generate at once.", min=1),
-        sampling: SamplerOptions = flags.sampling,
+        sampling: Sampling = sampling,
     ) -> int: ...
 
-typer sees a function with the group's options in place of the parameter.
+Typer reads the options of a command from the signature of a function. `takes_options` therefore
+returns a function whose signature has the options of a group in place of the group::
+
+    def batch(
+        *,
+        parallel: Annotated[int, typer.Option("--parallel", "-np", help="How many...", min=1)] = 4,
+        sampling__top_k: Annotated[int, typer.Option("--top-k", help="Keep the...", min=0)] = 40,
+    ) -> int: ...
+
+When Typer calls that function, it passes `sampling__top_k` on to the group, which makes a
+`Sampling` of it, and calls the `batch` above with that.
 """
 
 from __future__ import annotations
@@ -19,7 +35,8 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,144 +47,229 @@ from specgen.sampler_options import LARGEST_FACTOR
 
 #: The default of an option that must be given.
 REQUIRED: Any = inspect.Parameter.empty
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """Options that several commands take, and the function that makes one value of them."""
-
-    make: Callable[..., Any]
-    #: As keyword parameters, annotated for typer.
-    parameters: tuple[inspect.Parameter, ...]
-    #: What makes values of texts that were given.
-    parsers: Mapping[str, Callable[[Any], Any]]
-    #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is
-    #: `sampling_top_k` here.
-    groups: Mapping[str, Group]
-    #: Of parameters of `make` that are options.
-    defaults: Mapping[str, Any]
-
-    def __call__(self, **values: Any) -> Any:
-        for name, inner in self.groups.items():
-            names = {f"{name}_{each.name}": each.name for each in inner.parameters}
-            given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
-            values[name] = inner(**given)
-        for name, value in [*values.items()]:
-            if isinstance(value, float) and not abs(value) <= LARGEST_FACTOR:
-                hint = f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}"
-                raise UsageError(f"{self.spelling(name)} is {value}", hint)
-            if (parse := self.parsers.get(name)) is None:
-                continue
-            del values[name]
-            if value is not None and value != []:
-                try:
-                    values[name] = parse(tuple(value) if isinstance(value, list) else value)
-                except ValueError as error:
-                    raise UsageError(f"{self.spelling(name)}: {error}") from None
-        return self.make(**{**self.defaults, **values})
-
-    def without(self, *names: str) -> Group:
-        kept = tuple(each for each in self.parameters if each.name not in names)
-        return dataclasses.replace(self, parameters=kept)
-
-    def but(self, **defaults: Any) -> Group:
-        changed = (p.replace(default=defaults.get(p.name, p.default)) for p in self.parameters)
-        return dataclasses.replace(self, parameters=tuple(changed))
-
-    def spelling(self, name: str) -> str:
-        (found,) = (each for each in self.parameters if each.name == name)
-        spelling: str = found.annotation.__metadata__[0].default  # where typer keeps it
-        return spelling
+#: What the help shows as a value, by the type.
+_METAVARS = {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}
 
 
 def argument(metavar: str, help: str, default: Any = None, **settings: Any) -> Any:  # noqa: A002
-    """Declare a parameter that is an argument, as `specgen.sampler_options.option` does an option."""
+    """Declare a parameter that is an argument of the command line, as `option` does an option."""
     settings |= {"metavar": metavar, "help": help, "show_default": False}
     return dataclasses.field(default=default, metadata=settings)
 
 
-def group(fields_of: type[Any], **groups: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a group of the fields of a dataclass and of the parameters of its function, which gets
-    the fields as keywords; `groups` are those among the fields. (Its type is Any: it may be the
-    default of a parameter.)
+@dataclass(frozen=True, slots=True)
+class DeclaredOption:
+    """An option or an argument that was declared."""
+
+    #: The type of its value.
+    kind: Any
+    #: Its value if it is not given.
+    default: Any
+    #: What else was declared: most of it is for `typer.Option` or `typer.Argument`.
+    settings: Mapping[str, Any]
+    #: Whether commands have it.
+    is_offered: bool = True
+
+    @property
+    def spelling(self) -> str:
+        """Its readable name on the command line."""
+        names = self.settings.get("spellings") or [self.settings["metavar"]]
+        first: str = names[0]
+        return first.partition("/")[0]
+
+    def changed(self, spelling: str, **changes: Any) -> DeclaredOption:
+        """Return the option with changes, if it has this name."""
+        return dataclasses.replace(self, **changes) if self.spelling == spelling else self
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """Return the parameter, of a function's signature, of which Typer makes the option."""
+        settings = dict(self.settings)
+        spellings = settings.pop("spellings", None)
+        parse = settings.pop("parse", None)
+        # Typer has lists for tuples, and texts for what is parsed later.
+        kind: Any = self.kind
+        default = self.default
+        if self._is_tuple:
+            item: Any = str if parse else typing.get_args(kind)[0]
+            kind = list[item] | None
+            default = None
+        elif parse and default is None:
+            kind = str | None
+        elif parse:
+            kind = str
+            default = str(default)
+        settings.setdefault("metavar", _metavar(kind))
+        settings["rich_help_panel"] = settings.pop("panel", None)
+        if spellings is None:
+            typer_option = typer.Argument(**settings)
+        else:
+            typer_option = typer.Option(*spellings, **settings)
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, typer_option],
+        )
+
+    def value(self, given: Any) -> Any:
+        """Return the value of the option, from what Typer has for it. Raise `UsageError`."""
+        if given is None or given == []:
+            return self.default
+        if isinstance(given, float) and not abs(given) <= LARGEST_FACTOR:
+            hint = f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}"
+            raise UsageError(f"{self.spelling} is {given}", hint)
+        value = tuple(given) if self._is_tuple else given
+        parse = self.settings.get("parse")
+        if parse is None:
+            return value
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise UsageError(f"{self.spelling}: {error}") from None
+
+    @property
+    def _is_tuple(self) -> bool:
+        return typing.get_origin(self.kind) is tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Options that several commands take, and the function that makes one value of them."""
+
+    make: Callable[..., Any]
+    #: The keywords of `make` that are options or groups.
+    members: Mapping[str, DeclaredOption | Group]
+
+    def parameters(self, prefix: str = "") -> list[inspect.Parameter]:
+        """Return the parameters of which Typer makes the options; see the module's docstring."""
+        found = []
+        for name, member in self.members.items():
+            if isinstance(member, Group):
+                found += member.parameters(f"{prefix}{name}__")
+            elif member.is_offered:
+                found.append(member.parameter(prefix + name))
+        return found
+
+    def __call__(self, **given: Any) -> Any:
+        """Return the group's value, from what Typer has for the parameters.
+
+        Options that are missing have their defaults.
+
+        Raises:
+            UsageError: A value is wrong.
+        """
+        values = {}
+        for name, member in self.members.items():
+            if isinstance(member, Group):
+                prefix = f"{name}__"
+                own = {
+                    parameter.removeprefix(prefix): value
+                    for parameter, value in given.items()
+                    if parameter.startswith(prefix)
+                }
+                values[name] = member(**own)
+            else:
+                values[name] = member.value(given.get(name))
+        return self.make(**values)
+
+    def without(self, *spellings: str) -> Group:
+        """Return the group for a command without some options, which always have their defaults."""
+        group = self
+        for spelling in spellings:
+            smaller = group.changed(spelling, is_offered=False)
+            assert smaller != group, f"there is no option {spelling}"
+            group = smaller
+        return group
+
+    def with_default(self, spelling: str, default: Any) -> Group:
+        """Return the group for a command in which an option has another default."""
+        return self.changed(spelling, default=default)
+
+    def changed(self, spelling: str, **changes: Any) -> Group:
+        """Return the group with changes to the option of this name."""
+        members = {
+            name: member.changed(spelling, **changes) for name, member in self.members.items()
+        }
+        return dataclasses.replace(self, members=members)
+
+
+def group(fields_of: type[Any], **groups: Group) -> Any:
+    """Return a group of the options among a dataclass's fields, which makes the dataclass.
+
+    Args:
+        fields_of: The dataclass.
+        groups: Those of its fields that are groups.
+
+    Returns:
+        A `Group`; the type is Any since it is the default of parameters of other types.
     """
-    hints = typing.get_type_hints(fields_of)
-    fields = {
-        each.name: (hints[each.name], groups.get(each.name, each))
-        for each in dataclasses.fields(fields_of)
+    declared = {
+        name: (kind, groups.get(name, field)) for name, (kind, field) in _fields(fields_of).items()
     }
-    return lambda make: _group(make, fields)
+    return Group(fields_of, _members(declared))
+
+
+def extends(fields_of: type[Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function, to make a group of its parameters and of a dataclass's fields.
+
+    The function gets all their values as keywords, and returns the value of the group.
+    """
+    return lambda make: Group(make, _members(_fields(fields_of) | _parameters(make)))
 
 
 def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let typer call a command whose parameters have options, arguments and groups as their
-    defaults.
+    """Decorate a command, to let Typer call it.
+
+    All its parameters have options, arguments or groups as their defaults.
     """
-    made = _group(command, {})
+    options = Group(command, _members(_parameters(command)))
 
     @functools.wraps(command)
-    def whole(**values: Any) -> Any:
-        return made(**values)
+    def called_by_typer(**given: Any) -> Any:
+        return options(**given)
 
-    sign(whole, made.parameters)
-    del whole.__wrapped__  # typer would inspect the wrapped function instead
-    return whole
-
-
-def _group(make: Callable[..., Any], fields: Mapping[str, tuple[Any, Any]]) -> Group:
-    parameters: list[inspect.Parameter] = []
-    parsers: dict[str, Callable[[Any], Any]] = {}
-    groups: dict[str, Group] = {}
-    own = {} if isinstance(make, type) else _parameters(make)
-    for name, (kind, declared) in {**fields, **own}.items():
-        if isinstance(declared, Group):
-            groups[name] = declared
-            parameters += (each.replace(name=f"{name}_{each.name}") for each in declared.parameters)
-        elif declared.metadata:
-            parameters.append(_parameter(name, kind, declared, parsers))
-    is_option = dataclasses.Field
-    defaults = {
-        name: each.default for name, (_, each) in own.items() if isinstance(each, is_option)
-    }
-    return Group(make, tuple(parameters), parsers, groups, defaults)
+    sign(called_by_typer, options)
+    return called_by_typer
 
 
-def _parameter(name: str, kind: Any, field: Any, parsers: dict[str, Any]) -> inspect.Parameter:
-    settings, default = dict(field.metadata), field.default
-    spellings, panel = settings.pop("spellings", None), settings.pop("panel", None)
-    if (parse := settings.pop("parse", None)) is not None:
-        parsers[name] = parse
-    if typing.get_origin(kind) is tuple:
-        inner: Any = str if name in parsers else typing.get_args(kind)[0]
-        kind, default = list[inner] | None, None
-        parsers.setdefault(name, tuple)
-    elif name in parsers:
-        kind, default = (str | None, None) if default is None else (str, str(default))
-    settings["metavar"] = settings.get("metavar") or _metavar(kind)
-    how = typer.Argument if spellings is None else functools.partial(typer.Option, *spellings)
-    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-    return parameter.replace(annotation=Annotated[kind, how(rich_help_panel=panel, **settings)])
-
-
-def sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+def sign(function: Any, options: Group) -> None:
+    """Give a function the signature in which Typer finds a group's options."""
+    parameters = options.parameters()
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
+#: A type, and the default (a field that `option` made, or a group), by the name.
+_Declared: typing.TypeAlias = dict[str, tuple[Any, Any]]
+
+
+def _fields(kind: type[Any]) -> _Declared:
+    types = typing.get_type_hints(kind)
+    return {each.name: (types[each.name], each) for each in dataclasses.fields(kind)}
+
+
+def _parameters(function: Callable[..., Any]) -> _Declared:
+    types = typing.get_type_hints(function)
+    return {
+        name: (types[name], parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _members(declared: _Declared) -> dict[str, DeclaredOption | Group]:
+    members: dict[str, DeclaredOption | Group] = {}
+    for name, (kind, default) in declared.items():
+        if isinstance(default, Group):
+            members[name] = default
+        elif default.metadata:  # a field without is not an option
+            members[name] = DeclaredOption(kind, default.default, default.metadata)
+    return members
+
+
 def _metavar(kind: Any) -> str | None:
-    """Say what the help shows as a value: FILE, or the choices."""
+    """Return what the help shows as a value: FILE, or the choices."""
     inner = [each for each in typing.get_args(kind) if each is not type(None)]
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(map(str, inner))
-    if inner:
-        return _metavar(inner[0])
-    return {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}.get(kind)
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    hints = typing.get_type_hints(function)
-    return {
-        name: (hints[name], parameter.default)
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    }
+    return _metavar(inner[0]) if inner else _METAVARS.get(kind)

@@ -1,1 +1,1 @@
-"""specgen's drafts inside other programs: llama-cpp-python's `Llama`, and `llm`."""
+"""Drafts for other programs that use llama.cpp."""

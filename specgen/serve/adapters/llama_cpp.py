@@ -1,5 +1,6 @@
-"""specgen's drafters inside llama-cpp-python, ``Llama(draft_model=SpecgenDraft(...))``, which
-passes only the text so far.
+"""specgen's drafters inside llama-cpp-python: ``Llama(draft_model=SpecgenDraft(...))``.
+
+`Llama` passes only the text so far: what it accepted follows from that.
 """
 
 from __future__ import annotations
@@ -7,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from specgen.options import (
     staged,
 )
 from specgen.session.calibration import calibrate, is_pair_measured
-from specgen.session.choose_models import find_models
+from specgen.session.choose_models import Sources, find_models
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.session.open import (
     WantedSession,
@@ -45,6 +46,7 @@ from specgen.session.open import (
     start_kernels,
 )
 from specgen.session.prompts import Prompt
+from specgen.session.session import Session
 from specgen.system.folders import cache_folder
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, uses_bundle
 
@@ -55,11 +57,36 @@ if TYPE_CHECKING:
 _UNLIMITED = 2**31
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingRound:
+    """A round whose draft `Llama` is verifying."""
+
+    #: The round as far as it is known.
+    result: RoundResult
+    #: When the draft was handed out.
+    handed_s: float
+
+
 class SpecgenDraft(LlamaDraftModel):
-    """Drafts for one `Llama` (docs/adapters.md). Open it before the `Llama`, whose target its
-    `kernels` compute, too. `draft` is a file, a name or ``ngram``; of several, each drafts for the
-    one before it. A draft model sees the last `n_ctx` tokens. `note` gets a sentence if drafting
-    fails; the text goes on. Raise what `specgen.load` raises.
+    """Drafts for one `Llama` (docs/adapters.md).
+
+    It is opened before the `Llama`, whose target specgen's kernels then compute, too.
+
+    Args:
+        target: The file or the name of the target.
+        draft: A file, a name or ``ngram``; of several, each drafts for the one before it.
+        n_ctx: How many of the last tokens a draft model sees.
+        drafting: When and how much to draft.
+        context: Options of the contexts.
+        kernels: What computes on the CPU.
+        note: Gets a sentence if drafting fails; the text goes on.
+
+    Raises:
+        SpecgenError: What `specgen.load` raises, or `Llama` cannot use such a draft.
     """
 
     def __init__(
@@ -71,25 +98,26 @@ class SpecgenDraft(LlamaDraftModel):
         drafting: DraftOptions | None = None,
         context: ContextOptions | None = None,
         kernels: KernelChoice = "auto",
-        note: Callable[[str], None] = lambda text: warnings.warn(
-            text, RuntimeWarning, stacklevel=2
-        ),
+        note: Callable[[str], None] = _warn,
     ) -> None:
         if uses_bundle():  # one copy of GGML's code would read the other's structures
             needed = f"specgen.serve.adapters.llama_cpp needs llama-cpp-python {REQUIRED_VERSION}"
             raise UsageError(needed, hint=REBUILD)
-        drafting, context = drafting or DraftOptions(), context or ContextOptions()
+        drafting = drafting or DraftOptions()
         if drafting.tree.is_fixed:
-            what = f"tree={drafting.tree}: Llama verifies chains only"
-            raise UsageError(what, hint="leave the tree out")
-        drafts = [draft] if isinstance(draft, (str, Path)) else list(draft)
-        if not drafts:
-            raise UsageError("no draft is given", hint='give a model, or "ngram", which needs none')
-        sources = find_models(staged(str(target), list(map(str, drafts)), None), quiet=True)
-        start_kernels(KernelOptions(kernels))
-        if problem := kernel_problem(sources.target):  # the Llama of the target is not ours
-            choose_kernels("llama.cpp", cache_folder())
-            note(f"not using specgen's kernels: in a trial of {sources.target.name} {problem}")
+            message = f"tree={drafting.tree}: Llama verifies chains only"
+            raise UsageError(message, hint="leave the tree out")
+        sources = _find(target, draft)
+        _choose_kernels(sources.target, kernels, note)
+        self._note = note
+        #: What was drafted and accepted so far, without the last round of each text: whether its
+        #: draft was accepted is unknown.
+        self.tally = AnswerStats()
+        #: The present text.
+        self._answer: AnswerState | None = None
+        self._pending: _PendingRound | None = None
+        self._is_closed = False
+        context = context or ContextOptions()
         wanted = WantedSession.of(
             sources,
             sampling=SamplerOptions(),
@@ -97,32 +125,8 @@ class SpecgenDraft(LlamaDraftModel):
             answer=GenerationOptions(),
             contexts=Contexts(context, context),
         )
-        self._note = note
-        #: What was drafted and accepted so far, without the last round of each text, whose end is
-        #: unknown.
-        self.tally = AnswerStats()
-        #: The present text, its last round as far as it is known, and when that was handed out.
-        self._sequence: AnswerState | None = None
-        self._round: RoundResult | None = None
-        self._handed_s = 0.0
-        self._is_closed = False
-        measurements, clock = open_measurements(), time.perf_counter
         with contextlib.ExitStack() as opened:
-            self.session = open_session(
-                wanted, clock=clock, measurements=measurements, vocabulary_only=True
-            )
-            opened.enter_context(self.session)
-            if self.session.target.has_recurrent_state:
-                raise UsageError(
-                    f"{self.session.target.name} has a recurrent state, and Llama cannot roll back rejected "
-                    "drafts there",
-                    hint="use `specgen run`, or `specgen.load` from Python, which can",
-                )
-            timed = self.session.draft.timed if self.session.draft is not None else None
-            if drafting.is_by_cost and not is_pair_measured(self.session, timed):
-                with open_session(wanted, clock=clock, measurements=measurements) as whole:
-                    calibrate(whole)
-                    measurements.save()
+            self.session = opened.enter_context(_open_session(wanted))
             self.contexts = opened.enter_context(self.session.draft_contexts(n_ctx))
             self._resources = opened.pop_all()
 
@@ -139,85 +143,172 @@ class SpecgenDraft(LlamaDraftModel):
         self._resources.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """Return the draft after a text, and learn from the last one if the text extends it as a
-        round does.
+        """Return the draft after a text.
+
+        If the text can be the last one after a round with its draft, the drafter learns from that.
         """
         if self._is_closed:
             raise BackendError("the draft is closed")
-        text, sequence, known = input_ids.tolist(), self._sequence, self._round
+        text: list[int] = input_ids.tolist()
         try:
-            if sequence is None or known is None or not _extends(text, sequence.tokens, known):
-                self._end_text()  # the caches keep the prefix that both texts share
-                self._sequence = sequence = DrafterFactory(self.session).new_answer(
-                    Prompt("", tuple(text)), _UNLIMITED, self.contexts, seed=0
-                )
+            answer = self._answer
+            pending = self._pending
+            if (
+                answer is not None
+                and pending is not None
+                and _extends(text, answer.tokens, pending.result.draft)
+            ):
+                self._observe(answer, pending, text[len(answer.tokens) :])
             else:
-                self._observe(sequence, known, text[len(sequence.tokens) :])
-            draft = self._propose(sequence)
+                answer = self._begin_text(text)
+            self._pending = self._propose(answer)
         except BaseException:  # Ctrl-C: the drafter's state is unknown
             self._end_text()
             raise
-        return np.array(draft.tokens, dtype=np.intc)
+        return np.array(self._pending.result.draft.tokens, dtype=np.intc)
+
+    def _begin_text(self, text: Sequence[int]) -> AnswerState:
+        self._end_text()  # the caches keep the prefix that both texts share
+        self._answer = DrafterFactory(self.session).new_answer(
+            Prompt("", tuple(text)),
+            _UNLIMITED,
+            self.contexts,
+            seed=0,
+        )
+        return self._answer
 
     def _end_text(self) -> None:
-        if self._sequence is not None:
-            self.session.ngrams.keep_text(self._sequence.tokens)
-        self._sequence = self._round = None
+        if self._answer is not None:
+            self.session.ngrams.keep_text(self._answer.tokens)
+        self._answer = None
+        self._pending = None
 
-    def _observe(self, sequence: AnswerState, known: RoundResult, committed: list[int]) -> None:
+    def _observe(
+        self,
+        answer: AnswerState,
+        pending: _PendingRound,
+        committed: Sequence[int],
+    ) -> None:
+        """Learn from a round, which has committed these tokens: the last one is the target's."""
         for token in committed:
-            sequence.text_state.commit(token)
-        sequence.n_answer += len(committed)
-        path, target_s = tuple(range(len(committed) - 1)), time.perf_counter() - self._handed_s
-        result = replace(known, path=path, target_s=target_s, committed=tuple(committed))
-        sequence.policy.observe(result)
-        if sequence.cascade is not None:
-            sequence.cascade.observe(result)
+            answer.text_state.commit(token)
+        answer.n_answer += len(committed)
+        n_accepted = len(committed) - 1
+        result = replace(
+            pending.result,
+            path=tuple(range(n_accepted)),
+            target_s=time.perf_counter() - pending.handed_s,
+            committed=tuple(committed),
+        )
+        answer.policy.observe(result)
+        if answer.cascade is not None:
+            answer.cascade.observe(result)
         self.tally.add_round(result)
 
-    def _propose(self, sequence: AnswerState) -> Draft:
+    def _propose(self, answer: AnswerState) -> _PendingRound:
         """Begin a round: plan, and draft, unless drafting has failed in this text."""
-        cascade, started_s = sequence.cascade, time.perf_counter()
-        plan, draft, proposed = RoundPlan("failed"), NO_DRAFT, tuple[Draft, ...]()
-        if cascade is not None:
-            offer = sequence.offer(sequence.policy.n_max)
-            plan = sequence.policy.plan(offer)
-            drafting = cascade.propose(sequence.tokens, plan)
+        started_s = time.perf_counter()
+        plan = RoundPlan("failed")
+        draft = NO_DRAFT
+        proposed: tuple[Draft, ...] = ()
+        if answer.cascade is not None:
+            offer = answer.offer(answer.policy.n_max)
+            plan = answer.policy.plan(offer)
+            drafting = answer.cascade.propose(answer.tokens, plan)
             (proposal,) = propose_together([drafting], time.perf_counter)
-            draft, proposed = plan.stop.cut(proposal.draft), (offer.found, proposal.draft)
-            if (error := proposal.error) is not None:
-                sequence.cascade = None
-                what = error.message if isinstance(error, SpecgenError) else repr(error)
-                self._note(f"drafting failed, going on without a draft: {what}")
-        self._handed_s = time.perf_counter()
-        seconds, n_rows = self._handed_s - started_s, 1 + len(draft)
-        self._round = RoundResult(
-            plan, draft, draft_s=seconds, n_rows=n_rows, proposed=proposed, model_s=seconds
+            draft = plan.stop.cut(proposal.draft)
+            proposed = (offer.found, proposal.draft)
+            if proposal.error is not None:
+                answer.cascade = None
+                self._note_failure(proposal.error)
+        handed_s = time.perf_counter()
+        draft_s = handed_s - started_s
+        result = RoundResult(
+            plan,
+            draft,
+            draft_s=draft_s,
+            n_rows=1 + len(draft),
+            proposed=proposed,
+            model_s=draft_s,
         )
-        return draft
+        return _PendingRound(result, handed_s)
+
+    def _note_failure(self, error: Exception) -> None:
+        reason = error.message if isinstance(error, SpecgenError) else repr(error)
+        self._note(f"drafting failed, going on without a draft: {reason}")
 
     def check(self, llama: Llama) -> None:
-        """Raise `UsageError` if `llama` would fail with this draft, or not use it: it needs room
-        for all logits.
-        """
-        n_ctx, n_own = llama.n_ctx(), self.session.target.vocabulary.n_tokens
-        n_room = min(len(llama.input_ids), len(llama.scores))
-        problem = hint = ""
+        """Raise `UsageError` if `llama` would fail with this draft, or not use it."""
+        n_ctx = llama.n_ctx()
+        n_vocab = self.session.target.vocabulary.n_tokens
+        n_rows = min(len(llama.input_ids), len(llama.scores))
         if llama.draft_model is not self:
-            problem, hint = "another draft", "give Llama draft_model=<this SpecgenDraft>"
-        elif llama.n_vocab() != n_own:
-            problem = f"a model of {llama.n_vocab()} tokens, and the draft a target of {n_own}"
-            hint = "open the SpecgenDraft with the same target file as Llama"
-        elif n_room < n_ctx:
-            problem = f"room for the logits of {n_room} tokens in a context of {n_ctx}"
-            hint = f"open Llama with logits_all=True and n_ctx={n_ctx}, or with a smaller n_ctx"
-        if problem:
-            raise UsageError(f"Llama has {problem}", hint)
+            raise UsageError(
+                "Llama has another draft", "give Llama draft_model=<this SpecgenDraft>"
+            )
+        n_other = llama.n_vocab()
+        if n_other != n_vocab:
+            raise UsageError(
+                f"Llama has a model of {n_other} tokens, and the draft a target of {n_vocab}",
+                "open the SpecgenDraft with the same target file as Llama",
+            )
+        if n_rows < n_ctx:
+            raise UsageError(
+                f"Llama has room for the logits of {n_rows} tokens in a context of {n_ctx}",
+                f"open Llama with logits_all=True and n_ctx={n_ctx}, or with a smaller n_ctx",
+            )
 
 
-def _extends(text: list[int], before: Sequence[int], known: RoundResult) -> bool:
-    """Return whether a round with this draft can have made `text` of the text `before`."""
-    committed = text[len(before) :]
+def _find(target: str | Path, draft: str | Path | Sequence[str | Path]) -> Sources:
+    """Return the files of a target and its drafts, downloaded if necessary."""
+    drafts = [draft] if isinstance(draft, (str, Path)) else list(draft)
+    if not drafts:
+        raise UsageError("no draft is given", hint='give a model, or "ngram", which needs none')
+    names = [str(each) for each in drafts]
+    return find_models(staged(str(target), names, None), quiet=True)
+
+
+def _choose_kernels(target: Path, kernels: KernelChoice, note: Callable[[str], None]) -> None:
+    """Attach specgen's kernels, if they can compute the target.
+
+    `Llama` loads the target itself: it has no way to go on without them later.
+    """
+    start_kernels(KernelOptions(kernels))
+    problem = kernel_problem(target)
+    if problem:
+        choose_kernels("llama.cpp", cache_folder())
+        note(f"not using specgen's kernels: in a trial of {target.name} {problem}")
+
+
+@contextlib.contextmanager
+def _open_session(wanted: WantedSession) -> Iterator[Session]:
+    """Open the draft with the target's vocabulary, after measuring both models if necessary."""
+    measurements = open_measurements()
+    clock = time.perf_counter
+    with open_session(
+        wanted,
+        clock=clock,
+        measurements=measurements,
+        vocabulary_only=True,
+    ) as session:
+        name = session.target.name
+        if session.target.has_recurrent_state:
+            raise UsageError(
+                f"{name} has a recurrent state, and Llama cannot roll back rejected drafts there",
+                hint="use `specgen run`, or `specgen.load` from Python, which can",
+            )
+        timed = session.draft.timed if session.draft is not None else None
+        if wanted.options.drafting.is_by_cost and not is_pair_measured(session, timed):
+            with open_session(wanted, clock=clock, measurements=measurements) as whole:
+                calibrate(whole)
+                measurements.save()
+        yield session
+
+
+def _extends(text: Sequence[int], before: Sequence[int], draft: Draft) -> bool:
+    """Whether a round with this draft can have made `text` of the text `before`."""
+    committed = list(text[len(before) :])
+    if not committed or list(text[: len(before)]) != list(before):
+        return False
     accepted = committed[:-1]
-    is_round = accepted == list(known.draft.tokens[: len(accepted)])
-    return bool(committed) and is_round and text[: len(before)] == list(before)
+    return accepted == list(draft.tokens[: len(accepted)])

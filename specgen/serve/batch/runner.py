@@ -6,14 +6,14 @@ import contextlib
 import datetime
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.errors import PromptError, SpecgenError, UsageError
-from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.serve.batch.lines import Line, LineError, Write, result_of, unexpected
-from specgen.serve.formats.answer_writer import AnswerContext
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.serve.batch.lines import BatchLine, LineError, Write, result_of, unexpected
+from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.model_adaptation import for_model
 from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.session.calibration import calibrate, target_costs
@@ -23,59 +23,84 @@ from specgen.session.request import Request as EngineRequest
 from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.text.overlap import common_prefix_length
 
-#: What a batch's counts add up of its answers' summaries.
-_SUMMED = ("n_prompt_tokens", "n_cached_tokens", "n_drafted", "n_accepted")
-#: Prompts are neighbours if they share this many tokens more than all do: worth more than their
-#: order.
-_N_SHARED = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """How texts become prompts: `chat` and `system` for lines that are one; `now` is for templates."""
+    """How texts become prompts."""
 
+    #: Whether a line that is only a text is a user's turn; None: if there is a chat template.
     chat: bool | None
+    #: The system message of such a line.
     system: str | None
+    #: The time, for chat templates.
     now: datetime.datetime
 
     def prompt(self, session: Session, request: ParsedRequest) -> Prompt:
+        """Return the prompt of a request. Raise `UsageError` or `PromptError`."""
         return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A line that can be answered, its prompt, and the context size for both."""
-
-    line: Line
-    request: ParsedRequest
-    prompt: Prompt
-    n_ctx: int
-
-
 @dataclass(slots=True)
-class Tally:
-    """The counts of a batch so far, unfinished answers' tokens included; some prompt tokens were
-    cached.
-    """
+class BatchStats:
+    """The counts of a batch so far."""
 
     n_lines: int = 0
     n_answers: int = 0
     n_errors: int = 0
+    #: The tokens of all answers, unfinished ones too.
     n_tokens: int = 0
+    # What follows is of finished answers.
     n_prompt_tokens: int = 0
+    #: The tokens of prompts that were in the cache.
     n_cached_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
 
     @property
     def n_done(self) -> int:
+        """The number of lines that have a result."""
         return self.n_answers + self.n_errors
 
+    def add_answer(self, finished: FinishedEvent) -> None:
+        """Count a finished answer; its tokens are counted already."""
+        self.n_answers += 1
+        self.n_prompt_tokens += finished.n_prompt_tokens
+        self.n_cached_tokens += finished.n_cached_tokens
+        self.n_drafted += finished.n_drafted
+        self.n_accepted += finished.n_accepted
 
-class Batch:
-    """Makes the answers of a batch, `parallel` at once (None: the fastest number), and writes each,
-    with `settings`, when it is finished. `wall_clock` gives seconds since 1970, and `note` gets
-    sentences for the user.
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A line that can be answered."""
+
+    line: BatchLine
+    request: ParsedRequest
+    prompt: Prompt
+    #: The context size for prompt and answer.
+    n_ctx: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenAnswer:
+    """An answer that is being generated."""
+
+    task: _Task
+    request: EngineRequest
+    committed: list[CommittedEvent] = field(default_factory=list)
+
+
+class BatchRun:
+    """Makes the answers of a batch, and writes each result as soon as it is finished.
+
+    Args:
+        session: The models.
+        prompting: How texts become prompts.
+        write: Writes a result.
+        settings: What decides the answers besides the lines; each result has it.
+        parallel: How many answers to generate at once; None: the fastest number.
+        wall_clock: Gives seconds since 1970.
+        note: Gets sentences for the user.
     """
 
     def __init__(
@@ -89,45 +114,74 @@ class Batch:
         wall_clock: Callable[[], float],
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self._session, self._prompting, self._write = session, prompting, write
-        self._settings, self._wall_clock, self._note = settings, wall_clock, note
-        self.tally = Tally()
-        self._parallel, self._n_parallel = parallel, 0
-        self._in_making: dict[int, tuple[_Task, EngineRequest, list[CommittedEvent]]] = {}
+        self.stats = BatchStats()
+        self._session = session
+        self._prompting = prompting
+        self._write = write
+        self._settings = settings
+        self._parallel = parallel
+        self._wall_clock = wall_clock
+        self._note = note
+        #: How many answers the engine generates at once.
+        self._n_parallel = 0
+        #: By the indices of their requests.
+        self._open_answers: dict[int, _OpenAnswer] = {}
 
     @property
     def where(self) -> str:
+        """How the answers are generated, for a summary."""
         return f"{self._n_parallel} at once"
 
     def run(
-        self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
-    ) -> Generator[Tally, None, None]:
-        """Answer the lines; yield the counts after each round. Unfinished answers are not written."""
-        tasks, session = self._prepare(lines, interrupted), self._session
-        yield self.tally
+        self,
+        lines: Sequence[BatchLine],
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Generator[BatchStats, None, None]:
+        """Answer lines; yield the counts after each round.
+
+        Args:
+            lines: The lines.
+            interrupted: Whether to stop. Unfinished answers are not written then.
+        """
+        self.stats.n_lines = len(lines)
+        tasks = deque(self._prepare(lines, interrupted))
+        yield self.stats
         if not tasks or interrupted():
             return
-        calibrate(session, interrupted)
-        n_parallel = self._parallel or _fastest_parallel(session, len(tasks), interrupted)
-        n_ctx = max(task.n_ctx for task in tasks)
-        make = Engine if self._parallel is not None else Engine.largest
-        with make(session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
+        calibrate(self._session, interrupted)
+        with self._open_engine(tasks, interrupted) as engine:
             self._n_parallel = engine.n_parallel
             try:
-                while (tasks or self._in_making) and not interrupted():
-                    while tasks and len(self._in_making) < engine.n_parallel:
-                        self._submit(engine, tasks.popleft())
+                while (tasks or self._open_answers) and not interrupted():
+                    while tasks and len(self._open_answers) < engine.n_parallel:
+                        self._insert(engine, tasks.popleft())
                     try:
-                        self._count(engine.step())
+                        self._observe(engine.step())
                     finally:
                         self._write_finished()
-                    yield self.tally
+                    yield self.stats
             finally:
-                session.measurements.save()
+                self._session.measurements.save()
 
-    def _prepare(self, lines: Sequence[Line], interrupted: Callable[[], bool]) -> deque[_Task]:
+    def _open_engine(self, tasks: Sequence[_Task], interrupted: Callable[[], bool]) -> Engine:
+        n_ctx = max(task.n_ctx for task in tasks)
+        if self._parallel is not None:
+            return Engine(
+                self._session,
+                n_parallel=self._parallel,
+                n_ctx=n_ctx,
+                interrupted=interrupted,
+            )
+        n_parallel = _fastest_parallel(self._session, len(tasks), interrupted)
+        return Engine.largest(
+            self._session,
+            n_parallel=n_parallel,
+            n_ctx=n_ctx,
+            interrupted=interrupted,
+        )
+
+    def _prepare(self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]) -> list[_Task]:
         """Return the lines that can be answered, in that order; write the errors of the others."""
-        session, self.tally.n_lines = self._session, len(lines)
         tasks: list[_Task] = []
         for line in lines:
             if interrupted():
@@ -136,16 +190,19 @@ class Batch:
                 self._fail(line, line.request)
                 continue
             with self._line_errors(line):
-                request = for_model(line.request, session.target)
-                prompt = self._prompting.prompt(session, request)
-                n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
-                tasks.append(_Task(line, request, prompt, n_ctx))
+                tasks.append(self._task(line, line.request))
         order = order_by_prefix([task.prompt.tokens for task in tasks])
-        return deque(tasks[number] for number in order)
+        return [tasks[number] for number in order]
+
+    def _task(self, line: BatchLine, request: ParsedRequest) -> _Task:
+        request = for_model(request, self._session.target)
+        prompt = self._prompting.prompt(self._session, request)
+        n_ctx = self._session.context_size(len(prompt.tokens), request.generation.max_tokens)
+        return _Task(line, request, prompt, n_ctx)
 
     @contextlib.contextmanager
-    def _line_errors(self, line: Line) -> Iterator[None]:
-        """Write what goes wrong with a line as its result; other errors of specgen end the batch."""
+    def _line_errors(self, line: BatchLine) -> Iterator[None]:
+        """Write what is wrong with a line as its result; other errors of specgen end the batch."""
         try:
             yield
         except (PromptError, UsageError) as error:
@@ -155,94 +212,128 @@ class Batch:
         except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
             self._fail(line, unexpected(error, line.number))
 
-    def _submit(self, engine: Engine, task: _Task) -> None:
+    def _insert(self, engine: Engine, task: _Task) -> None:
+        """Begin the answer to a line."""
+        # The engine's context fits the largest answer; this one ends where that of `specgen run`
+        # is full.
+        generation = task.request.generation
+        n_most = task.n_ctx + 1 - len(task.prompt.tokens)
+        if not 0 <= generation.max_tokens <= n_most:
+            generation = replace(generation, max_tokens=n_most)
         with self._line_errors(task.line):
-            # The engine's context fits the largest answer; this one ends where that of `specgen
-            # run` is full.
-            generation, n_most = task.request.generation, task.n_ctx + 1 - len(task.prompt.tokens)
-            if not 0 <= generation.max_tokens <= n_most:
-                generation = replace(generation, max_tokens=n_most)
-            how: dict[str, Any] = {"sampling": task.request.sampling, "generation": generation}
-            answer = engine.insert(task.prompt, **how)
-            self._in_making[answer.index] = (task, answer, [])
+            request = engine.insert(
+                task.prompt,
+                sampling=task.request.sampling,
+                generation=generation,
+            )
+            self._open_answers[request.index] = _OpenAnswer(task, request)
 
-    def _count(self, events: Sequence[Event]) -> None:
+    def _observe(self, events: Iterable[Event]) -> None:
+        """Keep what was committed, and pass on notices."""
         for event in events:
             if isinstance(event, CommittedEvent):
-                self.tally.n_tokens += len(event.pieces)
-                self._in_making[event.sequence][2].append(event)
+                self.stats.n_tokens += len(event.pieces)
+                self._open_answers[event.sequence].committed.append(event)
             elif isinstance(event, NoticeEvent):
                 self._note(event.message)
 
     def _write_finished(self) -> None:
-        for index, (task, answer, committed) in list(self._in_making.items()):
-            answer.events.clear()
-            if not answer.is_done:
+        """Write the results of the answers that are done."""
+        for index, answer in list(self._open_answers.items()):
+            request = answer.request
+            request.events.clear()
+            if not request.is_done:
                 continue
-            del self._in_making[index]
-            finished, line = answer.finished, task.line
-            if answer.failure is not None:
-                self._fail(line, _line_error(answer.failure))
-            elif finished is not None and finished.finish_reason != "interrupted":
-                result: dict[str, Any] | None = None
-                with self._line_errors(line):
-                    context = AnswerContext(
-                        [task.request],
-                        [answer.prompt.text],
-                        identity=line.identity,
-                        created=int(self._wall_clock()),
-                        model=self._session.target.name,
-                    )
-                    writer = task.request.writer(context)
-                    events: list[Event] = [*committed, finished]
-                    for event in events:
-                        writer.feed(0, event)
-                    about = {"status_code": 200, "request_id": f"req-{line.identity}"}
-                    response = {**about, "body": writer.whole()}
-                    result = result_of(line, self._settings, response, None)
-                if result is not None:
-                    self._write(result)
-                    self.tally.n_answers += 1
-                    for name in _SUMMED:
-                        n = getattr(self.tally, name) + getattr(finished, name)
-                        setattr(self.tally, name, n)
+            del self._open_answers[index]
+            if request.failure is not None:
+                self._fail(answer.task.line, _line_error(request.failure))
+            elif request.finished is not None and request.finished.finish_reason != "interrupted":
+                self._write_answer(answer, request.finished)
 
-    def _fail(self, line: Line, error: LineError) -> None:
-        self.tally.n_errors += 1
+    def _write_answer(self, answer: _OpenAnswer, finished: FinishedEvent) -> None:
+        line = answer.task.line
+        result: dict[str, Any] | None = None
+        with self._line_errors(line):
+            response = {
+                "status_code": 200,
+                "request_id": f"req-{line.identity}",
+                "body": self._body(answer, finished),
+            }
+            result = result_of(line, self._settings, response, None)
+        if result is not None:
+            self._write(result)
+            self.stats.add_answer(finished)
+
+    def _body(self, answer: _OpenAnswer, finished: FinishedEvent) -> dict[str, Any]:
+        """Return the body of the response that a server would give."""
+        task = answer.task
+        context = AnswerContext(
+            [task.request],
+            prompts=[task.prompt.text],
+            identity=task.line.identity,
+            created=int(self._wall_clock()),
+            model=self._session.target.name,
+        )
+        writer: AnswerWriter = task.request.writer(context)
+        events: list[Event] = [*answer.committed, finished]
+        for event in events:
+            writer.feed(0, event)
+        return writer.whole()
+
+    def _fail(self, line: BatchLine, error: LineError) -> None:
+        """Write an error as the result of a line."""
+        self.stats.n_errors += 1
         self._write(result_of(line, self._settings, None, error))
 
 
 def _line_error(error: SpecgenError) -> LineError:
-    code = "invalid_request" if isinstance(error, UsageError) else "failed"
-    code = "invalid_prompt" if isinstance(error, PromptError) else code
-    return LineError(code, "; ".join(filter(None, (error.message, error.hint))))
+    code = "failed"
+    if isinstance(error, PromptError):
+        code = "invalid_prompt"
+    elif isinstance(error, UsageError):
+        code = "invalid_request"
+    message = error.message
+    if error.hint:
+        message += f"; {error.hint}"
+    return LineError(code, message)
+
+
+# --- the order of the answers, and their number ---------------------------------------------------
+
+#: Prompts that have this many more tokens in common than all prompts are answered together, since
+#: the cache saves their prefill.
+_N_SHARED = 16
 
 
 def order_by_prefix(prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the prompts' numbers so that those with a long common beginning stand together."""
-    by_tokens = sorted(range(len(prompts)), key=prompts.__getitem__)
+    """Return the prompts' numbers, those with a long common prefix next to each other."""
+    by_tokens = sorted(range(len(prompts)), key=lambda number: prompts[number])
     if len(by_tokens) < 2:
         return by_tokens
-    pairs = itertools.pairwise(by_tokens)
-    common = [common_prefix_length(prompts[one], prompts[other]) for one, other in pairs]
+    n_common = [
+        common_prefix_length(prompts[one], prompts[other])
+        for one, other in itertools.pairwise(by_tokens)
+    ]
     # In sorted order, the first and the last share exactly what all share.
-    least = min(common) + _N_SHARED
+    n_least = min(n_common) + _N_SHARED
     groups = [[by_tokens[0]]]
-    for number, n in zip(by_tokens[1:], common, strict=True):
-        if n < least:
+    for number, n in zip(by_tokens[1:], n_common, strict=True):
+        if n < n_least:
             groups.append([])
         groups[-1].append(number)
     return [number for group in sorted(groups, key=min) for number in group]
 
 
-#: The numbers of answers at once; a larger one must be faster by this factor, since it needs
-#: memory.
-_AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
+#: The numbers of answers at once that are considered.
+_AT_ONCE = (1, 2, 4, 8, 16)
+#: A larger number must be faster by this factor, since it needs more memory.
+_LEAST_GAIN = 1.05
 
 
 def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
-    """Return the number of answers at once that gives most tokens per second, by the target's
-    costs.
+    """Return the number of answers at once that gives most tokens per second.
+
+    It depends on what batches cost the target.
     """
     if n_answers < 2:
         return 1
@@ -250,7 +341,9 @@ def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[]
     n_most = min(n_answers, MAX_SEQUENCES // session.n_sequences_max)
     best = 1
     for n in _AT_ONCE:
-        is_faster = n / table.seconds(n) > _LEAST_GAIN * best / table.seconds(best)
-        if n <= n_most and is_faster:
+        if n > n_most:
+            break
+        tokens_per_s = n / table.seconds(n)
+        if tokens_per_s > _LEAST_GAIN * best / table.seconds(best):
             best = n
     return best

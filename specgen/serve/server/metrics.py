@@ -1,8 +1,8 @@
-"""Figures of a server in Prometheus's format, by the names that llama.cpp's server and vLLM share."""
+"""Figures of a server in Prometheus's format, with the names of llama.cpp's server and vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -24,8 +24,6 @@ from specgen.events import (
     VerifiedEvent,
 )
 
-_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-_DRAFTS = "spec_decode_num"
 #: Counters that add up a field of finished answers: name, field, help.
 _SUMS = (
     ("prompt_tokens_cached", "n_cached_tokens", "Tokens of prompts that were in the cache."),
@@ -35,24 +33,31 @@ _SUMS = (
     ("prompt_seconds", "prompt_s", "Time in decodes of prompts."),
     ("loop_seconds", "loop_s", "Time of specgen itself."),
 )
-#: The other figures of a model: name, kind, help, and a label beside the model's name.
-_FIGURES = (
-    ("prompt_tokens", Counter, "Tokens of prompts as they are read, cached ones included.", ""),
-    (f"{_DRAFTS}_drafts", Counter, "Drafts that the target verified.", ""),
-    (f"{_DRAFTS}_draft_tokens", Counter, "Tokens of these drafts.", ""),
-    (f"{_DRAFTS}_accepted_tokens", Counter, "Tokens of drafts that were accepted.", ""),
-    (f"{_DRAFTS}_accepted_tokens_per_pos", Counter, "The same by their position.", "position"),
-    (f"{_DRAFTS}_wasted_tokens", Counter, "Drafted tokens that were verified in vain.", ""),
-    ("prefix_cache_hits", Counter, "Prompts that began with cached tokens.", ""),
-    ("answers", Counter, "Answers by how they ended.", "finish_reason"),
-    ("model_loads", Counter, "How often the model was loaded.", ""),
-    ("estimated_gain", Gauge, "How many times as fast as plain decoding, by measured costs.", ""),
-    ("requests_processing", Gauge, "Answers in the making.", ""),
-    ("requests_deferred", Gauge, "Answers that wait for a free slot.", ""),
-    ("slots", Gauge, "Answers at once, at most; 0 if the model is not loaded.", ""),
-    ("time_to_first_token_seconds", Histogram, "From a request to an answer's first token.", ""),
-    ("answer_seconds", Histogram, "From a request to the end of an answer.", ""),
+_DRAFTS = "spec_decode_num"
+#: The other counters of a model: name, help, and a label beside the model's name.
+_COUNTERS = (
+    ("prompt_tokens", "Tokens of prompts as they are read, cached ones included.", ""),
+    (f"{_DRAFTS}_drafts", "Drafts that the target verified.", ""),
+    (f"{_DRAFTS}_draft_tokens", "Tokens of these drafts.", ""),
+    (f"{_DRAFTS}_accepted_tokens", "Tokens of drafts that were accepted.", ""),
+    (f"{_DRAFTS}_accepted_tokens_per_pos", "The same by their position.", "position"),
+    (f"{_DRAFTS}_wasted_tokens", "Drafted tokens that were verified in vain.", ""),
+    ("prefix_cache_hits", "Prompts that began with cached tokens.", ""),
+    ("answers", "Answers by how they ended.", "finish_reason"),
+    ("model_loads", "How often the model was loaded.", ""),
 )
+_GAUGES = (
+    ("estimated_gain", "How many times as fast as plain decoding, by measured costs."),
+    ("requests_processing", "Answers in the making."),
+    ("requests_deferred", "Answers that wait for a free slot."),
+    ("slots", "Answers at once, at most; 0 if the model is not loaded."),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From a request to an answer's first token."),
+    ("answer_seconds", "From a request to the end of an answer."),
+)
+#: The upper ends of the histograms' buckets, in seconds.
+_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class ServerMetrics:
@@ -61,24 +66,36 @@ class ServerMetrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        made: dict[str, Any] = {"registry": self._registry}
         self._responses = Counter(
-            "specgen:responses", "Responses by their status.", ["status"], **made
+            "specgen:responses",
+            "Responses by their status.",
+            ["status"],
+            registry=self._registry,
         )
+        #: By name.
         self.figures: dict[str, Any] = {}
-        kind: Any
-        for name, kind, text, label in (
-            *((name, Counter, text, "") for name, _, text in _SUMS),
-            *_FIGURES,
-        ):
-            more: dict[str, Any] = {"buckets": _SECONDS} if kind is Histogram else {}
-            labels = ["model", *filter(None, [label])]
-            self.figures[name] = kind(f"specgen:{name}", text, labels, **made, **more)
+        for name, _, text in _SUMS:
+            self._add(Counter, name, text)
+        for name, text, label in _COUNTERS:
+            self._add(Counter, name, text, label)
+        for name, text in _GAUGES:
+            self._add(Gauge, name, text)
+        for name, text in _HISTOGRAMS:
+            self._add(Histogram, name, text, buckets=_BUCKETS)
+
+    def _add(self, kind: Any, name: str, text: str, label: str = "", **settings: Any) -> None:
+        labels = ["model"]
+        if label:
+            labels.append(label)
+        figure = kind(f"specgen:{name}", text, labels, registry=self._registry, **settings)
+        self.figures[name] = figure
 
     def count_response(self, status: int) -> None:
+        """Count a response."""
         self._responses.labels(status).inc()
 
     def text(self) -> bytes:
+        """Return all figures in Prometheus's format."""
         return generate_latest(self._registry)
 
 
@@ -86,72 +103,99 @@ class Metrics:
     """Counts the work of a model, also of its later loads. May be used from several threads."""
 
     def __init__(self, server: ServerMetrics, model: str) -> None:
-        self._figures, self.model = server.figures, model
-        self._round_s, self._plain_s = 0.0, 0.0
+        self.model = model
+        self._figures = server.figures
+        #: The time of all rounds without prefill, and what plain decoding would have taken for
+        #: their tokens, in seconds.
+        self._round_s = 0.0
+        self._plain_s = 0.0
         #: Tokens of prompts that are counted while they are read, by the answer's number.
         self._n_counted: dict[int, int] = {}
-        for name in server.figures.keys() - {name for name, *_, label in _FIGURES if label}:
-            self._of(name)  # so that it is there, with 0
+        labelled = {name for name, _, label in _COUNTERS if label}
+        for name in self._figures.keys() - labelled:
+            self._figure(name)  # so that it is there, with 0
 
-    def _of(self, name: str, *labels: object) -> Any:
+    def _figure(self, name: str, *labels: object) -> Any:
         return self._figures[name].labels(self.model, *labels)
 
     def show_slots(self, n_slots: int) -> None:
         """Show that the model was loaded, with so many slots; with 0 that it was unloaded."""
         self._n_counted.clear()
-        self._of("slots").set(n_slots)
-        self._of("model_loads").inc(n_slots > 0)
+        self._figure("slots").set(n_slots)
+        if n_slots > 0:
+            self._figure("model_loads").inc()
 
     def show_load(self, n_open: int, n_parallel: int) -> None:
         """Show how many of the open answers are being generated, and how many wait."""
-        self._of("requests_processing").set(min(n_open, n_parallel))
-        self._of("requests_deferred").set(max(0, n_open - n_parallel))
+        self._figure("requests_processing").set(min(n_open, n_parallel))
+        self._figure("requests_deferred").set(max(0, n_open - n_parallel))
 
-    def count_events(self, events: Sequence[Event]) -> None:
-        n_nodes: dict[int, int] = {}
+    def count_events(self, events: Iterable[Event]) -> None:
+        """Count drafts, prompts and finished answers."""
+        n_drafted: dict[int, int] = {}  # by the answer's number
         for event in events:
-            if isinstance(event, DraftedEvent):
-                n_nodes[event.sequence] = len(event.nodes)
-            elif isinstance(event, VerifiedEvent):
-                n_drafted, n_accepted = n_nodes.get(event.sequence, 0), len(event.accepted)
-                self._of(f"{_DRAFTS}_drafts").inc()
-                self._of(f"{_DRAFTS}_draft_tokens").inc(n_drafted)
-                self._of(f"{_DRAFTS}_accepted_tokens").inc(n_accepted)
-                self._of(f"{_DRAFTS}_wasted_tokens").inc(n_drafted - n_accepted)
-                for position in range(n_accepted):
-                    self._of(f"{_DRAFTS}_accepted_tokens_per_pos", position).inc()
-            elif isinstance(event, ReadingEvent):
-                self._count_prompt(event.sequence, event.n_read)
-            elif isinstance(event, FinishedEvent):
-                self._of("answers", event.finish_reason).inc()
-                self._of("prefix_cache_hits").inc(event.n_cached_tokens > 0)
-                if event.n_tokens or event.finish_reason != "interrupted":
-                    self._count_prompt(event.sequence, event.n_prompt_tokens)
-                self._n_counted.pop(event.sequence, None)
-                for name, field, _ in _SUMS:
-                    self._of(name).inc(getattr(event, field))
+            match event:
+                case DraftedEvent():
+                    n_drafted[event.sequence] = len(event.nodes)
+                case VerifiedEvent():
+                    n_accepted = len(event.accepted)
+                    self._count_draft(n_drafted.get(event.sequence, 0), n_accepted)
+                case ReadingEvent():
+                    self._count_prompt(event.sequence, event.n_read)
+                case FinishedEvent():
+                    self._count_answer(event)
 
-    def _count_prompt(self, sequence: int, n_tokens: int) -> None:
-        self._of("prompt_tokens").inc(n_tokens - self._n_counted.get(sequence, 0))
-        self._n_counted[sequence] = n_tokens
+    def _count_draft(self, n_drafted: int, n_accepted: int) -> None:
+        self._figure(f"{_DRAFTS}_drafts").inc()
+        self._figure(f"{_DRAFTS}_draft_tokens").inc(n_drafted)
+        self._figure(f"{_DRAFTS}_accepted_tokens").inc(n_accepted)
+        self._figure(f"{_DRAFTS}_wasted_tokens").inc(n_drafted - n_accepted)
+        for position in range(n_accepted):
+            self._figure(f"{_DRAFTS}_accepted_tokens_per_pos", position).inc()
+
+    def _count_answer(self, event: FinishedEvent) -> None:
+        self._figure("answers", event.finish_reason).inc()
+        if event.n_cached_tokens > 0:
+            self._figure("prefix_cache_hits").inc()
+        was_read = event.n_tokens > 0 or event.finish_reason != "interrupted"
+        if was_read:
+            self._count_prompt(event.sequence, event.n_prompt_tokens)
+        self._n_counted.pop(event.sequence, None)
+        for name, field, _ in _SUMS:
+            self._figure(name).inc(getattr(event, field))
+
+    def _count_prompt(self, sequence: int, n_read: int) -> None:
+        """Count the tokens of a prompt up to `n_read`, those that are not counted yet."""
+        self._figure("prompt_tokens").inc(n_read - self._n_counted.get(sequence, 0))
+        self._n_counted[sequence] = n_read
 
     def count_text(self, n_tokens: int, seconds: float) -> None:
-        self._of("prompt_tokens").inc(n_tokens)
-        self._of("prompt_seconds").inc(seconds)
+        """Count a text that became an embedding."""
+        self._figure("prompt_tokens").inc(n_tokens)
+        self._figure("prompt_seconds").inc(seconds)
 
-    def count_round(self, events: Sequence[Event], seconds: float, plain_token_s: float) -> None:
-        """Count a round without prefill. A token of a plain round would have taken `plain_token_s`."""
+    def count_round(self, events: Iterable[Event], seconds: float, plain_token_s: float) -> None:
+        """Count a round without prefill.
+
+        Args:
+            events: Its events.
+            seconds: What it took.
+            plain_token_s: What a token of a plain round would have taken, in seconds.
+        """
         n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
         self._round_s += seconds
         self._plain_s += plain_token_s * n_tokens
-        self._of("estimated_gain").set(self._plain_s / self._round_s)
+        self._figure("estimated_gain").set(self._plain_s / self._round_s)
 
     def count_times(self, news: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:
         """Count the times of answers whose request came `seconds` ago."""
         for _, event in news:
-            if isinstance(event, CommittedEvent) and event.n_tokens == len(event.pieces):
-                self._of("time_to_first_token_seconds").observe(seconds)
-            elif isinstance(event, FinishedEvent):
-                self._of("answer_seconds").observe(seconds)
-            elif isinstance(event, SpecgenError):
-                self._of("answers", "failed").inc()
+            match event:
+                case CommittedEvent():
+                    is_first = event.n_tokens == len(event.pieces)
+                    if is_first:
+                        self._figure("time_to_first_token_seconds").observe(seconds)
+                case FinishedEvent():
+                    self._figure("answer_seconds").observe(seconds)
+                case SpecgenError():
+                    self._figure("answers", "failed").inc()

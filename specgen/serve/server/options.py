@@ -25,15 +25,23 @@ _server = partial(option, panel="Server")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a request. 0 is no limit, except for `n_waiting`."""
+    """Limits of requests. 0 is no limit, except for `n_waiting`."""
 
-    #: Bytes of a request's body.
+    #: The size of a request's body.
     body_bytes: int = 8 * 1024 * 1024
+    #: Connections at once; more requests get status 503. Many systems allow 1024 descriptors.
+    n_connections: int = 500
     prompt_tokens: int = _limit(
-        0, "--limit-prompt", "Length of a prompt; 0 is as the context.", metavar="TOKENS"
+        0,
+        "--limit-prompt",
+        "Length of a prompt; 0 is as the context.",
+        metavar="TOKENS",
     )
     answer_tokens: int = _limit(
-        0, "--limit-tokens", "Length of an answer; 0 is as the context.", metavar="TOKENS"
+        0,
+        "--limit-tokens",
+        "Length of an answer; 0 is as the context.",
+        metavar="TOKENS",
     )
     n_answers: int = _limit(
         16,
@@ -42,10 +50,16 @@ class Limits:
         metavar="N",
     )
     n_waiting: int = _limit(
-        64, "--limit-queue", "Answers that may wait; further requests get status 429.", metavar="N"
+        64,
+        "--limit-queue",
+        "Answers that may wait; further requests get status 429.",
+        metavar="N",
     )
     request_s: float = _limit(
-        0.0, "--limit-time", "Time until answers are cut off; 0 is no limit.", metavar="SECONDS"
+        0.0,
+        "--limit-time",
+        "Time until answers are cut off; 0 is no limit.",
+        metavar="SECONDS",
     )
     client_s: float = _limit(
         60.0,
@@ -79,7 +93,11 @@ class ServerOptions:
         metavar="ADDRESS",
     )
     port: int = _server(
-        8080, "--port", "The port to listen on; 0 picks a free one.", min=0, max=65535
+        8080,
+        "--port",
+        "The port to listen on; 0 picks a free one.",
+        min=0,
+        max=65535,
     )
     alias: str | None = _server(
         None,
@@ -95,13 +113,18 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = _server(
         (),
         "--cors-origin",
-        "Let web pages of this origin (as https://example.org; * is any) use the server; may be repeated.",
+        "Let web pages of this origin (as https://example.org; * is any) use the server; "
+        "may be repeated.",
         metavar="ORIGIN",
         show_default="none",
     )
     limits: Limits = field(default_factory=Limits)
     drain_s: float = _server(
-        30.0, "--drain-s", "Time for unfinished answers after SIGTERM.", min=0.0, metavar="SECONDS"
+        30.0,
+        "--drain-s",
+        "Time for unfinished answers after SIGTERM.",
+        min=0.0,
+        metavar="SECONDS",
     )
 
 
@@ -116,29 +139,45 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
-    """Return a socket bound to an address. If the system can, it drops a connection whose client
-    accepts no data for `client_s` seconds (0: never). Raise `UsageError` if there is no such
-    address, or it is taken.
+    """Return a socket bound to an address.
+
+    Args:
+        host: The address, or its name.
+        port: The port; 0: any free one.
+        client_s: How long a client may accept no data before the system drops its connection, if
+            the system can; 0: no limit.
+
+    Raises:
+        UsageError: There is no such address, or another program listens there.
     """
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(address[0], address[1])
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--host {host}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"--host {host}: {_reason(error)}") from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if client_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = min(int(1000 * client_s), 2**31 - 1)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        listening.bind(address[4])
+        listening.bind(address)
     except (OSError, OverflowError) as error:
         listening.close()
-        reason = getattr(error, "strerror", None) or error
-        hint = "take another --port, or end the program that listens there"
-        raise UsageError(f"{host}, port {port}: cannot listen there: {reason}", hint) from error
+        raise UsageError(
+            f"{host}, port {port}: cannot listen there: {_reason(error)}",
+            hint="take another --port, or end the program that listens there",
+        ) from error
     return listening
 
 
+def _reason(error: Exception) -> object:
+    """Return the system's words for an error, without its number."""
+    return getattr(error, "strerror", None) or error
+
+
 def url_of(bound: socket.socket) -> str:
+    """Return the URL of a server that listens on a socket."""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -80,13 +80,15 @@ class ModelLoader:
             return self._embedder(name, wanted.options)
 
         n_parallel = model.n_parallel or N_PARALLEL
-        is_fixed = model.n_parallel is not None
+        make_engine: Callable[..., Engine] = Engine
+        if model.n_parallel is None:
+            make_engine = Engine.largest
         n_bytes = 0
         reporter = self.reporter
         if self.memory_bytes is not None:
             check_file(target)
             n_bytes = _needed_bytes(wanted, n_parallel)
-            while n_bytes > self.memory_bytes and n_parallel > 1 and not is_fixed:
+            while n_bytes > self.memory_bytes and n_parallel > 1 and model.n_parallel is None:
                 n_parallel //= 2
                 n_bytes = _needed_bytes(wanted, n_parallel)
             self._check_memory(name, n_bytes)
@@ -96,7 +98,6 @@ class ModelLoader:
             def stops() -> bool:
                 return self.stop() or interrupted()
 
-            make_engine = Engine if is_fixed else Engine.largest
             return self._open(wanted, n_parallel, make_engine, reporter, turns, stops)
 
         return ModelEntry(name, opened, n_bytes)
@@ -136,7 +137,10 @@ class ModelLoader:
         with contextlib.ExitStack() as stack:
             with _weights(wanted.options), turns:
                 session = open_session(
-                    wanted, reporter, clock=time.perf_counter, measurements=self._measurements
+                    wanted,
+                    reporter,
+                    clock=time.perf_counter,
+                    measurements=self._measurements,
                 )
                 stack.enter_context(session)
                 stack.callback(save)
@@ -184,7 +188,10 @@ def _weights(options: SessionOptions) -> Iterator[None]:
         return
     context = options.target_context
     model = LlamaModel(
-        options.target, n_gpu_layers=context.n_gpu_layers, workers=context.workers, mtp=True
+        options.target,
+        n_gpu_layers=context.n_gpu_layers,
+        workers=context.workers,
+        mtp=True,
     )
     try:
         yield
@@ -250,25 +257,34 @@ def _in_its_folder(value: Any, folder: Path) -> Any:
 
 
 def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
+    """Return the models in a folder and those below it, except for files that cannot be served."""
     entries: dict[str, ModelEntry] = {}
     common = options_of({})
+    # Files further up get the short names.
     for path in sorted(folder.rglob("*.gguf"), key=lambda each: (len(each.parts), each)):
         shard = SHARD.fullmatch(path.name)
-        if shard is not None and int(shard["number"]) > 1:
-            continue
-        name = shard["stem"] if shard is not None else path.name.removesuffix(".gguf")
-        if name in entries:  # a file of this name is in a folder above
+        name = path.name.removesuffix(".gguf")
+        if shard is not None:
+            if int(shard["number"]) > 1:
+                continue
+            name = shard["stem"]
+        if name in entries:
             name = path.relative_to(folder).with_name(name).as_posix()
         model = replace(common, models=replace(common.models, target=str(path)))
         try:
-            kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
-            kind(path, vocabulary_only=True).close()
+            _check_loads(path)
             entries[name] = loader.entry(name, model)
         except (ModelFileError, MemoryLimitError) as error:
             loader.reporter.note(f"not served: {error.message}")
     if not entries:
         raise UsageError(f"{folder}: no file in this folder can be served")
     return list(entries.values())
+
+
+def _check_loads(path: Path) -> None:
+    """Raise `ModelFileError` if llama.cpp cannot load a model."""
+    kind = LlamaModel if pooling_of(path) is None else EmbeddingModel
+    kind(path, vocabulary_only=True).close()
 
 
 # --- the memory of models, from the metadata of their files --------------------------------------
@@ -280,13 +296,15 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
     context = options.target_context
     n_ctx = usual_n_ctx(context.n_ctx, _trained_context(options.target)) * n_parallel
 
-    def sizes(sources: Iterable[DraftSource]) -> list[int]:
-        files = (source for source in sources if isinstance(source, Path))
-        return [_model_bytes(file, options.draft_context, n_ctx) for file in files]
+    def draft_bytes(source: DraftSource) -> int:
+        if isinstance(source, Path):
+            return _model_bytes(source, options.draft_context, n_ctx)
+        return 0
 
     target_bytes = _model_bytes(options.target, context, n_ctx)
-    draft_bytes = max(sizes(choice.draft for choice in wanted.drafts), default=0)
-    return target_bytes + draft_bytes + sum(sizes(options.helpers))
+    largest_draft_bytes = max((draft_bytes(choice.draft) for choice in wanted.drafts), default=0)
+    helper_bytes = sum(draft_bytes(helper) for helper in options.helpers)
+    return target_bytes + largest_draft_bytes + helper_bytes
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
@@ -297,8 +315,8 @@ def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
         n_ctx = min(n_ctx, n_train)
     with GgufMetadata(target) as about:
         n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    # llama.cpp has room for logits too.
-    return n_ctx, _model_bytes(target, context, n_ctx) + 4 * n_ctx * n_vocab
+    logits_bytes = 4 * n_ctx * n_vocab  # llama.cpp reserves them, too
+    return n_ctx, _model_bytes(target, context, n_ctx) + logits_bytes
 
 
 def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:

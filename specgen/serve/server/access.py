@@ -1,0 +1,94 @@
+"""Who may use the server: API keys, origins of web pages, and host names."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specgen.serve.formats.request_errors import RequestError
+from specgen.serve.server.http import refusal
+from specgen.serve.server.options import is_loopback
+
+#: Paths that need no key: the health checks, and the page, which asks for the key.
+_OPEN_PATHS = ("/health", "/v1/health", "/")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+class AccessCheck:
+    """Refuses requests from those who may not use the server.
+
+    - With keys, a request needs one of them.
+    - Web pages of other origins are refused unless they are allowed: a browser sends requests for
+      any page.
+    - Without keys, requests for a host name other than the loopback's are refused, since a page can
+      let its own name point to this machine (DNS rebinding).
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        host: str,
+        origins: Sequence[str],
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._origins = origins
+        #: The host names that a request may be for; None: any.
+        self._names: set[str] | None = None
+        if is_loopback(host) and not keys:
+            self._names = {host.lower(), *_LOOPBACK_NAMES}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            path = scope["path"]
+            headers = Headers(scope=scope)
+            error = self._origin_error(headers) or self._host_error(headers)
+            if error is None and self._needs_key(scope["method"], path):
+                error = self._key_error(headers)
+            if error is not None:
+                app = refusal(error, path)
+        await app(scope, receive, send)
+
+    def _origin_error(self, headers: Headers) -> RequestError | None:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return None
+        if origin.partition("://")[2] == headers.get("host", ""):
+            return None
+        message = f"pages of {origin} may not use this server"
+        return RequestError(403, message, "origin_not_allowed")
+
+    def _host_error(self, headers: Headers) -> RequestError | None:
+        host = headers.get("host", "")
+        name = re.sub(r":[0-9]*\Z", "", host).strip("[]").lower()
+        if self._names is None or name in self._names:
+            return None
+        return RequestError(403, f"this server does not answer for {host!r}", "host_not_allowed")
+
+    def _needs_key(self, method: str, path: str) -> bool:
+        if not self._keys or method == "OPTIONS":
+            return False
+        return path not in _OPEN_PATHS and not path.startswith("/page/")
+
+    def _key_error(self, headers: Headers) -> RequestError | None:
+        given = [headers.get("x-api-key", "")]  # from Anthropic's clients
+        scheme, _, key = headers.get("authorization", "").partition(" ")  # from OpenAI's
+        if scheme.lower() == "bearer":
+            given.append(key)
+        # Every key is compared, in constant time, so that the time reveals nothing about them.
+        matches = [
+            hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), allowed)
+            for key in given
+            for allowed in self._keys
+        ]
+        if any(matches):
+            return None
+        message = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+        headers_wanted = {"WWW-Authenticate": "Bearer"}
+        return RequestError(401, message, "invalid_api_key", headers=headers_wanted)

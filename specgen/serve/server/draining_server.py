@@ -1,0 +1,146 @@
+"""The life of the server: its connections, and an end that waits for unfinished answers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import ClassVar
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from specgen.serve.server.model_pool import ModelPool
+from specgen.serve.server.options import ServerOptions
+from specgen.system.quantities import counted
+
+#: Connections that the system may accept before the server does.
+_BACKLOG = 128
+#: The time for sending the ends of answers that were cut short, in seconds.
+_FLUSH_S = 5.0
+
+
+class DrainingServer(uvicorn.Server):
+    """A server with the models of a pool.
+
+    Told to end, it waits for its answers, but not longer than the options' `drain_s` seconds. A
+    second signal ends them at once.
+
+    Args:
+        app: Answers requests.
+        pool: The models.
+        options: The options of the server.
+        is_verbose: Whether requests are logged.
+        ready: Called when requests are accepted.
+        note: Gets sentences for the user.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        pool: ModelPool,
+        options: ServerOptions,
+        *,
+        is_verbose: bool = False,
+        ready: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        super().__init__(_config(app, options, is_verbose=is_verbose))
+        self._pool = pool
+        self._drain_s = options.drain_s
+        self._ready = ready
+        self._note = note
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets, and tell that requests are accepted."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to end: on a signal, or if an engine has failed."""
+        return await super().on_tick(counter) or self._pool.failure is not None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal to end: the first one lets answers finish, the second one ends them.
+
+        Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
+        end is not a failure.
+        """
+        if self.should_exit:
+            self._pool.cancel_all()
+            return
+        self.should_exit = True
+        n_open = self._pool.n_open
+        if n_open:
+            limit = f"{self._drain_s:g} s"
+            if sig == signal.SIGINT:
+                limit = "again to end them now"
+            self._note(f"ending after {counted(n_open, 'answer')} ({limit})")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for unfinished answers, but not longer than `drain_s` seconds, and then end."""
+        drain_s = self._drain_s
+        if self._pool.failure is not None:
+            drain_s = 0.0
+        timer = asyncio.get_running_loop().call_later(drain_s, self._pool.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            self._pool.cancel_all()
+
+
+def _config(app: ASGIApp, options: ServerOptions, *, is_verbose: bool) -> uvicorn.Config:
+    limits = options.limits
+    return uvicorn.Config(
+        app,
+        # uvicorn wants a class.
+        http=type("Protocol", (_TimedProtocol,), {"head_s": limits.client_s}),
+        ws="none",
+        backlog=_BACKLOG,
+        limit_concurrency=limits.n_connections,
+        log_config=None,
+        # specgen's own log has the errors; a client that does not read its answer is not one.
+        log_level="info" if is_verbose else "critical",
+        access_log=is_verbose,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+    )
+
+
+class _TimedProtocol(H11Protocol):
+    """HTTP/1.1 with a limit on the time until the head of a request has come.
+
+    A connection that exceeds it is closed. The time begins with the connection, and again after
+    each response.
+    """
+
+    #: The limit in seconds; 0: none.
+    head_s: ClassVar[float] = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin a connection, and wait for its first head."""
+        super().connection_made(transport)
+        self._await_head(None)
+
+    def on_response_complete(self) -> None:
+        """End a response, and wait for the next head."""
+        last = self.cycle
+        super().on_response_complete()
+        self._await_head(last)
+
+    def _await_head(self, last: RequestResponseCycle | None) -> None:
+        """Close the connection if `last` is its last request still when the time is over."""
+
+        def check() -> None:
+            if self.cycle is last:
+                self.transport.close()
+
+        if self.head_s > 0:
+            self.loop.call_later(self.head_s, check)

@@ -1,0 +1,238 @@
+"""Generated answers: an HTTP request becomes requests to the engine, and a response."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from specgen.errors import PromptLengthError, SpecgenError
+from specgen.events import CommittedEvent, Event, FinishedEvent
+from specgen.options import SamplerOptions
+from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
+from specgen.serve.formats.fields import Json
+from specgen.serve.formats.model_adaptation import for_model
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError, RequestError
+from specgen.serve.server.http import EventStream, while_connected
+from specgen.serve.server.jobs import Insert, Job, ServedModel
+from specgen.serve.server.options import Limits
+from specgen.session.engine import Engine
+from specgen.session.prompts import Prompt
+from specgen.session.prompts.infill import infill_prompt
+
+#: Reads a body in the format of an API; raises `BodyError`.
+Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
+
+
+async def generate(
+    read: Reader,
+    limits: Limits,
+    model: ServedModel,
+    http_request: HttpRequest,
+    body: Json,
+) -> Response:
+    """Answer a request for generated text, as a whole or as a stream."""
+    loop = asyncio.get_running_loop()
+    requests, job = await run_in_threadpool(_submit, read, limits, model, body, loop)
+    context = AnswerContext(
+        requests,
+        prompts=[answer.prompt.text for answer in job.answers],
+        identity=uuid.uuid4().hex,
+        created=int(time.time()),
+        model=model.name,
+    )
+    writer: AnswerWriter = requests[0].writer(context)
+    streams = requests[0].streams
+    end = partial(model.cancel, job)
+    chunks = _chunks(writer, job, end, limits.request_s, streams=streams)
+    if streams:
+        return EventStream(chunks, end, limits.client_s, form=writer.form, alive=writer.alive)
+    return JSONResponse(await while_connected(http_request.receive, _whole(writer, chunks)))
+
+
+# --- reading and submitting -----------------------------------------------------------------------
+
+
+def parse_requests(read: Reader, model: ServedModel, body: Json) -> ParsedRequests:
+    """Return the requests in a body, one for each of its prompts. Raise `BodyError`."""
+    options = model.session.options
+    requests = read(body, Defaults(options.sampler, options.generation))
+    return tuple(for_model(request, model.target) for request in requests)
+
+
+def prompt_of(request: ParsedRequest, model: ServedModel, *, must_fit: bool = True) -> Prompt:
+    """Return the prompt of a request.
+
+    Args:
+        request: The request.
+        model: The model that the prompt is for.
+        must_fit: Whether a text that is certainly too long is refused without being tokenized.
+
+    Raises:
+        UsageError: The model lacks a chat template or tokens that the request needs.
+        PromptError: The prompt is empty, too long, or not valid.
+    """
+    session = model.session
+    n_ctx = model.engine.n_ctx
+    if request.gap is None:
+        prompts = replace(session.prompts, n_ctx=n_ctx if must_fit else None)
+        return request.prompt(prompts, datetime.datetime.now().astimezone())
+    # The far ends of a long text matter little: the text is cut to leave room for an answer.
+    n_answer = request.generation.max_tokens
+    if n_answer < 0:
+        n_answer = n_ctx // 4
+    n_most = max(n_ctx // 4, n_ctx - n_answer)
+    prompt, _ = infill_prompt(session.target, session.own_vocabulary, request.gap, n_most)
+    return prompt
+
+
+def _submit(
+    read: Reader,
+    limits: Limits,
+    model: ServedModel,
+    body: Json,
+    loop: asyncio.AbstractEventLoop,
+) -> tuple[ParsedRequests, Job]:
+    """Read a body and submit its answers: all to the first prompt, then those to the next.
+
+    Raises:
+        RequestError: Too many answers are wanted, or too many requests are waiting.
+        SpecgenError: The body is not valid, or the engine has failed.
+    """
+    requests = parse_requests(read, model, body)
+    n_answers = requests[0].n * len(requests)
+    n_most = model.n_parallel + limits.n_waiting
+    if limits.n_answers > 0:
+        n_most = min(n_most, limits.n_answers)
+    if n_answers > n_most:
+        raise BodyError("n", f"{n_answers} answers; at most {n_most} are allowed")
+    model.check_room(n_answers)
+
+    inserts: list[Insert] = []
+    for request in requests:
+        inserts += _inserts(request, model, limits)
+    return requests, model.submit(inserts, loop)
+
+
+def _inserts(request: ParsedRequest, model: ServedModel, limits: Limits) -> list[Insert]:
+    """Return what inserts the answers to a prompt into the engine."""
+    generation = request.generation
+    if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
+        generation = replace(generation, max_tokens=limits.answer_tokens)
+        request = replace(request, generation=generation)
+    prompt = prompt_of(request, model)
+    _check_length(len(prompt.tokens), model.engine.n_ctx, limits)
+    wishes = request.speculative
+    return [
+        partial(
+            Engine.insert,
+            prompt=prompt,
+            sampling=_sampling(request.sampling, number),
+            generation=generation,
+            draft=wishes.draft,
+            n_drafted_max=wishes.max,
+            verifier=wishes.verifier,
+        )
+        for number in range(request.n)
+    ]
+
+
+def _check_length(n_tokens: int, n_ctx: int, limits: Limits) -> None:
+    n_most = n_ctx
+    reason = f"but the context has {n_ctx}"
+    if 0 < limits.prompt_tokens < n_ctx:
+        n_most = limits.prompt_tokens
+        reason = f"at most {n_most} are allowed"
+    if n_tokens > n_most:
+        message = f"the prompt has {n_tokens} tokens; {reason}"
+        raise PromptLengthError(message, n_tokens, n_most)
+
+
+def _sampling(sampling: SamplerOptions, number: int) -> SamplerOptions:
+    """Return the sampling of one of several answers: they differ in their seeds."""
+    if sampling.seed < 0:  # each gets a random one
+        return sampling
+    return replace(sampling, seed=sampling.seed + number)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+async def _chunks(
+    writer: AnswerWriter,
+    job: Job,
+    end: Callable[[], None],
+    limit_s: float,
+    *,
+    streams: bool,
+) -> AsyncIterator[Json]:
+    """Yield the chunks of a job's answers; ensure that the answers end when nobody wants more.
+
+    Args:
+        writer: Writes the chunks.
+        job: The answers.
+        end: Ends them as they are.
+        limit_s: The time after which they are ended, in seconds; 0: no limit.
+        streams: Whether the chunks are sent. Then an error is the last one.
+
+    Raises:
+        RequestError: An answer has failed, and the chunks are not sent.
+    """
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(limit_s, end) if limit_s > 0 else None
+    first_token_s: float | None = None
+    try:
+        for chunk in writer.begin(len(job.answers[0].prompt.tokens)):
+            yield chunk
+        async for number, event in job.events():
+            if isinstance(event, SpecgenError) or _is_empty(event):
+                error = _failure(event, job, limit_s)
+                if not streams:
+                    raise error
+                for chunk in writer.fail(error.body()):
+                    yield chunk
+                return
+            for chunk in writer.feed(number, event):
+                yield chunk
+            if isinstance(event, CommittedEvent):
+                if first_token_s is None:
+                    first_token_s = loop.time()
+                if writer.is_over(number, loop.time() - first_token_s):
+                    end()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        end()
+
+
+def _is_empty(event: Event) -> bool:
+    """Whether an answer was ended before its first token: it would look like a complete one."""
+    return (
+        isinstance(event, FinishedEvent)
+        and event.finish_reason == "interrupted"
+        and event.n_tokens == 0
+    )
+
+
+def _failure(event: Event | SpecgenError, job: Job, limit_s: float) -> RequestError:
+    if isinstance(event, SpecgenError):
+        return RequestError.of(event)
+    if job.is_cut:
+        return RequestError.ending()
+    return RequestError(503, f"no token came in {limit_s:g} s", "timeout")
+
+
+async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:
+    async for _ in chunks:
+        pass
+    return writer.whole()

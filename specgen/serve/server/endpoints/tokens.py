@@ -1,0 +1,80 @@
+"""Tokens and prompts of texts, without an answer."""
+
+from __future__ import annotations
+
+from pydantic import AliasChoices, Field
+
+from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.fields import Fields, Integer, Json, parse
+from specgen.serve.formats.messages import read_messages
+from specgen.serve.server.endpoints.generation import Reader, parse_requests, prompt_of
+from specgen.serve.server.jobs import ServedModel
+
+
+def count_message_tokens(model: ServedModel, body: Json) -> Json:
+    """Return the length of a prompt, in Anthropic's form."""
+    return {"input_tokens": _n_tokens(read_messages, model, body)}
+
+
+def count_input_tokens(read: Reader, model: ServedModel, body: Json) -> Json:
+    """Return the length of a prompt, in OpenAI's form."""
+    return {
+        "object": "response.input_tokens",
+        "input_tokens": _n_tokens(read, model, body),
+    }
+
+
+def _n_tokens(read: Reader, model: ServedModel, body: Json) -> int:
+    (request,) = parse_requests(read, model, body)
+    return len(prompt_of(request, model, must_fit=False).tokens)
+
+
+def apply_template(model: ServedModel, body: Json) -> Json:
+    """Return the prompt that the chat template makes of messages."""
+    (request,) = parse_requests(read_chat, model, body)
+    return {"prompt": prompt_of(request, model, must_fit=False).text}
+
+
+class _TokenizeBody(Fields):
+    content: str = Field(validation_alias=AliasChoices("content", "prompt"))
+    add_special: bool = Field(
+        False, validation_alias=AliasChoices("add_special", "add_special_tokens")
+    )
+    parse_special: bool = True
+    #: Whether each token comes with its text, or with its bytes if they are not UTF-8.
+    with_pieces: bool = False
+
+
+def tokenize(model: ServedModel, body: Json) -> Json:
+    """Return the tokens of a text."""
+    request = parse(_TokenizeBody, body)
+    vocabulary = model.target.vocabulary
+    tokens = vocabulary.tokenize(
+        request.content,
+        add_special=request.add_special,
+        parse_special=request.parse_special,
+    )
+    if not request.with_pieces:
+        return {"tokens": list(tokens)}
+    pieces = [{"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in tokens]
+    return {"tokens": pieces}
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+class _DetokenizeBody(Fields):
+    tokens: list[Integer]
+
+
+def detokenize(model: ServedModel, body: Json) -> Json:
+    """Return the text of tokens, in the fields of llama.cpp's server and of vLLM's."""
+    tokens = parse(_DetokenizeBody, body).tokens
+    text = ""
+    if tokens:
+        text = model.session.prompts.of_tokens(tokens).text
+    return {"content": text, "prompt": text}
