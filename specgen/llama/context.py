@@ -58,9 +58,9 @@ class ComputedRows(Protocol):
 
 
 class LlamaBackend:
-    """A context of a model. See `specgen.method.backend.Backend` for what it does.
+    """A context of a model; `specgen.method.backend.Backend` documents its methods.
 
-    Whoever creates it closes it, before its model.
+    Whoever creates it also closes it, before closing its model.
     """
 
     def __init__(
@@ -392,7 +392,11 @@ class LlamaBackend:
     # --- threads
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
-        """Set the threads of batches of one row, and those of larger batches.
+        """Set the numbers of threads.
+
+        Args:
+            n_single: The number of threads for batches of one row.
+            n_batch: The number of threads for larger batches.
 
         Raises:
             ValueError: If a number is not from 1 to `MAX_THREADS`.

@@ -34,7 +34,7 @@ HOOKED = frozenset(
 )
 #: The architectures for which it can also return the output of the last layer.
 _HANDS_OUT_LAST_OUTPUT = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
-#: The size of DFlash's block, if the file does not give it.
+#: The number of tokens in DFlash's blocks, if the file does not contain it.
 _DEFAULT_BLOCK = 16
 #: The tensors that a draft takes from its target if its file lacks them, with their descriptions.
 _SHARED_TENSORS = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
@@ -115,7 +115,7 @@ class MtpModel(PairedDraftModel):
 class TrainedDraftModel(PairedDraftModel):
     """A draft that was trained for its target, and has an architecture of its own."""
 
-    #: What its file names as the architecture.
+    #: The architecture in the metadata of its file.
     file_architecture: ClassVar[str]
     #: The target's layers whose inputs it reads.
     layers: tuple[int, ...] = ()

@@ -3,8 +3,8 @@
 `specgen.method.verifiers` decides what is rejected, `specgen.method.draft` asks for the rollback.
 There are two kinds of caches:
 
-- *Cells* (`CellSequences`): attention has a cell for each token, also with a sliding window. A
-  rollback drops the cells of the last tokens, at once.
+- *Cells* (`CellSequences`): attention has a cell for each token, even with a sliding window. A
+  rollback drops the cells of the last tokens immediately.
 - *States* (`RecurrentSequences`): a recurrent model has one state per sequence, which every token
   changes; a hybrid model has such states and cells. A rollback must return to an earlier state.
 
@@ -438,8 +438,8 @@ class RecurrentSequences:
             # Snapshots of the coming batch will reach the state before all of these rows.
             return
         if reach == n_droppable - 1 and n_droppable > 1:
-            # They will reach the state after the first of these rows. Dropping that row, too, is
-            # rare enough to decode more tokens again then.
+            # They will reach the state after the first of these rows. It is rare that this row is
+            # dropped as well; more tokens are decoded again then.
             return
         has_copy = text.copied_at is not None
         if has_copy and 0 < text.n_missing <= _MAX_REPEATED:

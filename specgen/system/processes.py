@@ -33,7 +33,7 @@ class ChildDiedError(ChildError):
         if signal_number is not None:
             self.signal_name = signal_number.name
             self.description = signal.strsignal(signal_number) or ""
-        #: The last line that the child wrote to stderr.
+        #: The last line that the child wrote to stderr; empty if it wrote nothing.
         self.last_words = _last_line(stderr)
 
 

@@ -20,8 +20,8 @@ from specgen.llama.vocabulary import LlamaVocabulary
 if TYPE_CHECKING:
     from specgen.llama.context import LlamaBackend
 
-#: Tokenizers give low ids to frequent tokens: 94% of the tokens of answers in English and code are
-#: below this one.
+#: Tokens with lower ids are taken to be frequent. Tokenizers assign low ids to frequent tokens: 94%
+#: of the tokens of answers in English and code are below this one.
 N_FREQUENT = 32_768
 #: The maximum number of other tokens that are computed because they occurred. Of more, the oldest
 #: are forgotten.
