@@ -109,7 +109,8 @@ def calls_grammar(
         lines += rules.bare_call(form.keys[0])
         bare_call_pattern = _bare_call_pattern(form.keys[0], functions)
     if is_parallel and _ends_within_tag(form):
-        # A text forced up to the middle of a control token's name would exclude that token.
+        # llguidance appends a text that is certain without asking the model. If that text ended
+        # within the name of a control token, the model could not choose that token any more.
         lines.append('%llguidance {"no_forcing": true}')
     grammar = Grammar(
         "lark",
