@@ -193,6 +193,7 @@ class _CallRules:
         self._form = form
         quote = literal(form.quote)
         value_rules = _VALUE_RULES.get(form.style, ())
+        #: The rules so far; their number makes the names of new rules unique.
         self.lines = [_ANY_RULE, _WHITE_SPACE_RULE]
         self.lines += [rule.replace("QUOTE", quote) for rule in value_rules]
         #: Warnings about what cannot be enforced.
@@ -221,9 +222,9 @@ class _CallRules:
         argument_keys = {"arguments", "parameters"}
         if self._form.keys is not None:
             argument_keys.add(self._form.keys[1])
-        key = " | ".join(literal(literal(each)) for each in sorted(argument_keys))
+        keys = " | ".join(literal(literal(key)) for key in sorted(argument_keys))
         name = literal(literal(function.name))
-        self._bare_calls.append(f'{name} WHITE? "," WHITE? ({key}) WHITE? ":" WHITE? {arguments}')
+        self._bare_calls.append(f'{name} WHITE? "," WHITE? ({keys}) WHITE? ":" WHITE? {arguments}')
         return rule
 
     def bare_call(self, name_key: str) -> list[str]:
