@@ -48,7 +48,10 @@ class Answer:
         self.finished: FinishedEvent | None = None
 
     def feed(self, tokens: Sequence[str]) -> list[Delta]:
-        """Add the texts of tokens, and return the deltas that are certain now."""
+        """Add the texts of tokens, and return the deltas that are certain now.
+
+        The tokens in the thinking block are counted, including those of its tags.
+        """
         if self._thoughts is None:
             return self._add_pieces("", "".join(tokens))
         thought = ""
@@ -59,8 +62,7 @@ class Answer:
             new_thought, new_answer = self._thoughts.feed(token)
             thought += new_thought
             answer += new_answer
-            # Count the token, which may be part of a tag.
-            if was_past:
+            if was_past:  # the thoughts had ended before this token
                 continue
             if self._thoughts.is_past and not was_open:
                 # What looked like the beginning of an opening tag was not one.
@@ -76,6 +78,7 @@ class Answer:
         """
         self.finished = event
         deltas: list[Delta] = []
+        # If the answer ends where a thinking block might still begin, it has no thoughts.
         max_reasoning_tokens = 0
         if self._thoughts is not None:
             if self._thoughts.is_open or self._thoughts.is_past:

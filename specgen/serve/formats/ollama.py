@@ -234,7 +234,7 @@ class OllamaWriter(AnswerWriter):
     def _ending(self) -> Json:
         """Return the fields that only the last line and a whole response have."""
         reason: str = self._answers[0].finish_reason
-        if self._first.generation.max_tokens == 0:
+        if self._first.generation.max_tokens == 0:  # see `_loading_only`
             reason = "load"
         elif reason == "tool_calls":
             reason = "stop"

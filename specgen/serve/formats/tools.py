@@ -164,7 +164,7 @@ def chosen_tools(
             names = [choice.name]
             is_single_function = True
         case "allowed_tools":
-            names = [each.name for each in choice.tools if each.type in _RUN_BY_CLIENTS]
+            names = [tool.name for tool in choice.tools if tool.type in _RUN_BY_CLIENTS]
             must_call = choice.mode == "required"
         case kind:
             raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")

@@ -128,6 +128,7 @@ class CallForm:
         between = self.between or " "
         if self.keys is None:
             return between
+        # `between` also has the end of one object and the beginning of the next.
         after_object = between.partition("}")[2]
         if "{" not in after_object:
             return ""

@@ -109,7 +109,8 @@ def calls_grammar(
         lines += rules.bare_call(form.keys[0])
         bare_call_pattern = _bare_call_pattern(form.keys[0], functions)
     if is_parallel and _ends_within_tag(form):
-        # A text forced up to the middle of a control token's name would exclude that token.
+        # llguidance appends a text that is certain without asking the model. If that text ended
+        # within the name of a control token, the model could not choose that token any more.
         lines.append('%llguidance {"no_forcing": true}')
     grammar = Grammar(
         "lark",
@@ -192,6 +193,7 @@ class _CallRules:
         self._form = form
         quote = literal(form.quote)
         value_rules = _VALUE_RULES.get(form.style, ())
+        #: The rules so far; their number makes the names of new rules unique.
         self.lines = [_ANY_RULE, _WHITE_SPACE_RULE]
         self.lines += [rule.replace("QUOTE", quote) for rule in value_rules]
         #: Warnings about what cannot be enforced.
@@ -220,9 +222,9 @@ class _CallRules:
         argument_keys = {"arguments", "parameters"}
         if self._form.keys is not None:
             argument_keys.add(self._form.keys[1])
-        key = " | ".join(literal(literal(each)) for each in sorted(argument_keys))
+        keys = " | ".join(literal(literal(key)) for key in sorted(argument_keys))
         name = literal(literal(function.name))
-        self._bare_calls.append(f'{name} WHITE? "," WHITE? ({key}) WHITE? ":" WHITE? {arguments}')
+        self._bare_calls.append(f'{name} WHITE? "," WHITE? ({keys}) WHITE? ":" WHITE? {arguments}')
         return rule
 
     def bare_call(self, name_key: str) -> list[str]:
