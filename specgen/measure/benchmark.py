@@ -100,7 +100,7 @@ def entries_of(
     policies: Sequence[PolicyName],
     trees: Sequence[TreeShape],
     temperatures: Sequence[float],
-    known: MeasurementStore,
+    measurements: MeasurementStore,
 ) -> list[Entry]:
     """Return plain decoding and every draft with every policy and tree, for each temperature.
 
@@ -110,12 +110,12 @@ def entries_of(
         policies: The policies. Only the first is used with a tree of fixed shape, which needs none.
         trees: The tree shapes.
         temperatures: The temperatures.
-        known: The stored measurements, with the thread counts that `specgen run` would use.
+        measurements: The stored measurements, with the thread counts of `specgen run`.
     """
     plain = replace(base, drafting=replace(base.drafting, policy="fixed"), draft="none", helpers=())
-    entries = [Entry(PLAIN, _with_threads(plain, known))]
+    entries = [Entry(PLAIN, _with_threads(plain, measurements))]
     for name, (draft, *helpers) in _by_name(drafts).items():
-        options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), known)
+        options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), measurements)
         for tree in trees:
             for policy in policies[:1] if tree.is_fixed else policies:
                 # The name only mentions what differs between entries.
@@ -134,11 +134,11 @@ def entries_of(
     ]
 
 
-def _with_threads(options: SessionOptions, known: MeasurementStore) -> SessionOptions:
+def _with_threads(options: SessionOptions, measurements: MeasurementStore) -> SessionOptions:
     """Return the options with the thread counts that were measured to be fastest."""
     from specgen.session.measurement_store import SessionCosts
 
-    costs = SessionCosts(options, known)
+    costs = SessionCosts(options, measurements)
     options = replace(options, target_context=costs.context_options())
     if isinstance(options.draft, Path):
         options = replace(options, draft_context=costs.context_options(options.draft))

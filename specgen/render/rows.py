@@ -395,11 +395,13 @@ def wrap(
         if between_words and not is_last:
             gap = _gap_between_words(cells, start, end)
         if gap is not None:
+            # End the row between words, and drop the spaces there.
             words = tuple(cells[start : gap.start])
             spaces = tuple(cells[gap.start : gap.stop])
             rows.append(Row(words, _total_width(words), gap=spaces))
             start = gap.stop
         else:
+            # End the row where it is full. If it fills the screen's width, no line feed follows.
             fitting = tuple(cells[start:end])
             width = _total_width(fitting)
             rows.append(Row(fitting, width, joined=width == columns and not is_last))
