@@ -141,6 +141,7 @@ def _session_file(name: str) -> Path:
 
 
 def _greeting(conversation: Conversation) -> str:
+    """Return a note on the conversation that is continued."""
     greeting = f"continuing a conversation of {counted(len(conversation.turns), 'turn')}"
     if conversation.is_open:
         greeting += "; the last one has no answer: /regen"
@@ -224,7 +225,10 @@ class _Dialogue:
         return 0
 
     def _take(self, message: str) -> int | None:
-        """Carry out a command, or answer any other message; return as commands' methods do."""
+        """Carry out a command, or answer any other message.
+
+        It returns and raises what the commands' methods do.
+        """
         command_match = _COMMAND.fullmatch(message.rstrip())
         if command_match is None:
             return self._answer(self._chat.ask(message))
@@ -253,7 +257,8 @@ class _Dialogue:
         from specgen.render.rows import clean
 
         for turn in self._chat.conversation.turns[-_N_RECALLED_TURNS:]:
-            answer = clean(turn.answer or "").rpartition("</think>")[2]
+            # Without the thinking block; a turn that was interrupted early has no answer.
+            _, _, answer = clean(turn.answer or "").rpartition("</think>")
             lines = answer.strip().splitlines()
             if len(lines) > _MAX_RECALLED_LINES:
                 lines = ["...", *lines[-_MAX_RECALLED_LINES:]]
@@ -288,6 +293,7 @@ class _Dialogue:
         self._change(turns=())
 
     def _change(self, *, turns: tuple[Turn, ...]) -> None:
+        """Replace the turns of the conversation, and say how many it has now."""
         self._chat.change(replace(self._chat.conversation, turns=turns))
         say(f"the conversation now has {counted(len(turns), 'turn')}")
 

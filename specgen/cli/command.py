@@ -94,7 +94,7 @@ def _is_model(word: str) -> bool:
     # A misspelt file such as model.ggfu must be an error, not a prompt.
     if re.fullmatch(r"\S+\.gg\w+", word):
         return True
-    # Without loading the registry: all its names have a hyphen, and few first words do.
+    # A name has a hyphen. A word without one is a prompt, and the registry need not be loaded.
     if "-" not in word or not re.fullmatch(r"[\w.-]+", word):
         return False
     from specgen.models.registry import load_registry

@@ -70,7 +70,7 @@ def verify(
         raise UsageError(f"{why}: there is nothing to verify", hint="name a draft with --draft")
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_DEFAULT_TEMPERATURE)
-    # Both checks open the same session, and the sampled ones bring their own sampling options.
+    # The session is greedy; for the sampled check, `run_checks` gets the sampling options.
     wanted = WantedSession.of(
         sources,
         sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
@@ -133,10 +133,10 @@ def verify(
 
 
 def _raise_defect(report: VerifyReport) -> None:
-    """Raise `DefectError` if the checks found a defect, or had nothing to check.
+    """Turn the verdict of a report into an exit code.
 
     Raises:
-        DefectError: If so; its exit code tells scripts.
+        DefectError: If a check found a defect, or had nothing to check.
     """
     if report.verdict == "defect":
         hint = "please report it, with the command and the two models' names"
