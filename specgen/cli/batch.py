@@ -113,6 +113,7 @@ def batch(
 
     @contextlib.contextmanager
     def opened_job(write: Write) -> Iterator[BatchRun | RayBatch]:
+        """Load the models here, or connect to the cluster whose actors load them."""
         if cluster is None:
             with opened(wanted, kernels, output) as session:
                 yield BatchRun(

@@ -359,6 +359,8 @@ class _Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class _ChatCommand:
+    """A message that begins with a slash."""
+
     #: Its argument, as /help shows it: "", "FILE", "TEXT" (which may be left out) or "on|off".
     takes: str
     #: The method that carries it out with the argument. /help shows the method's docstring.
@@ -485,6 +487,8 @@ def _history() -> History:
     from specgen.system.folders import data_folder
 
     class TolerantHistory(FileHistory):
+        """A file whose errors are ignored."""
+
         def store_string(self, string: str) -> None:
             # The message is sent even if the disk is full, or it has bytes that are not UTF-8.
             with contextlib.suppress(OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""``specgen config``: shows the defaults in force, and where each comes from."""
+"""``specgen config``: shows the current defaults, and where each comes from."""
 
 from __future__ import annotations
 

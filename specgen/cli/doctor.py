@@ -125,6 +125,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
 
 
 def _software(report: DoctorReport) -> dict[str, str]:
+    """Return the versions of specgen and llama.cpp, the devices, and the kernels, by label."""
     from specgen.system.quantities import human_bytes
 
     software = {"specgen": report.version}

@@ -43,6 +43,7 @@ from specgen.train.draft_builder import (
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
+    from specgen.measure.prompts import BenchPrompt
     from specgen.measure.search import Search
     from specgen.options import DraftSource
 
@@ -290,21 +291,15 @@ def make(
     model that is fitted to the target agrees with it more often. Both need JAX (`pip install
     'specgen-gguf[train]'`). The target without some of its layers gains least.
     """
-    from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.calibration import target_costs
     from specgen.session.open import WantedSession, open_session
-    from specgen.train.target_text import is_held_back
 
     if kind != "pruned":
         check_library()
     path = find_target(target, quiet=output.quiet)
     small_model = _model_to_fit(draft, kind, path, output)
-    kinds: list[Kind] = ["heads"]
-    if kind is not None:
-        kinds = [kind]
-    elif small_model is not None:
-        kinds = ["heads", "distilled"]
+    kinds = _kinds_to_make(kind, small_model)
     n_required = least_text(kinds)
     if text.n_tokens < n_required:
         what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
@@ -336,8 +331,7 @@ def make(
             return stop.exit_code
 
         # Compare the drafts on prompts that they were not trained on.
-        held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
-        prompts = given_prompts(evenly_chosen(held_back, plan.n_judged))
+        prompts = _held_back_prompts(text, plan.n_judged)
         judge_options = replace(options, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(
             WantedSession(judge_options), clock=time.perf_counter, measurements=writer.measurements
@@ -388,6 +382,24 @@ def _model_to_fit(
     if general_draft is None or target.samefile(general_draft):
         return None
     return general_draft
+
+
+def _kinds_to_make(kind: Kind | None, small_model: Path | None) -> list[Kind]:
+    """Return the kind of --kind, or else heads and, if there is a model to fit, a distilled one."""
+    if kind is not None:
+        return [kind]
+    if small_model is None:
+        return ["heads"]
+    return ["heads", "distilled"]
+
+
+def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
+    """Return at most this many of the prompts that drafts are not trained on."""
+    from specgen.measure.prompts import evenly_chosen, given_prompts
+    from specgen.train.target_text import is_held_back
+
+    held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
+    return given_prompts(evenly_chosen(held_back, n_prompts))
 
 
 def _too_short(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:

@@ -185,6 +185,7 @@ class _Translation:
             raise UsageError(f"--draft {value}: not a model", hint)
 
     def _take_hub_option(self, name: str, value: str) -> None:
+        """Translate an option of `_HUB_MODELS`, or remember the value of one of `_HUB_DETAILS`."""
         from specgen.models.hub_names import parse_reference
 
         if name in _HUB_MODELS:
@@ -195,6 +196,7 @@ class _Translation:
             self.token = value
 
     def _ignore(self, name: str) -> None:
+        """Drop an option, and the value of --color if it follows."""
         self.ignored.append(name)
         # Colours are the default, unless they are switched off.
         takes_value = name in ("--color", "-co")

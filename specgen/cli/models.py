@@ -272,6 +272,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows under headings, in columns as wide as their longest cells."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for row in (headings, *rows):
         cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))

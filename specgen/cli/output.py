@@ -162,7 +162,7 @@ class Output:
         if finished is not None and prompt is not None and self.has_summary:
             shows_all = self.stats is True
             has_colours = isinstance(renderer, LiveRenderer) and self.show != "none"
-            # In a conversation, a legend of the colours after each answer would be too much.
+            # A conversation does not repeat the legend of the colours after each answer.
             show_legend = has_colours and sys.stderr.isatty() and (shows_all or not in_chat)
             console = console_on(sys.stderr)
             print_summary(console, finished, prompt, whole=shows_all, show_legend=show_legend)

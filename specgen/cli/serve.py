@@ -87,10 +87,12 @@ def serve(
     default_setup = model()
 
     def options_of(table: Mapping[str, Any]) -> ServedOptions:
+        """Return the options of a model in the file of --models."""
         changes = options_in(table, without=_SERVER_WIDE_OPTIONS)
         return model(**changes).served(quiet=output.quiet)
 
     def announce() -> None:
+        """Print the addresses, once requests are accepted."""
         url = url_of(bound)
         apis = f"OpenAI's API: {url}/v1; Anthropic's and llama.cpp's: {url}"
         output.note(f"a chat for the browser: {url}; {apis}")

@@ -89,6 +89,7 @@ def _is_broken_pipe(error: OSError) -> bool:
 
 
 def _output_error(error: OSError) -> OutputError:
+    """Return the error for a failed write, with its reason."""
     reason = error.strerror
     hint = None
     if error.errno == errno.EBADF:

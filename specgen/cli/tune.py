@@ -88,9 +88,9 @@ def _save_measurements(session: Session, search: Search | None) -> str:
     except OSError as error:
         reason = error.strerror or error
         return f"nothing was kept: {measurements_file()} cannot be written: {reason}"
-    kept = [
+    results = [
         f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch"
         for name, chosen in search.threads.items()
     ]
-    kept.append("costs and acceptance rates")
-    return f"kept for `specgen run` with these models: {', '.join(kept)}"
+    results.append("costs and acceptance rates")
+    return f"kept for `specgen run` with these models: {', '.join(results)}"

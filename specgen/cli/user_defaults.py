@@ -144,9 +144,11 @@ def _options_by_key(command: Any) -> dict[str, Any]:
 
 
 def _value_given(given: Mapping[str, Any], option: Any) -> Any:
-    """Return an option's value on the command line; None if it has none there.
+    """Return an option's value on the command line; None if it is not given there.
 
-    The option is None if the command does not have it.
+    Args:
+        given: The values on the command line, by the names of the parameters.
+        option: Typer's option; None if the command does not have it.
     """
     if option is None:
         return None
@@ -165,7 +167,7 @@ def _read_entries(
     """
     top = dict(document)
     tables = top.pop("targets", {})
-    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+    if not isinstance(tables, dict) or not all(isinstance(item, dict) for item in tables.values()):
         raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')
     entries_by_target = {
         name: _table_entries(table, f'{path}: targets."{name}".', options)
@@ -177,6 +179,16 @@ def _read_entries(
 def _table_entries(
     table: Mapping[str, Any], message_prefix: str, options: Mapping[str, Any]
 ) -> _Entries:
+    """Return the entries of a table.
+
+    Args:
+        table: The table.
+        message_prefix: What messages put before a key of the table.
+        options: All options that the file can set, by their keys.
+
+    Raises:
+        UsageError: If there is no such option.
+    """
     entries = {}
     for key, value in table.items():
         where = f"{message_prefix}{key}"

@@ -70,7 +70,8 @@ def worker(
     folder = cache_folder() / "rpc" if cache else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    devices = offered_devices(None if memory is None else memory * 2**20)
+    max_bytes = None if memory is None else memory * 2**20
+    devices = offered_devices(max_bytes)
     if insecure_network and not is_loopback(host):
         output.note(
             f"anyone who reaches {host}:{port} can read and write this process's memory and run "
@@ -78,7 +79,7 @@ def worker(
         )
     own_kernels = attached()
     if own_kernels is not None and own_kernels.computes_products:
-        own_kernels.serve()
+        own_kernels.serve()  # compute with the weights that other machines send, too
     for device in devices.values():
         offer = f"{device.name}: {device.description}, {human_bytes(device.free_bytes)}"
         if device.kind == "cpu":

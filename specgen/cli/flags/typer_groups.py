@@ -281,6 +281,7 @@ def _fields(kind: type[Any]) -> _Declared:
 
 
 def _parameters(function: Callable[..., Any]) -> _Declared:
+    """Return the keyword-only parameters of a function, except `**others`."""
     types = typing.get_type_hints(function)
     return {
         name: (types[name], parameter.default)
@@ -290,6 +291,7 @@ def _parameters(function: Callable[..., Any]) -> _Declared:
 
 
 def _members(declared: _Declared) -> dict[str, DeclaredOption | Group]:
+    """Return the options and groups among what was declared."""
     members: dict[str, DeclaredOption | Group] = {}
     for name, (kind, default) in declared.items():
         if isinstance(default, Group):
