@@ -27,16 +27,16 @@ from specgen.errors import (
     UsageError,
 )
 
-#: What the list of commands says of each command or group of commands, by its name and its
-#: module's.
+#: The line of each command or group of commands in the help, by its name, which is its module's
+#: name, too. It is the first line of the command's docstring, without importing the module.
 COMMANDS = {
     "run": "Generate an answer to a prompt, faster and unchanged.",
     "chat": "Talk with a model, at a terminal or in a pipe.",
     "fim": "Fill a gap in a file, or between two texts, and print the middle.",
     "batch": "Answer each line of a file, many at once; run it again to resume.",
     "serve": "Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.",
-    "verify": "Check that drafting does not change what your model says.",
-    "tune": "Measure what drafting is worth for your models on this machine.",
+    "verify": "Check that drafting does not change your model's output.",
+    "tune": "Measure what drafting gains with your models on this machine.",
     "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
     "config": "Show the defaults of options, and where each comes from.",
     "worker": "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's "
@@ -46,16 +46,16 @@ COMMANDS = {
     "models": "List, show, download and remove models.",
     "draft": "Find, make or train the best draft for a target.",
 }
-#: Our commands, by the names that other tools have for them.
+#: Our commands, by other tools' names for them.
 _NAMES_ELSEWHERE = {
     "ls": "models list",
     "list": "models list",
     "pull": "models pull",
     "rm": "models rm",
 }
-#: Error numbers of names that cannot be looked up: too long, in a folder without access, or in a
-#: circle of links.
-_NOT_LOOKED_UP = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
+#: Error numbers of paths that cannot be looked up: their name is too long, their folder is
+#: inaccessible, or they are links in a circle.
+_PATH_ERRORS = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
 
 
 class _Group(typer.core.TyperGroup):
@@ -84,38 +84,42 @@ class _Group(typer.core.TyperGroup):
 
 
 class _CommandLine(_Group):
-    """All commands. A command is a stand-in without options until its module is imported.
+    """All commands. Each is a stand-in without options until `load` imports its module.
 
-    So the list of commands is shown, and a command is called, without importing the others.
+    The list of commands is therefore shown, and each command called, without importing the others.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that is called, after importing its module."""
-        self.load(*COMMANDS.keys() & args[:1])
+        self.load(*COMMANDS.keys() & args[:1])  # the first word, if it is a command
         return super().resolve_command(ctx, args)
 
     def load(self, *names: str) -> None:
-        """Replace the stand-ins of these names by the commands."""
+        """Replace the stand-ins with these names with the commands."""
         for name in names:
             self.commands[name] = _imported(name)
 
 
 def _imported(name: str) -> Any:
-    """Return the command, or group of commands, that a module has."""
+    """Import the module with this name, and return its command or group of commands.
+
+    A module with a group has it as `app`. Another has a function with its own name, and the class
+    of the command as `COMMAND_CLASS` if that is not `Command`.
+    """
     module = importlib.import_module(f"specgen.cli.{name}")
-    # Typer makes commands of an application: here of one that has only this one.
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    # Typer builds commands from an application only: make one that has just this command.
+    application = typer.Typer(add_completion=False, rich_markup_mode=None)
     group = getattr(module, "app", None)
     if group is not None:
-        alone.add_typer(group, name=name, cls=_Group)
-        return typer.main.get_group(alone).commands[name]
+        application.add_typer(group, name=name, cls=_Group)
+        return typer.main.get_group(application).commands[name]
     command_class = getattr(module, "COMMAND_CLASS", Command)
-    alone.command(name, cls=command_class)(getattr(module, name))
-    return typer.main.get_command(alone)
+    application.command(name, cls=command_class)(getattr(module, name))
+    return typer.main.get_command(application)
 
 
 def command_line() -> _CommandLine:
-    """Return the group of all commands, each with its options."""
+    """Return the group of all commands, with all their modules imported."""
     group = typer.main.get_command(app)
     assert isinstance(group, _CommandLine)
     group.load(*COMMANDS)
@@ -162,12 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except (SpecgenError, COMMAND_LINE_ERROR, MemoryError, ImportError, OSError) as error:
-        code = _complain(error)
+        code = _report(error)
     end_process(code or 0)
 
 
-def _complain(error: Exception) -> int:
-    """Print an error that users may meet, and return its exit code. Raise any other."""
+def _report(error: Exception) -> int:
+    """Print an error for the user, and return its exit code. Raise it if it is a bug in specgen."""
     from specgen.cli.output import say_error
 
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
@@ -175,24 +179,25 @@ def _complain(error: Exception) -> int:
         return UsageError.exit_code
     if isinstance(error, OutputError):
         flush_or_abandon_stdout()
-    told = _told(error)
-    if told is None:
+    reported = _user_error(error)
+    if reported is None:
         raise error
-    say_error(told.message, told.hint)
-    return told.exit_code
+    say_error(reported.message, reported.hint)
+    return reported.exit_code
 
 
-def _told(error: Any) -> SpecgenError | None:
-    """Return what is told of an error; None if it is a mistake of ours."""
+def _user_error(error: Any) -> SpecgenError | None:
+    """Return the error as one of ours, with a message for the user; None if it is a bug."""
     if isinstance(error, SpecgenError):
         return error
     if isinstance(error, COMMAND_LINE_ERROR):
         return _usage_error(error)
     if isinstance(error, OSError):
-        if error.errno not in _NOT_LOOKED_UP or error.filename is None:
+        # A path that the user gave cannot be looked up; other errors are handled where they occur.
+        if error.errno not in _PATH_ERRORS or error.filename is None:
             return None
         return UsageError(f"{os.fsdecode(error.filename)[:200]}: {error.strerror}")
-    # The dynamic loader fails so if there is no memory for a library.
+    # A MemoryError; or an ImportError, with this message if a library does not fit into memory.
     if isinstance(error, ImportError) and "failed to map segment" not in str(error):
         return None
     return MemoryLimitError(
@@ -201,18 +206,18 @@ def _told(error: Any) -> SpecgenError | None:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """Return one of Typer's errors in our words, with the value and what to do."""
+    """Return one of Typer's errors in our words, with the wrong value and a hint."""
     message = in_words(error.format_message())
-    if hasattr(error.__cause__, "errors"):  # pydantic knows the value
-        for each in error.__cause__.errors():
-            message = message.replace(": it is not ", f": {each['input']!r} is not ")
-    message = " ".join(message.split())
+    if hasattr(error.__cause__, "errors"):  # pydantic's error has the value, its message does not
+        for detail in error.__cause__.errors():
+            message = message.replace(": it is not ", f": {detail['input']!r} is not ")
+    message = " ".join(message.split())  # in one line
     context = getattr(error, "ctx", None)
     command = "specgen" if context is None else context.command_path
     hint = f"see `{command} --help`"
-    unknown = re.fullmatch(r"No such command '(\w+)'\.", message)
-    if unknown and unknown[1] in _NAMES_ELSEWHERE:
-        hint = f"it is `specgen {_NAMES_ELSEWHERE[unknown[1]]}` here"
+    unknown_command = re.fullmatch(r"No such command '(\w+)'\.", message)
+    if unknown_command and unknown_command[1] in _NAMES_ELSEWHERE:
+        hint = f"it is `specgen {_NAMES_ELSEWHERE[unknown_command[1]]}` here"
     elif "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
     return UsageError(message, hint)

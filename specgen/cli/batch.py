@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from specgen.session.open import WantedSession
     from specgen.session.session import Session
 
-#: The most lines that the error message names.
-_N_NAMED = 10
+#: The maximum number of failed lines that the error message lists.
+_MAX_LISTED_LINES = 10
 
 _batch = partial(option, panel="Batch")
 
@@ -113,6 +113,7 @@ def batch(
 
     @contextlib.contextmanager
     def opened_job(write: Write) -> Iterator[BatchRun | RayBatch]:
+        """Load the models here, or connect to the cluster whose actors load them."""
         if cluster is None:
             with opened(wanted, kernels, output) as session:
                 yield BatchRun(
@@ -140,16 +141,27 @@ def batch(
         if results.todo:
             code = _answer(opened_job(results.write), results.todo, output)
     if results.failed and not code:
-        hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
+        hint = None
+        if not is_stream:
+            hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
         what = f"{counted(len(results.failed), 'line')} of {len(lines)} could not be answered"
-        named = _named([line for line in lines if line.custom_id in results.failed])
-        raise BatchError(f"{what}{named}; the results say why", None if is_stream else hint)
+        listing = _listing([line for line in lines if line.custom_id in results.failed])
+        raise BatchError(f"{what}{listing}; the results say why", hint)
     return code
 
 
 def _check_files(source: Path, destination: Path | None) -> None:
-    """Check that lines can be read and results written, before models are loaded."""
-    if source.is_block_device() or source.is_char_device():  # it may have no end
+    """Check, before models are loaded, that lines can be read and results written.
+
+    Args:
+        source: The file of lines, or `STDIO`.
+        destination: The file for results; None if it is a stream.
+
+    Raises:
+        PromptError: If the source is a device.
+        OutputError: If the destination exists and is not a file, or its folder does not exist.
+    """
+    if source.is_block_device() or source.is_char_device():  # a device may never end
         raise PromptError(f"{source}: a device, not a file with lines", "- is standard input")
     if destination is None:
         return
@@ -161,29 +173,33 @@ def _check_files(source: Path, destination: Path | None) -> None:
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
 
 
-def _named(lines: Sequence[BatchLine]) -> str:
-    """Return which lines failed, as the end of a sentence."""
+def _listing(failed_lines: Sequence[BatchLine]) -> str:
+    """Return the numbers of the lines, and ids that users gave them, as the end of a sentence.
+
+    It is "" if there are none: with --allow-mixed, only lines of an earlier input may have failed.
+    """
+    if not failed_lines:
+        return ""
     names: list[str] = []
-    for line in lines[:_N_NAMED]:
+    for line in failed_lines[:_MAX_LISTED_LINES]:
         name = str(line.number)
-        if line.custom_id != name:
+        if line.custom_id != name:  # a line without an id has its number as its id
             name += f" ({line.custom_id:.40})"
         names.append(name)
-    if not names:
-        return ""
-    named = f": line {', '.join(names)}"
-    if len(lines) > _N_NAMED:
-        named += f" and {len(lines) - _N_NAMED} more"
-    return named
+    listing = f": line {', '.join(names)}"
+    n_more = len(failed_lines) - _MAX_LISTED_LINES
+    if n_more > 0:
+        listing += f" and {n_more} more"
+    return listing
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenResults:
-    """The open destination of results."""
+    """The open destination of results, and which lines it still lacks."""
 
-    #: Appends a result.
+    #: Appends a result to the destination.
     append: Write
-    #: The lines that need an answer.
+    #: The lines that have no result yet.
     todo: Sequence[BatchLine]
     #: The ids of the lines whose result is an error.
     failed: set[str] = field(default_factory=set)
@@ -205,7 +221,15 @@ def _opened_results(
     retry_errors: bool,
     allow_mixed: bool,
 ) -> Iterator[_OpenResults]:
-    """Open the destination; a file keeps the results that it has already."""
+    """Open the destination of results.
+
+    A file keeps the results that it has, except errors if `retry_errors` is set, and only lines
+    without a result are left to do. A stream gets the results of all lines.
+
+    Raises:
+        OutputError: If the destination cannot be written.
+        UsageError: If it has results for other lines or settings, unless `allow_mixed` is set.
+    """
     from specgen.serve.batch.lines import continued, streaming
 
     if destination == STDIO:
@@ -217,8 +241,10 @@ def _opened_results(
         return
     with continued(destination, retry_errors=retry_errors) as (earlier, append):
         if earlier.is_torn:
-            dropped = "the last result is incomplete and was dropped"
-            output.note(f"{destination}: {dropped}; its line is answered again")
+            output.note(
+                f"{destination}: the last result is incomplete and was dropped; its line is "
+                "answered again"
+            )
         if not allow_mixed:
             earlier.check_same(lines, settings, str(destination))
         todo = [line for line in lines if line.custom_id not in earlier.digests]
@@ -234,7 +260,16 @@ def _answer(
     lines: Sequence[BatchLine],
     output: Output,
 ) -> int:
-    """Answer the lines, showing the progress; return the exit code of a signal, or 0."""
+    """Answer the lines and show the progress.
+
+    Args:
+        opening: A context manager that opens the job: here, or on a cluster.
+        lines: The lines to answer.
+        output: Where the progress is shown.
+
+    Returns:
+        The exit code of the signal that ended the job, or 0.
+    """
     from specgen.render.tables import batch_summary
 
     stream = None if output.quiet or output.verbose > 0 else sys.stderr
@@ -247,7 +282,7 @@ def _answer(
         try:
             with contextlib.closing(job.run(lines, stop)) as rounds:
                 for index, stats in enumerate(rounds):
-                    if index == 0:  # the prompts are prepared; the answers begin
+                    if index == 0:  # all prompts are prepared: measure from here
                         started_s = time.perf_counter()
                     pace = stats.n_tokens / (time.perf_counter() - started_s)
                     view.show(f"{pace:.1f} tokens/s", stats.n_done, stats.n_lines)
@@ -259,9 +294,9 @@ def _answer(
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
-    """Return what decides the answers, besides the lines.
+    """Return what the answers depend on besides their lines, to be recorded with the results.
 
-    That is the target, and the options that differ from their defaults.
+    This is the target, and all options that differ from their defaults.
     """
     settings: dict[str, Any] = {"target": options.target.name}
     with contextlib.suppress(OSError):
@@ -270,19 +305,20 @@ def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str,
     settings |= _changed(options.sampler, defaults.sampler)
     settings |= _changed(options.generation, defaults.generation)
     context = options.target_context
-    others = {
+    prompt_settings = {
         **as_json(template),
         "ctx_size": context.n_ctx,
         "chat_template": context.chat_template,
         "template_variables": context.template_variables or None,
     }
-    settings |= {name: value for name, value in others.items() if value is not None}
+    settings |= {name: value for name, value in prompt_settings.items() if value is not None}
     return settings
 
 
 def _changed(options: object, defaults: object) -> dict[str, Any]:
-    default = as_json(defaults)
-    return {name: value for name, value in as_json(options).items() if value != default[name]}
+    """Return the options, in their JSON form, that differ from the defaults."""
+    json_defaults = as_json(defaults)
+    return {name: value for name, value in as_json(options).items() if value != json_defaults[name]}
 
 
 # --- a cluster
@@ -294,7 +330,11 @@ def _ray_cluster(
     cpus_per_worker: float | None,
     gpus_per_worker: float | None,
 ) -> Cluster | None:
-    """Return the cluster at an address; None if no address is given."""
+    """Return the Ray cluster at the address of --ray; None if no address is given.
+
+    Raises:
+        UsageError: If the address is invalid, Ray is not installed, or options conflict.
+    """
     if address is None:
         if cpus_per_worker is not None or gpus_per_worker is not None:
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
@@ -315,7 +355,7 @@ def _ray_cluster(
 
 
 def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
-    """Load the models in an actor. Packed files and measurements stay on the node."""
+    """Open a session in an actor of a Ray cluster, with the node's own cache folder."""
     from specgen.cli.model_loading import use_kernels
     from specgen.session.open import open_session
     from specgen.system.folders import cache_folder
@@ -334,7 +374,16 @@ def _actor_job(
     *,
     parallel: int | None,
 ) -> ActorJob:
-    """Return the job of an actor, with absolute paths, and threads for its share of the CPUs."""
+    """Return the job of each actor of a Ray cluster.
+
+    Args:
+        wanted: The session that each actor opens. Its paths become absolute.
+        kernels: Which kernels compute on the CPU.
+        cpus_per_worker: The CPUs of an actor, which limit its threads; None is a whole node.
+        prompting: How lines become prompts.
+        settings: What is recorded with each result.
+        parallel: The number of answers to generate at once; None lets the actor choose.
+    """
     from specgen.serve.batch.on_ray import ActorJob
 
     wanted = _with_absolute_paths(wanted)
@@ -346,24 +395,29 @@ def _actor_job(
             target_context=_with_threads(options.target_context, n_threads),
             draft_context=_with_threads(options.draft_context, n_threads),
         )
-    files: dict[str, int] = {}
+    # Each node checks that its file of the target has the same size.
+    file_sizes: dict[str, int] = {}
     if "target_bytes" in settings:
-        files[str(options.target)] = settings["target_bytes"]
-    opening = partial(open_on_node, replace(wanted, options=options), kernels)
-    return ActorJob(opening, prompting, settings, parallel, files)
+        file_sizes[str(options.target)] = settings["target_bytes"]
+    open_session = partial(open_on_node, replace(wanted, options=options), kernels)
+    return ActorJob(open_session, prompting, settings, parallel, file_sizes)
 
 
 def _with_threads(context: ContextOptions, n_threads: int) -> ContextOptions:
+    """Return a context with this many threads, unless the user gave a number."""
     return replace(context, n_threads=context.n_threads or n_threads)
 
 
 def _with_absolute_paths(value: Any) -> Any:
-    """Return options with all paths in them absolute."""
+    """Return an option's value, or a dataclass of options, with all paths in it absolute."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, tuple):
         return tuple(map(_with_absolute_paths, value))
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _with_absolute_paths(getattr(value, f.name)) for f in fields(value)}
-        return replace(value, **parts)
+        changes = {
+            member.name: _with_absolute_paths(getattr(value, member.name))
+            for member in fields(value)
+        }
+        return replace(value, **changes)
     return value

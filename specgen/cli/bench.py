@@ -50,6 +50,14 @@ from specgen.system.quantities import counted
 
 
 def _parse_policies(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the policies named, each once.
+
+    Args:
+        given: The values of --policy, in which commas separate names.
+
+    Raises:
+        ValueError: If a name is not that of a policy.
+    """
     known = get_args(PolicyName)
     names = [name.strip() for name in ",".join(given).split(",")]
     for name in names:
@@ -152,8 +160,8 @@ def bench(
     path, stages = find_drafts(target, drafts or [], quiet=output.quiet)
     options = trial_options(alone(path), trials.max_tokens, machine, drafting)
     options = replace(options, sampler=sampling)
-    heats = list(dict.fromkeys(temperatures))
-    entries = entries_of(options, stages, policies, trees, heats, open_measurements())
+    unique_temperatures = list(dict.fromkeys(temperatures))
+    entries = entries_of(options, stages, policies, trees, unique_temperatures, open_measurements())
 
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     task = f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens"
@@ -179,19 +187,31 @@ def bench(
 
 
 def _prompts(
-    texts: list[str] | None, file: Path | None, n_of_each: int | None
+    texts: list[str] | None, file: Path | None, n_per_category: int | None
 ) -> list[BenchPrompt]:
+    """Return the prompts of the command line or of a file, or else the built-in ones.
+
+    Args:
+        texts: The prompts on the command line.
+        file: The file of --prompts.
+        n_per_category: The number of prompts of each category to keep; None keeps all.
+    """
+    if texts and file is not None:
+        what = "the prompts are given twice: as texts and as --prompts"
+        raise UsageError(what, hint="use one of them")
     if texts:
-        if file is not None:
-            what = "the prompts are given twice: as texts and as --prompts"
-            raise UsageError(what, hint="use one of them")
         prompts = given_prompts(texts)
+    elif file is not None:
+        prompts = read_bench_prompts(file)
     else:
-        prompts = own_prompts() if file is None else read_bench_prompts(file)
-    return prompts if n_of_each is None else first_of_each(prompts, n_of_each)
+        prompts = own_prompts()
+    if n_per_category is None:
+        return prompts
+    return first_of_each(prompts, n_per_category)
 
 
 def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
+    """Print the results, as a table, lines or JSON, and write them to the file of --json."""
     from specgen.render.tables import bench_lines, print_bench_tables
 
     text = json.dumps(document, indent=1, ensure_ascii=False)
@@ -204,26 +224,26 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
         for line in bench_lines(figures):
             print(line)
     if json_file is not None and json_file != STDIO:
-        # A lone surrogate, from a file name that is not UTF-8, must not cost an hour's work.
+        # File names that are not UTF-8 have lone surrogates, which must not lose an hour's work.
         with write_errors(json_file):
             json_file.write_bytes(f"{text}\n".encode("utf-8", "replace"))
 
 
 def _notes(runs: Runs) -> list[str]:
-    """Return what was gained, and what went wrong, a sentence each."""
+    """Return sentences on the gains, and on what was left out or went wrong, each once."""
     from specgen.render.tables import notes_on_figures
 
     notes: list[str] = []
     if runs.error is None and not runs.is_interrupted:
         notes += gains(figures_of(runs.results))
     for failure in runs.failures:
-        if failure.contender == PLAIN:
-            who = f"prompt {failure.prompt} was left out"
+        if failure.contender == PLAIN:  # without it, the prompt has nothing to compare with
+            omission = f"prompt {failure.prompt} was left out"
         else:
-            who = f"{failure.contender} (temperature {failure.temperature:g}) was left out"
+            omission = f"{failure.contender} (temperature {failure.temperature:g}) was left out"
             if failure.prompt is not None:
-                who += f" from prompt {failure.prompt} on"
-        notes.append(f"{who}: {failure.message}")
+                omission += f" from prompt {failure.prompt} on"
+        notes.append(f"{omission}: {failure.message}")
     for result in runs.results:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
     notes += notes_on_figures(runs.others_share)
@@ -233,7 +253,7 @@ def _notes(runs: Runs) -> list[str]:
 
 
 def _command() -> str:
-    """Return the command line, without the token that opens gated repositories."""
+    """Return the command line for the report, without the user's Hugging Face token."""
     arguments = sys.argv[1:]
     token = os.environ.get("HF_TOKEN")
     if token:

@@ -65,8 +65,8 @@ def chat(
     """
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
-    path = None if name is None else _session_file(name)
-    text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    session_file = None if name is None else _session_file(name)
+    files_text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.calibration import calibrate
     from specgen.session.choose_models import name_of
     from specgen.session.conversation import Chat, check_template
@@ -77,26 +77,26 @@ def chat(
     setup = replace(setup, answer=showing_thoughts(answer))
     wanted = setup.wanted_session(quiet=output.quiet)
     with contextlib.ExitStack() as stack:
-        conversation = stack.enter_context(_kept(path))
+        conversation = stack.enter_context(_open_conversation(session_file))
         stop = Interrupt(ends_process=False)
-        with without_echo():  # what is typed meanwhile becomes the first message
+        with without_echo():  # what the user types during loading becomes the first message
             session = stack.enter_context(
                 opened(wanted, setup.machine.kernels, output, check_template)
             )
-            news = calibrate(session, status=output.status)
+            calibration_notice = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
-            engine.notify(news)
+            engine.notify(calibration_notice)
             stack.callback(session.measurements.save)
             now = datetime.datetime.now().astimezone()
-            talk = Chat(session, engine, conversation, path, now=now)
+            talk = Chat(session, engine, conversation, session_file, now=now)
             stack.callback(talk.keep)
             learner = stack.enter_context(Learner(session, engine, engine.notify))
 
-            # Options replace what the kept conversation has.
+            # Options take precedence over the conversation on disk.
             if system is not None:
                 conversation = replace(conversation, system=system)
-            if text:
-                conversation = replace(conversation, files=text)
+            if files_text:
+                conversation = replace(conversation, files=files_text)
             if conversation != talk.conversation:
                 talk.change(conversation)
 
@@ -106,8 +106,12 @@ def chat(
 
 
 @contextlib.contextmanager
-def _kept(path: Path | None) -> Iterator[Conversation]:
-    """Yield the conversation in a file, which no other process can continue meanwhile."""
+def _open_conversation(path: Path | None) -> Iterator[Conversation]:
+    """Yield the conversation in a file, which is locked meanwhile; or a new one.
+
+    Raises:
+        UsageError: If another process has locked the file.
+    """
     from specgen.session.conversation import Conversation, read_conversation
     from specgen.system.files import locked
 
@@ -115,12 +119,20 @@ def _kept(path: Path | None) -> Iterator[Conversation]:
         yield Conversation()
         return
     hint = "end that one, or use another --session"
-    held = UsageError(f"{path}: another specgen chat has it open", hint)
-    with locked(path.with_name(f"{path.name}.lock"), held):
-        yield read_conversation(path) if path.exists() else Conversation()
+    in_use = UsageError(f"{path}: another specgen chat has it open", hint)
+    with locked(path.with_name(f"{path.name}.lock"), in_use):
+        if path.exists():
+            yield read_conversation(path)
+        else:
+            yield Conversation()
 
 
 def _session_file(name: str) -> Path:
+    """Return the file of the conversation with this name.
+
+    Raises:
+        UsageError: If the name could lead out of the folder, or the file would be hidden.
+    """
     from specgen.system.folders import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
@@ -129,23 +141,25 @@ def _session_file(name: str) -> Path:
 
 
 def _greeting(conversation: Conversation) -> str:
+    """Return a note on the conversation that is continued."""
     greeting = f"continuing a conversation of {counted(len(conversation.turns), 'turn')}"
     if conversation.is_open:
         greeting += "; the last one has no answer: /regen"
     return greeting
 
 
-#: How many turns are shown when a conversation is continued.
+#: The number of turns that are shown when a conversation is continued.
 _N_RECALLED_TURNS = 2
-#: The most lines of each answer that are shown then: the last ones.
-_N_RECALLED_LINES = 8
+#: The maximum number of lines that are shown of each answer then: its last ones.
+_MAX_RECALLED_LINES = 8
 
 
 class _Dialogue:
     """Answers messages and carries out commands.
 
-    A method for a command returns the exit code of the signal that ended its answer, or None. It
-    raises `SpecgenError` if the command is not possible, and `EOFError` to end the conversation.
+    Each command has a method. If the command generates an answer, the method returns the exit code
+    of the signal that ended the answer, or 0; other commands return None. It raises `SpecgenError`
+    if the command cannot be carried out, and `EOFError` to end the conversation.
     """
 
     def __init__(self, chat: Chat, learner: Learner, stop: Interrupt, output: Output) -> None:
@@ -155,11 +169,15 @@ class _Dialogue:
         self._output = output
         #: Whether a person types the messages; otherwise they come from a pipe.
         self._is_typed = is_person()
-        #: The exit code of the last error.
-        self._failed = 0
+        #: The exit code of the last error; 0 if there was none.
+        self._error_code = 0
 
     def run(self, about: str) -> int:
-        """Take messages until they end, and return the exit code."""
+        """Take messages until they end, and return the exit code.
+
+        Args:
+            about: A line about the models, shown to a person before the first message.
+        """
         if self._chat.conversation.turns:
             self._output.note(_greeting(self._chat.conversation))
         if self._is_typed and not self._output.quiet:
@@ -176,22 +194,28 @@ class _Dialogue:
                     continue  # Ctrl-C ends only the answer
             if signal_code:
                 return signal_code
-        return 0 if self._is_typed else self._failed
+        if self._is_typed:
+            return 0  # the person has seen the errors
+        return self._error_code
 
     def _turn(self, message: str) -> int:
         """Take a message, and return the exit code of the signal that ended its answer, or 0.
 
-        After most errors the conversation continues without this answer.
+        After most errors, the conversation continues without this answer.
+
+        Raises:
+            SpecgenError: If a worker is lost, or the output of a pipe cannot be written.
+            EOFError: If the message ends the conversation.
         """
         try:
             self._learner.between_answers(begins=True)
             return self._take(message) or 0
         except SpecgenError as error:
-            is_lost = isinstance(error, OutputError) and not self._is_typed
-            if is_lost or isinstance(error, WorkerLostError):
+            output_is_lost = isinstance(error, OutputError) and not self._is_typed
+            if output_is_lost or isinstance(error, WorkerLostError):
                 raise
             say_error(error.message, error.hint)
-            self._failed = error.exit_code
+            self._error_code = error.exit_code
         except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
             if not self._is_typed:
                 raise
@@ -201,12 +225,16 @@ class _Dialogue:
         return 0
 
     def _take(self, message: str) -> int | None:
-        found = _COMMAND.fullmatch(message.rstrip())
-        if found is None:
+        """Carry out a command, or answer any other message.
+
+        It returns and raises what the commands' methods do.
+        """
+        command_match = _COMMAND.fullmatch(message.rstrip())
+        if command_match is None:
             return self._answer(self._chat.ask(message))
-        name = found[1].lower()
+        name = command_match[1].lower()
         name = _ALIASES.get(name, name)
-        argument = (found[2] or "").strip()
+        argument = (command_match[2] or "").strip()
         command = _COMMANDS.get(name)
         if command is None:
             hint = "/help lists the commands; a space before the slash makes it a message"
@@ -225,14 +253,15 @@ class _Dialogue:
         return self._stop.exit_code
 
     def _recall(self) -> None:
-        """Show the last turns, dimmed, with the last lines of long answers."""
+        """Show the last turns, dimmed, and only the last lines of long answers."""
         from specgen.render.rows import clean
 
         for turn in self._chat.conversation.turns[-_N_RECALLED_TURNS:]:
-            answer = clean(turn.answer or "").rpartition("</think>")[2]
+            # Without the thinking block; a turn that was interrupted early has no answer.
+            _, _, answer = clean(turn.answer or "").rpartition("</think>")
             lines = answer.strip().splitlines()
-            if len(lines) > _N_RECALLED_LINES:
-                lines = ["...", *lines[-_N_RECALLED_LINES:]]
+            if len(lines) > _MAX_RECALLED_LINES:
+                lines = ["...", *lines[-_MAX_RECALLED_LINES:]]
             text = "\n".join([f"> {clean(turn.question)}", *lines])
             console_on(sys.stderr).print(f"{text}\n", style="dim")
 
@@ -264,6 +293,7 @@ class _Dialogue:
         self._change(turns=())
 
     def _change(self, *, turns: tuple[Turn, ...]) -> None:
+        """Replace the turns of the conversation, and say how many it has now."""
         self._chat.change(replace(self._chat.conversation, turns=turns))
         say(f"the conversation now has {counted(len(turns), 'turn')}")
 
@@ -329,21 +359,25 @@ class _Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class _ChatCommand:
-    #: What follows its name: nothing, or FILE, TEXT (which may be left out) or on|off.
+    """A message that begins with a slash."""
+
+    #: Its argument, as /help shows it: "", "FILE", "TEXT" (which may be left out) or "on|off".
     takes: str
-    #: Carries it out, with what follows its name; its docstring is its line in /help.
+    #: The method that carries it out with the argument. /help shows the method's docstring.
     run: Callable[[_Dialogue, str], int | None]
 
     def accepts(self, argument: str) -> bool:
-        """Return whether the argument is what the command takes."""
+        """Return whether the command can be called with this argument."""
         if self.takes == "on|off":
             return argument in ("on", "off")
         if self.takes == "FILE":
-            return bool(argument)
-        return self.takes == "TEXT" or not argument
+            return argument != ""
+        if self.takes == "TEXT":
+            return True
+        return argument == ""
 
 
-#: A word after a slash, alone or before a space. Paths and comments of C are not commands.
+#: A slash and a word, alone or before a space. Paths and C comments (`/* */`) are not commands.
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 _COMMANDS = {
     "help": _ChatCommand("", _Dialogue.help),
@@ -358,7 +392,7 @@ _COMMANDS = {
     "stats": _ChatCommand("", _Dialogue.stats),
     "quit": _ChatCommand("", _Dialogue.quit),
 }
-#: Names that other programs have for these commands.
+#: Other programs' names for these commands.
 _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 
 
@@ -366,6 +400,7 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 
 
 def _messages(are_typed: bool) -> Iterator[str]:
+    """Return the messages of a person at a terminal, or those in a pipe."""
     if not are_typed:
         return piped_messages(sys.stdin.buffer)
     if console_on(sys.stdin).is_dumb_terminal:
@@ -374,7 +409,7 @@ def _messages(are_typed: bool) -> Iterator[str]:
 
 
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines that are typed at a terminal without escape codes, such as Emacs's shell."""
+    """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = stream.readline()
@@ -384,19 +419,21 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
-    """Yield the messages in a stream: its lines that are not empty.
+    """Yield the messages in a stream: each line that is not empty.
 
     A backslash at the end of a line continues the message on the next one.
 
     Raises:
-        PromptError: A line is not UTF-8.
+        PromptError: If a line is not UTF-8.
     """
     message = ""
+    encoding = "utf-8-sig"  # the first line may begin with a byte order mark
     for number, raw in enumerate(stream, start=1):
         try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            line = raw.decode(encoding).rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise not_utf8("standard input", error, number) from None
+        encoding = "utf-8"
         if line.endswith("\\"):
             message += f"{line[:-1]}\n"
             continue
@@ -409,12 +446,12 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
 
 
 def typed_messages() -> Iterator[str]:
-    """Yield messages that a person types, with an editor's keys, a history and completed commands.
+    """Yield the messages that a person types, in an editor with a history and completion.
 
     A backslash at the end of a line starts another line, and so does Alt-Enter; pasted text stays
     one message. Ctrl-C clears the line; Ctrl-D on an empty one ends the messages.
     """
-    with without_echo():  # importing it takes a while
+    with without_echo():  # the import takes a while, and the editor shows what is typed meanwhile
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output import create_output
@@ -444,14 +481,16 @@ def typed_messages() -> Iterator[str]:
 
 
 def _history() -> History:
-    """Return the history of typed messages, in a file if that can be written."""
+    """Return the history of typed messages: in a file, or in memory if that cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from specgen.system.folders import data_folder
 
     class TolerantHistory(FileHistory):
+        """A file whose errors are ignored."""
+
         def store_string(self, string: str) -> None:
-            # A full disk, or bytes that are not UTF-8, must not keep the message from being sent.
+            # The message is sent even if the disk is full, or it has bytes that are not UTF-8.
             with contextlib.suppress(OSError, UnicodeError):
                 super().store_string(string)
 
@@ -465,6 +504,7 @@ def _history() -> History:
 
 
 def _keys() -> KeyBindings:
+    """Return what Enter does (it sends the message, except after a backslash), and Alt-Enter."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -484,46 +524,52 @@ def _keys() -> KeyBindings:
 
 @contextlib.contextmanager
 def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
-    """Let a signal other than Ctrl-C's end the editor, which then restores the terminal.
+    """Let any signal but that of Ctrl-C end the editor, so that the editor restores the terminal.
 
     Raises:
-        SystemExit: A signal came, of `kill` or of a closed terminal; with its exit code.
+        SystemExit: If a signal comes; with the signal's exit code.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
-        ended = SystemExit(128 + number)
+        system_exit = SystemExit(128 + number)
         loop = editor.app.loop
         if loop is None:  # before or after the editor runs
-            raise ended
-        loop.call_soon_threadsafe(lambda: editor.app.exit(exception=ended))
+            raise system_exit
+        loop.call_soon_threadsafe(lambda: editor.app.exit(exception=system_exit))
 
-    before = [(number, signal.signal(number, end)) for number in SIGNALS if number != signal.SIGINT]
+    numbers = [number for number in SIGNALS if number != signal.SIGINT]
+    former_handlers = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before:
+        for number, handler in former_handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def without_echo() -> Iterator[None]:
-    """Hide what is typed at a terminal while an answer is shown; it is read afterwards."""
+    """Hide what a person types at a terminal meanwhile, such as during an answer.
+
+    It is not lost: the next message begins with it.
+    """
     if os.name == "nt" or sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     import termios
 
     descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    changed = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+    former_attributes = termios.tcgetattr(descriptor)
+    attributes = list(former_attributes)
+    local_flags = 3  # the index of lflag in these lists
+    attributes[local_flags] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
     try:
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        termios.tcsetattr(descriptor, termios.TCSANOW, former_attributes)
 
 
 def is_person() -> bool:
-    """Return whether a person types at a terminal and sees what is written."""
+    """Return whether a person types at a terminal and sees the output."""
     is_shown = sys.stdout.isatty() or sys.stderr.isatty()
     return sys.stdin is not None and sys.stdin.isatty() and is_shown

@@ -19,8 +19,11 @@ class Command(typer.core.TyperCommand):
     """A command whose options have the user's defaults, and whose help is plain text."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        names = {"help_option_names": ["-h", "--help", "--help-all"], "max_content_width": 100}
-        super().__init__(*arguments, **(settings | {"context_settings": names}))
+        context_settings = {
+            "help_option_names": ["-h", "--help", "--help-all"],
+            "max_content_width": 100,
+        }
+        super().__init__(*arguments, **(settings | {"context_settings": context_settings}))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options into the help."""
@@ -31,63 +34,83 @@ class Command(typer.core.TyperCommand):
         write_examples(self.name or "", formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, after what people are used to from other tools is replaced."""
+        """Parse the command line, after translating what is spelt as in other tools."""
         ctx.meta["asks_for_all_help"] = "--help-all" in args
         if ctx.resilient_parsing:  # the shell completes a word
             return super().parse_args(ctx, args)
         args = translated(ctx, args)
-        given, rest = self._parsed(ctx, args)
-        model = _model_given_first(ctx, given, rest)
+        given, extra_words = self._parse_texts(ctx, args)
+        model = _model_given_first(ctx, given, extra_words)
         if model is not None:
             args = _with_target(args, model)
-            given, _ = self._parsed(ctx, args)
-        if not given.get("help"):
+            given, _ = self._parse_texts(ctx, args)
+        if not given.get("help"):  # a wrong config.toml does not keep the help from being shown
             ctx.default_map = user_defaults(ctx, given)
         return super().parse_args(ctx, args)
 
-    def _parsed(self, ctx: Any, args: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the texts for the parameters, and the words for which there is none."""
+    def _parse_texts(self, ctx: Any, args: list[str]) -> tuple[dict[str, Any], list[str]]:
+        """Parse the command line without converting values.
+
+        Returns:
+            The texts for the parameters, by the parameters' names; and the words that are left.
+        """
         try:
-            given, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
+            given, extra_words, _ = self.make_parser(ctx).parse_args(args=list(args))
         except COMMAND_LINE_ERROR as error:
             error.ctx = ctx  # type: ignore[attr-defined]
             raise
-        return given, rest
+        return given, extra_words
 
 
-def _model_given_first(ctx: Any, given: Mapping[str, Any], rest: Sequence[str]) -> str | None:
-    """Return the first argument if it is a model, and no target is given.
+def _model_given_first(
+    ctx: Any, given: Mapping[str, Any], extra_words: Sequence[str]
+) -> str | None:
+    """Return the first argument if it is a model, where other tools take the model.
 
-    Other tools take the model there. It is a GGUF file, a word that looks like one, or the name of
-    a model in the registry.
+    Returns:
+        None if it is not a model, a target is given, or the command is a subcommand or takes no
+        target.
     """
     parameters = ctx.command.params
-    targets = [each.name for each in parameters if "--target" in each.opts]
+    target_names = [parameter.name for parameter in parameters if "--target" in parameter.opts]
     is_subcommand = ctx.parent is not None and ctx.parent.parent is not None  # as `draft find`
-    if is_subcommand or not targets or given.get(targets[0]):
+    if is_subcommand or not target_names or given.get(target_names[0]):
         return None
     words: list[str] = []
-    for each in parameters:
-        if each.param_type_name == "argument":
-            value = given.get(each.name) or []
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            value = given.get(parameter.name) or []
             words += [value] if isinstance(value, str) else value
-    words += rest
-    if not words:
-        return None
-    first = words[0]
-    is_file = first.endswith(".gguf") and Path(first).is_file()
-    if is_file or re.fullmatch(r"\S+\.gg\w+", first):  # so that a misspelt name is an error
-        return first
-    if "-" not in first or not re.fullmatch(r"[\w.-]+", first):
-        return None
+    words += extra_words
+    if words and _is_model(words[0]):
+        return words[0]
+    return None
+
+
+def _is_model(word: str) -> bool:
+    """Return whether a word is a GGUF file, looks like one, or names a model in the registry."""
+    if word.endswith(".gguf") and Path(word).is_file():
+        return True
+    # A misspelt file such as model.ggfu must be an error, not a prompt.
+    if re.fullmatch(r"\S+\.gg\w+", word):
+        return True
+    # A name has a hyphen. A word without one is a prompt, and the registry need not be loaded.
+    if "-" not in word or not re.fullmatch(r"[\w.-]+", word):
+        return False
     from specgen.models.registry import load_registry
 
-    return first if first in load_registry().models else None
+    return word in load_registry().models
 
 
 def _with_target(args: Sequence[str], model: str) -> list[str]:
-    """Put `--target` before a model, which may be the value of an option as well."""
-    places = [at for at, word in enumerate(args) if word == model]
-    alone = [at for at in places if at == 0 or not args[at - 1].startswith("-")]
-    at = (alone or places)[0]
-    return [*args[:at], "--target", *args[at:]]
+    """Put `--target` before the model.
+
+    An option may have the same word as its value, so one that does not follow an option is chosen
+    if possible.
+    """
+    indices = [index for index, word in enumerate(args) if word == model]
+    not_after_option = [
+        index for index in indices if index == 0 or not args[index - 1].startswith("-")
+    ]
+    index = (not_after_option or indices)[0]
+    return [*args[:index], "--target", *args[index:]]

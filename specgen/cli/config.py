@@ -1,4 +1,4 @@
-"""``specgen config``: shows the defaults in force, and where each comes from."""
+"""``specgen config``: shows the current defaults, and where each comes from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.cli.user_defaults import config_file, option_keys
 
-#: Where a value comes from, by Typer's words for it.
-_SOURCES = {"COMMANDLINE": "flag", "DEFAULT_MAP": "file"}
+#: Our names for where a value comes from, by Typer's.
+_SOURCE_NAMES = {"COMMANDLINE": "flag", "DEFAULT_MAP": "file"}
 
 
 class ConfigCommand(Command):
@@ -32,29 +32,30 @@ class ConfigCommand(Command):
 
 
 def _line(option: Any, ctx: Any) -> str:
-    """Return a line of the file that sets an option, as a comment if it has its default."""
+    """Return the line of the file that sets an option; a comment if specgen's default applies."""
     key = option_keys(option)[0]
     value = ctx.params[option.name]
     source = ctx.get_parameter_source(option.name).name
     if source == "ENVIRONMENT":
-        return f"{key} = {_text(value)}  # environment {option.envvar}"
-    if source in _SOURCES:
-        return f"{key} = {_text(value)}  # {_SOURCES[source]}"
+        return f"{key} = {_toml(value)}  # environment {option.envvar}"
+    if source in _SOURCE_NAMES:
+        return f"{key} = {_toml(value)}  # {_SOURCE_NAMES[source]}"
     if isinstance(option.show_default, str):  # the default in words
         return f"# {key} is not set: {option.show_default}"
     if value is None:
         return f"# {key} is not set"
-    return f"# {key} = {_text(value)}  # default"
+    return f"# {key} = {_toml(value)}  # default"
 
 
 #: The class of this command (`specgen.cli.app`).
 COMMAND_CLASS = ConfigCommand
 
 
-def _text(value: Any) -> str:
-    """Return a value in TOML's form."""
-    is_plain = isinstance(value, (bool, int, float, list, tuple))
-    return json.dumps(value if is_plain else str(value), ensure_ascii=False, default=str)
+def _toml(value: Any) -> str:
+    """Return a value in TOML, which writes these types as JSON does."""
+    if not isinstance(value, (bool, int, float, list, tuple)):
+        value = str(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 @flags.takes_options

@@ -45,7 +45,8 @@ def doctor(
     from specgen.session.choose_models import find_model
 
     path = None
-    if model is not None:  # it is not downloaded
+    if model is not None:
+        # The name of a model that is not on this disk is an error: nothing is downloaded.
         path = find_model(model, load_registry(), lambda name: on_disk(name)[0])
     endpoints = () if rpc is None else endpoints_of(rpc)
     console = Console(stderr=True)
@@ -64,24 +65,25 @@ def doctor(
 
 
 def _show(report: DoctorReport, console: Console) -> None:
-    """Print a report. Lines are broken on a terminal only: in a pipe they can be searched."""
+    """Print a report. Lines are wrapped on a terminal only, so that grep finds whole ones."""
     from rich.text import Text
 
     sections = _sections(report)
     width = max(len(label) for lines in sections.values() for label in lines)
     for heading, lines in sections.items():
-        labelled = [(Text(label.ljust(width)), text) for label, text in lines.items()]
-        _show_section(heading, labelled, console)
+        labelled_lines = [(Text(label.ljust(width)), text) for label, text in lines.items()]
+        _show_section(heading, labelled_lines, console)
     passed = Text("ok", "green")
     failed = Text("FAILED", "bold red")
-    checks = [
-        (passed if check.passed else failed, f"{check.name}: {check.message}")
-        for check in report.checks
-    ]
+    checks: list[tuple[Text, str]] = []
+    for check in report.checks:
+        label = passed if check.passed else failed
+        checks.append((label, f"{check.name}: {check.message}"))
     _show_section("Checks", checks, console)
 
 
 def _show_section(heading: str, lines: Sequence[tuple[Text, str]], console: Console) -> None:
+    """Print a heading, and lines with a label each."""
     from rich.table import Table
     from rich.text import Text
 
@@ -97,6 +99,7 @@ def _show_section(heading: str, lines: Sequence[tuple[Text, str]], console: Cons
 
 
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
+    """Return the texts of the report by their headings and labels."""
     from specgen.system.folders import cache_folder, config_folder, data_folder
     from specgen.system.quantities import human_bytes
 
@@ -122,6 +125,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
 
 
 def _software(report: DoctorReport) -> dict[str, str]:
+    """Return the versions of specgen and llama.cpp, the devices, and the kernels, by label."""
     from specgen.system.quantities import human_bytes
 
     software = {"specgen": report.version}
@@ -131,11 +135,13 @@ def _software(report: DoctorReport) -> dict[str, str]:
         software["built in"] = build.system_info
         software["GPU offload"] = "yes" if build.gpu_offload else "no: this build finds no GPU"
         for device in build.devices:
-            memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
-            software[f"{device.name} ({device.kind})"] = f"{device.description}{memory}"
+            description = device.description
+            if device.memory_bytes:
+                description += f", {human_bytes(device.memory_bytes)}"
+            software[f"{device.name} ({device.kind})"] = description
     kernels = report.kernels
     line = kernels.label
-    if kernels.reason is not None:
+    if kernels.reason is not None:  # llama.cpp computes instead
         line += f"'s own, not specgen's: {kernels.reason}"
         if kernels.hint:
             line += f"; {kernels.hint}"
@@ -144,6 +150,7 @@ def _software(report: DoctorReport) -> dict[str, str]:
 
 
 def _packed_weights_line() -> str:
+    """Return the size and the folder of kept packed weights, and how large a model still fits."""
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
     from specgen.system.folders import packed_folder
     from specgen.system.quantities import human_bytes
@@ -157,9 +164,10 @@ def _packed_weights_line() -> str:
 
 
 def folder_line(folder: Path) -> str:
-    """Return the name of a folder that specgen writes to, with a remark if it cannot."""
+    """Return the path of a folder, with a remark if specgen cannot write to it."""
     from specgen.system.files import existing_parent
 
-    there = existing_parent(folder)
-    is_usable = there.is_dir() and os.access(there, os.W_OK)
-    return str(folder) if is_usable else f"{folder}: cannot be written, so nothing is kept there"
+    existing = existing_parent(folder)  # specgen creates the rest of the path when it needs it
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return str(folder)
+    return f"{folder}: cannot be written, so nothing is kept there"

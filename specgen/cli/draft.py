@@ -43,6 +43,7 @@ from specgen.train.draft_builder import (
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
+    from specgen.measure.prompts import BenchPrompt
     from specgen.measure.search import Search
     from specgen.options import DraftSource
 
@@ -55,7 +56,13 @@ app = typer.Typer(
 
 
 def show_search(search: Search, output: Output, *, as_json: bool) -> None:
-    """Print the ranking of drafts, on a terminal as a table, and notes on what it means."""
+    """Print the ranking of drafts, as a table on a terminal, and notes on what it means.
+
+    Args:
+        search: The result of the search.
+        output: Where the notes are printed.
+        as_json: Whether to print JSON instead of the ranking.
+    """
     from specgen.measure.search import advice
     from specgen.render.tables import draft_lines, notes_on_figures, print_draft_table
 
@@ -81,10 +88,15 @@ def _save_and_show(
 ) -> DraftSource | None:
     """Show the ranking, and save the best draft for the target if `save` is set.
 
-    Nothing is saved if the search was interrupted or the machine was busy.
+    Args:
+        search: The result of the search; None if it was interrupted before the first draft.
+        output: Where notes are printed.
+        save: Whether to save the best draft.
+        as_json: Whether to print JSON instead of the ranking.
 
     Returns:
-        The draft that was saved.
+        The draft that was saved. It is None if `save` is not set, the search was interrupted, or
+        the machine was busy.
     """
     interrupted = "interrupted: not everything was measured, nothing was kept"
     if search is None:
@@ -94,7 +106,7 @@ def _save_and_show(
     try:
         if save and not search.is_interrupted and not was_busy:
             search = replace(search, saved=_save_best(search))
-    finally:  # show the measurements even if they cannot be saved
+    finally:  # show the measurements even if the draft cannot be saved
         show_search(search, output, as_json=as_json)
     if search.is_interrupted:
         output.note(interrupted)
@@ -107,7 +119,7 @@ def _save_and_show(
 
 
 def _save_best(search: Search) -> DraftSource:
-    """Save the fastest draft for the target, with its speed-up; return it."""
+    """Save the fastest draft of a search for its target, with the speed-up; return the draft."""
     from specgen.session.saved_drafts import SavedDraft, save_draft
 
     best = search.tried[0]
@@ -156,21 +168,23 @@ def find(
     from specgen.session.saved_drafts import saved_draft
 
     check_drafts(wanted.drafting, "find")
-    prompts, output = wanted.trials.chosen(), wanted.output
+    prompts = wanted.trials.chosen()
+    output = wanted.output
     for file in files or ():
         if not file.is_file():
             raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
     if save:
-        saved_draft(identity_of(path))  # a damaged file is reported now, not after minutes
-    session = WantedSession(wanted.options(alone(path)))
+        # If the file of saved drafts is damaged, this raises now rather than after minutes.
+        saved_draft(identity_of(path))
+    wanted_session = WantedSession(wanted.options(alone(path)))
     with (
-        opened(session, wanted.machine.kernels, output) as loaded,
+        opened(wanted_session, wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
         candidates, refused = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
-            loaded,
+            session,
             candidates,
             refused,
             prompts,
@@ -198,10 +212,11 @@ def text_options(
     ),
     **others: Any,
 ) -> TextOptions:
+    """Return how the target writes text, and the prompts that it answers, each once."""
     from specgen.measure.prompts import read_prompts
 
-    unique = dict.fromkeys(read_prompts(prompts or OWN_PROMPTS))
-    return TextOptions(list(unique), **others)
+    unique_prompts = list(dict.fromkeys(read_prompts(prompts or OWN_PROMPTS)))
+    return TextOptions(unique_prompts, **others)
 
 
 @app.command(cls=Command)
@@ -221,14 +236,17 @@ def data(
     from specgen.session.open import WantedSession
 
     path = find_target(target, quiet=output.quiet)
-    own = WantedSession(trial_options(alone(path), text.max_tokens, machine))
-    with opened(own, machine.kernels, output) as loaded, output.measuring() as (progress, stop):
+    wanted = WantedSession(trial_options(alone(path), text.max_tokens, machine))
+    with (
+        opened(wanted, machine.kernels, output) as session,
+        output.measuring() as (progress, stop),
+    ):
         builder = DraftBuilder(
-            loaded, text, cache_folder(), time.monotonic, progress, output.note, stop
+            session, text, cache_folder(), time.monotonic, progress, output.note, stop
         )
-        n_have = builder.write_text()
-    if n_have < text.n_tokens and not stop():
-        output.note(f"{n_have} tokens: there are no more prompts")
+        n_tokens = builder.write_text()
+    if n_tokens < text.n_tokens and not stop():
+        output.note(f"{n_tokens} tokens: there are no more prompts")
     print(builder.folder)
     return stop.exit_code
 
@@ -273,30 +291,27 @@ def make(
     model that is fitted to the target agrees with it more often. Both need JAX (`pip install
     'specgen-gguf[train]'`). The target without some of its layers gains least.
     """
-    from specgen.measure.prompts import evenly_chosen, given_prompts
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.calibration import target_costs
     from specgen.session.open import WantedSession, open_session
-    from specgen.train.target_text import is_held_back
 
     if kind != "pruned":
         check_library()
     path = find_target(target, quiet=output.quiet)
-    small = _small_model(draft, kind, path, output)
-    kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
-    if kind is not None:
-        kinds = [kind]
-    n_least = least_text(kinds)
-    if text.n_tokens < n_least:
+    small_model = _model_to_fit(draft, kind, path, output)
+    kinds = _kinds_to_make(kind, small_model)
+    n_required = least_text(kinds)
+    if text.n_tokens < n_required:
         what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
-        raise UsageError(what, f"give {n_least} or more")
+        raise UsageError(what, f"give {n_required} or more")
     use_kernels(machine.kernels, output)
     options = trial_options(alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
-    n_drafts = 1 + len(kinds) + len(find_candidates([], path)[0])
+    known_files, _ = find_candidates([], path)
+    n_drafts = 1 + len(kinds) + len(known_files)  # n-grams are compared, too
 
     with log_shown(output), output.measuring() as (progress, stop):
-        # Write text and train on it, as the time allows.
+        # Write text and train on it, in the time that comparing the drafts leaves.
         with open_session(
             WantedSession(options), output.reporter, clock=time.perf_counter
         ) as writer:
@@ -304,43 +319,49 @@ def make(
             builder = DraftBuilder(
                 writer, text, cache_folder(), time.monotonic, progress, output.note, stop
             )
-            n_lacking = builder.n_lacking(kinds)
+            n_missing = builder.n_lacking(kinds)
             left_s = ends_s - time.monotonic()
-            plan = plan_time(left_s, costs, n_drafts, text, n_lacking, len(kinds))
+            plan = plan_time(left_s, costs, n_drafts, text, n_missing, len(kinds))
             if plan.needed_s > left_s:
                 raise _too_short(plan, minutes, kinds)
-            output.note(_told(plan, minutes))
-            made = builder.make(kinds, small, plan)
-        if made is None:
+            output.note(_plan_note(plan, minutes))
+            made_files = builder.make(kinds, small_model, plan)
+        if made_files is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
 
         # Compare the drafts on prompts that they were not trained on.
-        held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
-        prompts = given_prompts(evenly_chosen(held_back, plan.n_judged))
-        judged = replace(options, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
+        prompts = _held_back_prompts(text, plan.n_judged)
+        judge_options = replace(options, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
         with open_session(
-            WantedSession(judged), clock=time.perf_counter, measurements=writer.measurements
+            WantedSession(judge_options), clock=time.perf_counter, measurements=writer.measurements
         ) as judge:
-            candidates, refused = find_candidates(made, path)
+            candidates, refused = find_candidates(made_files, path)
             search = search_drafts(
                 judge, candidates, refused, prompts, interrupted=stop, progress=progress
             )
 
     saved = _save_and_show(search, output, save=save, as_json=as_json)
     if saved is not None and kind is None:
-        for file in made:
+        for file in made_files:
             if file != saved:
                 file.unlink(missing_ok=True)
                 output.note(f"{file.name} was deleted, because it is slower than the best draft")
     return stop.exit_code
 
 
-def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit to the target: the one named, or else the registry's general draft.
+def _model_to_fit(
+    draft: str | None, kind: Kind | None, target: Path, output: Output
+) -> Path | None:
+    """Return the model to fit to the target: that of --draft, or else the general draft.
 
     Returns:
-        None if none is to be fitted, or none is on this disk.
+        None if another kind of draft is wanted, or if no kind is, and the general draft is not on
+        this disk; or if the general draft is the target itself.
+
+    Raises:
+        UsageError: If --draft is given with another kind, or there is no model for --kind
+            distilled.
     """
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
@@ -352,16 +373,37 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Out
     if draft is not None:
         return find_target(draft, quiet=output.quiet)
     registry = load_registry()
-    found = locate(registry.model(registry.general_draft)) if registry.general_draft else None
-    if found is None:
-        if kind is not None:
-            what = "--kind distilled: no model to fit is on this disk"
-            raise UsageError(what, "name one with --draft")
+    general_draft: Path | None = None
+    if registry.general_draft:
+        general_draft = locate(registry.model(registry.general_draft))
+    if general_draft is None and kind is not None:
+        what = "--kind distilled: no model to fit is on this disk"
+        raise UsageError(what, "name one with --draft")
+    if general_draft is None or target.samefile(general_draft):
         return None
-    return None if target.samefile(found) else found
+    return general_draft
+
+
+def _kinds_to_make(kind: Kind | None, small_model: Path | None) -> list[Kind]:
+    """Return the kind of --kind, or else heads and, if there is a model to fit, a distilled one."""
+    if kind is not None:
+        return [kind]
+    if small_model is None:
+        return ["heads"]
+    return ["heads", "distilled"]
+
+
+def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
+    """Return at most this many of the prompts that drafts are not trained on."""
+    from specgen.measure.prompts import evenly_chosen, given_prompts
+    from specgen.train.target_text import is_held_back
+
+    held_back = [prompt for index, prompt in enumerate(text.prompts) if is_held_back(index)]
+    return given_prompts(evenly_chosen(held_back, n_prompts))
 
 
 def _too_short(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
+    """Return the error for --minutes that are less than a plan needs."""
     needed_min = plan.needed_s / 60.0
     hint = f"give --minutes {math.ceil(needed_min) + 1} or more"
     if len(kinds) > 1:
@@ -370,7 +412,8 @@ def _too_short(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageEr
     return UsageError(f"--minutes {minutes:g} is too short for {' and '.join(kinds)}: {what}", hint)
 
 
-def _told(plan: TimePlan, minutes: float) -> str:
+def _plan_note(plan: TimePlan, minutes: float) -> str:
+    """Return a sentence on how a plan divides the time."""
     text = f"{plan.text_s / 60.0:.1f} for about {plan.n_tokens} tokens of the target's text"
     training = f"{plan.training_s / 60.0:.1f} for training"
     judging = f"{plan.judging_s / 60.0:.1f} for comparing drafts on {plan.n_judged} prompts"
@@ -410,17 +453,26 @@ def learn(
     folder = learning_folder(data_folder(), identity_of(target_path))
     use_kernels(KernelOptions(wanted_in(os.environ)), output)
     with output.measuring() as (progress, stop):
-        shown = partial(progress, f"{draft_path.name} learns")
-        budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
-        found = learn_from(folder, target_path, draft_path, budget)
-    if found is None:
+        show_progress = partial(progress, f"{draft_path.name} learns")
+        ends_s = time.monotonic() + 60.0 * minutes
+        budget = Budget(time.monotonic, ends_s, stop, show_progress)
+        lesson = learn_from(folder, target_path, draft_path, budget)
+    if lesson is None:
         output.note("interrupted: nothing was changed")
         return stop.exit_code
-    print(json.dumps(asdict(found)) if as_json else f"{draft_path.name} {found.text}")
+    if as_json:
+        print(json.dumps(asdict(lesson)))
+    else:
+        print(f"{draft_path.name} {lesson.text}")
     return 0
 
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
+    """Return the first draft for a target that is a model: only those learn.
+
+    Raises:
+        UsageError: If there is none.
+    """
     from specgen.drafters.kinds import ANY_FILE, find_kind
 
     sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
@@ -457,8 +509,9 @@ def forget(
         folders = [learning_folder(data_folder(), identity_of(path))]
         with contextlib.closing(LlamaModel(path, vocabulary_only=True)) as model:
             stores = [EarlierTexts(texts, model.vocabulary.digest()).folder]
+    # Count everything before it is deleted.
     n_answers = sum(len(read_answers(folder)) for folder in folders)
-    n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
+    n_weights = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(texts_in(store)) for store in stores)
     n_bytes = sum(size_of(path) for folder in (*folders, *stores) for path in folder.glob("*"))
     try:
@@ -467,6 +520,6 @@ def forget(
                 shutil.rmtree(folder)
     except OSError as error:
         raise OutputError(f"{error.filename}: cannot be deleted: {error.strerror}") from error
-    kept = f"kept answers: {n_answers}; weights learnt from them: {n_learnt}"
-    print(f"deleted: {kept}; lookup texts: {n_texts}; {human_bytes(n_bytes)} in all")
+    learnt = f"kept answers: {n_answers}; weights learnt from them: {n_weights}"
+    print(f"deleted: {learnt}; lookup texts: {n_texts}; {human_bytes(n_bytes)} in all")
     return 0

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
-#: How long the prefill of a prompt may take by default.
-_PREFILL_S = 5.0
-#: The tokens of a prompt that are read even if they take longer; limits are multiples of it.
-_LEAST_PREFILL_TOKENS = 256
+#: The time that the prefill of a prompt may take by default.
+_MAX_PREFILL_S = 5.0
+#: The limit that this sets is a multiple of this number of tokens, and at least this number.
+_PREFILL_STEP_TOKENS = 256
 
 _gap = partial(option, panel="Gap")
 
@@ -62,17 +62,17 @@ def fim(
     Drafts also come from repetitions of the text around the gap, and of other files of the project.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
-    found = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
+    file_gap = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
     context = {str(path): read_text(path) for path in context_files or ()}
-    if not found.prefix and not found.suffix and not context:
+    if not file_gap.prefix and not file_gap.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill
 
     gap = Gap(
-        _unix(found.prefix),
-        _unix(found.suffix),
-        name="file" if found.path is None else str(found.path),
-        context=tuple(ContextFile(name, _unix(text)) for name, text in context.items()),
+        _unix_line_ends(file_gap.prefix),
+        _unix_line_ends(file_gap.suffix),
+        name="file" if file_gap.path is None else str(file_gap.path),
+        context=tuple(ContextFile(name, _unix_line_ends(text)) for name, text in context.items()),
         repository=Path.cwd().name or "repository",
     )
     wanted = setup.wanted_session(quiet=output.quiet)
@@ -82,59 +82,69 @@ def fim(
         output,
         check=lambda session: check_infill(session.target),
     ) as session:
-        prompt, left_out = _prompt(session, gap)
-        if left_out:
-            output.note(left_out)
+        prompt, note = _prompt(session, gap)
+        if note:
+            output.note(note)
         code, finished = show_answer(session, prompt, output)
     if in_place and not code and finished is not None:
-        found.write(finished.text)
+        file_gap.write(finished.text)
         if finished.finish_reason != "stop":
             output.note(f"the middle was cut off after {finished.n_tokens} tokens")
     return code
 
 
-def _unix(text: str) -> str:
-    """Return a text with the line ends that models know."""
+def _unix_line_ends(text: str) -> str:
+    """Return a text with the line ends that models are trained on."""
     return text.replace("\r\n", "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class _FileGap:
-    """A gap between two texts, which may be those of a file."""
+    """A gap between two texts, as they are in the files."""
 
+    #: The text before the gap.
     prefix: str
+    #: The text after the gap.
     suffix: str
+    #: The file with the gap, or with the text before it; None if there is no such file.
     path: Path | None = None
-    #: The file's byte order mark, if it has one.
+    #: The file's byte order mark; "" if it has none.
     mark: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with the file's line ends.
+        """Write the middle into the file, with the file's line ends.
 
         Raises:
-            OutputError: The file cannot be written, or changed meanwhile.
+            OutputError: If the file cannot be written, or has changed since it was read.
         """
         from specgen.system.files import replace_bytes, write_errors
 
         assert self.path is not None
-        before = self.mark + self.prefix
         if "\r\n" in self.prefix + self.suffix:
             middle = re.sub("\r?\n", "\r\n", middle)
+        text_as_read = self.mark + self.prefix + self.suffix
+        new_text = self.mark + self.prefix + middle + self.suffix
         with write_errors(self.path):
-            if self.path.read_bytes() != (before + self.suffix).encode():
+            if self.path.read_bytes() != text_as_read.encode():
                 what = "the file has changed meanwhile; the middle was not written into it"
                 raise OutputError(f"{self.path}: {what}")
-            replace_bytes(self.path, (before + middle + self.suffix).encode("utf-8", "replace"))
+            replace_bytes(self.path, new_text.encode("utf-8", "replace"))
 
 
 def _find_gap(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _FileGap:
+    """Return the gap that the command line describes, with the texts around it.
+
+    Raises:
+        UsageError: If no gap is described, or options conflict.
+        PromptError: If a file cannot be read, or has no such line or column.
+    """
     has_files = prefix_file is not None or suffix_file is not None
     if place is not None:
         if has_files:
             raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
-        return _in_file(place)
+        return _gap_at(place)
     if in_place:
         raise UsageError("--in-place needs FILE:LINE, the file to write to")
     if not has_files:
@@ -146,62 +156,79 @@ def _find_gap(
     return _FileGap(read_text(prefix_file), read_text(suffix_file), path)
 
 
-def _in_file(place: str) -> _FileGap:
-    found = _LOCATION.fullmatch(place)
-    if found is None:
+def _gap_at(place: str) -> _FileGap:
+    """Return the gap at FILE:LINE (the end of the line) or FILE:LINE:COLUMN."""
+    location = _LOCATION.fullmatch(place)
+    if location is None:
         hint = "give FILE:LINE or FILE:LINE:COLUMN"
         raise UsageError(f"{place!r} is not a place in a file", hint)
-    path = Path(found["file"])
-    with_mark = read_text(path, with_mark=True)
-    text = with_mark.removeprefix("\ufeff")
+    path = Path(location["file"])
+    text_with_mark = read_text(path, with_mark=True)
+    text = text_with_mark.removeprefix("\ufeff")
+    mark = text_with_mark.removesuffix(text)
     lines = text.split("\n")
-    number = int(found["line"])
-    if not 1 <= number <= len(lines):
-        raise PromptError(f"{path} has no line {number}: it has {len(lines)} lines")
-    n_characters = len(lines[number - 1].removesuffix("\r"))
-    column = n_characters + 1 if found["column"] is None else int(found["column"])
+    line_number = int(location["line"])
+    if not 1 <= line_number <= len(lines):
+        raise PromptError(f"{path} has no line {line_number}: it has {len(lines)} lines")
+    n_characters = len(lines[line_number - 1].removesuffix("\r"))
+    column = n_characters + 1  # after the last character
+    if location["column"] is not None:
+        column = int(location["column"])
     if not 1 <= column <= n_characters + 1:
-        what = f"line {number} has no column {column}: it has {n_characters} characters"
+        what = f"line {line_number} has no column {column}: it has {n_characters} characters"
         raise PromptError(f"{path}: {what}")
-    start = sum(len(line) + 1 for line in lines[: number - 1]) + column - 1
-    return _FileGap(text[:start], text[start:], path, mark=with_mark.removesuffix(text))
+    line_start = sum(len(line) + 1 for line in lines[: line_number - 1])
+    gap_start = line_start + column - 1
+    return _FileGap(text[:gap_start], text[gap_start:], path, mark)
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
-    """Return the prompt for a gap, and a sentence on what is left out of it, if anything is.
+    """Return the prompt for a gap, and a note on what is left out of it.
 
-    It leaves room for the middle. Unless the user gave the context's size, it is also no longer
-    than this machine reads in a few seconds.
+    The prompt leaves room for the middle in the context. Unless the user gave the context's size,
+    it is also limited to what this machine reads in a few seconds.
+
+    Returns:
+        The prompt, and the note, which is "" if nothing is left out.
+
+    Raises:
+        UsageError: If --max-tokens leaves less than a quarter of the context for the prompt.
     """
     from specgen.session.prompts.infill import infill_prompt
 
     n_ctx = session.usual_n_ctx
     max_tokens = session.options.generation.max_tokens
-    n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
+    n_middle = max_tokens
+    if max_tokens < 0:  # no limit
+        n_middle = n_ctx // 4
+    n_room = n_ctx - n_middle
     if n_room < n_ctx // 4:
-        left = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
+        room = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
         hint = f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens"
-        raise UsageError(f"--max-tokens {max_tokens} leaves {left}", hint)
+        raise UsageError(f"--max-tokens {max_tokens} leaves {room}", hint)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
+
+    # A prompt that takes too long is made again, shorter.
     n_tokens = len(prompt.tokens)
-    if session.options.target_context.n_ctx is None and n_tokens > _LEAST_PREFILL_TOKENS:
+    if session.options.target_context.n_ctx is None and n_tokens > _PREFILL_STEP_TOKENS:
         n_fast = _fast_prefill_tokens(session)
         if n_fast < n_tokens:
             prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_fast)
-            about = f"{n_fast} tokens in about {_PREFILL_S:.0f} s"
-            why = f"this machine reads {about} (-c {n_ctx} reads more)"
+            speed = f"{n_fast} tokens in about {_MAX_PREFILL_S:.0f} s"
+            why = f"this machine reads {speed} (-c {n_ctx} reads more)"
     if not left_out:
         return prompt, ""
     return prompt, f"{why}; not read: {', '.join(left_out)}"
 
 
 def _fast_prefill_tokens(session: Session) -> int:
-    """Return how many tokens of a prompt the target reads in a few seconds, as measured."""
+    """Return the number of prompt tokens that the target reads in `_MAX_PREFILL_S`, as measured."""
     from specgen.session.calibration import target_costs
 
     with Interrupt() as stop:
         costs = target_costs(session, stop)
+    # The largest batch that was measured comes closest to a prefill.
     n_rows = max(costs.known)
-    n_tokens = int(_PREFILL_S * n_rows / costs.seconds(n_rows))
-    return max(1, n_tokens // _LEAST_PREFILL_TOKENS) * _LEAST_PREFILL_TOKENS
+    n_tokens = int(_MAX_PREFILL_S * n_rows / costs.seconds(n_rows))
+    return max(1, n_tokens // _PREFILL_STEP_TOKENS) * _PREFILL_STEP_TOKENS

@@ -38,46 +38,55 @@ specgen draft learn -m model.gguf --minutes 30
 specgen draft forget -m model.gguf
 """
 
-#: How the headings begin under which the short help shows only the usual options. It shows all
-#: options under other headings, which are a command's own.
-_SHARED = re.compile(
+#: Beginnings of the headings that commands share. Under these, the short help shows common options
+#: only; under other headings, which only one command has, it shows all.
+_SHARED_HEADINGS = re.compile(
     "Models|Answer|Constrained|Prompt|Drafting|Repetitions|Other texts|Sampling|Machine|Learning"
     "|Output|Server|Limits"
 )
-_USUAL = re.compile(
+#: The common options, by their readable spellings.
+_COMMON_OPTIONS = re.compile(
     "--(target|draft|max-tokens|temp|seed|ctx-size|threads|gpu-layers|policy|system|prompt|file"
     "|json-schema|show|stats|json|port|host)"
 )
-#: A command with no more options has no short help.
-_FEW = 20
-#: The width of the column with the options' names, if they fit.
-_NAMES_WIDTH = 26
+#: The help of a command with at most this many options always shows all of them.
+_MAX_OPTIONS_SHOWN = 20
+#: The maximum width of the column with the options' names.
+_MAX_NAMES_WIDTH = 26
 
 
 def examples(command: str) -> list[str]:
-    """Return the examples of a command, by its last word, which no other command has."""
-    own = re.compile(rf"\bspecgen (?:models |draft )?{command}\b")
-    return [line for line in _EXAMPLES.splitlines() if own.search(line)]
+    """Return the examples of a command, by the last word of its name, which is unique."""
+    call = re.compile(rf"\bspecgen (?:models |draft )?{command}\b")
+    return [line for line in _EXAMPLES.splitlines() if call.search(line)]
 
 
 def write_options(command: Any, context: Any, formatter: Any, *, shows_all: bool) -> None:
-    """Write all options under their headings, or the usual ones with a sentence each."""
+    """Write the options of a command into its help.
+
+    Args:
+        command: Typer's command.
+        context: Its context.
+        formatter: Typer's formatter of the help.
+        shows_all: Whether to write all options with all of their text, under their headings.
+            Otherwise the common ones are written, with the first sentence of each.
+    """
     options = [
         option
         for option in command.get_params(context)
         if "--help" not in option.opts and not option.hidden
     ]
-    shows_all |= len(options) <= _FEW
+    shows_all |= len(options) <= _MAX_OPTIONS_SHOWN
     sections: dict[str, list[tuple[str, str]]] = {}
     for option in options:
         heading = option.rich_help_panel or "Options"
         if shows_all:
             sections.setdefault(heading, []).append(_full_row(option, context))
-        elif _is_usual(option, heading):
+        elif _is_common(option, heading):
             sections.setdefault("Options", []).append(_short_row(option, context))
     for heading, rows in sections.items():
         with formatter.section(heading):
-            formatter.write_dl(rows, col_max=_NAMES_WIDTH)
+            formatter.write_dl(rows, col_max=_MAX_NAMES_WIDTH)
     if not shows_all:
         formatter.write_paragraph()
         note = f"`{context.command_path} --help-all` shows all {len(options)} options."
@@ -85,15 +94,17 @@ def write_options(command: Any, context: Any, formatter: Any, *, shows_all: bool
 
 
 def write_examples(command: str, formatter: Any) -> None:
-    """Write the examples of a command, which are not broken into lines."""
+    """Write the examples of a command, unwrapped so that they can be copied."""
     with formatter.section("Examples"):
         for line in examples(command):
             formatter.write(f"  {line}\n")
 
 
-def _is_usual(option: Any, heading: str) -> bool:
-    is_own = not _SHARED.match(heading)
-    return is_own or _is_argument(option) or _USUAL.fullmatch(option.opts[0]) is not None
+def _is_common(option: Any, heading: str) -> bool:
+    """Return whether the short help has an option."""
+    if _is_argument(option) or not _SHARED_HEADINGS.match(heading):
+        return True
+    return _COMMON_OPTIONS.fullmatch(option.opts[0]) is not None
 
 
 def _full_row(option: Any, context: Any) -> tuple[str, str]:
@@ -105,10 +116,10 @@ def _full_row(option: Any, context: Any) -> tuple[str, str]:
 
 
 def _short_row(option: Any, context: Any) -> tuple[str, str]:
-    """Return the shortest name and the readable one, and the first sentence of the text."""
+    """Return the first one-letter name and the readable one, and the text's first sentence."""
     if _is_argument(option):
         return _full_row(option, context)
-    names = [name for name in option.opts if not name.startswith("--")][:1]
+    names = [name for name in option.opts if not name.startswith("--")][:1]  # one of -x, if any
     names.append("/".join([option.opts[0], *option.secondary_opts]))
     sentence = re.split(r"[.:] ", option.help)[0]
     return f"{', '.join(names)} {option.metavar or ''}".rstrip(), sentence.removesuffix(".")

@@ -12,9 +12,9 @@ from typing import Any
 from specgen.errors import PromptError, UsageError
 from specgen.option_fields import utf8
 
-#: As a file's name: standard input or output.
+#: The file name that stands for standard input or output.
 STDIO = Path("-")
-#: How long standard input may take to end until a note says that it is awaited.
+#: The time until a note says that the end of standard input is awaited.
 PATIENCE_S = 2.0
 #: Chat templates by llama.cpp's names; the templates of other families are in their models' files.
 BUILT_IN = {
@@ -43,38 +43,20 @@ def read_prompt(
     Args:
         argument: The question as an argument; `-` is standard input in its place.
         option: The question as an option.
-        files: Files, of which one may be standard input as well.
+        files: Files; one of them may be standard input.
         note: Prints a note.
 
     Raises:
-        UsageError: There is no prompt, or a part is given twice.
-        PromptError: The prompt is empty, or cannot be read.
+        UsageError: If there is no prompt, or a part is given twice.
+        PromptError: If the prompt is empty, or cannot be read.
     """
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = option if argument is None else argument
-    if question is not None and question.endswith(".gguf") and Path(question).is_file():
-        raise UsageError(f"the prompt is the name of a model: {question}", "-md names the draft")
-
-    # A path is a file or standard input, a text is the question.
-    sources: list[Path | str] = [*files]
-    if question == "-":
-        sources.append(STDIO)
-    elif question is not None:
-        sources.append(question)
-    n_stdio = sources.count(STDIO)
-    if n_stdio > 1:
-        raise UsageError("standard input is given twice as the prompt", hint="give - once")
-    if n_stdio == 0 and not is_terminal():
-        sources.insert(len(files), STDIO)
-    if not sources:
-        hint = 'give one, as in `specgen run "Why is the sky blue?"`, or pipe it in'
-        raise UsageError("no prompt is given", hint)
-
     names = []
     texts = []
-    for source in sources:
-        name, text = _read_part(source, note)
+    for source in _prompt_sources(question, files):
+        name, text = _read_source(source, note)
         if text:
             names.append(name)
             texts.append(text)
@@ -85,7 +67,31 @@ def read_prompt(
     return "\n\n".join(texts)
 
 
-def _read_part(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
+def _prompt_sources(question: str | None, files: Sequence[Path]) -> list[Path | str]:
+    """Return the parts of the prompt in their order.
+
+    Returns:
+        A path for a file or standard input, and a text for the question.
+    """
+    if question is not None and question.endswith(".gguf") and Path(question).is_file():
+        raise UsageError(f"the prompt is the name of a model: {question}", "-md names the draft")
+    sources: list[Path | str] = [*files]
+    if question == "-":
+        sources.append(STDIO)
+    elif question is not None:
+        sources.append(question)
+    n_stdio = sources.count(STDIO)
+    if n_stdio > 1:
+        raise UsageError("standard input is given twice as the prompt", hint="give - once")
+    if n_stdio == 0 and not is_terminal():
+        sources.insert(len(files), STDIO)  # what is piped in comes before the question
+    if not sources:
+        hint = 'give one, as in `specgen run "Why is the sky blue?"`, or pipe it in'
+        raise UsageError("no prompt is given", hint)
+    return sources
+
+
+def _read_source(source: Path | str, note: Callable[[str], None]) -> tuple[str, str]:
     """Return the name of a part of the prompt, and its text without the last line break."""
     if isinstance(source, str):
         try:
@@ -93,48 +99,55 @@ def _read_part(source: Path | str, note: Callable[[str], None]) -> tuple[str, st
         except ValueError as error:
             raise PromptError(f"the prompt: {error}") from None
     text = _read_stdin(note) if source == STDIO else read_text(source)
-    line_break = "\r\n" if text.endswith("\r\n") else "\n"
-    return str(_name_of(source)), text.removesuffix(line_break)
+    if text.endswith("\n"):
+        text = text.removesuffix("\n").removesuffix("\r")
+    return _name_of(source), text
 
 
 def _read_stdin(note: Callable[[str], None]) -> str:
     """Return the text of standard input, after a note if that takes long."""
-    awaited = (
+    waiting = (
         "waiting for the end of standard input, which is part of the prompt "
         "(`< /dev/null` gives none)"
     )
-    patience = threading.Timer(PATIENCE_S, note, [awaited])
-    patience.daemon = True
-    patience.start()
+    timer = threading.Timer(PATIENCE_S, note, [waiting])
+    timer.daemon = True
+    timer.start()
     try:
         return read_text(STDIO)
     finally:
-        patience.cancel()
+        timer.cancel()
 
 
-def _name_of(path: Path) -> Path | str:
-    """Return what messages call a file."""
-    return "standard input" if path == STDIO else path
+def _name_of(path: Path) -> str:
+    """Return the name of a file in messages."""
+    return "standard input" if path == STDIO else str(path)
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file or of standard input. Raise `PromptError`."""
+    """Return the content of a file or of standard input.
+
+    Raises:
+        PromptError: If it cannot be read.
+    """
     try:
-        return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
+        if path == STDIO:
+            return sys.stdin.buffer.read()
+        return path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
         raise PromptError(f"{_name_of(path)}: cannot be read: {reason}") from error
 
 
 def read_text(path: Path | None, *, with_mark: bool = False) -> str:
-    """Return the text of a file, or of standard input, in UTF-8.
+    """Return the text of a UTF-8 file or of standard input; "" if the path is None.
 
     Args:
-        path: The file; None has no text.
-        with_mark: Whether a byte order mark at the beginning is kept.
+        path: The file.
+        with_mark: Whether to keep a byte order mark at the beginning.
 
     Raises:
-        PromptError: It cannot be read, or is not UTF-8.
+        PromptError: If it cannot be read, or is not UTF-8.
     """
     if path is None:
         return ""
@@ -142,19 +155,22 @@ def read_text(path: Path | None, *, with_mark: bool = False) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise not_utf8(_name_of(path), error, line) from None
-    return text if with_mark else text.removeprefix("\ufeff")
+        line_number = data[: error.start].count(b"\n") + 1
+        raise not_utf8(_name_of(path), error, line_number) from None
+    if not with_mark:
+        text = text.removeprefix("\ufeff")
+    return text
 
 
-def not_utf8(name: object, error: UnicodeDecodeError, line: int) -> PromptError:
-    """Return the error for a text with this name that is not UTF-8 on a line."""
-    what = f"{name} is not UTF-8: byte {error.object[error.start]:#04x} on line {line}"
-    return PromptError(what, "convert it first, for example with iconv -f LATIN1 -t UTF-8")
+def not_utf8(name: str, error: UnicodeDecodeError, line_number: int) -> PromptError:
+    """Return the error that says at which line the text with this name is not UTF-8."""
+    byte = error.object[error.start]
+    message = f"{name} is not UTF-8: byte {byte:#04x} on line {line_number}"
+    return PromptError(message, "convert it first, for example with iconv -f LATIN1 -t UTF-8")
 
 
 def is_terminal() -> bool:
-    """Return whether standard input is a terminal, or closed: then nothing is piped in."""
+    """Return whether nothing is piped in: standard input is a terminal, or closed."""
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
 
 
@@ -162,10 +178,14 @@ def is_terminal() -> bool:
 
 
 def read_template(given: str) -> str:
-    """Return a chat template: one of `BUILT_IN`, a model's, a file's, or the text itself.
+    """Return the chat template that --chat-template names.
+
+    Args:
+        given: The text of a template, a name in `BUILT_IN`, the name of a model, or the path of a
+            template or of a GGUF file.
 
     Raises:
-        UsageError: There is none, or it is not valid.
+        UsageError: If there is no such template, or it is not valid.
     """
     from specgen.session.prompts.sandbox import check_syntax
 
@@ -175,16 +195,16 @@ def read_template(given: str) -> str:
         template = BUILT_IN[given]
     else:
         path = _template_file(given)
-        template = _template_in(path) if path.suffix == ".gguf" else read_text(path)
+        template = _template_in_model(path) if path.suffix == ".gguf" else read_text(path)
     problem = check_syntax(template)
     if problem:
-        name = given.partition("\n")[0][:60]
-        raise UsageError(f"--chat-template {name}: not a template of Jinja: {problem}")
+        excerpt = given.partition("\n")[0][:60]
+        raise UsageError(f"--chat-template {excerpt}: not a template of Jinja: {problem}")
     return template
 
 
 def _template_file(given: str) -> Path:
-    """Return the file with a template: a model of this name, or what is at this path."""
+    """Return the file that has a template: the model with this name, or the file at this path."""
     from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
 
@@ -201,8 +221,8 @@ def _template_file(given: str) -> Path:
     return path
 
 
-def _template_in(path: Path) -> str:
-    """Return the template of a model."""
+def _template_in_model(path: Path) -> str:
+    """Return the chat template in a GGUF file."""
     from specgen.llama.file_check import check_file
     from specgen.llama.gguf_file import GgufMetadata
 
@@ -215,7 +235,11 @@ def _template_in(path: Path) -> str:
 
 
 def read_variables(given: str) -> dict[str, Any]:
-    """Return the variables for a chat template, from a JSON object. Raise `UsageError`."""
+    """Return the variables for a chat template, from the text of a JSON object.
+
+    Raises:
+        UsageError: If it is not a JSON object, or sets variables that specgen sets itself.
+    """
     from specgen.session.prompts.template import OWN_VARIABLES
 
     try:
@@ -224,7 +248,8 @@ def read_variables(given: str) -> dict[str, Any]:
         raise UsageError(f"--chat-template-kwargs {given}: not JSON: {error}") from None
     if not isinstance(variables, dict):
         raise UsageError(f'--chat-template-kwargs {given}: give an object, as {{"name": 1}}')
-    own = OWN_VARIABLES & variables.keys()
-    if own:
-        raise UsageError(f"--chat-template-kwargs: specgen sets {', '.join(sorted(own))}")
+    conflicting_names = OWN_VARIABLES & variables.keys()
+    if conflicting_names:
+        names = ", ".join(sorted(conflicting_names))
+        raise UsageError(f"--chat-template-kwargs: specgen sets {names}")
     return variables

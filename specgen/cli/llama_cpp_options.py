@@ -1,7 +1,7 @@
 """Options of llama.cpp's programs that are typed out of habit.
 
-Options for what specgen does by default are ignored, with one note. Those that have an equal are
-replaced by it. Others are refused, with what to use instead.
+An option for what specgen does by default is ignored, with a note. One that has an equivalent is
+replaced with it. Others are refused, with a hint at what to use instead.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 from specgen.errors import UsageError
 
-#: Options without a value for what is the default here: for all commands (""), and for some.
-_DEFAULTS = {
+#: Options for what specgen does by default: those of all commands (""), and those of some. They
+#: take no values, except --color.
+_IGNORED_OPTIONS = {
     "": "--jinja --color -co --no-display-prompt --warmup --no-warmup --mmap --no-context-shift "
     "--no-escape --log-disable --no-perf --no-show-timings --repack --kv-offload -kvo --op-offload "
     "--no-mmproj --cont-batching -cb --cache-prompt",
@@ -23,8 +24,8 @@ _DEFAULTS = {
     "chat": "--conversation -cnv --interactive -i --interactive-first -if --multiline-input -mli",
     "serve": "--metrics --props --slots --webui --ui",
 }
-#: llama.cpp's options by our equals, which keep the value that follows.
-_EQUALS = {
+#: llama.cpp's options, by our equivalents. The value that follows stays.
+_NAMES_BY_EQUIVALENT = {
     "--system": "--system-prompt",
     "--gpu-layers": "--n-gpu-layers",
     "--gpu-layers-draft": "--n-gpu-layers-draft --spec-draft-ngl",
@@ -39,10 +40,14 @@ _EQUALS = {
     "--show none": "--simple-io",
     "--verbose": "--log-verbose",
 }
-#: Our equal, as words, by llama.cpp's option.
-_EQUAL = {name: equal.split() for equal, names in _EQUALS.items() for name in names.split()}
-#: What to use instead of options that have no equal.
-_HINTS = {
+#: Our equivalent of each of these options, as words of a command line.
+_EQUIVALENTS = {
+    name: equivalent.split()
+    for equivalent, names in _NAMES_BY_EQUIVALENT.items()
+    for name in names.split()
+}
+#: Options that have no equivalent, and what to use instead.
+_HINTS_BY_NAMES = {
     "-ub --ubatch-size": "-b N is how many prompt tokens are decoded at once",
     "-e --escape": r"write line breaks as the shell does: $'one\ntwo'",
     "-cnv --conversation -i --interactive -if --interactive-first -mli --multiline-input": (
@@ -69,36 +74,45 @@ _HINTS = {
     "-to --timeout": "--limit-time SECONDS is the most that an answer may take",
     "--ssl-key-file --ssl-cert-file": "put a proxy with TLS in front of it",
     "--offline": "the variable HF_HUB_OFFLINE=1 does so",
-    # Without these, the first letter would count as an option and the rest as its value.
+    # Listed here so that -bf is not read as -b with the value "f".
     "-bf --binary-file --prompt-cache-all --prompt-cache-ro -ot -cmoe -ncmoe -nkvo -mg -sm -dev "
     "-devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd -sps -nr": "",
 }
-_INSTEAD = {name: hint for names, hint in _HINTS.items() for name in names.split()}
-#: Options that name models on the hub, and ours that take such a name as hf:USER/REPO:QUANT.
-_HUB = {
+#: The hint for each of these options; "" if there is none.
+_HINTS = {name: hint for names, hint in _HINTS_BY_NAMES.items() for name in names.split()}
+#: Our options by llama.cpp's that name a model on the hub. Ours take it as hf:USER/REPO:QUANT.
+_HUB_MODELS = {
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "-m"),
     **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"), "-md"),
 }
-#: What else says something about a model on the hub.
-_HUB_OTHERS = {"-hff": "file", "--hf-file": "file", "-hft": "token", "--hf-token": "token"}
+#: Options that give the file of the target in its repository, or the user's token for the hub.
+_HUB_DETAILS = {"-hff": "file", "--hf-file": "file", "-hft": "token", "--hf-token": "token"}
 
 
 def translated(context: Any, arguments: Sequence[str]) -> list[str]:
-    """Return a command line without llama.cpp's own options.
+    """Return a command line with llama.cpp's options replaced with specgen's.
+
+    It prints a note on options that are ignored, and puts the token for the hub, if one is given,
+    into the environment.
+
+    Args:
+        context: Typer's context of the command.
+        arguments: The words after the command's name.
 
     Raises:
-        UsageError: An option of llama.cpp's has no equal.
+        UsageError: If an option of llama.cpp has no equivalent.
     """
     translation = _Translation(context, arguments)
     translation.run()
-    if translation.ignored and not {"-q", "--quiet"} & {*arguments}:
+    is_quiet = "-q" in arguments or "--quiet" in arguments
+    if translation.ignored and not is_quiet:
         names = ", ".join(dict.fromkeys(translation.ignored))
         print(f"note: {names}: ignored, specgen does this by default", file=sys.stderr)
     if translation.token is not None:
         os.environ["HF_TOKEN"] = translation.token
-    if translation.file is None:
+    if translation.hub_file is None:
         return translation.words
-    return _with_file(translation.words, translation.file)
+    return _with_hub_file(translation.words, translation.hub_file)
 
 
 class _Translation:
@@ -106,22 +120,22 @@ class _Translation:
 
     def __init__(self, context: Any, arguments: Sequence[str]) -> None:
         self._command: str = context.command_path
-        #: The options of the command, by their spellings.
-        self._own: dict[str, Any] = {
-            name: option
-            for option in context.command.params
-            for name in (*option.opts, *option.secondary_opts)
-        }
-        own_defaults = _DEFAULTS.get(context.command.name, "")
-        self._defaults = {*_DEFAULTS[""].split(), *own_defaults.split()}
-        #: The words to translate.
+        #: The options of the command, by all their spellings.
+        self._own_options: dict[str, Any] = {}
+        for option in context.command.params:
+            for name in (*option.opts, *option.secondary_opts):
+                self._own_options[name] = option
+        of_command = _IGNORED_OPTIONS.get(context.command.name, "")
+        self._ignored_options = {*_IGNORED_OPTIONS[""].split(), *of_command.split()}
+        #: The words that are not translated yet.
         self._rest = list(arguments)
         #: The words of the translated command line.
         self.words: list[str] = []
         #: The options that were ignored.
         self.ignored: list[str] = []
-        #: A file in the target's repository, and a token for the hub.
-        self.file: str | None = None
+        #: The file of --hf-file, in the target's repository.
+        self.hub_file: str | None = None
+        #: The token of --hf-token.
         self.token: str | None = None
 
     def run(self) -> None:
@@ -134,24 +148,24 @@ class _Translation:
             self._translate(word)
 
     def _translate(self, word: str) -> None:
-        """Translate a word, which may be an option, and the option's value."""
-        name, equals, value = word.partition("=")
-        if name in self._own:
+        """Translate a word. If it is an option, its value may be the next word, or follow a "="."""
+        name, equals_sign, value = word.partition("=")
+        if name in self._own_options:
             self.words.append(word)
-            if self._own[name].param_type_name == "option" and not equals:
+            if self._own_options[name].param_type_name == "option" and not equals_sign:
                 self._keep_value(name)
-        elif _HUB.get(name) in self._own or name in _HUB_OTHERS:
-            if not equals and self._rest:
+        elif _HUB_MODELS.get(name) in self._own_options or name in _HUB_DETAILS:
+            if not equals_sign and self._rest:
                 value = self._rest.pop(0)
-            self._take_from_hub(name, value)
-        elif name in self._defaults:
+            self._take_hub_option(name, value)
+        elif name in self._ignored_options:
             self._ignore(name)
-        elif name in _EQUAL and _EQUAL[name][0] in self._own:
-            self.words += _EQUAL[name]
-            if equals:
+        elif name in _EQUIVALENTS and _EQUIVALENTS[name][0] in self._own_options:
+            self.words += _EQUIVALENTS[name]
+            if equals_sign:
                 self.words.append(value)
-        elif name in _INSTEAD or name in _EQUAL:
-            hint = _INSTEAD.get(name) or f"`{self._command} --help-all` has all options"
+        elif name in _HINTS or name in _EQUIVALENTS:
+            hint = _HINTS.get(name) or f"`{self._command} --help-all` has all options"
             raise UsageError(
                 f"{name} is an option of llama.cpp that `{self._command}` does not have", hint
             )
@@ -159,45 +173,55 @@ class _Translation:
             self.words.append(word)
 
     def _keep_value(self, name: str) -> None:
-        """Take the value of one of our options as it is, whatever it looks like."""
-        option = self._own[name]
+        """Take the value of one of our options, even if it looks like an option itself."""
+        option = self._own_options[name]
         if not self._rest or option.is_flag or option.count:
             return
         value = self._rest.pop(0)
         self.words.append(value)
-        # llama.cpp's --draft is a number of tokens.
+        # In llama.cpp, --draft takes a number of tokens.
         if name == "--draft" and value.isdigit() and not Path(value).exists():
             hint = f"--draft-max {value} drafts {value} tokens at most"
             raise UsageError(f"--draft {value}: not a model", hint)
 
-    def _take_from_hub(self, name: str, value: str) -> None:
+    def _take_hub_option(self, name: str, value: str) -> None:
+        """Translate an option of `_HUB_MODELS`, or remember the value of one of `_HUB_DETAILS`."""
         from specgen.models.hub_names import parse_reference
 
-        if name in _HUB:
-            self.words += [_HUB[name], str(parse_reference(value))]
-        elif _HUB_OTHERS[name] == "file":
-            self.file = value
+        if name in _HUB_MODELS:
+            self.words += [_HUB_MODELS[name], str(parse_reference(value))]
+        elif _HUB_DETAILS[name] == "file":
+            self.hub_file = value
         else:
             self.token = value
 
     def _ignore(self, name: str) -> None:
+        """Drop an option, and the value of --color if it follows."""
         self.ignored.append(name)
+        # Colours are the default, unless they are switched off.
         takes_value = name in ("--color", "-co")
         if takes_value and self._rest and self._rest[0] in ("on", "off", "auto"):
             value = self._rest.pop(0)
-            if value == "off" and "--show" in self._own:
+            if value == "off" and "--show" in self._own_options:
                 self.words += ["--show", "none"]
 
 
-def _with_file(words: list[str], file: str) -> list[str]:
-    """Return the words with a file in the target's repository as the target."""
-    places = [
-        at for at, word in enumerate(words) if word.startswith("hf:") and words[at - 1] == "-m"
+def _with_hub_file(words: list[str], file: str) -> list[str]:
+    """Replace the target, which is a repository on the hub, with a file in the repository.
+
+    Raises:
+        UsageError: If not exactly one target is on the hub.
+    """
+    target_indices = [
+        index
+        for index, word in enumerate(words)
+        if word.startswith("hf:") and words[index - 1] == "-m"
     ]
-    if len(places) != 1:
+    if len(target_indices) != 1:
         raise UsageError("--hf-file needs one --hf-repo", "name it with -hf USER/REPO")
     from specgen.models.hub_names import parse_reference
 
-    (at,) = places
-    repository = words[at].split(":")[1]
-    return [*words[:at], str(parse_reference(f"{repository}/{file}")), *words[at + 1 :]]
+    (index,) = target_indices
+    repository = words[index].split(":")[1]
+    file_reference = str(parse_reference(f"{repository}/{file}"))
+    return [*words[:index], file_reference, *words[index + 1 :]]

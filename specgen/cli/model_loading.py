@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from specgen.session.open import Check, WantedSession
     from specgen.session.session import Session
 
-#: Lines of llama.cpp's log that matter to users: models, memory, contexts, and what went wrong.
-_MATTERS = re.compile(
+#: Lines of llama.cpp's log for users: about models, memory and contexts, and errors.
+_RELEVANT_LINE = re.compile(
     r"^print_info: (arch|file type|file size|model params|n_ctx_train)\b"
     r"|^load_tensors: .*(buffer size|offloaded)"
     r"|^llama_context: (n_ctx|flash_attn)  "
@@ -40,7 +40,7 @@ _MATTERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The options of models and of their answers."""
+    """The options of commands that load models and answer with them."""
 
     #: The models that the user named.
     models: ModelChoice
@@ -71,9 +71,10 @@ class Setup:
     )
 
     def wanted_session(self, *, quiet: bool) -> WantedSession:
-        """Find the models, fetching what is missing, and return the session that is asked for.
+        """Find the models, download missing ones, and return the session to open.
 
-        To learn, answers are kept: drafts learn from them, and n-grams are looked up in them.
+        With --learn, answers are kept: the draft learns from them, and n-grams are looked up in
+        them. A target whose file cannot be identified learns nothing.
         """
         from specgen.models.files import identify, learning_folder
         from specgen.session.choose_models import find_models
@@ -83,10 +84,10 @@ class Setup:
         check_file_option("--prompt-cache", self.prompt_cache)
         sources = find_models(self.models, quiet=quiet)
         drafting = self.drafting
-        learning: Path | None = None
+        learning_path: Path | None = None
         identity = identify(sources.target) if self.learn else None
         if identity is not None:
-            learning = learning_folder(data_folder(), identity)
+            learning_path = learning_folder(data_folder(), identity)
             drafting = replace(drafting, lookup_store=True)
         wanted = WantedSession.of(
             sources,
@@ -97,7 +98,7 @@ class Setup:
         )
         options = replace(
             wanted.options,
-            learning=learning,
+            learning=learning_path,
             prompt_cache=self.prompt_cache,
             prefixes=self.prefixes,
         )
@@ -108,7 +109,14 @@ class Setup:
 def opened(
     wanted: WantedSession, kernels: KernelOptions, output: Output, check: Check | None = None
 ) -> Iterator[Session]:
-    """Open a session for one command: `open_session` with the command's kernels, log and notes."""
+    """Open a session for a command, as `open_session` does, with its kernels, log and notes.
+
+    Args:
+        wanted: The session to open.
+        kernels: Which kernels compute on the CPU.
+        output: Where the log, the notes and the progress are shown.
+        check: Checks the session before slow steps, and raises if the command cannot use it.
+    """
     from specgen.session.open import open_session
 
     use_kernels(kernels, output)
@@ -120,9 +128,9 @@ def opened(
 
 
 def use_kernels(wanted: KernelOptions, output: Output) -> None:
-    """Choose what computes on the CPU, before the first model is loaded.
+    """Choose the kernels that compute on the CPU, before the first model is loaded.
 
-    From then on, a native crash is one line.
+    From then on, a native crash is reported in one line.
     """
     from specgen.llama.native_end import report_native_failures
     from specgen.session.open import start_kernels
@@ -137,9 +145,9 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show the log on standard error, if the output is verbose.
+    """Show the logs of llama.cpp and specgen on standard error meanwhile, if `output` is verbose.
 
-    Of llama.cpp's log only what matters is shown, each line once; with -vv all.
+    With -v, only relevant lines of llama.cpp's log are shown, each once; with -vv all of it.
     """
     if not output.verbose:
         yield
@@ -150,20 +158,20 @@ def log_shown(output: Output) -> Iterator[None]:
 
     def show(text: str) -> None:
         if output.verbose == 1:
-            lines = [line for line in text.splitlines() if _MATTERS.search(line)]
+            lines = [line for line in text.splitlines() if _RELEVANT_LINE.search(line)]
             text = "".join(f"{line}\n" for line in lines if line not in shown)
             shown.update(lines)
         print(text, end="", file=sys.stderr, flush=True)
 
-    own = logging.getLogger("specgen.session")
+    session_log = logging.getLogger("specgen.session")
     handler = logging.StreamHandler()
-    own.addHandler(handler)
-    own.setLevel(logging.INFO)
-    own.propagate = False  # a server's own log has a handler, too
+    session_log.addHandler(handler)
+    session_log.setLevel(logging.INFO)
+    session_log.propagate = False  # the server's log would show it a second time
     try:
         with logging_to(show):
             yield
     finally:
-        own.removeHandler(handler)
-        own.setLevel(logging.NOTSET)
-        own.propagate = True
+        session_log.removeHandler(handler)
+        session_log.setLevel(logging.NOTSET)
+        session_log.propagate = True

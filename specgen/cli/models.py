@@ -46,14 +46,14 @@ def _models(context: typer.Context) -> None:
         list_models(as_json=False)
 
 
-def _names(incomplete: str) -> list[str]:
+def _complete_names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_names)
+_NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_complete_names)
 _name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
 _NAME_OR_REPO = _name_or_repo(
-    help="A model or a pair, or a model on the hub.", autocompletion=_names
+    help="A model or a pair, or a model on the hub.", autocompletion=_complete_names
 )
 
 
@@ -68,7 +68,9 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
     models = [_model_values(registry, model) for model in registry.models.values()]
     pairs = [_pair_values(registry, pair) for pair in registry.pairs.values()]
     named_paths = {model["path"] for model in models}
-    cached = [_cached_values(m) for m in cached_models() if str(m.path) not in named_paths]
+    cached = [
+        _cached_values(model) for model in cached_models() if str(model.path) not in named_paths
+    ]
     if as_json:
         document = {
             "default_pair": registry.default_pair,
@@ -79,10 +81,11 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
         }
         _print_json(document)
         return
-    rows = [
-        (m["model"], _shown(bool(m["path"])), human_bytes(m["size_bytes"]), m.get("licence", ""))
-        for m in (*models, *cached)
-    ]
+    rows: list[tuple[str, ...]] = []
+    for values in (*models, *cached):
+        is_on_disk = _shown(bool(values["path"]))
+        size = human_bytes(values["size_bytes"])
+        rows.append((values["model"], is_on_disk, size, values.get("licence", "")))
     _print_table(("model", "on disk", "size", "licence"), rows)
     print()
     rows = [
@@ -94,16 +97,17 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
 
 def _print_kept_sizes() -> None:
     """Print how much disk space `specgen models clear` would free."""
-    kept = []
+    sizes = []
     for name, folder in (
         ("packed weights", packed_folder()),
         ("prompt prefixes", prefixes_folder(cache_folder())),
     ):
         size_bytes = sum(map(size_of, _files_in(folder)))
         if size_bytes:
-            kept.append(f"{name} {human_bytes(size_bytes)}")
-    if kept:
-        print(f"\nkept for quick starts: {', '.join(kept)}\n(`specgen models clear` deletes them)")
+            sizes.append(f"{name} {human_bytes(size_bytes)}")
+    if sizes:
+        print(f"\nkept for quick starts: {', '.join(sizes)}")
+        print("(`specgen models clear` deletes them)")
 
 
 @app.command(cls=Command)
@@ -114,11 +118,12 @@ def show(*, name: str = _NAME, as_json: bool = JSON_REPORT) -> None:
         page = hub.page_of(parse_reference(name).repo)
         raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page}")
     registry = load_registry()
-    found = registry.pairs.get(name) or registry.model(name, registry.pairs)
-    if isinstance(found, CatalogueModel):
-        values = _model_values(registry, found)
+    pair = registry.pairs.get(name)
+    if pair is not None:
+        values = _pair_values(registry, pair)
     else:
-        values = _pair_values(registry, found)
+        # An unknown name is an error, which suggests similar names of models and pairs.
+        values = _model_values(registry, registry.model(name, registry.pairs))
     if as_json:
         _print_json(values)
         return
@@ -162,18 +167,25 @@ def path(*, name: str = _NAME_OR_REPO) -> None:
 def on_disk(name: str) -> list[Path]:
     """Return the first file of a model, or of each model of a pair.
 
+    Args:
+        name: The name of a model or a pair, or USER/REPO with a model on the hub.
+
     Raises:
-        ModelFileError: A model is not on this disk.
+        ModelFileError: If a model is not on this disk.
     """
+    paths_by_name: dict[str, Path | None]
     if "/" in name:
-        found = {name: hub.find_in_cache(parse_reference(name))}
+        paths_by_name = {name: hub.find_in_cache(parse_reference(name))}
     else:
-        found = {model.name: hub.locate(model) for model in models_of(name, load_registry())}
-    for model_name, model_path in found.items():
+        models = models_of(name, load_registry())
+        paths_by_name = {model.name: hub.locate(model) for model in models}
+    paths: list[Path] = []
+    for model_name, model_path in paths_by_name.items():
         if model_path is None:
             hint = f"`specgen models pull {name}` downloads it"
             raise ModelFileError(f"{model_name} is not on this disk", hint)
-    return list(filter(None, found.values()))
+        paths.append(model_path)
+    return paths
 
 
 @app.command("rm", cls=Command)
@@ -190,10 +202,11 @@ def remove_model(
     Other programs may use the files in the Hugging Face cache, too.
     """
     removal = _find_removal(name, load_registry())
-    what = ", ".join(removal.names)
+    names = ", ".join(removal.names)
+    # Links to blobs take no space themselves.
     freed = human_bytes(sum(size_of(path) for path in removal.files if not path.is_symlink()))
     if not yes:
-        question = f"remove {what} ({freed})?"
+        question = f"remove {names} ({freed})?"
         if not is_terminal():
             raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
         if not typer.confirm(question, err=True):
@@ -204,9 +217,11 @@ def remove_model(
         if path.exists():
             raise FetchError(f"cannot remove {path}", "make its folder writable")
     storage = removal.storage
-    if storage is not None and not any(map(Path.is_file, storage.glob("snapshots/**/*"))):
-        shutil.rmtree(storage, ignore_errors=True)
-    print(f"removed {what}: {freed} freed")
+    if storage is not None:
+        is_empty = not any(path.is_file() for path in storage.glob("snapshots/**/*"))
+        if is_empty:
+            shutil.rmtree(storage, ignore_errors=True)
+    print(f"removed {names}: {freed} freed")
 
 
 @app.command(cls=Command)
@@ -257,6 +272,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows under headings, in columns as wide as their longest cells."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for row in (headings, *rows):
         cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
@@ -264,6 +280,7 @@ def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> 
 
 
 def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
+    """Return what is known about a model, as the JSON document has it."""
     on_hub = model.hub
     pypi = model.pypi
     path = locate(model)
@@ -288,6 +305,7 @@ def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
 
 
 def _pair_values(registry: Registry, pair: ModelPair) -> dict[str, Any]:
+    """Return what is known about a pair, as the JSON document has it."""
     return {
         "pair": pair.name,
         "description": pair.description,
@@ -298,6 +316,7 @@ def _pair_values(registry: Registry, pair: ModelPair) -> dict[str, Any]:
 
 
 def _cached_values(model: CachedModel) -> dict[str, Any]:
+    """Return what is known about a model in the Hugging Face cache, as the JSON document has it."""
     return {
         "model": str(model.reference),
         "hub_repo": model.reference.repo,
@@ -309,14 +328,16 @@ def _cached_values(model: CachedModel) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
+    """Return a value of these documents as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        # The parts of a model are many and have similar names.
-        parts = value if len(value) <= 3 else [value[0], "...", value[-1]]
-        return ", ".join(parts) or "-"
+        # A model may be split into many parts with similar names.
+        if len(value) > 3:
+            value = [value[0], "...", value[-1]]
+        return ", ".join(value) or "-"
     return str(value)
 
 
@@ -329,17 +350,22 @@ def _print_json(document: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ModelRemoval:
-    """Models to remove."""
+    """Models to remove from this disk."""
 
+    #: The names of the models, for messages.
     names: list[str]
-    #: Their files, with what interrupted downloads left.
+    #: The files of the models, and those that interrupted downloads left.
     files: list[Path]
-    #: Their repository's folder in the Hugging Face cache, if they are there.
+    #: The repository's folder in the Hugging Face cache; None if no model is in the cache.
     storage: Path | None
 
 
 def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
-    """Find what a name stands for. Raise `ModelFileError` if nothing of it is on this disk."""
+    """Return what `specgen models rm` removes for a name.
+
+    Raises:
+        ModelFileError: If no file of the model is on this disk.
+    """
     if "/" in name:
         removal = _removal_from_hub_cache(parse_reference(name))
     else:
@@ -351,26 +377,29 @@ def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
 
 
 def _removal_from_hub_cache(reference: hub.HubReference) -> _ModelRemoval:
+    """Return the removal of one model of a repository, or of all with the unfinished downloads."""
     storage = hub.storage_of(reference.repo)
     models = cached_models(reference.repo)
-    partial_downloads: list[Path] = []
+    unfinished_downloads: list[Path] = []
     if reference.quant or reference.file:
-        chosen = hub.choose([name for model in models for name in model.names], reference)
-        models = [model for model in models if chosen and model.names[0] == chosen[0]]
+        all_files = [name for model in models for name in model.names]
+        chosen_files = hub.choose(all_files, reference)
+        models = [m for m in models if chosen_files and m.names[0] == chosen_files[0]]
     else:
-        partial_downloads = list(storage.glob("blobs/*.incomplete"))
+        unfinished_downloads = list(storage.glob("blobs/*.incomplete"))
     names = [str(model.reference) for model in models] or [str(reference)]
-    files = partial_downloads + _files_in_hub_cache(storage, models)
+    files = unfinished_downloads + _files_in_hub_cache(storage, models)
     return _ModelRemoval(names, files, storage if models else None)
 
 
 def _removal_of_named(model: CatalogueModel) -> _ModelRemoval:
+    """Return the removal of a model of the registry, from specgen's folder and the hub's cache."""
     files = [path for path in hub.folder_of(model).glob("*") if path.is_file()]
     path = locate(model)
     if model.hub is None or path is None or path in files:
         return _ModelRemoval([model.name], files, None)
-    # It is looked up by its file's name: its path may be in an older snapshot than the newest,
-    # which `cached_models` returns.
+    # It is looked up by its file's name, not its path: the path may be in an older snapshot than
+    # the newest one, which `cached_models` returns.
     storage = hub.storage_of(model.hub.repo)
     cached = [each for each in cached_models(model.hub.repo) if model.hub.file in each.names]
     files += _files_in_hub_cache(storage, cached)
@@ -378,21 +407,39 @@ def _removal_of_named(model: CatalogueModel) -> _ModelRemoval:
 
 
 def _files_in_hub_cache(storage: Path, models: Sequence[CachedModel]) -> list[Path]:
-    """Return the files of models in all versions of their repository, and blobs only they use."""
+    """Return the files of models in the Hugging Face cache, in all versions of their repository.
+
+    A file is usually a link to a blob. A blob is included unless another file links to it.
+
+    Args:
+        storage: The repository's folder in the cache.
+        models: Models of the repository.
+    """
     names = {name for model in models for name in model.names}
     snapshots = storage / "snapshots"
-    removed: set[Path] = set()
-    kept: set[Path] = set()
+    model_files: set[Path] = set()
+    other_files: set[Path] = set()
     for path in snapshots.glob("*/**/*"):
-        if path.is_file():
-            name = "/".join(path.relative_to(snapshots).parts[1:])
-            (removed if name in names else kept).add(path)
-    blobs = {path.resolve() for path in removed} - {path.resolve() for path in kept}
-    return [*removed, *(blobs - removed)]
+        if not path.is_file():
+            continue
+        # The first part is the version.
+        name = "/".join(path.relative_to(snapshots).parts[1:])
+        if name in names:
+            model_files.add(path)
+        else:
+            other_files.add(path)
+    blobs_of_models = {path.resolve() for path in model_files}
+    blobs_of_others = {path.resolve() for path in other_files}
+    # Without links, as on Windows, a file is its own blob.
+    return [*model_files, *(blobs_of_models - blobs_of_others - model_files)]
 
 
 def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
-    """Return the model of a name, or the models of a pair, the target first."""
+    """Return the model with this name, or the models of the pair, the target first.
+
+    Raises:
+        UnknownModelError: If there is no such model or pair.
+    """
     pair = registry.pairs.get(name)
     if pair is not None:
         return tuple(map(registry.model, pair.model_names))
@@ -406,16 +453,22 @@ def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
 class CachedModel:
     """A model in the Hugging Face cache."""
 
+    #: The name of the model, as for `-m`.
     reference: hub.HubReference
-    #: Its first file.
+    #: The first file of the model.
     path: Path
-    #: Its files' names in the repository.
+    #: The names of all its files in the repository.
     names: tuple[str, ...]
+    #: The size of all its files.
     size_bytes: int
 
 
 def cached_models(repo: str | None = None) -> list[CachedModel]:
-    """Return the models in the cache, or those of a repository, each in its newest version."""
+    """Return the models in the Hugging Face cache, each in its newest version.
+
+    Args:
+        repo: The repository whose models are returned; None is all repositories.
+    """
     if repo is not None:
         return _models_in(hub.storage_of(repo))
     models: list[CachedModel] = []
@@ -425,15 +478,17 @@ def cached_models(repo: str | None = None) -> list[CachedModel]:
 
 
 def _models_in(storage: Path) -> list[CachedModel]:
+    """Return the models of the repository with this folder in the cache."""
     repo = storage.name.removeprefix("models--").replace("--", "/", 1)
-    found: dict[str, CachedModel] = {}
+    models: dict[str, CachedModel] = {}  # by the name of the first file
     for snapshot, names in hub.snapshots(storage):  # the newest first
         for files in hub.models_among(names, with_drafts=True):
-            if files[0] in found:
+            first_file = files[0]
+            if first_file in models:
                 continue
-            path = snapshot / files[0]
+            path = snapshot / first_file
             identity = identify(path)
-            if identity is not None:
+            if identity is not None:  # the file can be read
                 reference = hub.reference_of(repo, files, names)
-                found[files[0]] = CachedModel(reference, path, tuple(files), identity.size_bytes)
-    return list(found.values())
+                models[first_file] = CachedModel(reference, path, tuple(files), identity.size_bytes)
+    return list(models.values())

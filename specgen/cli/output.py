@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
 
 
-#: In a page or in rounds, how many of the target's most likely tokens have probabilities.
-_N_LIKELIEST = 10
+#: The number of likely tokens whose probabilities --html and --show rounds include.
+_N_TOP_TOKENS = 10
 _output = partial(option, panel="Output")
 
 
@@ -80,7 +80,7 @@ class Output:
         count=True,
         show_default=False,
     )
-    #: Whether answers may begin with thoughts.
+    #: Whether answers may begin with a thinking block; not an option, commands set it.
     thinks: bool = False
 
     def __post_init__(self) -> None:
@@ -100,30 +100,30 @@ class Output:
             say(f"note: {text}")
 
     def status(self, text: str) -> contextlib.AbstractContextManager[object]:
-        """Show on a terminal what is being done, for as long as the context manager is entered."""
+        """Return a context manager that shows on a terminal what is being done inside it."""
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
         return console_on(sys.stderr).status(text)
 
     @property
     def reporter(self) -> Reporter:
-        """Where the notes and the progress of loading models go."""
+        """The callbacks that show notes and progress while models are loaded."""
         from specgen.session.open import Reporter
 
         return Reporter(self.note, self.status, shows_log=self.verbose > 0)
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
-        """Return an answer's options with the log-probabilities that the output shows.
+        """Return the options of an answer, with the log-probabilities that this output shows.
 
         Raises:
-            UsageError: The options do not go together, or the page cannot be written.
+            UsageError: If the options conflict, or the file of --html cannot be written.
         """
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
         check_file_option("--html", self.html)
-        in_rounds = self.show == "rounds" and self.verbose and not self.json
-        if answer.logprobs is None and (in_rounds or self.html):
-            return replace(answer, logprobs=_N_LIKELIEST)
+        rounds_have_probs = self.show == "rounds" and self.verbose and not self.json
+        if answer.logprobs is None and (rounds_have_probs or self.html):
+            return replace(answer, logprobs=_N_TOP_TOKENS)
         return answer
 
     def show_events(
@@ -132,11 +132,11 @@ class Output:
         """Show the events of an answer as they come, then its summary.
 
         Args:
-            events: They are closed at the end.
+            events: The generator of the answer, which is closed at the end.
             in_chat: Whether the answer belongs to a conversation.
 
         Returns:
-            The event that ends an answer; None if there was none.
+            The last event of the answer, with its figures; None if the answer did not get that far.
         """
         from specgen.events import FinishedEvent, PromptEvent, to_json_object
         from specgen.render.live import LiveRenderer
@@ -160,11 +160,12 @@ class Output:
 
             write_page(self.html, REPLAY, replayed)
         if finished is not None and prompt is not None and self.has_summary:
-            has_all = self.stats is True
+            shows_all = self.stats is True
             has_colours = isinstance(renderer, LiveRenderer) and self.show != "none"
-            show_legend = has_colours and sys.stderr.isatty() and (has_all or not in_chat)
+            # A conversation does not repeat the legend of the colours after each answer.
+            show_legend = has_colours and sys.stderr.isatty() and (shows_all or not in_chat)
             console = console_on(sys.stderr)
-            print_summary(console, finished, prompt, whole=has_all, show_legend=show_legend)
+            print_summary(console, finished, prompt, whole=shows_all, show_legend=show_legend)
         return finished
 
     def renderer(
@@ -175,9 +176,14 @@ class Output:
         *,
         in_chat: bool = False,
     ) -> Renderer:
-        """Return what shows an answer on `stdout`, and notices on `stderr`.
+        """Return the renderer that shows an answer on `stdout`, and notices on `stderr`.
 
-        In a conversation, thoughts are folded on a terminal, and each answer ends its line.
+        Args:
+            stdout: The stream of the answer.
+            stderr: The stream of notices.
+            environ: The environment variables, some of which decide about colours.
+            in_chat: Whether the answer belongs to a conversation. Thoughts are then folded on a
+                terminal, and each answer ends with a line break.
         """
         from specgen.render import live, rounds, streams
 
@@ -209,21 +215,26 @@ class Output:
         return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
 
     def _ends_line(self, stdout: TextIO, stderr: TextIO) -> bool:
-        """Return whether an answer ends its line where standard output is not a terminal.
+        """Return whether an answer ends with a line break, if `stdout` is not a terminal.
 
-        It does in a pipe; and with 2>&1, so that the summary gets a line of its own.
+        A pipe gets a line break, and a file exactly the answer. With 2>&1, the summary needs a line
+        of its own.
         """
-        out = _status_of(stdout)
-        err = _status_of(stderr)
-        if out is None:
+        stdout_stat = _stat_of(stdout)
+        stderr_stat = _stat_of(stderr)
+        if stdout_stat is None:
             return False
-        if err is not None and os.path.samestat(out, err):
+        if stderr_stat is not None and os.path.samestat(stdout_stat, stderr_stat):
             return self.newline or self.has_summary
-        return self.newline and (stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode))
+        mode = stdout_stat.st_mode
+        return self.newline and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
-        """Yield what shows the progress of a measurement, and what says that it has to end."""
+        """Yield a callback that shows the progress of a measurement, and the flag that ends it.
+
+        The flag is set by a signal.
+        """
         stream = None if self.quiet or self.verbose > 0 else sys.stderr
         with contextlib.closing(ProgressView(stream)) as view, Interrupt() as stop:
             yield view.show, stop
@@ -235,7 +246,8 @@ def show_answer(
     """Generate an answer and show it, until a signal ends it.
 
     Returns:
-        The exit code, and the answer's last event.
+        The exit code of the signal, or 0 if none cut the answer off; and the answer's last event,
+        or None as in `Output.show_events`.
     """
     from specgen.session.engine import generate
 
@@ -243,12 +255,22 @@ def show_answer(
         events = generate(session, prompt, interrupted=interrupt, status=output.status)
         finished = output.show_events(events)
     session.measurements.save()
-    is_cut = finished is not None and finished.finish_reason == "interrupted"
-    return interrupt.exit_code if is_cut else 0, finished
+    # A signal that comes after the last token changes nothing.
+    if finished is not None and finished.finish_reason == "interrupted":
+        return interrupt.exit_code, finished
+    return 0, finished
 
 
 def check_file_option(name: str, file: Path | None) -> None:
-    """Raise `UsageError` if a file cannot be written to: before hours of work."""
+    """Check the path of a file to write, before hours of work.
+
+    Args:
+        name: The option that names the file, for messages.
+        file: The path; None is not checked.
+
+    Raises:
+        UsageError: If the path is a folder, or its folder does not exist.
+    """
     if file is None:
         return
     hint = "give the path of a file"
@@ -258,7 +280,8 @@ def check_file_option(name: str, file: Path | None) -> None:
         raise UsageError(f"{name} {file}: there is no folder {file.parent}", hint)
 
 
-def _status_of(stream: TextIO) -> os.stat_result | None:
+def _stat_of(stream: TextIO) -> os.stat_result | None:
+    """Return the status of a stream's file; None if it has no file, or a closed one."""
     with contextlib.suppress(OSError, ValueError):
         return os.fstat(stream.fileno())
     return None
@@ -272,7 +295,7 @@ def console_on(stream: TextIO) -> Console:
 
 
 def say(text: str) -> None:
-    """Print lines on standard error, on a terminal broken between words."""
+    """Print lines on standard error, wrapped between words if it is a terminal."""
     lines = text.split("\n")
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
@@ -293,48 +316,55 @@ def say_error(message: str, hint: str | None) -> None:
 
 # --- signals
 
-#: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
+#: The signals of Ctrl-C, of `kill`, and of a closed terminal (which Windows does not have).
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
 
 class Interrupt:
-    """A context manager in which the first signal only sets a flag, which a call returns.
+    """A context manager in which the first signal only sets a flag: a decode cannot be stopped.
 
-    A decode cannot be stopped in the middle. A second signal raises KeyboardInterrupt, for work
-    that does not look at the flag.
+    Calling the object returns the flag, which is reset when the context is entered. A second signal
+    raises KeyboardInterrupt, for work that does not check the flag.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
-        """`ends_process`: whether a second signal ends the process, with the signal's exit code."""
+        """Create the flag.
+
+        Args:
+            ends_process: Whether a second signal ends the process, with the first signal's exit
+                code. Otherwise KeyboardInterrupt leaves the context.
+        """
         self._ends_process = ends_process
-        #: The number of the first signal.
-        self._received: int | None = None
-        #: What handled the signals before, by their numbers.
-        self._previous: dict[int, object] = {}
+        #: The number of the first signal; None while the flag is not set.
+        self._first_signal: int | None = None
+        #: The former handlers of the signals, by the signals' numbers.
+        self._former_handlers: dict[int, object] = {}
 
     def __call__(self) -> bool:
-        return self._received is not None
+        return self._first_signal is not None
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a command that a signal ended; 0 if there was none."""
-        return 0 if self._received is None else 128 + self._received
+        """The exit code for the first signal; 0 if there was none."""
+        if self._first_signal is None:
+            return 0
+        return 128 + self._first_signal  # as shells report it
 
     def __enter__(self) -> Interrupt:
-        self._received = None
+        self._first_signal = None
         for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._on_signal)
+            self._former_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if kind is KeyboardInterrupt and self._received is not None and self._ends_process:
+        if kind is KeyboardInterrupt and self() and self._ends_process:
             raise SystemExit(self.exit_code)
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        if self._received is not None:
+        if self._first_signal is not None:
             raise KeyboardInterrupt
-        self._received = signal_number
+        self._first_signal = signal_number

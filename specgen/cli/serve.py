@@ -22,12 +22,12 @@ from specgen.system.machine import look_at_machine
 
 #: The default of --memory, as a share of the machine's memory.
 _MEMORY_SHARE = 0.8
-#: Options of the whole server, which a model's table cannot set.
-_OF_ALL = {"kernels", "packed-cache"}
+#: Options of the whole server, which the table of a model cannot set.
+_SERVER_WIDE_OPTIONS = {"kernels", "packed-cache"}
 
 
 def _memory_size(text: str) -> int:
-    """Parse a size, in bytes: 24GB, 24GiB, or a number of MiB."""
+    """Return a size in bytes, given with a unit (24GB, 24GiB) or as a number of MiB."""
     return parse_size(f"{text}MiB" if text.isdigit() else text)
 
 
@@ -84,13 +84,15 @@ def serve(
         raise UsageError("--alias names a single model; with --models, each has its own name")
     server = replace(server, limits=limits)
     stop = Interrupt()
-    own = model()
+    default_setup = model()
 
     def options_of(table: Mapping[str, Any]) -> ServedOptions:
-        changes = options_in(table, without=_OF_ALL)
+        """Return the options of a model in the file of --models."""
+        changes = options_in(table, without=_SERVER_WIDE_OPTIONS)
         return model(**changes).served(quiet=output.quiet)
 
-    def ready() -> None:
+    def announce() -> None:
+        """Print the addresses, once requests are accepted."""
         url = url_of(bound)
         apis = f"OpenAI's API: {url}/v1; Anthropic's and llama.cpp's: {url}"
         output.note(f"a chat for the browser: {url}; {apis}")
@@ -99,21 +101,21 @@ def serve(
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
-        kernels = own.setup.machine.kernels
+        kernels = default_setup.setup.machine.kernels
         if models is None:
-            most_bytes = math.inf
+            max_bytes = math.inf
             loader = ModelLoader(output.reporter, learn_across, stop)
-            entries = [loader.entry(server.alias or "", own.served(quiet=output.quiet))]
+            entries = [loader.entry(server.alias or "", default_setup.served(quiet=output.quiet))]
             use_kernels(kernels, output)
         else:
-            use_kernels(kernels, output)  # they decide which files can be used
-            most_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
-            loader = ModelLoader(output.reporter, learn_across, stop, most_bytes)
+            use_kernels(kernels, output)  # before reading models: kernels decide which files work
+            max_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
+            loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
             entries = read_models(models, options_of, loader)
             output.note(f"serving {', '.join(entry.name for entry in entries)}")
-        pool = stack.enter_context(ModelPool(entries, limits, most_bytes, output.note))
+        pool = stack.enter_context(ModelPool(entries, limits, max_bytes, output.note))
         if models is None:
-            with stop:
+            with stop:  # a single model is loaded before the first request
                 pool.load(entries[0].name)
             if stop():
                 return stop.exit_code
@@ -122,7 +124,7 @@ def serve(
             server,
             bound,
             is_verbose=output.verbose > 0,
-            ready=ready,
+            ready=announce,
             note=output.note,
         )
     return 0

@@ -16,15 +16,21 @@ from specgen.errors import EXIT_BROKEN_PIPE, OutputError
 from specgen.system.processes import left_running
 
 #: Error numbers that mean that standard output cannot be written.
-_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
-#: The error of a pipe whose reader went away.
-_CLOSED_PIPE = errno.EINVAL if os.name == "nt" else errno.EPIPE
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
+#: How the null device replaces each standard stream: flags of the file, and mode of the stream.
+#: In place of standard output it is read-only: writing an answer to it must fail, with EBADF, so
+#: that no lost answer counts as written.
+_NULL_DEVICES = {
+    "stdin": (os.O_RDONLY, "r"),
+    "stdout": (os.O_RDONLY, "w"),
+    "stderr": (os.O_WRONLY, "w"),
+}
 
 
 class _LossyStderr(io.FileIO):
-    """Standard error: what cannot be written, as on a full disk, is lost.
+    """Standard error, which drops what cannot be written, as on a full disk.
 
-    An answer goes on without its notes.
+    An answer then continues without its notes.
     """
 
     def write(self, data: Any, /) -> int:
@@ -36,16 +42,15 @@ class _LossyStderr(io.FileIO):
 def open_missing_streams() -> None:
     """Open the null device for each standard stream that is closed, as daemons close them.
 
-    The next file that is opened would get its number. The null device of standard output cannot be
-    written to (EBADF), so that no lost answer counts as written.
+    Otherwise the next file that is opened would get the stream's number, and its output.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name, (flags, mode) in _NULL_DEVICES.items():
         if getattr(sys, name) is not None:
             continue
-        flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
-        descriptor = os.open(os.devnull, flags)  # the lowest free number: that of the stream
+        # The stream gets its own number: it is the lowest free one.
+        descriptor = os.open(os.devnull, flags)
         os.set_inheritable(descriptor, True)
-        stream = open(  # noqa: SIM115 - open to the end of the process, as those it replaces
+        stream = open(  # noqa: SIM115 - stays open until the process ends, as the original would
             descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
         )
         setattr(sys, name, stream)
@@ -62,27 +67,40 @@ def output_errors() -> Iterator[None]:
     """Translate errors of writing to standard output.
 
     Raises:
-        OutputError: The output cannot be written.
-        typer.Exit: A pipe's reader went away.
+        OutputError: If the output cannot be written.
+        typer.Exit: If the reader of a pipe has gone away.
     """
     try:
         yield
     except OSError as error:
-        # Windows reports a closed pipe by another error.
-        is_closed_pipe = isinstance(error, BrokenPipeError) or error.errno == _CLOSED_PIPE
-        if not is_closed_pipe and error.errno not in _NOT_WRITTEN:
+        reader_is_gone = _is_broken_pipe(error)
+        if not reader_is_gone and error.errno not in _UNWRITABLE:
             raise
         _abandon_stdout()
-        if is_closed_pipe:
+        if reader_is_gone:
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        is_closed = error.errno == errno.EBADF
-        reason = "standard output is closed" if is_closed else error.strerror
-        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
-        raise OutputError(f"the output could not be written: {reason}", hint) from error
+        raise _output_error(error) from error
+
+
+def _is_broken_pipe(error: OSError) -> bool:
+    if os.name == "nt" and error.errno == errno.EINVAL:  # Windows reports a broken pipe like this
+        return True
+    return isinstance(error, BrokenPipeError)
+
+
+def _output_error(error: OSError) -> OutputError:
+    """Return the error for a failed write, with its reason."""
+    reason = error.strerror
+    hint = None
+    if error.errno == errno.EBADF:
+        reason = "standard output is closed"
+    elif error.errno == errno.ENOSPC:
+        hint = "make room on the disk"
+    return OutputError(f"the output could not be written: {reason}", hint)
 
 
 def flush_or_abandon_stdout() -> None:
-    """Write what is in the buffer of standard output, or discard it if that fails."""
+    """Write the buffer of standard output, or discard it if that fails."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -90,12 +108,18 @@ def flush_or_abandon_stdout() -> None:
 
 
 def _abandon_stdout() -> None:
-    """Discard what is in the buffer: the interpreter would write it at its end."""
+    """Redirect standard output to the null device.
+
+    The interpreter flushes the buffer when it exits, which would fail again.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with this code: in the usual way, or at once if native code was left running."""
+    """Exit with this code: the usual way, or at once if native code is still running.
+
+    The usual way would run native destructors, which must not happen meanwhile.
+    """
     if not left_running.is_set():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):

@@ -45,9 +45,11 @@ def tune(
     options = wanted.options(sources)
     drafts = [choice.draft for choice in sources.drafts if isinstance(choice.draft, Path)]
     if models.draft is None and models.pair is None:
-        # The first draft that works is tuned; an error of one does not end the command.
+        # All drafts on this disk are tried. The session opens without one, so that a draft that
+        # does not load is reported rather than ending the command.
         options = replace(options, draft="none")
-        drafts += [path for path in find_candidates([], sources.target)[0] if path not in drafts]
+        candidates, _ = find_candidates([], sources.target)
+        drafts += [path for path in candidates if path not in drafts]
     with (
         opened(WantedSession(options), wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
@@ -62,15 +64,19 @@ def tune(
             interrupted=stop,
             progress=progress,
         )
-        kept = _keep(session, search)
+        outcome = _save_measurements(session, search)
     if search is not None:
         show_search(search, output, as_json=wanted.as_json)
-    output.note(kept)
+    output.note(outcome)
     return stop.exit_code
 
 
-def _keep(session: Session, search: Search | None) -> str:
-    """Save what was measured, unless interrupted or on a busy machine; return a sentence on it."""
+def _save_measurements(session: Session, search: Search | None) -> str:
+    """Save the measurements, unless the search was interrupted or the machine was busy.
+
+    Returns:
+        A sentence on what was kept, or why nothing was.
+    """
     from specgen.system.folders import measurements_file
 
     if search is None or search.is_interrupted:
@@ -82,9 +88,9 @@ def _keep(session: Session, search: Search | None) -> str:
     except OSError as error:
         reason = error.strerror or error
         return f"nothing was kept: {measurements_file()} cannot be written: {reason}"
-    kept = [
+    results = [
         f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch"
         for name, chosen in search.threads.items()
     ]
-    kept.append("costs and acceptance rates")
-    return f"kept for `specgen run` with these models: {', '.join(kept)}"
+    results.append("costs and acceptance rates")
+    return f"kept for `specgen run` with these models: {', '.join(results)}"

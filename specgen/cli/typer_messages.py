@@ -1,4 +1,4 @@
-"""Typer's errors in the use of the command line, in our words."""
+"""Typer's errors for wrong command lines, in our words."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 import typer
 
-#: Typer's base of errors in the use of the command line, which has no public name.
+#: The base class of Typer's errors for wrong command lines, which has no public name.
 COMMAND_LINE_ERROR: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
-#: What pydantic says of a value, which Typer passes on, and how we say it.
-_WORDS = (
+#: Patterns of pydantic's messages about a value, which Typer passes on, and our messages.
+_MESSAGES = (
     (r"Input should be a valid integer.*", "it is not a whole number"),
     (r"Input should be a valid number.*", "it is not a number"),
     (r"Input should be a valid boolean.*", "it is not true or false"),
@@ -22,7 +22,7 @@ _WORDS = (
 
 
 def in_words(message: str) -> str:
-    """Return a message of Typer's in our words."""
-    for pattern, words in _WORDS:
-        message = re.sub(pattern, words, message)
+    """Return a message of Typer with the parts that come from pydantic in our words."""
+    for pattern, replacement in _MESSAGES:
+        message = re.sub(pattern, replacement, message)
     return message

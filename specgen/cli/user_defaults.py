@@ -18,12 +18,12 @@ from specgen.cli.typer_messages import in_words
 from specgen.errors import UsageError
 from specgen.system.files import read_toml
 
-#: The commands that answer prompts take all defaults.
-_ANSWERING = ("run", "chat", "fim", "batch", "serve", "config")
-#: The others, which measure or make drafts, take only the defaults under these headings: those
-#: that name models and describe the machine.
-_PANELS = ("Models", "Machine")
-#: Options that say what is asked for, not how, have no default in the file.
+#: Commands that answer prompts, and the one that shows their options, take all defaults.
+_ANSWERING_COMMANDS = ("run", "chat", "fim", "batch", "serve", "config")
+#: The other commands measure or make drafts. They take the defaults of options under these
+#: headings of the help only, which name models and describe the machine.
+_SHARED_PANELS = ("Models", "Machine")
+#: Options about a single call, which cannot have a default in the file.
 _NO_DEFAULTS = ("prompt", "file", "stop", "logprobs", "json", "verbose", "help")
 
 
@@ -33,7 +33,12 @@ class _Entry:
 
     #: The file and the key, for messages.
     where: str
+    #: The value, in the type that TOML gave it.
     value: Any
+
+
+#: The values in a table of the file, by the options' readable spellings.
+_Entries: TypeAlias = dict[str, _Entry]
 
 
 def config_file() -> Path:
@@ -44,65 +49,69 @@ def config_file() -> Path:
 
 
 def option_keys(parameter: Any) -> list[str]:
-    """Return the keys of an option in the file, its readable spelling first.
+    """Return the keys that set an option in the file, its readable spelling first.
 
-    There are none if it has no default there.
+    The list is empty if the parameter is not an option, or cannot be set in the file.
     """
     if parameter.param_type_name != "option" or parameter.is_eager:
         return []
     if parameter.rich_help_panel == "Constrained answers":
         return []
     names = [name.removeprefix("--") for name in parameter.opts if name.startswith("--")]
-    return [] if names[0] in _NO_DEFAULTS else names
+    if names[0] in _NO_DEFAULTS:
+        return []
+    return names
 
 
 def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's defaults for a command, by its parameters.
+    """Return the user's defaults for a command, by the names of its parameters.
 
     Args:
         context: Typer's context of the command.
-        given: What the command line has, by the command's parameters.
+        given: The values on the command line, by the names of the command's parameters.
 
     Raises:
-        UsageError: Something in the file is wrong, even if it is not for this command.
+        UsageError: If anything in the file is wrong, even if it does not concern this command.
     """
     path = config_file()
-    document = read_toml(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    document = read_toml(path)
     if not document:
         return {}
     command = context.command
-    known = _known_options(context)
-    own = _by_key(command)
-    entries, by_target = _read(document, path, known)
-    target = given.get(own["target"].name) if "target" in own else None
-    pair = given.get(own["pair"].name) if "pair" in own else None
-    entries = _for_models(entries, by_target, target, pair)
-    # All are checked, not only those that concern the command.
-    takes_all = command.name in _ANSWERING
+    all_options = _options_of_all_commands(context)
+    own_options = _options_by_key(command)
+    top_entries, entries_by_target = _read_entries(document, path, all_options)
+    target = _value_given(given, own_options.get("target"))
+    pair = _value_given(given, own_options.get("pair"))
+    entries = _entries_for_models(top_entries, entries_by_target, target, pair)
+
+    takes_all = command.name in _ANSWERING_COMMANDS
     defaults = {}
     for key, entry in entries.items():
-        option = own.get(key, known[key])
+        # Values of other commands' options are checked, too: any mistake is reported at once.
+        option = own_options.get(key, all_options[key])
         value = checked(entry.where, entry.value, option, context)
-        if key in own and (takes_all or option.rich_help_panel in _PANELS):
+        if key in own_options and (takes_all or option.rich_help_panel in _SHARED_PANELS):
             defaults[option.name] = value
     return defaults
 
 
 def checked(where: str, value: Any, option: Any, context: Any) -> Any:
-    """Return a value from a file as the value of an option, like one on the command line.
+    """Convert a value from a TOML file as Typer converts one from the command line.
 
     Args:
-        where: What names the value in messages.
-        value: A value as TOML has it.
+        where: The name of the value in messages.
+        value: The value, in the type that TOML gave it.
         option: Typer's option.
-        context: The context of its command.
+        context: The context of the option's command.
 
     Raises:
-        UsageError: The option has no such value.
+        UsageError: If the option does not accept the value.
     """
     values = value if isinstance(value, list) else [value]
-    # Typer takes texts; true and false are lower case in TOML.
-    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    texts = [_text_of(item) for item in values]  # Typer converts texts only
     try:
         if option.multiple:
             return option.process_value(context, texts)
@@ -113,79 +122,135 @@ def checked(where: str, value: Any, option: Any, context: Any) -> Any:
         raise UsageError(f"{where} = {', '.join(texts)}: {in_words(error.message)}") from None
 
 
-def _known_options(context: Any) -> dict[str, Any]:
-    """Return the options of all commands that have defaults, by their keys."""
+def _text_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()  # as TOML spells it
+    return str(value)
+
+
+def _options_of_all_commands(context: Any) -> dict[str, Any]:
+    """Return all options that the file can set, by their keys."""
     root = context.find_root().command
-    root.load(*_ANSWERING)
-    known: dict[str, Any] = {}
-    for name in reversed(_ANSWERING):  # the first commands' options count
-        known |= _by_key(root.commands[name])
-    return known
+    root.load(*_ANSWERING_COMMANDS)
+    options: dict[str, Any] = {}
+    # Where commands declare a key differently, the declaration of the first command is used.
+    for name in reversed(_ANSWERING_COMMANDS):
+        options |= _options_by_key(root.commands[name])
+    return options
 
 
-def _by_key(command: Any) -> dict[str, Any]:
+def _options_by_key(command: Any) -> dict[str, Any]:
     return {key: option for option in command.params for key in option_keys(option)}
 
 
-#: The values in a table, by the options' readable spellings.
-_Entries: TypeAlias = dict[str, _Entry]
+def _value_given(given: Mapping[str, Any], option: Any) -> Any:
+    """Return an option's value on the command line; None if it is not given there.
+
+    Args:
+        given: The values on the command line, by the names of the parameters.
+        option: Typer's option; None if the command does not have it.
+    """
+    if option is None:
+        return None
+    return given.get(option.name)
 
 
-def _read(
-    document: Mapping[str, Any], path: Path, known: Mapping[str, Any]
+def _read_entries(
+    document: Mapping[str, Any], path: Path, options: Mapping[str, Any]
 ) -> tuple[_Entries, dict[str, _Entries]]:
-    """Return the values at the top of the file, and those of the tables for targets, by name."""
+    """Return the entries at the top of the file, and those of each target's table.
+
+    Args:
+        document: The content of the file.
+        path: The file, for messages.
+        options: All options that the file can set, by their keys.
+    """
     top = dict(document)
     tables = top.pop("targets", {})
-    if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+    if not isinstance(tables, dict) or not all(isinstance(item, dict) for item in tables.values()):
         raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')
-    by_target = {
-        name: _entries(f'{path}: targets."{name}".', table, known) for name, table in tables.items()
+    entries_by_target = {
+        name: _table_entries(table, f'{path}: targets."{name}".', options)
+        for name, table in tables.items()
     }
-    return _entries(f"{path}: ", top, known), by_target
+    return _table_entries(top, f"{path}: ", options), entries_by_target
 
 
-def _entries(where: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> _Entries:
-    """Return the values in a table. `where` names it in messages."""
+def _table_entries(
+    table: Mapping[str, Any], message_prefix: str, options: Mapping[str, Any]
+) -> _Entries:
+    """Return the entries of a table.
+
+    Args:
+        table: The table.
+        message_prefix: What messages put before a key of the table.
+        options: All options that the file can set, by their keys.
+
+    Raises:
+        UsageError: If there is no such option.
+    """
     entries = {}
     for key, value in table.items():
+        where = f"{message_prefix}{key}"
         spelling = key.replace("_", "-")
-        if spelling not in known:
-            near = difflib.get_close_matches(spelling, [*known, "targets"], n=1)
-            hint = f"the nearest one is {near[0]}" if near else "`specgen config` lists the keys"
-            raise UsageError(f"{where}{key}: there is no such key", hint=hint)
-        readable = option_keys(known[spelling])[0]
-        entries[readable] = _Entry(f"{where}{key}", value)
+        if spelling not in options:
+            similar_keys = difflib.get_close_matches(spelling, [*options, "targets"], n=1)
+            hint = "`specgen config` lists the keys"
+            if similar_keys:
+                hint = f"the nearest one is {similar_keys[0]}"
+            raise UsageError(f"{where}: there is no such key", hint=hint)
+        # Two spellings of an option set the same entry.
+        readable = option_keys(options[spelling])[0]
+        entries[readable] = _Entry(where, value)
     return entries
 
 
-def _for_models(
-    entries: _Entries, by_target: Mapping[str, _Entries], target: str | None, pair: str | None
+def _entries_for_models(
+    top_entries: _Entries,
+    entries_by_target: Mapping[str, _Entries],
+    target: str | None,
+    pair: str | None,
 ) -> _Entries:
-    """Return the entries of the file for the models that the command line names, or the file."""
+    """Return the entries that apply to the models in use.
+
+    Args:
+        top_entries: The entries for every target.
+        entries_by_target: The entries of each target's table, which take precedence.
+        target: The target that the command line names, if any; otherwise the file's is used.
+        pair: The pair that the command line names, likewise.
+    """
+    entries = top_entries
     if not target and not pair:
         target = _value(entries, "target")
         pair = _value(entries, "pair")
     elif "target" in entries or "pair" in entries:
-        # The file's draft is for the file's target.
-        entries = {
-            key: entry for key, entry in entries.items() if key not in ("target", "pair", "draft")
-        }
-    if not by_target:
+        # The command line replaces the file's models. The file's draft goes with its target.
+        model_keys = ("target", "pair", "draft")
+        entries = {key: entry for key, entry in entries.items() if key not in model_keys}
+    if not entries_by_target:
         return entries
     if target is None:
-        from specgen.models.registry import load_registry
-
-        registry = load_registry()
-        known = registry.pairs.get(pair or registry.default_pair)
-        target = "" if known is None else known.target
-    # A table may have the name that was given, or the file's, with or without its suffix.
+        target = _target_of_pair(pair)
+    # A table is named after the target as it was given, or its file, with or without the suffix.
     path = Path(str(target))
-    for name, table in by_target.items():
+    for name, table in entries_by_target.items():
         if name in (str(target), path.name, path.stem):
             return entries | table
     return entries
 
 
+def _target_of_pair(pair: str | None) -> str:
+    """Return the target of a pair, or of the default pair; "" if there is no such pair."""
+    from specgen.models.registry import load_registry
+
+    registry = load_registry()
+    known_pair = registry.pairs.get(pair or registry.default_pair)
+    if known_pair is None:
+        return ""
+    return known_pair.target
+
+
 def _value(entries: _Entries, key: str) -> Any:
-    return entries[key].value if key in entries else None
+    if key not in entries:
+        return None
+    return entries[key].value

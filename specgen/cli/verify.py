@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from specgen.measure.exactness import VerifyReport
     from specgen.session.session import Session
 
-#: The temperature of sampled checks if none is given: llama.cpp's default.
-_TEMPERATURE = 0.8
+#: The temperature of sampled checks if none above 0 is given: llama.cpp's default.
+_DEFAULT_TEMPERATURE = 0.8
 
 
 @flags.takes_options
@@ -66,10 +66,11 @@ def verify(
     texts = [(prompt.number, prompt.text) for prompt in trials.chosen()]
     sources = find_models(models, quiet=output.quiet)
     if sources.draft == "none":
-        why = sources.drafts[0].why  # what was saved for this target
+        why = sources.drafts[0].why  # which command saved this choice for the target
         raise UsageError(f"{why}: there is nothing to verify", hint="name a draft with --draft")
     if sampling.temperature <= 0.0:
-        sampling = replace(sampling, temperature=_TEMPERATURE)
+        sampling = replace(sampling, temperature=_DEFAULT_TEMPERATURE)
+    # The session is greedy; for the sampled check, `run_checks` gets the sampling options.
     wanted = WantedSession.of(
         sources,
         sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
@@ -83,8 +84,11 @@ def verify(
         opened(wanted, machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
-        n_more = 1 if check == "greedy" else N_SEARCHED + 1
-        prompts, skipped = fitting_prompts(session, texts, chat, n_more)
+        # A prompt fits if the context has room for this many tokens after it, too.
+        n_extra_tokens = 1
+        if check != "greedy":
+            n_extra_tokens += N_SEARCHED
+        prompts, skipped = fitting_prompts(session, texts, chat, n_extra_tokens)
         if check == "both":
             output.note(
                 f"the sampling test ({n_draws * len(ways)} draws) runs last and takes longest: "
@@ -112,7 +116,7 @@ def verify(
             skipped=skipped,
             is_interrupted=stop(),
             kernels=session.target.kernels,
-            instead=_checked_instead(session),
+            instead=_deviations(session),
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
 
@@ -129,7 +133,11 @@ def verify(
 
 
 def _raise_defect(report: VerifyReport) -> None:
-    """Raise `DefectError` if the checks found a defect, or had nothing to check."""
+    """Turn the verdict of a report into an exit code.
+
+    Raises:
+        DefectError: If a check found a defect, or had nothing to check.
+    """
     if report.verdict == "defect":
         hint = "please report it, with the command and the two models' names"
         raise DefectError("drafting changed the text: see the report", hint)
@@ -139,17 +147,17 @@ def _raise_defect(report: VerifyReport) -> None:
         raise DefectError(what, hint)
 
 
-def _checked_instead(session: Session) -> tuple[str, ...]:
-    """Return how drafts differed from those that were asked for, a sentence each."""
+def _deviations(session: Session) -> tuple[str, ...]:
+    """Return a sentence for each option of drafts that could not be checked as it was given."""
     draft = session.draft
     drafting = session.options.drafting
     if draft is None:
         return ()
-    found: list[str] = []
+    deviations: list[str] = []
     if drafting.tree.is_fixed and session.why_chains:
-        found.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
+        deviations.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
     if drafting.verifier not in ("auto", "match") and not draft.can_draw:
-        found.append(
+        deviations.append(
             f"drafts were matched, not judged by {drafting.verifier}: none of them was sampled"
         )
-    return tuple(found)
+    return tuple(deviations)

@@ -18,9 +18,10 @@ from specgen.system.processes import left_running
 from specgen.system.quantities import human_bytes
 from specgen.system.worker_probe import probe
 
-_EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
-#: The longest wait for the worker's first response.
-_START_S = 10.0
+#: Listens on all network addresses, which includes the loopback address.
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - with --insecure-network only
+#: The time that a single probe waits for the worker's response.
+_PROBE_TIMEOUT_S = 10.0
 #: The time between two checks for signals.
 _POLL_S = 0.1
 
@@ -69,61 +70,74 @@ def worker(
     folder = cache_folder() / "rpc" if cache else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    devices = offered_devices(None if memory is None else memory * 2**20)
+    max_bytes = None if memory is None else memory * 2**20
+    devices = offered_devices(max_bytes)
     if insecure_network and not is_loopback(host):
         output.note(
             f"anyone who reaches {host}:{port} can read and write this process's memory and run "
             "code in it; nothing is encrypted. Use it in a private network only."
         )
-    own = attached()
-    if own is not None and own.computes_products:
-        own.serve()
+    own_kernels = attached()
+    if own_kernels is not None and own_kernels.computes_products:
+        own_kernels.serve()  # compute with the weights that other machines send, too
     for device in devices.values():
-        size = human_bytes(device.free_bytes)
-        by = f", {computing()}" if device.kind == "cpu" else ""
-        output.note(f"offering {device.name}: {device.description}, {size}{by}")
+        offer = f"{device.name}: {device.description}, {human_bytes(device.free_bytes)}"
+        if device.kind == "cpu":
+            offer += f", {computing()}"
+        output.note(f"offering {offer}")
 
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
-        out = _native_stdout(shows=output.verbose > 0)
-        left_running.set()
+        out = _redirect_native_stdout(shows=output.verbose > 0)
+        left_running.set()  # llama.cpp's server runs until the process ends
         serving = threading.Thread(
             target=serve_devices,
             args=(endpoint, devices, threads or default_threads(), folder),
             daemon=True,
         )
         serving.start()
-        has_listened = _wait(serving, stop, host, port, out)
+        has_listened = _wait_for_end(serving, stop, host, port, out)
     if not stop():
+        # The server ended without a signal.
         what = "no longer serves" if has_listened else "cannot listen on"
         raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
     output.note("the worker has ended; programs that use it have lost it")
     return 0
 
 
-def _wait(serving: threading.Thread, stop: Interrupt, host: str, port: int, out: int) -> bool:
-    """Wait until the worker ends or a signal comes; announce it on `out` as soon as it answers.
+def _wait_for_end(
+    serving: threading.Thread, stop: Interrupt, host: str, port: int, out: int
+) -> bool:
+    """Wait until the worker ends or a signal comes; announce the worker once it answers.
+
+    Args:
+        serving: The thread in which the worker runs.
+        stop: The flag that a signal sets.
+        host: The address that the worker listens on.
+        port: The worker's port.
+        out: The descriptor of standard output, for the announcement.
 
     Returns:
-        Whether it has answered.
+        Whether the worker has answered.
     """
-    own_host = "127.0.0.1" if host == _EVERYWHERE else host
+    probed_host = "127.0.0.1" if host == _ALL_ADDRESSES else host
     is_listening = False
     while serving.is_alive() and not stop():
         serving.join(_POLL_S)
         if not is_listening:
             with contextlib.suppress(WorkerLostError):
-                probe(f"{own_host}:{port}", _START_S)
+                probe(f"{probed_host}:{port}", _PROBE_TIMEOUT_S)
                 is_listening = True
                 os.write(out, f"listening on {host}:{port}\n".encode())
     return is_listening
 
 
 def _check_address(host: str, port: int, *, insecure: bool) -> None:
-    """Check that the address is free, and, unless `insecure`, that other machines cannot reach it.
+    """Check the address to listen on.
 
     Raises:
-        UsageError: It is not.
+        UsageError: If it is not a host name or an IPv4 address, or is in use; or if other machines
+            can reach it, unless `insecure` is set.
     """
     if ":" in host:
         raise UsageError(f"--host {host}: not a host name or an IPv4 address")
@@ -137,13 +151,17 @@ def _check_address(host: str, port: int, *, insecure: bool) -> None:
     bound_socket(host, port).close()
 
 
-def _native_stdout(*, shows: bool) -> int:
-    """Redirect llama.cpp's output to standard error, or discard it.
+def _redirect_native_stdout(*, shows: bool) -> int:
+    """Redirect what llama.cpp prints on standard output.
+
+    Args:
+        shows: Whether it is shown on standard error; otherwise it is discarded.
 
     Returns:
         A descriptor of the former standard output.
     """
     sys.stdout.flush()
-    out = os.dup(1)
-    os.dup2(2 if shows else os.open(os.devnull, os.O_WRONLY), 1)
-    return out
+    former_stdout = os.dup(1)
+    replacement = 2 if shows else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(replacement, 1)
+    return former_stdout

@@ -69,14 +69,17 @@ def target_option(
 ) -> Any:
     """Declare the option that names a target.
 
-    `specgen.cli.llama_cpp_options` replaces -hf by it.
+    `specgen.cli.llama_cpp_options` replaces -hf with it.
     """
     settings |= {"metavar": "FILE|NAME", "autocompletion": model_names}
     return option(default, "--target --model -m", help, **settings)
 
 
 def draft_option(help: str, metavar: str = "FILE|NAME", **settings: Any) -> Any:  # noqa: A002
-    """Declare the option that names a draft, by which -hfd is replaced."""
+    """Declare the option that names a draft.
+
+    `specgen.cli.llama_cpp_options` replaces -hfd with it.
+    """
     return option(None, "--draft --model-draft -md", help, metavar=metavar, **settings)
 
 
@@ -113,14 +116,14 @@ def models(
         show_default="the default pair, if no target is given",
     ),
 ) -> ModelChoice:
-    """Return the models."""
+    """Return the models that the user chose."""
     return staged(target, draft or (), pair)
 
 
 # --- the machine
 
-#: llama.cpp's own limit.
-_MOST_WORKERS = 16
+#: llama.cpp's limit.
+_MAX_WORKERS = 16
 kernels = group(KernelOptions)
 _machine = partial(option, panel="Machine")
 
@@ -178,8 +181,10 @@ def machine(
     ),
     **others: Any,
 ) -> Contexts:
-    """Return how the models are loaded on this machine."""
-    shares = () if tensor_split is None else _shares(tensor_split)
+    """Return the contexts of target and draft, and the kernels."""
+    shares: tuple[float, ...] = ()  # by free memory
+    if tensor_split is not None:
+        shares = _shares(tensor_split)
     workers = None
     if rpc is not None:
         workers = Workers(endpoints_of(rpc), shares, output_here, rpc_timeout)
@@ -187,20 +192,24 @@ def machine(
         raise UsageError("--output-here needs --rpc: it is about workers on other machines")
     elif tensor_split is not None:
         raise UsageError("--tensor-split needs --rpc: it is about workers on other machines")
-    # Both models have the same context, but for what was given for one of them.
-    both = ContextOptions(**others)
+    # Target and draft share all options except those that concern only one of them.
+    shared = ContextOptions(**others)
     target = replace(
-        both,
+        shared,
         workers=workers,
         chat_template=None if chat_template is None else read_template(chat_template),
         template_variables=read_variables(template_variables or "{}"),
     )
-    draft = replace(both, n_gpu_layers=n_gpu_layers_draft)
+    draft = replace(shared, n_gpu_layers=n_gpu_layers_draft)
     return Contexts(target, draft, kernels)
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
-    """Return the addresses of workers. Raise `UsageError`."""
+    """Return the workers' addresses, which commas separate.
+
+    Raises:
+        UsageError: If one is not HOST:PORT, or is there twice, or there are too many.
+    """
     from specgen.system.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
@@ -208,17 +217,21 @@ def endpoints_of(rpc: str) -> tuple[str, ...]:
         parse_endpoint(endpoint)
     if len(set(endpoints)) < len(endpoints):
         raise UsageError(f"--rpc {rpc} names a worker twice")
-    if len(endpoints) > _MOST_WORKERS:
-        raise UsageError(f"--rpc names {len(endpoints)} workers; {_MOST_WORKERS} at most")
+    if len(endpoints) > _MAX_WORKERS:
+        raise UsageError(f"--rpc names {len(endpoints)} workers; {_MAX_WORKERS} at most")
     return endpoints
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Return the share of each device."""
+    """Return each device's share of the target.
+
+    Raises:
+        UsageError: If one is not a number of 0 or more, or all are 0.
+    """
     try:
         shares = tuple(map(float, text.split(",")))
     except ValueError:
-        shares = ()
+        shares = ()  # whose sum is 0: an error below
     if 0.0 < sum(shares) < math.inf and min(shares) >= 0.0:
         return shares
     raise UsageError(
@@ -231,7 +244,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 @extends(DraftOptions)
 def drafting(**given: Any) -> DraftOptions:
-    """Return how much is drafted, and how drafts are verified."""
+    """Return the options of drafting, after checking that they do not contradict each other."""
     options = DraftOptions(**given)
     shortest = options.ngram_min
     longest = options.ngram_max
@@ -239,10 +252,10 @@ def drafting(**given: Any) -> DraftOptions:
         hint = "give a smaller --ngram-min, or a larger --ngram-max"
         raise UsageError(f"--ngram-min {shortest} is larger than --ngram-max {longest}", hint)
     shape = options.tree
-    n_most = options.max_tokens
-    if shape.is_fixed and n_most is not None and n_most < shape.n_nodes:
+    max_tokens = options.max_tokens
+    if shape.is_fixed and max_tokens is not None and max_tokens < shape.n_nodes:
         raise UsageError(
-            f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {n_most}",
+            f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {max_tokens}",
             hint="use a smaller shape, or leave --draft-max out",
         )
     return options
@@ -269,7 +282,7 @@ def chat_option() -> Any:
 class Template:
     """How a prompt is put into the chat template."""
 
-    #: Whether it is; None: if the model has one.
+    #: Whether the prompt is put into the template; None if it is whenever the model has one.
     chat: bool | None = chat_option()
     system: str | None = _prompt(
         None,
@@ -312,7 +325,7 @@ def answer(
     ),
     **others: Any,
 ) -> GenerationOptions:
-    """Return when an answer ends, and what it has to look like."""
+    """Return when an answer ends, and the grammar that it has to follow, if any."""
     options = GenerationOptions(**others)
     if "" in options.stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")
@@ -329,6 +342,7 @@ def answer(
         raise UsageError(
             "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
         )
+    # At most one of the four is given.
     if json_schema_file is not None:
         json_schema = text_in(json_schema_file, "--json-schema-file")
     if json_schema is not None:
@@ -343,7 +357,16 @@ def answer(
 
 
 def text_in(path: Path, option: str, encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig") -> str:
-    """Return the text of a file that an option names. Raise `UsageError`."""
+    """Return the text of a file that an option names.
+
+    Args:
+        path: The file.
+        option: The option, for messages.
+        encoding: The encoding of the file; UTF-8 may begin with a byte order mark.
+
+    Raises:
+        UsageError: If the file cannot be read, or has another encoding.
+    """
     try:
         return path.read_text(encoding)
     except OSError as error:
@@ -353,7 +376,7 @@ def text_in(path: Path, option: str, encoding: Literal["UTF-8-sig", "ASCII"] = "
     raise UsageError(f"{option} {path}: cannot be read: {reason}")
 
 
-#: Only what an answer has to look like.
+#: The options of `answer` for a grammar only.
 constraint = answer.without("--max-tokens", "--stop", "--ignore-eos", "--logprobs")
 
 #: The options of commands that load models and answer with them.

@@ -87,7 +87,7 @@ def limits(
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """The options of one of a server's models."""
+    """The options of one of the server's models."""
 
     #: The model, and the defaults of its answers.
     setup: Setup
@@ -101,7 +101,10 @@ class ModelSetup:
     )
 
     def served(self, *, quiet: bool) -> ServedOptions:
-        """Return the options in the form that the server takes."""
+        """Return the options in the form that the server takes.
+
+        The models are found, and downloaded if necessary, only when the server loads them.
+        """
 
         def find(models: ModelChoice) -> WantedSession:
             return replace(self.setup, models=models).wanted_session(quiet=quiet)
@@ -109,14 +112,15 @@ class ModelSetup:
         return ServedOptions(self.setup.models, find, self.setup.learn, self.parallel)
 
 
-#: The options that an entry of a file may have, and that the command line sets for all.
+#: The options of each model. The command line sets them for all models; a model's table in the
+#: file of --models takes precedence.
 model_setup = group(ModelSetup, setup=setup.without("--logprobs", "--prompt-cache"))
 
 
 class LaterGroup(Group):
-    """A group whose value is a function that makes it, of the given options.
+    """A group that a command gets as a function, to make the group's value later, or several times.
 
-    Keywords of that function, from `options_in`, replace options.
+    Keywords of the function, from `options_in`, replace options of the command line.
     """
 
     def __call__(self, **given: Any) -> Callable[..., Any]:
@@ -125,19 +129,26 @@ class LaterGroup(Group):
 
 
 def later(options: Group) -> Any:
-    """Return a group with a function as its value, which makes that of `options`."""
+    """Return a `LaterGroup` of the options of a group.
+
+    The type is Any since it is the default of a parameter of another type.
+    """
     return LaterGroup(options.make, options.members)
 
 
 def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's options in a table of a file as keywords for `model_setup`.
+    """Return the options in a model's table as keywords for `model_setup`.
+
+    Args:
+        table: The table; its keys are the options' names without dashes.
+        without: Keys that the table must not have.
 
     Raises:
-        UsageError: The table has another key, or one of `without`, or a wrong value.
+        UsageError: If a key is not allowed, or a value is wrong.
     """
     command = _command_of(model_setup)
     context = command.context_class(command)
-    options = {name: each for each in command.params for name in each.opts}
+    options = {name: option for option in command.params for name in option.opts}
     given = {}
     for key, value in table.items():
         option = options.get(f"--{key}")
@@ -148,7 +159,7 @@ def options_in(table: Mapping[str, Any], without: Collection[str] = ()) -> dict[
 
 
 def _command_of(options: Group) -> Any:
-    """Return a command with the options of a group, as Typer makes it."""
+    """Return the command that Typer builds from the options of a group; it does nothing."""
 
     def command() -> None: ...
 
@@ -159,7 +170,11 @@ def _command_of(options: Group) -> Any:
 
 
 def _keys(path: Path) -> tuple[str, ...]:
-    """Return the keys in a file. A header can only have printable ASCII."""
+    """Return the API keys in a file, one on each line that is not empty.
+
+    Raises:
+        UsageError: If there is none, or one could not be sent in a header of HTTP.
+    """
     keys = []
     hint = "put one on each line: printable ASCII characters, without spaces"
     for number, line in enumerate(text_in(path, "--api-key-file", "ASCII").splitlines(), 1):

@@ -24,7 +24,7 @@ _trial = partial(option, panel="Trials")
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Prompts to measure with, and how many tokens of each answer count."""
+    """The prompts to measure with, and how many tokens of each answer to use."""
 
     prompts: Path | None = _trial(
         None,
@@ -40,7 +40,7 @@ class Trials:
     )
 
     def chosen(self) -> list[BenchPrompt]:
-        """Return the prompts to use."""
+        """Return the prompts to use: `n_prompts` of the file, or of the built-in ones."""
         from specgen.measure.prompts import evenly_chosen, read_bench_prompts, trial_prompts
 
         prompts = trial_prompts() if self.prompts is None else read_bench_prompts(self.prompts)
@@ -52,7 +52,7 @@ TRIALS = group(Trials)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How drafts are compared, and the ranking is printed."""
+    """The options of commands that compare drafts and print a ranking."""
 
     trials: Trials
     chat: bool | None = flags.chat_option()
@@ -62,7 +62,7 @@ class Comparison:
     as_json: bool = flags.JSON_REPORT
 
     def options(self, sources: Sources) -> SessionOptions:
-        """Return the options of the session in which the drafts are compared."""
+        """Return the options of the session in which drafts for these models are compared."""
         return trial_options(sources, self.trials.max_tokens, self.machine, self.drafting)
 
 
@@ -76,14 +76,22 @@ COMPARISON = group(
 
 
 def alone(target: Path) -> Sources:
-    """Return a target with nothing that drafts for it."""
+    """Return the models of a session with this target and no draft."""
     from specgen.session.choose_models import DraftChoice, Sources
 
     return Sources(target, (DraftChoice("none"),))
 
 
 def check_drafts(drafting: DraftOptions, purpose: str) -> None:
-    """Raise `UsageError` if nothing is drafted, so that a command has no purpose."""
+    """Check that something is drafted at all.
+
+    Args:
+        drafting: The options of drafting.
+        purpose: What the command does with drafts, as a verb for the message.
+
+    Raises:
+        UsageError: If --draft-max is 0.
+    """
     if drafting.n_max == 0:
         raise UsageError(f"--draft-max 0 drafts nothing, so there is nothing to {purpose}")
 
@@ -91,7 +99,14 @@ def check_drafts(drafting: DraftOptions, purpose: str) -> None:
 def trial_options(
     sources: Sources, max_tokens: int, machine: Contexts, drafting: DraftOptions = DraftOptions()
 ) -> SessionOptions:
-    """Return the options of a session that measures drafts on the target's greedy answers."""
+    """Return the options of a session that measures drafts on greedy answers of the target.
+
+    Args:
+        sources: The models.
+        max_tokens: The maximum number of tokens of each answer.
+        machine: The contexts of the models, and the kernels.
+        drafting: The options of drafting.
+    """
     from specgen.session.open import WantedSession
 
     wanted = WantedSession.of(

@@ -1,7 +1,7 @@
 """How options that were declared once become the options of commands.
 
 An option is declared by `option`, as a field of a dataclass or as the default of a command's
-parameter. All options of a dataclass are a `group`, which is the default of a parameter, too::
+parameter. A `group` is all options of a dataclass; it is the default of a parameter, too::
 
     @dataclass(frozen=True)
     class Sampling:
@@ -25,8 +25,8 @@ returns a function whose signature has the options of a group in place of the gr
         sampling__top_k: Annotated[int, typer.Option("--top-k", help="Keep the...", min=0)] = 40,
     ) -> int: ...
 
-When Typer calls that function, it passes `sampling__top_k` on to the group, which makes a
-`Sampling` of it, and calls the `batch` above with that.
+When Typer calls that function, the function passes `sampling__top_k` to the group, which makes a
+`Sampling` from it, and calls the `batch` above with that.
 """
 
 from __future__ import annotations
@@ -47,51 +47,61 @@ from specgen.sampler_options import LARGEST_FACTOR
 
 #: The default of an option that must be given.
 REQUIRED: Any = inspect.Parameter.empty
-#: What the help shows as a value, by the type.
+#: The placeholder for a value in the help, by the type of the value.
 _METAVARS = {int: "N", float: "NUMBER", Path: "FILE", str: "TEXT"}
 
 
 def argument(metavar: str, help: str, default: Any = None, **settings: Any) -> Any:  # noqa: A002
-    """Declare a parameter that is an argument of the command line, as `option` does an option."""
+    """Declare a positional argument, as `option` declares an option.
+
+    Args:
+        metavar: The name of the argument in the help.
+        help: The text of the help.
+        default: The value if it is not given, or `REQUIRED`.
+        settings: More settings for `typer.Argument`.
+    """
     settings |= {"metavar": metavar, "help": help, "show_default": False}
     return dataclasses.field(default=default, metadata=settings)
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredOption:
-    """An option or an argument that was declared."""
+    """An option or a positional argument, as `option` or `argument` declared it."""
 
     #: The type of its value.
     kind: Any
-    #: Its value if it is not given.
+    #: The value if it is not given, or `REQUIRED`.
     default: Any
-    #: What else was declared: most of it is for `typer.Option` or `typer.Argument`.
+    #: Settings for `typer.Option` or `typer.Argument`, and these: "spellings", the names of an
+    #: option; "parse", a function that converts the text; "panel", its heading in the help.
     settings: Mapping[str, Any]
-    #: Whether commands have it.
+    #: Whether the command has it. Otherwise the value is always the default.
     is_offered: bool = True
 
     @property
     def spelling(self) -> str:
-        """Its readable name on the command line."""
+        """Its readable name on the command line; an argument's is its metavar."""
         names = self.settings.get("spellings") or [self.settings["metavar"]]
         first: str = names[0]
-        return first.partition("/")[0]
+        return first.partition("/")[0]  # --chat of --chat/--raw
 
     def changed(self, spelling: str, **changes: Any) -> DeclaredOption:
-        """Return the option with changes, if it has this name."""
-        return dataclasses.replace(self, **changes) if self.spelling == spelling else self
+        """Return the option with changes to its fields if it has this name, or else unchanged."""
+        if self.spelling != spelling:
+            return self
+        return dataclasses.replace(self, **changes)
 
     def parameter(self, name: str) -> inspect.Parameter:
-        """Return the parameter, of a function's signature, of which Typer makes the option."""
+        """Return a parameter with this name, for a signature from which Typer makes the option."""
         settings = dict(self.settings)
         spellings = settings.pop("spellings", None)
         parse = settings.pop("parse", None)
-        # Typer has lists for tuples, and texts for what is parsed later.
+        # Typer passes lists, not tuples, and texts if `value` is to parse them.
         kind: Any = self.kind
         default = self.default
         if self._is_tuple:
-            item: Any = str if parse else typing.get_args(kind)[0]
-            kind = list[item] | None
+            item_type: Any = str if parse else typing.get_args(kind)[0]
+            kind = list[item_type] | None
             default = None
         elif parse and default is None:
             kind = str | None
@@ -112,9 +122,17 @@ class DeclaredOption:
         )
 
     def value(self, given: Any) -> Any:
-        """Return the value of the option, from what Typer has for it. Raise `UsageError`."""
+        """Return the value of the option.
+
+        Args:
+            given: The value that Typer passes; None or an empty list if the option is not given.
+
+        Raises:
+            UsageError: If the value is out of range or cannot be parsed.
+        """
         if given is None or given == []:
             return self.default
+        # Also refuses infinity and NaN, for which every comparison is false.
         if isinstance(given, float) and not abs(given) <= LARGEST_FACTOR:
             hint = f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}"
             raise UsageError(f"{self.spelling} is {given}", hint)
@@ -136,38 +154,45 @@ class DeclaredOption:
 class Group:
     """Options that several commands take, and the function that makes one value of them."""
 
+    #: The function, which takes the values of the members as keywords.
     make: Callable[..., Any]
-    #: The keywords of `make` that are options or groups.
+    #: The options, and groups within the group, by the keywords of `make`.
     members: Mapping[str, DeclaredOption | Group]
 
     def parameters(self, prefix: str = "") -> list[inspect.Parameter]:
-        """Return the parameters of which Typer makes the options; see the module's docstring."""
-        found = []
+        """Return the parameters from which Typer makes the options; see the module's docstring.
+
+        Args:
+            prefix: What the names of the parameters begin with: the names of groups around this.
+        """
+        parameters = []
         for name, member in self.members.items():
             if isinstance(member, Group):
-                found += member.parameters(f"{prefix}{name}__")
+                parameters += member.parameters(f"{prefix}{name}__")
             elif member.is_offered:
-                found.append(member.parameter(prefix + name))
-        return found
+                parameters.append(member.parameter(prefix + name))
+        return parameters
 
     def __call__(self, **given: Any) -> Any:
-        """Return the group's value, from what Typer has for the parameters.
+        """Return the value of the group.
 
-        Options that are missing have their defaults.
+        Args:
+            given: The values that Typer passes, by the names of the parameters. Options without
+                one have their defaults.
 
         Raises:
-            UsageError: A value is wrong.
+            UsageError: If a value is wrong.
         """
         values = {}
         for name, member in self.members.items():
             if isinstance(member, Group):
                 prefix = f"{name}__"
-                own = {
+                given_to_member = {
                     parameter.removeprefix(prefix): value
                     for parameter, value in given.items()
                     if parameter.startswith(prefix)
                 }
-                values[name] = member(**own)
+                values[name] = member(**given_to_member)
             else:
                 values[name] = member.value(given.get(name))
         return self.make(**values)
@@ -186,7 +211,7 @@ class Group:
         return self.changed(spelling, default=default)
 
     def changed(self, spelling: str, **changes: Any) -> Group:
-        """Return the group with changes to the option of this name."""
+        """Return the group with changes to the fields of the option with this name."""
         members = {
             name: member.changed(spelling, **changes) for name, member in self.members.items()
         }
@@ -197,8 +222,8 @@ def group(fields_of: type[Any], **groups: Group) -> Any:
     """Return a group of the options among a dataclass's fields, which makes the dataclass.
 
     Args:
-        fields_of: The dataclass.
-        groups: Those of its fields that are groups.
+        fields_of: The dataclass. Its fields without an option or a group keep their defaults.
+        groups: The groups for those fields that are dataclasses of options themselves.
 
     Returns:
         A `Group`; the type is Any since it is the default of parameters of other types.
@@ -212,15 +237,21 @@ def group(fields_of: type[Any], **groups: Group) -> Any:
 def extends(fields_of: type[Any]) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function, to make a group of its parameters and of a dataclass's fields.
 
-    The function gets all their values as keywords, and returns the value of the group.
+    The function takes the values of all of them as keywords, and returns the value of the group. A
+    parameter replaces the field with the same name.
     """
-    return lambda make: Group(make, _members(_fields(fields_of) | _parameters(make)))
+
+    def decorate(make: Callable[..., Any]) -> Group:
+        return Group(make, _members(_fields(fields_of) | _parameters(make)))
+
+    return decorate
 
 
 def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command, to let Typer call it.
+    """Decorate a command whose parameters have options, arguments or groups as their defaults.
 
-    All its parameters have options, arguments or groups as their defaults.
+    Returns:
+        A function with the signature that Typer needs, which calls the command.
     """
     options = Group(command, _members(_parameters(command)))
 
@@ -233,13 +264,14 @@ def takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sign(function: Any, options: Group) -> None:
-    """Give a function the signature in which Typer finds a group's options."""
+    """Give a function the signature from which Typer makes the options of a group."""
     parameters = options.parameters()
     function.__signature__ = inspect.Signature(parameters)
-    function.__annotations__ = {each.name: each.annotation for each in parameters}
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-#: A type, and the default (a field that `option` made, or a group), by the name.
+#: The types and the defaults of fields or parameters, by their names. A default is a field of a
+#: dataclass, which `option` or `argument` returns, or a group.
 _Declared: typing.TypeAlias = dict[str, tuple[Any, Any]]
 
 
@@ -249,6 +281,7 @@ def _fields(kind: type[Any]) -> _Declared:
 
 
 def _parameters(function: Callable[..., Any]) -> _Declared:
+    """Return the keyword-only parameters of a function, except `**others`."""
     types = typing.get_type_hints(function)
     return {
         name: (types[name], parameter.default)
@@ -258,18 +291,24 @@ def _parameters(function: Callable[..., Any]) -> _Declared:
 
 
 def _members(declared: _Declared) -> dict[str, DeclaredOption | Group]:
+    """Return the options and groups among what was declared."""
     members: dict[str, DeclaredOption | Group] = {}
     for name, (kind, default) in declared.items():
         if isinstance(default, Group):
             members[name] = default
-        elif default.metadata:  # a field without is not an option
+        elif default.metadata:  # a field without metadata was not made by `option`
             members[name] = DeclaredOption(kind, default.default, default.metadata)
     return members
 
 
 def _metavar(kind: Any) -> str | None:
-    """Return what the help shows as a value: FILE, or the choices."""
-    inner = [each for each in typing.get_args(kind) if each is not type(None)]
+    """Return the placeholder for a value in the help, such as FILE, or the choices of a literal.
+
+    It is None for types that take no value, such as bool.
+    """
+    type_arguments = [each for each in typing.get_args(kind) if each is not type(None)]
     if typing.get_origin(kind) is typing.Literal:
-        return "|".join(map(str, inner))
-    return _metavar(inner[0]) if inner else _METAVARS.get(kind)
+        return "|".join(map(str, type_arguments))
+    if type_arguments:  # of `T | None` or `list[T]`
+        return _metavar(type_arguments[0])
+    return _METAVARS.get(kind)
