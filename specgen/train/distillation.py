@@ -37,7 +37,7 @@ from specgen.train.gguf_weights import (
     write_weights,
 )
 from specgen.train.target_text import N_COLUMNS, PackedRows, TrainingText, pack_split
-from specgen.train.training_loop import LEAST_TEXT, Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import MIN_TEXT, Budget, Schedule, TrainingState, train
 
 #: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is
 #: the layer.
@@ -62,7 +62,7 @@ _PATIENCE = 4
 _MOST_RISING = 20
 #: It falls to this share of its peak.
 _LAST_SHARE = 0.05
-_LEAST_LEARNT, _LEAST_JUDGED = LEAST_TEXT["distilled"]
+_LEAST_LEARNT, _LEAST_JUDGED = MIN_TEXT["distilled"]
 
 
 @dataclass(frozen=True, slots=True)

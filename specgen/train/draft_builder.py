@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.system.progress import Progress
 from specgen.system.quantities import human_bytes
-from specgen.train.training_loop import LEAST_TEXT, Budget, TextOptions
+from specgen.train.training_loop import MIN_TEXT, Budget, TextOptions
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
@@ -73,7 +73,7 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
 def least_text(kinds: Sequence[Kind]) -> int:
     """Return how many tokens of text it takes to make these kinds of drafts."""
     # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
-    least = (LEAST_TEXT[kind] for kind in kinds)
+    least = (MIN_TEXT[kind] for kind in kinds)
     return max(max(int(1.2 * learnt + judged), 10 * judged) for learnt, judged in least)
 
 

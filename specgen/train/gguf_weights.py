@@ -250,7 +250,7 @@ class _BlockLayout(NamedTuple):
     scale_offsets: tuple[int, ...]
 
 
-#: The layouts by type. Types with two offsets store a scale and a minimum (or offset).
+#: The layouts by type. Types with two offsets store a scale and a minimum.
 _LAYOUTS = {
     "q4_0": _BlockLayout(32, 18, (0,)),
     "q4_1": _BlockLayout(32, 20, (0, 2)),
