@@ -121,7 +121,7 @@ def train_heads(
         budget: The time that training may take.
 
     Returns:
-        The heads, or None if interrupted.
+        The heads and their accuracy, or None if interrupted.
 
     Raises:
         UsageError: If there is too little text, or the target's `n_embd` is not supported.
@@ -144,8 +144,8 @@ def train_heads(
         raise UsageError(f"{model.name} cannot have decoder heads: {why}")
     n_vocab = model.vocabulary.n_tokens
     trainer = _HeadTrainer(target, _frequent_tokens(text, n_vocab), learnt, judged, n_vocab)
-    before = trainer.judge()
-    state = TrainingState(-sum(before), trainer.copied())
+    accuracy_before = trainer.judge()
+    state = TrainingState(-sum(accuracy_before), trainer.copied())
     schedule = Schedule(
         n_rows=n_learnt,
         n_batch=_N_BATCH,
@@ -163,7 +163,7 @@ def train_heads(
     with write_errors(output), new_beside(output) as new:
         write_heads(new, weights)
         new.replace(output)
-    return TrainedHeads(weights, before, trainer.judge(), n_learnt, state.n_steps)
+    return TrainedHeads(weights, accuracy_before, trainer.judge(), n_learnt, state.n_steps)
 
 
 def _samples(text: TargetText, *, held_back: bool) -> _Samples:
@@ -261,16 +261,19 @@ class _HeadTrainer:
         self.tokens = tokens
         #: The factor that gives hidden states a mean square of 1.
         self.scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
+        # All states that are used: judging does not need `judged.next_hidden`.
         for states in (learnt.hidden, learnt.next_hidden, judged.hidden):
             np.multiply(states, np.float32(self.scale), out=states)
         #: The index of each token of the vocabulary in `tokens`; -1 if it is not frequent.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
-        rows, output = model_rows(target, tokens)
-        rows /= np.sqrt(np.square(rows).mean())
+        embeddings, output = model_rows(target, tokens)
+        embeddings /= np.sqrt(np.square(embeddings).mean())
         #: The embeddings of the frequent tokens, with a mean square of 1. The last row, their mean,
         #: represents all other tokens, whose index is -1.
-        self.embeddings: FloatArray = np.concatenate([rows, rows.mean(axis=0, keepdims=True)])
+        self.embeddings: FloatArray = np.concatenate(
+            [embeddings, embeddings.mean(axis=0, keepdims=True)]
+        )
         #: The output matrix for scaled states (V in `decoder_heads`).
         self.output: FloatArray = output / np.float32(self.scale)
         text_indices = self._index[np.unique(learnt.tokens)]
@@ -286,6 +289,7 @@ class _HeadTrainer:
         """Return the linear map that ridge regression finds, and a random inner layer."""
         n_embd = self._learnt.hidden.shape[1]
         linear = self._linear_map()
+        # Scaled so that the inner layer's inputs have a variance of about 1.
         inner = self._rng.normal(0.0, (2 * n_embd) ** -0.5, (2 * n_embd, N_INNER))
         return {
             "M": linear[:n_embd],

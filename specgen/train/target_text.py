@@ -125,6 +125,7 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
 
 
 def _read_answer(path: Path) -> TargetAnswer:
+    """Read an answer without its hidden states and likeliest tokens."""
     prompt, prompt_tokens, tokens, held_back = _arrays(
         path,
         "prompt",
