@@ -1,12 +1,12 @@
 """Fits a draft model to a target's own text, with JAX, and writes it as a GGUF file.
 
 Training changes only the scales of the blocks of its quantised matrices (see `gguf_weights`). It
-minimises the cross-entropy with the target's distribution where that is known, as in DistillSpec
-(Zhou et al., arXiv:2310.08461), otherwise with the tokens that the target chose. About ten thousand
-tokens are enough for a gain.
+minimises the cross-entropy with the target's distribution if it is known, as in DistillSpec (Zhou
+et al., arXiv:2310.08461), or else with the tokens that the target chose. About ten thousand tokens
+are enough for a gain.
 
-llama.cpp computes no gradients, so this module implements the transformer again, for Llama, Qwen2,
-Qwen3 and Gemma 3.
+llama.cpp cannot compute these gradients, so this module reimplements the transformer in JAX, for
+Llama, Qwen2, Qwen3 and Gemma 3.
 """
 
 from __future__ import annotations
@@ -37,44 +37,46 @@ from specgen.train.gguf_weights import (
     write_weights,
 )
 from specgen.train.target_text import N_COLUMNS, PackedRows, TrainingText, pack_split
-from specgen.train.training_loop import LEAST_TEXT, Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import MIN_TEXT, Budget, Schedule, TrainingState, train
 
-#: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is
-#: the layer.
+#: Tensors by name. The tensors of layers are stacked, with the layer as the first axis, and named
+#: without "blk.N.".
 Parameters: TypeAlias = dict[str, Any]
-#: The names of a layer's matrices, which `_linear` multiplies by.
+#: The names of a layer's matrices, which `_linear` applies.
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+#: The window of layers that attend to the whole text.
 _NO_WINDOW = np.iinfo(np.int32).max
-#: Long gradients are scaled down. The second moment decays fast: there are only a few hundred
-#: steps.
+#: Large gradients are clipped. The second moment decays faster than usual, because there are only a
+#: few hundred steps.
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.99))
-#: The learning rate of Adam at its peak.
+#: The highest learning rate of Adam.
 RATE = 6e-3
 #: The number of rows in a step.
 N_ROWS = 3
-#: The most passes over the text.
+#: The maximum number of passes over the text.
 N_PASSES = 2
-#: How often the draft is judged in a pass over the text.
-_JUDGED_PER_PASS = 3
-#: Training ends after so many judgements without an improvement.
+#: The number of times that the draft is judged in a pass over the text.
+_JUDGEMENTS_PER_PASS = 3
+#: Training ends after this many consecutive judgements without an improvement.
 _PATIENCE = 4
-#: The learning rate rises in a quarter of the steps, but in no more than this.
-_MOST_RISING = 20
-#: It falls to this share of its peak.
+#: The learning rate rises during the first quarter of the steps, but at most this many.
+_MAX_RISING = 20
+#: The last learning rate, as a share of the highest.
 _LAST_SHARE = 0.05
-_LEAST_LEARNT, _LEAST_JUDGED = LEAST_TEXT["distilled"]
+_MIN_LEARNT, _MIN_JUDGED = MIN_TEXT["distilled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What training changed, on held-back answers."""
+    """The result of training a draft."""
 
-    #: The share of tokens that the draft found likeliest before.
+    #: The share of held-back tokens that were the draft's top guess before training.
     agreement_before: float
-    #: The same after training, as written to the file.
+    #: The same share for the file that was written.
     agreement_after: float
+    #: The number of gradient descent steps.
     n_steps: int
-    #: How long training took.
+    #: The time that training took.
     seconds: float
 
     @property
@@ -96,35 +98,42 @@ def distil(
 ) -> Distilled | None:
     """Train a draft on texts and write it to `output`.
 
+    Args:
+        draft: The draft's file, which stays unchanged.
+        texts: The texts to train on, and the held-back ones to judge on.
+        output: The file to write.
+        budget: The time that training may take.
+        rate: The highest learning rate.
+
     Returns:
-        What training changed, or None if interrupted.
+        The result, or None if interrupted.
 
     Raises:
         UsageError: If there is too little text.
         ModelFileError: If the draft cannot be read or trained.
         MemoryLimitError: If there is too little memory.
-        OutputError: If the file cannot be written.
+        OutputError: If `output` cannot be written.
     """
     learnt, judged = pack_split(texts)
-    if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
-        least = f"{_LEAST_LEARNT} and {_LEAST_JUDGED}"
+    if learnt.n_labels < _MIN_LEARNT or judged.n_labels < _MIN_JUDGED:
+        needed = f"{_MIN_LEARNT} and {_MIN_JUDGED}"
         raise UsageError(
             f"too few tokens to learn from ({learnt.n_labels}) or to judge by ({judged.n_labels})",
-            hint=f"give more --minutes or --prompts: a draft needs at least {least}",
+            hint=f"give more --minutes or --prompts: a draft needs at least {needed}",
         )
     trainer = Trainer(draft, learnt, judged)
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     n_batch = min(N_ROWS, learnt.n_rows)
-    n_per_pass = learnt.n_rows // n_batch
+    n_steps_per_pass = learnt.n_rows // n_batch
     schedule = Schedule(
         learnt.n_rows,
         n_batch,
         N_PASSES,
         rate,
-        n_rising=1 + min(_MOST_RISING, N_PASSES * n_per_pass // 4),
+        n_rising=1 + min(_MAX_RISING, N_PASSES * n_steps_per_pass // 4),
         last_share=_LAST_SHARE,
-        judged_every=max(1, n_per_pass // _JUDGED_PER_PASS),
+        judged_every=max(1, n_steps_per_pass // _JUDGEMENTS_PER_PASS),
         patience=_PATIENCE,
     )
     before = trainer.before
@@ -143,16 +152,24 @@ def fit(
     budget: Budget,
     output: Path,
 ) -> tuple[TrainingState, Score] | None:
-    """Train, write the weights of the lowest loss, and judge them as written.
+    """Train a draft, write the weights with the lowest loss, and judge the file.
+
+    Args:
+        trainer: The draft to train.
+        schedule: The steps to take.
+        budget: The time that training may take.
+        output: The file to write.
 
     Returns:
-        The state after training and the score of the file; None if interrupted.
+        The state after training and the score of the file, whose float16 scales are less precise
+        than the weights in training; None if interrupted.
     """
     state = TrainingState(trainer.before.loss, trainer.copied())
     if not train(trainer, state, schedule, budget):
         return None
     write_weights(trainer.file, state.best, output)
-    return state, Trainer(output, trainer.learnt, trainer.judged).before
+    written = Trainer(output, trainer.learnt, trainer.judged)
+    return state, written.before
 
 
 def check_memory(
@@ -160,12 +177,16 @@ def check_memory(
     weights: GgufWeights,
     available_bytes: int,
 ) -> None:
-    """Raise `MemoryLimitError` if training a draft may need more memory than is available."""
+    """Check that there is enough memory for training a draft.
+
+    Raises:
+        MemoryLimitError: If the estimated need is more than `available_bytes`.
+    """
     shape = weights.hyperparameters
     n_vocab = len(weights.tensors["token_embd.weight"])
     n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
-    # In float32: the parameters, the outputs of a layer's matrices for each token of a step, and
-    # about four copies of a row's logits.
+    # All in float32: the parameters, the outputs of all layers' matrices for each token of a step,
+    # and about four copies of the logits of a row.
     n_parameters = sum(tensor.size for tensor in weights.tensors.values())
     n_states = shape.n_layer * (8 * shape.n_embd + 4 * n_ff) * N_ROWS * N_COLUMNS
     n_logits = 4 * N_COLUMNS * n_vocab
@@ -182,16 +203,27 @@ def check_memory(
 
 
 def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
-    """Return the tensors of a file's layers, stacked and named without "blk.N.", and all others."""
-    names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
-    order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
-    layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
-    others = {name: each for name, each in weights.tensors.items() if not name.startswith("blk.")}
+    """Stack the tensors of a file's layers.
+
+    Returns:
+        The stacked tensors, named without "blk.N.", and all other tensors of the file.
+    """
+    tensors = weights.tensors
+    layer_numbers = range(weights.hyperparameters.n_layer)
+    layers = {}
+    for first_name in tensors:
+        if first_name.startswith("blk.0."):
+            name = first_name.removeprefix("blk.0.")
+            layers[name] = np.stack([tensors[f"blk.{layer}.{name}"] for layer in layer_numbers])
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith("blk.")}
     return layers, others
 
 
 def output_matrix(others: Parameters) -> jax.Array:
-    """Return the matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
+    """Return the matrix that turns hidden states into logits: float32[n_vocab, n_embd].
+
+    A file without an output matrix uses its token embeddings.
+    """
     name = "output.weight" if "output.weight" in others else "token_embd.weight"
     return jnp.asarray(others[name])
 
@@ -206,15 +238,15 @@ def hidden_states(
 ) -> jax.Array:
     """Return the final hidden state of each token, which the output matrix turns into logits.
 
-    A token sees only itself and the tokens before it in the same text.
+    A token attends only to itself and the tokens before it in the same text.
 
     Args:
         shape: The hyperparameters.
-        layers: The tensors of the layers, from `stack_layers`.
+        layers: The stacked tensors of the layers, from `stack_layers`, and changes of factors.
         others: The other tensors.
         tokens: int32[n_rows, n_columns], as in `PackedRows`.
-        texts: The same shape: which text of its row a token belongs to.
-        positions: The same shape: the token's position in its text.
+        texts: int32[n_rows, n_columns], the number of each token's text in its row.
+        positions: int32[n_rows, n_columns], the position of each token in its text.
 
     Returns:
         float32[n_rows, n_columns, n_embd].
@@ -222,31 +254,39 @@ def hidden_states(
     states = others["token_embd.weight"][tokens]
     if shape.architecture == "gemma3":
         states = states * math.sqrt(shape.n_embd)
-    # [n_rows, n_columns (who sees), n_columns (what is seen)]
+    # [n_rows, n_columns of queries, n_columns of keys]
     distances = positions[:, :, None] - positions[:, None, :]
-    is_seen = (texts[:, :, None] == texts[:, None, :]) & (distances >= 0)
+    is_same_text = texts[:, :, None] == texts[:, None, :]
+    is_visible = is_same_text & (distances >= 0)
     windows = np.array([window or _NO_WINDOW for window in shape.windows], np.int32)
     frequencies = _frequencies(shape, others.get("rope_freqs.weight"))
 
-    def step(states: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
-        layer, window, layer_frequencies = of_layer
-        # For all heads of a token alike: float32[n_rows, n_columns, 1, head_size / 2].
+    def apply_layer(states: jax.Array, layer_inputs: Any) -> tuple[jax.Array, None]:
+        layer, window, layer_frequencies = layer_inputs
+        # The same for all heads of a token: float32[n_rows, n_columns, 1, head_size / 2].
         angles = positions[:, :, None, None] * layer_frequencies
-        mask = is_seen & (distances < window)
+        mask = is_visible & (distances < window)
         return _layer(shape, layer, states, mask, angles), None
 
-    # The backward pass recomputes all but the outputs of matrices: attention scores would take the
-    # most memory.
-    step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    states, _ = jax.lax.scan(step, states, (layers, windows, frequencies))
-    return _normed(shape, states, others["output_norm.weight"])
+    # To save memory, only the outputs of matrices are stored for the backward pass. Everything
+    # else is recomputed, above all the attention scores, which would take the most memory.
+    apply_layer = jax.checkpoint(
+        apply_layer,
+        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    )
+    states, _ = jax.lax.scan(apply_layer, states, (layers, windows, frequencies))
+    return _rms_norm(shape, states, others["output_norm.weight"])
 
 
 def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
     """Return the angles by which RoPE rotates from one position to the next.
 
-    Pair i of a head turns by base^(-2 i / head_size) (Su et al., arXiv:2104.09864), divided by the
-    factor that stretches positions, and by `divisors`, float32[head_size / 2], if there are some.
+    Pair i of a head's components is rotated by base^(-2 i / head_size) (Su et al.,
+    arXiv:2104.09864), divided by the layer's factor of linear scaling.
+
+    Args:
+        shape: The hyperparameters.
+        divisors: Further divisors of the angles, float32[head_size / 2], or None.
 
     Returns:
         float32[n_layer, head_size / 2].
@@ -266,23 +306,24 @@ def _layer(
     mask: jax.Array,
     angles: jax.Array,
 ) -> jax.Array:
-    """Return hidden states after a layer: attention, then a gated feed-forward network.
+    """Return the hidden states after a layer: attention, then a gated feed-forward network.
 
-    Gemma 3 also normalises what is added to the states.
+    Gemma 3 also normalises the outputs of both before they are added to the states. See
+    `_attention` for the shapes.
     """
     is_gemma = shape.architecture == "gemma3"
-    inputs = _normed(shape, states, layer["attn_norm.weight"])
+    inputs = _rms_norm(shape, states, layer["attn_norm.weight"])
     added = _attention(shape, layer, inputs, mask, angles)
     if is_gemma:
-        added = _normed(shape, added, layer["post_attention_norm.weight"])
+        added = _rms_norm(shape, added, layer["post_attention_norm.weight"])
     states = states + added
 
-    inputs = _normed(shape, states, layer["ffn_norm.weight"])
+    inputs = _rms_norm(shape, states, layer["ffn_norm.weight"])
     gate = _linear(layer, "ffn_gate", inputs)
     gate = jax.nn.gelu(gate, approximate=True) if is_gemma else jax.nn.silu(gate)
     added = _linear(layer, "ffn_down", gate * _linear(layer, "ffn_up", inputs))
     if is_gemma:
-        added = _normed(shape, added, layer["post_ffw_norm.weight"])
+        added = _rms_norm(shape, added, layer["post_ffw_norm.weight"])
     return states + added
 
 
@@ -295,15 +336,18 @@ def _attention(
 ) -> jax.Array:
     """Return the output of grouped-query attention (Ainslie et al., arXiv:2305.13245).
 
-    In the einsums, b is the row, q the query's column, t the column of keys and values, k the head
-    of keys, g the query head in its group, and s the component of a head.
+    The letters in the einsums: b is the row, q the column of queries, t the column of keys and
+    values, k the key head, g the query head in its group, and s the component of a head.
 
     Args:
         shape: The hyperparameters.
         layer: The layer's tensors.
         inputs: float32[n_rows, n_columns, n_embd].
-        mask: bool[n_rows, n_columns, n_columns], which tokens each token sees.
-        angles: float32[n_rows, n_columns, 1, head_size / 2].
+        mask: bool[n_rows, n_columns of queries, n_columns of keys], True where a token attends.
+        angles: float32[n_rows, n_columns, 1, head_size / 2], the rotations of RoPE.
+
+    Returns:
+        float32[n_rows, n_columns, n_embd].
     """
     n_rows, n_columns, _ = inputs.shape
 
@@ -315,12 +359,12 @@ def _attention(
     keys = heads("attn_k", shape.n_head_kv)
     values = heads("attn_v", shape.n_head_kv)
     if "attn_q_norm.weight" in layer:
-        queries = _normed(shape, queries, layer["attn_q_norm.weight"])
-        keys = _normed(shape, keys, layer["attn_k_norm.weight"])
+        queries = _rms_norm(shape, queries, layer["attn_q_norm.weight"])
+        keys = _rms_norm(shape, keys, layer["attn_k_norm.weight"])
     queries = _rotated(shape, queries, angles)
     keys = _rotated(shape, keys, angles)
 
-    # A head of keys serves a group of query heads.
+    # Each key head serves a group of query heads.
     n_group = shape.n_head // shape.n_head_kv
     queries = queries.reshape(n_rows, n_columns, shape.n_head_kv, n_group, shape.head_size)
     scores = jnp.einsum("bqkgs,btks->bkgqt", queries, keys) / math.sqrt(shape.head_size)
@@ -334,28 +378,35 @@ def _rotated(
     values: jax.Array,
     angles: jax.Array,
 ) -> jax.Array:
-    """Rotate each pair of components of queries or keys, [n_rows, n_columns, n_heads, head_size].
+    """Rotate each pair of components of queries or keys (RoPE).
 
-    In Llama's files the components of a pair are neighbours, in others half a head apart.
+    In Llama's files the two components of a pair are neighbours, in others half a head apart.
+
+    Args:
+        shape: The hyperparameters.
+        values: float32[n_rows, n_columns, n_heads, head_size].
+        angles: float32[n_rows, n_columns, 1, head_size / 2].
     """
     if shape.architecture == "llama":
-        pairs = (-1, 2)
+        pairs_shape = (-1, 2)
         axis = -1
     else:
-        pairs = (2, -1)
+        pairs_shape = (2, -1)
         axis = -2
-    first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
+    pairs = values.reshape(*values.shape[:-1], *pairs_shape)
+    first, second = jnp.moveaxis(pairs, axis, 0)
     cosine = jnp.cos(angles)
     sine = jnp.sin(angles)
     rotated = (first * cosine - second * sine, first * sine + second * cosine)
     return jnp.stack(rotated, axis).reshape(values.shape)
 
 
-def _normed(
+def _rms_norm(
     shape: Hyperparameters,
     values: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
+    """Normalise values to a root mean square of 1, and scale them by the learnt weights."""
     mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
     return values * jax.lax.rsqrt(mean_square + shape.norm_epsilon) * weights
 
@@ -365,14 +416,17 @@ def _linear(
     name: str,
     inputs: jax.Array,
 ) -> jax.Array:
-    """Return inputs times a matrix, whose blocks may have factors, plus its bias if it has one."""
+    """Multiply inputs by one of a layer's matrices, and add its bias if it has one.
+
+    The blocks of a matrix in training are multiplied by their factors first.
+    """
     matrix = layer[f"{name}.weight"]
     if f"{name}.factors" in layer:
         matrix = apply_changes(matrix, layer[f"{name}.factors"])
-    found: jax.Array = inputs @ matrix.T
+    outputs: jax.Array = inputs @ matrix.T
     if f"{name}.bias" in layer:
-        found = found + layer[f"{name}.bias"]
-    return found
+        outputs = outputs + layer[f"{name}.bias"]
+    return outputs
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -382,10 +436,10 @@ def _linear(
 class Score:
     """How well a draft predicts the tokens of answers."""
 
-    #: The share of tokens that the draft finds likeliest.
+    #: The share of tokens that are the draft's top guess.
     agreement: float
-    #: The mean cross-entropy with the target's likeliest tokens or, where these are not known, its
-    #: tokens.
+    #: The mean cross-entropy with the distribution over the target's likeliest tokens or, if these
+    #: are unknown, with the tokens that it chose.
     loss: float
 
 
@@ -395,7 +449,7 @@ class Trainer:
     Args:
         draft: The draft's file.
         learnt: The rows to learn from.
-        judged: The rows to judge by.
+        judged: The held-back rows to judge on.
 
     Raises:
         ModelFileError: If the draft cannot be read, or has no matrix that can be trained.
@@ -415,28 +469,30 @@ class Trainer:
         self.judged = judged
         self._shape = weights.hyperparameters
         layers, others = stack_layers(weights)
-        #: The weights of the file, which stay: those of layers, and others.
+        #: The weights of the file, which do not change: the layers' stacked tensors and the others.
         self._frozen = jax.tree.map(jnp.asarray, (layers, others))
-        names = [f"{name}.weight" for name in LAYER_MATRICES]
-        order = range(self._shape.n_layer)
-        changes = initial_changes(
-            {name: layers[name] for name in names},
-            {name: [weights.types[f"blk.{i}.{name}"] for i in order] for name in names},
-        )
+        matrices = {}
+        types = {}
+        for name in [f"{matrix}.weight" for matrix in LAYER_MATRICES]:
+            matrices[name] = layers[name]
+            types[name] = [
+                weights.types[f"blk.{layer}.{name}"] for layer in range(self._shape.n_layer)
+            ]
+        changes = initial_changes(matrices, types)
         if not changes:
-            types = ", ".join(sorted(set(weights.types.values())))
-            raise ModelFileError(f"no matrix has scales that can be trained (types: {types})")
-        #: What is trained: a factor of a block is 1 plus its change.
+            all_types = ", ".join(sorted(set(weights.types.values())))
+            raise ModelFileError(f"no matrix has scales that can be trained (types: {all_types})")
+        #: The trained parameters: the factor of each block is 1 plus its change.
         self._changes: Parameters = jax.tree.map(jnp.asarray, changes)
         self._moments: Any = _OPTIMIZER.init(self._changes)
 
     @cached_property
     def before(self) -> Score:
-        """The score of the weights in the file, if asked for before the first step."""
+        """The score of the weights in the file; read it before the first step."""
         return self.judge()
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        """Take a step of gradient descent, learning from some of the rows."""
+        """Take a step of gradient descent on the rows with these indices."""
         rows = _on_device(self.learnt.pick(batch))
         self._changes, self._moments = _step(
             self._shape,
@@ -448,7 +504,7 @@ class Trainer:
         )
 
     def judge(self) -> Score:
-        """Return the present score on the rows to judge by."""
+        """Return the current score on the held-back rows."""
         loss = 0.0
         n_right = 0.0
         for index in range(self.judged.n_rows):
@@ -460,11 +516,11 @@ class Trainer:
         return Score(n_right / n_labels, loss / n_labels)
 
     def loss(self) -> float:
-        """Return the loss, which also tells apart steps that agree equally often."""
+        """Return the current loss, which is finer than the agreement."""
         return self.judge().loss
 
     def copied(self) -> Parameters:
-        """Return a copy of the present changes."""
+        """Return a copy of the current changes."""
         return {name: np.array(values) for name, values in self._changes.items()}
 
 
@@ -477,7 +533,16 @@ def _step(
     rows: Any,
     rate: float,
 ) -> tuple[Parameters, Any]:
-    """Return changes and moments after a step of Adam on the mean loss of the rows' labels."""
+    """Take a step of Adam on the mean loss of some rows, and return the changes and moments.
+
+    Args:
+        shape: The hyperparameters.
+        changes: The trained parameters before the step.
+        moments: Adam's moments before the step.
+        frozen: The layers' stacked tensors and the others, from `stack_layers`.
+        rows: The `PackedRows` to learn from.
+        rate: The learning rate.
+    """
 
     def mean_loss(changes: Parameters) -> Any:
         loss, _, n_labels = _sums(shape, changes, frozen, rows)
@@ -495,7 +560,11 @@ def _sums(
     frozen: Any,
     rows: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the sum of the losses of rows' labels, the number of right guesses, and of labels."""
+    """Judge a draft on some rows; see `_step` for the arguments.
+
+    Returns:
+        The sum of the labels' losses, the number of right guesses, and the number of labels.
+    """
     layers, others = frozen
     states = hidden_states(
         shape,
@@ -506,8 +575,8 @@ def _sums(
         rows.positions,
     )
     output = output_matrix(others)
-    # One row at a time, and recomputed for the gradient: the logits of a few tokens take a
-    # megabyte.
+    # Logits take much memory, so only those of one row exist at a time, and the backward pass
+    # recomputes them.
     losses, n_right = jax.lax.map(
         jax.checkpoint(lambda row: _row_sums(output, *row)),
         (states, rows.labels, rows.top_tokens, rows.top_probabilities),
@@ -524,28 +593,32 @@ def _row_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum of the losses of a row's labels, and the number of right guesses.
 
-    The loss of a label is the cross-entropy log(sum(exp(logits))) - wanted, in which `wanted` is
-    the label's logit or, where the target's distribution is known, the mean of the logits under it.
+    The loss of a label is the cross-entropy log(sum(exp(logits))) - wanted_logit. The latter is the
+    mean of the logits under the target's distribution or, if this is unknown, the label's logit.
 
     Args:
         output: float32[n_vocab, n_embd], the output matrix.
         states: float32[n_columns, n_embd].
         labels: int32[n_columns], -1 where there is none.
-        top_tokens: int32[n_columns, n_top], the target's likeliest tokens.
+        top_tokens: int32[n_columns, n_top], the target's likeliest tokens; `n_top` is 0 if these
+            are unknown.
         top_probabilities: float32[n_columns, n_top].
     """
     logits = states @ output.T  # [n_columns, n_vocab]
-    if top_tokens.shape[-1]:  # with the target's distribution, a second pass does not overfit
+    n_top = top_tokens.shape[-1]
+    if n_top:  # learning the target's distribution, a draft does not overfit in a second pass
         top_logits = jnp.take_along_axis(logits, top_tokens, axis=1)
         total = jnp.maximum(top_probabilities.sum(axis=-1), 1e-6)
-        wanted = (top_logits * top_probabilities).sum(axis=-1) / total
+        wanted_logit = (top_logits * top_probabilities).sum(axis=-1) / total
     else:
-        wanted = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - wanted
+        # Columns without a label read the logit of token 0, which is not used.
+        wanted_logit = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - wanted_logit
     is_label = labels >= 0
     is_right = is_label & (logits.argmax(axis=-1) == labels)
     return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
 
 
 def _on_device(rows: PackedRows) -> PackedRows:
+    """Return rows as JAX arrays."""
     return PackedRows(*map(jnp.asarray, rows))  # type: ignore[arg-type]

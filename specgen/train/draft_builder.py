@@ -1,6 +1,6 @@
-"""Builds drafts for a target in a given time.
+"""Makes drafts for a target within a given time.
 
-First the target writes text, then a draft of each kind is made from it.
+First the target writes text, then a draft of each kind is made from this text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.system.progress import Progress
 from specgen.system.quantities import human_bytes
-from specgen.train.training_loop import LEAST_TEXT, Budget, TextOptions
+from specgen.train.training_loop import MIN_TEXT, Budget, TextOptions
 
 if TYPE_CHECKING:
     from specgen.method.cost_table import CostTable
@@ -31,28 +31,29 @@ Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: The share of the time, less that for comparing drafts, in which the target writes text.
+#: The target writes text for this share of the time that comparing drafts leaves.
 _TEXT_SHARE = 0.6
-#: The least time for training a draft.
-_TRAINING_S = 20.0
-#: The text may take longer than estimated by this factor.
-_SLACK = 1.3
-#: The most prompts on which drafts are compared.
+#: The minimum time for training one draft.
+_MIN_TRAINING_S = 20.0
+#: Writing text may take this many times as long as estimated.
+_TEXT_TIME_MARGIN = 1.3
+#: The maximum number of prompts on which drafts are compared.
 N_JUDGED = 8
-#: The fewest prompts on which drafts are compared.
-_LEAST_JUDGED = 2
-#: The tokens of an answer to such a prompt.
+#: The minimum number of prompts on which drafts are compared.
+_MIN_JUDGED = 2
+#: The number of tokens in an answer to such a prompt.
 JUDGED_TOKENS = 96
-#: The largest share of the time for comparing drafts.
-_JUDGING_SHARE = 0.4
-#: The time to open a draft.
+#: The maximum share of the time for comparing drafts.
+_MAX_JUDGING_SHARE = 0.4
+#: The estimated time to open a draft.
 _OPENING_S = 3.0
-#: A trial of a draft replays an answer in this share of the time that the target took for it.
+#: The estimated time to replay an answer with a draft, relative to the time in which the target
+#: wrote it.
 _TRIAL_SHARE = 0.5
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:
-    """Return the folder of a target's text."""
+    """Return the folder in which a target's text is stored."""
     return cache / "made" / target.key / "text"
 
 
@@ -71,27 +72,33 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
 
 
 def least_text(kinds: Sequence[Kind]) -> int:
-    """Return how many tokens of text it takes to make these kinds of drafts."""
-    # A tenth is for judging, and the last tokens of an answer have nothing to learn from.
-    least = (LEAST_TEXT[kind] for kind in kinds)
-    return max(max(int(1.2 * learnt + judged), 10 * judged) for learnt, judged in least)
+    """Return the minimum number of tokens of text for making these kinds of drafts."""
+    n_tokens = 0
+    for kind in kinds:
+        n_learnt, n_judged = MIN_TEXT[kind]
+        # The last few tokens of each answer cannot be learnt from, hence the factor 1.2.
+        n_for_learning = int(1.2 * n_learnt + n_judged)
+        # One tenth of the text is held back for judging.
+        n_for_judging = 10 * n_judged
+        n_tokens = max(n_tokens, n_for_learning, n_for_judging)
+    return n_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
-    """How the time is divided."""
+    """How the time for making drafts is divided."""
 
     #: The time in which the target writes text.
     text_s: float
-    #: The time for training.
+    #: The time for training all drafts.
     training_s: float
     #: The time for comparing the drafts.
     judging_s: float
-    #: The tokens of text that fit into `text_s`.
+    #: The estimated number of tokens that the target writes in `text_s`.
     n_tokens: int
-    #: The prompts that the drafts are compared on.
+    #: The number of prompts on which the drafts are compared.
     n_judged: int
-    #: The least time that all of this takes.
+    #: The minimum time for everything; the plan is not feasible if there is less.
     needed_s: float
 
 
@@ -100,57 +107,64 @@ def plan_time(
     costs: CostTable,
     n_drafts: int,
     text: TextOptions,
-    n_least: int,
+    n_min: int,
     n_kinds: int = 1,
 ) -> TimePlan:
-    """Divide the time.
+    """Divide the time that is left between writing text, training, and comparing drafts.
 
     Args:
         left_s: The time that is left.
-        costs: What decoding costs the target.
-        n_drafts: How many drafts are compared.
-        text: How the target writes.
-        n_least: The tokens that the text lacks at least.
-        n_kinds: How many drafts are made.
+        costs: The target's decoding times.
+        n_drafts: The number of drafts to compare.
+        text: The options for the target's text.
+        n_min: The minimum number of tokens still to be written.
+        n_kinds: The number of drafts to make.
     """
-    # A token is written in a batch, and read again with its prompt, in larger ones.
+    # The target writes a token in a batch with other answers' tokens, and decodes it again with its
+    # prompt. In all, this takes about three times as long as the writing.
     token_s = 3 * costs.seconds(text.n_parallel) / text.n_parallel
-    least_text_s = n_least * token_s
-    least_training_s = n_kinds * _TRAINING_S
+    min_text_s = n_min * token_s
+    min_training_s = n_kinds * _MIN_TRAINING_S
+    # More than `min_text_s`, which is only an estimate.
+    safe_text_s = _TEXT_TIME_MARGIN * min_text_s
 
-    # Comparing drafts gets what the least text and training leave, but no more than a share.
+    # Comparing drafts gets what the minimum text and training leave, up to a share of all time.
     opening_s = _OPENING_S * n_drafts
     prompt_s = JUDGED_TOKENS * costs.seconds(1) * (1.0 + _TRIAL_SHARE * n_drafts)
-    judging_s = min(_JUDGING_SHARE * left_s, left_s - _SLACK * least_text_s - least_training_s)
-    n_judged = max(_LEAST_JUDGED, min(N_JUDGED, int((judging_s - opening_s) / prompt_s)))
+    judging_s = min(_MAX_JUDGING_SHARE * left_s, left_s - safe_text_s - min_training_s)
+    n_judged = max(_MIN_JUDGED, min(N_JUDGED, int((judging_s - opening_s) / prompt_s)))
     judging_s = opening_s + n_judged * prompt_s
 
     # The text gets its share of the rest, or more if it needs more and training can spare it.
     making_s = max(0.0, left_s - judging_s)
-    text_s = max(_TEXT_SHARE * making_s, min(_SLACK * least_text_s, making_s - least_training_s))
+    text_s = max(_TEXT_SHARE * making_s, min(safe_text_s, making_s - min_training_s))
     return TimePlan(
         text_s,
         making_s - text_s,
         judging_s,
         n_tokens=int(text_s / token_s),
         n_judged=n_judged,
-        needed_s=least_text_s + least_training_s + opening_s + _LEAST_JUDGED * prompt_s,
+        needed_s=min_text_s + min_training_s + opening_s + _MIN_JUDGED * prompt_s,
     )
 
 
 @dataclass(frozen=True)
 class DraftBuilder:
-    """Builds drafts for a target."""
+    """Makes drafts for a target: lets it write text, and makes each kind of draft from the text."""
 
+    #: The target.
     session: Session
-    #: The prompts, and how much text is written.
+    #: The prompts, and the number of tokens to write.
     text_options: TextOptions
-    #: The folder in which text and drafts are kept.
+    #: The cache folder for text and drafts.
     cache: Path
+    #: Returns the time in seconds.
     clock: Callable[[], float]
+    #: Shows the progress of each step.
     progress: Progress
-    #: Gets a sentence about each result.
+    #: Called with a sentence about each result.
     tell: Callable[[str], None]
+    #: Returns whether the user has asked to stop.
     interrupted: Callable[[], bool]
 
     @cached_property
@@ -159,19 +173,20 @@ class DraftBuilder:
 
     @property
     def folder(self) -> Path:
-        """The folder of the target's text."""
+        """The folder in which the target's text is stored."""
         return text_folder(self.cache, self._identity)
 
     @property
     def _text(self) -> TargetText:
+        """The text written so far, read again from the folder each time."""
         from specgen.train.target_text import TargetText
 
         return TargetText(self.folder, self.text_options.prompts)
 
     def n_lacking(self, kinds: Sequence[Kind]) -> int:
-        """Return how many more tokens of text it takes to make these kinds of drafts."""
-        n_have = sum(len(answer.tokens) for answer in self._text.answers)
-        return max(0, least_text(kinds) - n_have)
+        """Return the number of tokens still to be written before these drafts can be made."""
+        n_written = sum(len(answer.tokens) for answer in self._text.answers)
+        return max(0, least_text(kinds) - n_written)
 
     def make(
         self,
@@ -183,92 +198,110 @@ class DraftBuilder:
 
         Args:
             kinds: The kinds of drafts to make.
-            small: The model that is distilled, if one is.
-            plan: The time.
+            small: The model to train for a distilled draft; None if there is no such draft.
+            plan: The division of the time.
 
         Returns:
             The files of the drafts, or None if interrupted.
+
+        Raises:
+            SpecgenError: If the text cannot be written, or a draft cannot be made from it.
         """
         if "pruned" in kinds:
             from specgen.train.layer_skip import check_prunable
 
             check_prunable(self.session.target)  # before minutes are spent on the text
         started_s = self.clock()
-        ends_s = started_s + plan.text_s + plan.training_s
-        latest_s = ends_s - _TRAINING_S * len(kinds)
-        n_have = self.write_text(started_s + plan.text_s, self.n_lacking(kinds), latest_s)
-        if n_have < self.text_options.n_tokens and not self.interrupted():
-            self.tell(f"{n_have} tokens to learn from; more time or more --prompts would give more")
-        made: list[Path] = []
-        for number, kind in enumerate(kinds):
+        text_until_s = started_s + plan.text_s
+        ends_s = text_until_s + plan.training_s
+        # If there is too little text by then, it may take all but the minimum training time.
+        latest_s = ends_s - _MIN_TRAINING_S * len(kinds)
+        n_written = self.write_text(text_until_s, self.n_lacking(kinds), latest_s)
+        if n_written < self.text_options.n_tokens and not self.interrupted():
+            self.tell(
+                f"{n_written} tokens to learn from; more time or more --prompts would give more"
+            )
+        files: list[Path] = []
+        for index, kind in enumerate(kinds):
             if self.interrupted():
                 return None
-            # The drafts that are left share the time that is left.
+            # The remaining drafts share the remaining time equally.
             now_s = self.clock()
-            until_s = now_s + (ends_s - now_s) / (len(kinds) - number)
-            file = self._make(kind, small, until_s)
+            until_s = now_s + (ends_s - now_s) / (len(kinds) - index)
+            file = self._make_draft(kind, small, until_s)
             if file is None:
                 return None
-            made.append(file)
-        return made
+            files.append(file)
+        return files
 
     def write_text(
         self,
         until_s: float = math.inf,
-        n_least: int = 0,
+        n_min: int = 0,
         latest_s: float = 0.0,
     ) -> int:
         """Let the target write text until the clock reaches `until_s`.
 
-        If there are fewer than `n_least` new tokens by then, it goes on until `latest_s`, and keeps
-        the beginnings of answers.
+        If there are fewer than `n_min` new tokens by then, it goes on until `latest_s`, and then
+        stores unfinished answers as well.
 
         Returns:
-            How many tokens there are.
+            The number of tokens in the folder, including earlier ones.
+
+        Raises:
+            SpecgenError: As `write_text` of `specgen.train.target_text`.
         """
         from specgen.train.target_text import N_TOP, write_text
 
         session = self.session
         options = self.text_options
-        # A float16 hidden state, the likeliest tokens with their probabilities, and the token.
-        token_bytes = 2 * session.target.n_embd + 6 * N_TOP + 8
+        # For each token: a float16 hidden state, the likeliest tokens (int32) with their
+        # probabilities (float16), and a few bytes for the token itself and its prompt.
+        token_bytes = 2 * session.target.n_embd + (4 + 2) * N_TOP + 8
         size = human_bytes(options.n_tokens * token_bytes)
         self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
-        return write_text(session, options, self.folder, budget, n_least, latest_s)
+        return write_text(session, options, self.folder, budget, n_min, latest_s)
 
     def _budget(self, until_s: float, label: str) -> Budget:
         return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))
 
-    def _make(
+    def _make_draft(
         self,
         kind: Kind,
         small: Path | None,
         until_s: float,
     ) -> Path | None:
+        """Make a draft of a kind, and return its file, or None if interrupted.
+
+        Args:
+            kind: The kind of draft.
+            small: The model to train, which only a distilled draft needs.
+            until_s: The time by which the draft should be finished.
+        """
         session = self.session
         target = session.options.target
         text = self._text
-        made: TrainedHeads | Pruned | Distilled | None
+        result: TrainedHeads | Pruned | Distilled | None
         if kind == "heads":
             from specgen.train.head_training import train_heads
 
             output = heads_file(self.cache, self._identity)
             budget = self._budget(until_s, "training heads")
-            made = train_heads(text, target, session.target, output, budget)
+            result = train_heads(text, target, session.target, output, budget)
         elif kind == "pruned":
             from specgen.train.layer_skip import prune
 
             output = pruned_file(self.cache, self._identity)
             budget = self._budget(until_s, "judging sets of layers")
-            made = prune(session, text, output, budget)
+            result = prune(session, text, output, budget)
         else:
             assert small is not None, "a distilled draft is made from a model"
             output = distilled_file(self.cache, self._identity, small)
-            made = self._distil(small, text, output, until_s)
-        if made is None:
+            result = self._distil(small, text, output, until_s)
+        if result is None:
             return None
-        self.tell(f"{output.name}: {made.text}")
+        self.tell(f"{output.name}: {result.text}")
         return output
 
     def _distil(
@@ -278,6 +311,7 @@ class DraftBuilder:
         output: Path,
         until_s: float,
     ) -> Distilled | None:
+        """Train a copy of a small model on the target's text; return None if interrupted."""
         from specgen.drafters.kinds import refuse_draft
         from specgen.llama import LlamaModel
         from specgen.train.distillation import distil

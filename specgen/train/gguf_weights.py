@@ -1,10 +1,10 @@
-"""The weights of GGUF files as numbers, and copies of a file with other scales.
+"""Reads the weights of GGUF files as floats, and writes copies of a file with other scales.
 
 A GGUF file stores a quantised matrix in blocks of 32 or 256 weights: small integers, and one or two
 float16 scales that they are multiplied by. Training finds a factor for the scales of each block, as
-in PEQA (Kim et al., arXiv:2305.14152), so that a trained file keeps the size, the speed and the
-tokenizer of the original, and nothing that was learnt is lost by quantising again. (Low-rank
-changes, LoRA, are smaller than the steps of a four-bit type, which rounds them away.)
+in PEQA (Kim et al., arXiv:2305.14152). The trained file keeps the size, speed and tokenizer of the
+original, and nothing learnt is lost in quantising again. (LoRA's low-rank changes are smaller than
+the quantisation steps of a four-bit type, so quantising again would round them away.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from specgen.models.files import parts_of
 #: The architectures that `specgen.train.distillation` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
-#: In gemma3 every sixth layer sees all of the text, unless the file has another period.
+#: The period of gemma3's layers if the file gives none: five layers attend to a sliding window,
+#: the sixth to the whole text.
 _GEMMA3_PERIOD = 6
-#: The base of RoPE in the other layers.
+#: The base of RoPE in gemma3's sliding-window layers if the file gives none.
 _GEMMA3_LOCAL_BASE = 10_000.0
-#: Types without blocks.
+#: Types that store plain numbers, without blocks or scales.
 _FLOAT_TYPES = frozenset(["f32", "f16", "bf16"])
-#: The number of weights that share a factor in these.
+#: The number of weights that share a trained factor in these types.
 _FLOAT_BLOCK = 32
-_MOST_FLOAT16 = float(np.finfo(np.float16).max)
+_MAX_FLOAT16 = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +48,33 @@ class Hyperparameters:
     n_head: int
     n_head_kv: int
     head_size: int
-    #: Added to the mean square in RMS norms, so that the division is always defined.
+    #: Added to the mean square in RMS norms to avoid dividing by zero.
     norm_epsilon: float
-    #: For each layer, the base of RoPE's frequencies.
+    #: The base of RoPE's frequencies in each layer.
     rope_bases: tuple[float, ...]
-    #: For each layer, what positions are divided by.
+    #: The divisor of positions in each layer (linear RoPE scaling).
     rope_factors: tuple[float, ...]
-    #: For each layer, how many of the latest tokens it sees; 0 for all.
+    #: The number of latest tokens that each layer attends to; 0 for all.
     windows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """A transformer that was read from a file."""
+    """A transformer read from a file."""
 
     hyperparameters: Hyperparameters
-    #: Dequantised tensors, by their names in the file.
+    #: The dequantised tensors, by their names in the file.
     tensors: dict[str, FloatArray]
-    #: The types in which they are stored.
+    #: The type in which each tensor is stored, by the same names.
     types: dict[str, str]
 
 
 def read_weights(path: Path) -> GgufWeights:
-    """Read and dequantise a model in one file.
+    """Read and dequantise a model that consists of one file.
 
     Raises:
-        ModelFileError: If it cannot be read or trained.
+        ModelFileError: If the file cannot be read, lacks a tensor that every transformer has, or is
+            of a kind that cannot be trained.
     """
     reader = _opened(path)
     hyperparameters = _hyperparameters(path, reader)
@@ -80,6 +82,7 @@ def read_weights(path: Path) -> GgufWeights:
     types = {}
     for tensor in reader.tensors:
         stored = _stored(path, tensor)
+        # GGUF lists the fastest axis first, NumPy last.
         tensors[tensor.name] = dequantize(stored).reshape(tensor.shape[::-1])
         types[tensor.name] = stored.type_name
     layers = (f"blk.{layer}.attn_q.weight" for layer in range(hyperparameters.n_layer))
@@ -98,25 +101,27 @@ def write_weights(
 
     Args:
         original: The file to copy.
-        changes: As from `initial_changes`.
+        changes: The changes of the blocks' factors, named and shaped as by `initial_changes`.
         output: The file to write.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If `output` cannot be written.
+        ModelFileError: If `original` cannot be read.
     """
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
-        for name, layers_changes in changes.items():
+        for name, changes_of_layers in changes.items():
             matrix = name.removesuffix(".factors")
-            for layer, layer_changes in enumerate(layers_changes):
+            for layer, layer_changes in enumerate(changes_of_layers):
                 tensor = tensors[f"blk.{layer}.{matrix}.weight"]
-                stored = _stored(original, tensor)
+                scaled = scaled_bytes(_stored(original, tensor), np.asarray(layer_changes))
                 file.seek(int(tensor.data_offset))
-                file.write(scaled_bytes(stored, np.asarray(layer_changes)).tobytes())
+                file.write(scaled.tobytes())
 
 
 def _opened(path: Path) -> Any:
+    """Return a `GGUFReader` of a file."""
     from gguf import GGUFReader
 
     try:
@@ -128,17 +133,22 @@ def _opened(path: Path) -> Any:
 
 
 def _stored(path: Path, tensor: Any) -> Weights:
-    """Return a tensor as it is stored; a vector is a matrix of one row."""
-    name = _TYPE_NAMES.get(int(tensor.tensor_type))
-    if name is None:
-        type_name = tensor.tensor_type.name
-        raise ModelFileError(f"{path}: {tensor.name} has the unknown type {type_name}")
+    """Return a reader's tensor as a matrix, still quantised; a vector becomes one row."""
+    type_name = _TYPE_NAMES.get(int(tensor.tensor_type))
+    if type_name is None:
+        unknown = tensor.tensor_type.name
+        raise ModelFileError(f"{path}: {tensor.name} has the unknown type {unknown}")
     n_columns = int(tensor.shape[0])
     shape = (int(tensor.n_elements) // n_columns, n_columns)
-    return Weights(name, shape, np.asarray(tensor.data).reshape(-1).view(np.uint8))
+    return Weights(type_name, shape, np.asarray(tensor.data).reshape(-1).view(np.uint8))
 
 
 def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
+    """Return the hyperparameters in a file's metadata.
+
+    Raises:
+        ModelFileError: If the model cannot be trained, or metadata are missing.
+    """
     architecture = reader.fields["general.architecture"].contents()
     if architecture not in ARCHITECTURES:
         raise ModelFileError(
@@ -147,29 +157,31 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
         )
 
     def value(key: str, default: Any = None) -> Any:
+        """Return the value of a key, or `default`; without a default, the key must exist."""
         field = reader.fields.get(f"{architecture}.{key}")
-        found = default if field is None else field.contents()
-        if found is None:
+        contents = default if field is None else field.contents()
+        if contents is None:
             raise ModelFileError(f"{path}: the metadata {architecture}.{key} is missing")
-        return found
+        return contents
 
     n_layer = int(value("block_count"))
     n_embd = int(value("embedding_length"))
     n_head = int(value("attention.head_count"))
     head_size = int(value("attention.key_length", n_embd // n_head))
     scaling = value("rope.scaling.type", "none")
-    is_unusual = {
+    # What the transformer in `specgen.train.distillation` does not implement.
+    unsupported = {
         "expert_count": value("expert_count", 0) > 0,
         "final_logit_softcapping": value("final_logit_softcapping", 0.0) > 0,
         "rope.dimension_count": value("rope.dimension_count", head_size) != head_size,
         "rope.scaling.type": scaling not in ("none", "linear"),
         "split.count": "split.count" in reader.fields,
     }
-    for key, cannot_train in is_unusual.items():
-        if cannot_train:
+    for key, is_unsupported in unsupported.items():
+        if is_unsupported:
             raise ModelFileError(f"{path}: cannot train a model with this {key}")
 
-    # All layers are alike, but for gemma3's local layers, which see a window of the text.
+    # All layers are alike, except that most of gemma3's attend only to a sliding window.
     base = float(value("rope.freq_base", 10_000.0))
     factor = 1.0
     if scaling == "linear":
@@ -182,6 +194,7 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
         period = int(value("attention.sliding_window_pattern", _GEMMA3_PERIOD))
         local_base = float(value("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))
         for layer in range(n_layer):
+            # The last layer of each period attends to the whole text.
             if window and layer % period < period - 1:
                 bases[layer] = local_base
                 factors[layer] = 1.0
@@ -203,10 +216,13 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     """Return the rows of some tokens in a model's embeddings and in its output matrix.
 
-    Both may be the same matrix. The model may have several files.
+    Many models use the embeddings as the output matrix too. The model may consist of several files.
 
     Returns:
-        Two arrays, float32[len(tokens), n_embd].
+        Two arrays, float32[len(tokens), n_embd] each.
+
+    Raises:
+        ModelFileError: If a file cannot be read, or has no embeddings.
     """
     tensors = {}
     for part in parts_of(path):
@@ -219,6 +235,7 @@ def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray
 
 
 def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
+    """Dequantise only the rows with these indices."""
     n_rows, n_columns = stored.shape
     data = stored.data.reshape(n_rows, -1)[indices].reshape(-1)
     return dequantize(Weights(stored.type_name, (len(indices), n_columns), data))
@@ -229,10 +246,11 @@ class _BlockLayout(NamedTuple):
 
     n_weights: int
     n_bytes: int
-    #: Where the block has the float16 numbers that scale all of its weights.
+    #: The byte offsets of the float16 numbers to multiply in order to scale all of its weights.
     scale_offsets: tuple[int, ...]
 
 
+#: The layouts by type. Types with two offsets store a scale and a minimum.
 _LAYOUTS = {
     "q4_0": _BlockLayout(32, 18, (0,)),
     "q4_1": _BlockLayout(32, 20, (0, 2)),
@@ -250,9 +268,10 @@ _LAYOUTS = {
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """Return how many weights of a row share a factor in all of these types.
+    """Return the number of weights in a row that can share a factor in all of these types.
 
-    It is None if one of them has no scales.
+    Returns:
+        The least common multiple of the types' block sizes; None if a type has no known scales.
     """
     sizes = [1]
     for name in types:
@@ -269,30 +288,32 @@ def initial_changes(
     matrices: Mapping[str, FloatArray],
     types: Mapping[str, Sequence[str]],
 ) -> dict[str, FloatArray]:
-    """Return changes of factors, zeros, for matrices that have scales.
+    """Return the changes to begin training with: zeros, for all matrices with scales.
+
+    A block's weights are multiplied by a factor, which is 1 plus its change.
 
     Args:
-        matrices: Stacked matrices by "NAME.weight": float32[n_layer, n_outputs, n_inputs].
-        types: The types of each in the layers.
+        matrices: The matrices of all layers, stacked, float32[n_layer, n_outputs, n_inputs], by
+            "NAME.weight".
+        types: The types in which a matrix is stored in the different layers, by the same names.
 
     Returns:
-        By "NAME.factors": float32[n_layer, n_outputs, n_inputs / block_size]. A factor is 1 plus
-        its change.
+        float32[n_layer, n_outputs, n_inputs / block_size], by "NAME.factors".
     """
-    found = {}
+    changes = {}
     for name, values in matrices.items():
         size = block_size(types[name], values.shape[-1])
         if size is not None:
             shape = (*values.shape[:-1], values.shape[-1] // size)
-            found[f"{name.removesuffix('.weight')}.factors"] = np.zeros(shape, np.float32)
-    return found
+            changes[f"{name.removesuffix('.weight')}.factors"] = np.zeros(shape, np.float32)
+    return changes
 
 
 def apply_changes(matrix: Any, changes: Any) -> Any:
     """Return a matrix with its blocks multiplied by 1 + `changes`.
 
     Args:
-        matrix: NumPy's or JAX's float32[n_outputs, n_inputs].
+        matrix: A NumPy or JAX array, float32[n_outputs, n_inputs].
         changes: float32[n_outputs, n_blocks].
     """
     blocks = matrix.reshape(*changes.shape, -1)
@@ -300,23 +321,30 @@ def apply_changes(matrix: Any, changes: Any) -> Any:
 
 
 def scaled_bytes(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
-    """Return the bytes of a matrix, in its own type, with its blocks multiplied by 1 + `changes`.
+    """Return a matrix with its blocks multiplied by 1 + `changes`, as bytes in its own type.
+
+    Only the scales of a quantised matrix change; its small integers are copied.
 
     Args:
         weights: The matrix as it is stored.
-        changes: float32[n_rows, n], for all blocks of the type, or for groups of some blocks.
+        changes: float32[n_rows, n_groups]. Each applies to one block of the matrix or to a group of
+            neighbouring blocks, so `n_groups` divides the number of blocks in a row.
     """
     if weights.type_name in _FLOAT_TYPES:
         changed = apply_changes(dequantize(weights), changes)
         return quantize(changed, weights.type_name).data
+
     layout = _LAYOUTS[weights.type_name]
     n_rows, n_columns = weights.shape
     n_blocks = n_columns // layout.n_weights
     blocks = weights.data.reshape(n_rows, n_blocks, layout.n_bytes).copy()
-    factors = 1.0 + np.repeat(changes, n_blocks // changes.shape[1], axis=1)  # [n_rows, n_blocks]
+    # The blocks of a group share its change: float32[n_rows, n_blocks].
+    factors = 1.0 + np.repeat(changes, n_blocks // changes.shape[1], axis=1)
     for offset in layout.scale_offsets:
-        scale_bytes = np.ascontiguousarray(blocks[..., offset : offset + 2])
-        scales = scale_bytes.view(np.float16)[..., 0].astype(np.float32)  # [n_rows, n_blocks]
-        scales = np.clip(scales * factors, -_MOST_FLOAT16, _MOST_FLOAT16).astype(np.float16)
-        blocks[..., offset : offset + 2] = scales[..., None].view(np.uint8)
+        scale_bytes = np.s_[..., offset : offset + 2]
+        # Two bytes of each block become a float16: [n_rows, n_blocks, 2] to [n_rows, n_blocks].
+        scales = np.ascontiguousarray(blocks[scale_bytes]).view(np.float16)[..., 0]
+        scaled = scales.astype(np.float32) * factors
+        scaled = np.clip(scaled, -_MAX_FLOAT16, _MAX_FLOAT16).astype(np.float16)
+        blocks[scale_bytes] = scaled[..., None].view(np.uint8)
     return blocks.reshape(-1)

@@ -1,14 +1,15 @@
 """Lets a draft learn from kept answers (online speculative decoding, Liu et al., arXiv:2310.07177).
 
-A lesson trains the draft as `distillation` does, on answers that the target gave while it was used.
-It continues from the better of the draft's original weights and those learnt before. The latest
-answers are not learnt from: they judge the original weights, those in use and the new ones, each as
-written to a file. What agrees best with the target is used from then on.
+A lesson trains the draft as `distillation` does, on answers that the target gave to its users. It
+continues from the draft's original weights or from those learnt in earlier lessons, whichever agree
+better with the target. The latest answers are not learnt from. They are for judging: the original
+weights, the weights in use and the new ones, each as stored in a file, are compared on them, and
+the weights that agree best with the target are used from then on.
 
-While a command answers, a process of its own learns: this module as a program. `Learner` starts it
-with a task as JSON, and reads the result from its standard output. `PAUSE` and `GO` on its standard
-input pause it between steps, so that answers have the processor for themselves. It has the lowest
-priority, and ends when its input does.
+Lessons that run alongside a chat or a server have a process of their own, which runs this module as
+a program. `Learner` starts it with a task as JSON, and reads the result from its standard output.
+Sending `PAUSE` and `GO` to its standard input pauses it between steps, so that generating answers
+has the processor for itself. It has the lowest priority, and exits when its standard input closes.
 """
 
 from __future__ import annotations
@@ -48,52 +49,57 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
     from specgen.train.distillation import Score
 
-#: The learning rate of Adam at its peak.
+#: The highest learning rate of Adam.
 RATE = 6e-3
-#: The most passes over the texts: the next lesson uses them again.
+#: The maximum number of passes over the texts. One is enough: later lessons use them again.
 N_PASSES = 1
-#: The number of latest answers that are used.
-MOST_ANSWERS = 128
-#: The share of these that judges.
+#: A lesson uses at most this many answers, the latest.
+MAX_ANSWERS = 128
+#: The share of these answers that are for judging.
 _JUDGING_SHARE = 0.25
-#: The most answers that judge.
-_MOST_JUDGING = 12
-#: The fewest answers for a lesson, those that judge included.
-LEAST_ANSWERS = 8
-#: How often the draft is judged in a pass.
-_JUDGED_PER_PASS = 2
-#: Training ends after so many judgements without an improvement.
+#: The maximum number of answers for judging.
+_MAX_JUDGING = 12
+#: The minimum number of answers for a lesson, including those for judging.
+MIN_ANSWERS = 8
+#: The number of times that the draft is judged in a pass.
+_JUDGEMENTS_PER_PASS = 2
+#: Training ends after this many consecutive judgements without an improvement.
 _PATIENCE = 3
-#: The number of steps in which the learning rate rises.
+#: The number of steps at the beginning during which the learning rate rises.
 _N_RISING = 5
-#: The share of its peak to which the learning rate falls: with a lower one, the last steps of a
-#: short lesson would learn nothing.
+#: The last learning rate, as a share of the highest. If it were lower, the last steps of a short
+#: lesson would learn nothing.
 _LAST_SHARE = 0.5
 
-#: What is used from now on: the new weights, those in use before, or the original ones.
+#: The weights to use after a lesson: "new" are the new ones, "kept" those in use before, "none" the
+#: draft's original ones, with nothing learnt.
 Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The result of a lesson; agreements are shares of the judging answers' tokens."""
+    """The result of a lesson.
 
-    #: How many answers it learnt from.
+    Agreements are shares of the tokens in the answers for judging.
+    """
+
+    #: The number of answers learnt from.
     n_answers: int
-    #: How many answers judged.
+    #: The number of answers for judging.
     n_judging: int
-    #: How many tokens these have.
+    #: The number of tokens in the answers for judging.
     n_judged_tokens: int
     #: The agreement of the draft's original weights.
     agreement_as_it_came: float
-    #: That of the weights learnt before; None if there were none.
+    #: The agreement of the weights learnt in earlier lessons; None if there were none.
     agreement_in_use: float | None
-    #: That of the new weights.
+    #: The agreement of the new weights.
     agreement_new: float
+    #: The weights that are used from now on.
     outcome: Outcome
-    #: How many steps of gradient descent it took.
+    #: The number of gradient descent steps.
     n_steps: int
-    #: How long it took.
+    #: The time that the lesson took.
     seconds: float
 
     @property
@@ -115,9 +121,9 @@ class Lesson:
 
 
 def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAnswer]]:
-    """Return the answers to learn from, and the latest, which judge."""
-    latest = list(answers[-MOST_ANSWERS:])
-    n_judging = min(_MOST_JUDGING, math.ceil(_JUDGING_SHARE * len(latest)))
+    """Divide the latest answers into those to learn from, and the very latest, for judging."""
+    latest = list(answers[-MAX_ANSWERS:])
+    n_judging = min(_MAX_JUDGING, math.ceil(_JUDGING_SHARE * len(latest)))
     n_learning = len(latest) - n_judging
     return latest[:n_learning], latest[n_learning:]
 
@@ -132,43 +138,53 @@ def learn(
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder.
 
+    Args:
+        folder: The folder of kept answers, to which the new weights are written.
+        target: The target's file.
+        draft: The draft's file, which stays unchanged.
+        budget: The time that training may take.
+        rate: The highest learning rate.
+
     Returns:
-        The result, or None if interrupted, with nothing changed.
+        The result, or None if interrupted; nothing has changed then.
 
     Raises:
-        UsageError: If there are too few answers, JAX is missing, another process learns there, or
-            the answers are deleted in the meantime.
+        UsageError: If there are too few answers, JAX is missing, another process is learning from
+            the same folder, or the answers are deleted in the meantime.
         ModelFileError: If the draft cannot be read or trained.
+        MemoryLimitError: If there is too little memory.
         OutputError: If the folder cannot be written to.
     """
     check_library()
     answers = kept_answers.read_answers(folder)
-    if len(answers) < LEAST_ANSWERS:
+    if len(answers) < MIN_ANSWERS:
         raise UsageError(
             f"{len(answers)} answers are kept for {target.name}: too few to learn from",
-            hint=f"use --learn until there are {LEAST_ANSWERS} or more",
+            hint=f"use --learn until there are {MIN_ANSWERS} or more",
         )
     kept_answers.make_folder(folder)
-    held = UsageError(
-        f"another process is already learning for {target.name}", "wait until it is done"
+    busy = UsageError(
+        f"another process is already learning for {target.name}",
+        "wait until it is done",
     )
-    with locked(folder / "learning.lock", held):
+    with locked(folder / "learning.lock", busy):
         _delete_leftovers(folder)
-        return _lesson(folder, target, draft, answers, budget, rate)
+        return _run_lesson(folder, target, draft, answers, budget, rate)
 
 
 def _delete_leftovers(folder: Path) -> None:
     """Delete weights that no draft uses, for example those of a lesson that was killed."""
     states = [kept_answers.read_state(path) for path in folder.glob("*.json")]
-    in_use = {state.weights for state in states}
+    names_in_use = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
-        # Files of answers are left alone: they may be written at any time.
-        if path.name not in in_use and not path.name.startswith(kept_answers.ANSWERS):
+        # Files of answers are left alone, because other processes may write them at any time.
+        is_answers = path.name.startswith(kept_answers.ANSWERS)
+        if path.name not in names_in_use and not is_answers:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def _lesson(
+def _run_lesson(
     folder: Path,
     target: Path,
     draft: Path,
@@ -176,23 +192,24 @@ def _lesson(
     budget: Budget,
     rate: float,
 ) -> Lesson | None:
+    """Train the draft, judge the result, and record what to use; see `learn`, which locks."""
     from specgen.train.distillation import Trainer, fit
 
     started_s = budget.clock()
     learning, judging = split(answers)
-    learnt_rows, judged_rows = _packed(target, draft, learning, judging)
+    learnt_rows, judged_rows = _packed_answers(target, draft, learning, judging)
 
     # Training starts from the original weights or those in use, whichever agree better.
-    start = Trainer(draft, learnt_rows, judged_rows)
-    as_it_came = start.before
-    in_use: Score | None = None
+    trainer = Trainer(draft, learnt_rows, judged_rows)
+    original_score = trainer.before
+    in_use_score: Score | None = None
     former_weights = learnt_weights(folder, draft)
     if former_weights is not None:
-        with contextlib.suppress(ModelFileError):  # no draft uses damaged ones
+        with contextlib.suppress(ModelFileError):  # damaged weights are ignored, as in loading
             former = Trainer(former_weights, learnt_rows, judged_rows)
-            in_use = former.before
-            if in_use.agreement > as_it_came.agreement:
-                start = former
+            in_use_score = former.before
+            if in_use_score.agreement > original_score.agreement:
+                trainer = former
 
     schedule = Schedule(
         learnt_rows.n_rows,
@@ -201,22 +218,22 @@ def _lesson(
         rate=rate,
         n_rising=_N_RISING,
         last_share=_LAST_SHARE,
-        judged_every=max(1, learnt_rows.n_rows // _JUDGED_PER_PASS),
+        judged_every=max(1, learnt_rows.n_rows // _JUDGEMENTS_PER_PASS),
         patience=_PATIENCE,
     )
     with write_errors(folder), new_beside(folder / "weights.gguf") as written:
-        fitted = fit(start, schedule, budget, written)
+        fitted = fit(trainer, schedule, budget, written)
         if fitted is None:
             return None
-        state, new = fitted
+        state, new_score = fitted
         lesson = Lesson(
             n_answers=len(learning),
             n_judging=len(judging),
             n_judged_tokens=judged_rows.n_labels,
-            agreement_as_it_came=as_it_came.agreement,
-            agreement_in_use=None if in_use is None else in_use.agreement,
-            agreement_new=new.agreement,
-            outcome=_outcome(new, start.before, as_it_came, in_use),
+            agreement_as_it_came=original_score.agreement,
+            agreement_in_use=None if in_use_score is None else in_use_score.agreement,
+            agreement_new=new_score.agreement,
+            outcome=_outcome(new_score, original_score, in_use_score),
             n_steps=state.n_steps,
             seconds=budget.clock() - started_s,
         )
@@ -229,13 +246,16 @@ def _lesson(
 
 def _outcome(
     new: Score,
-    start: Score,
-    as_it_came: Score,
+    original: Score,
     in_use: Score | None,
 ) -> Outcome:
-    if new.agreement > start.agreement:
+    """Return which weights agree best; the new ones must be strictly better than all others."""
+    best_former = original.agreement
+    if in_use is not None:
+        best_former = max(best_former, in_use.agreement)
+    if new.agreement > best_former:
         return "new"
-    if in_use is not None and in_use.agreement < as_it_came.agreement:
+    if in_use is not None and in_use.agreement < original.agreement:
         return "none"
     return "kept"
 
@@ -247,14 +267,17 @@ def _adopt(
     written: Path,
     last_answer: int,
 ) -> None:
-    """Record what the draft uses from now on, and keep the new weights if these are better.
+    """Record which weights the draft uses from now on, and keep the new ones if they are better.
 
     Args:
         lesson: The result of the lesson.
-        folder: Where it is recorded.
+        folder: The folder of kept answers, in which it is recorded.
         draft: The draft's file.
         written: The file of the new weights.
-        last_answer: The number of the latest answer that was used.
+        last_answer: The number of the latest answer that the lesson used.
+
+    Raises:
+        UsageError: If the answers have been deleted since the lesson began.
     """
     if last_answer > last_number(folder):
         raise UsageError("the answers were deleted while the draft learnt from them")
@@ -275,13 +298,17 @@ def _adopt(
     kept_answers.write_learnt(folder, draft, learnt)
 
 
-def _packed(
+def _packed_answers(
     target: Path,
     draft: Path,
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer],
 ) -> tuple[PackedRows, PackedRows]:
-    """Return answers to learn from and answers that judge, as the draft reads them."""
+    """Return the answers to learn from and those for judging, in the draft's tokens.
+
+    Raises:
+        UsageError: If nothing is left of either, for example because all prompts are too long.
+    """
     with (
         contextlib.closing(LlamaModel(target, vocabulary_only=True)) as target_model,
         contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as draft_model,
@@ -294,14 +321,15 @@ def _packed(
 
 # --- the process that learns while a command answers ----------------------------------------------
 
-#: What the process reads from its standard input.
+#: The commands that the process reads from its standard input: to pause, and to continue.
 PAUSE = b"-"
 GO = b"+"
+#: The highest value of `nice`.
 _LOWEST_PRIORITY = 19
 
 
 class Pauses:
-    """Pauses the training as standard input asks, with a clock that stops during pauses."""
+    """Pauses training when standard input says so, with a clock that stops during pauses."""
 
     def __init__(self) -> None:
         self._is_running = threading.Event()
@@ -310,18 +338,23 @@ class Pauses:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait(self) -> bool:
-        """Wait until there is no pause, and return False: it is no interruption."""
+        """Wait until the pause is over, if there is one.
+
+        Returns:
+            False, so that it can be a budget's `interrupted`, which is called between steps.
+        """
         started_s = time.monotonic()
         self._is_running.wait()
         self._paused_s += time.monotonic() - started_s
         return False
 
     def clock(self) -> float:
-        """Return the seconds that were not spent in pauses."""
+        """Return the time in seconds, not counting pauses."""
         return time.monotonic() - self._paused_s
 
     def _read(self) -> None:
-        # Read without Python's lock on the file, which would not let the process end.
+        """Obey commands from standard input; end the process when it is closed."""
+        # `sys.stdin.read` would hold a lock that keeps the process from ending.
         while command := os.read(sys.stdin.fileno(), 1):
             if command == PAUSE:
                 self._is_running.clear()
@@ -331,7 +364,11 @@ class Pauses:
 
 
 def main() -> int:
-    """Learn as the first argument asks, print the result as JSON, and return the exit code."""
+    """Run the lesson that the first argument describes as JSON, and print its result as JSON.
+
+    Returns:
+        The exit code.
+    """
     task = json.loads(sys.argv[1])
     pauses = Pauses()
     if hasattr(os, "nice"):
@@ -347,35 +384,36 @@ def main() -> int:
     except SpecgenError as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code
-    assert lesson is not None, "nothing interrupts it"
+    assert lesson is not None, "`Pauses.wait` never interrupts"
     sys.stdout.write(json.dumps(asdict(lesson)))
     return 0
 
 
 # --- the command that starts it -------------------------------------------------------------------
 
-#: The number of new answers that starts a lesson.
+#: A lesson starts when there are this many new answers.
 NEW_ANSWERS = 10
-#: How long a lesson may take.
-_MINUTES = 10.0
-#: The process may use the processor's cores, divided by this.
-_CORES_SHARE = 4
-#: How long the process may take to end after it was told to.
-_END_S = 5.0
+#: The maximum duration of a lesson, not counting pauses.
+_LESSON_MINUTES = 10.0
+#: The process uses the default number of threads divided by this.
+_CORES_DIVISOR = 4
+#: The process is killed if it has not ended this long after being told to.
+_END_TIMEOUT_S = 5.0
+#: The command that starts the process.
 COMMAND = (sys.executable, "-m", "specgen.train.online_learning")
 
 
 class Learner:
-    """Runs lessons in a process of their own, between a command's answers; a context manager.
+    """Runs lessons in a separate process, between the answers of a command; a context manager.
 
     It starts a lesson when there are enough new answers, pauses it while an answer is generated,
-    and loads the engine's draft again when this, or another process, learnt something.
+    and reloads the engine's draft when this or another process has learnt better weights.
 
     Args:
-        session: The models, and the folder of kept answers. Without one, nothing is learnt.
-        engine: What generates the answers.
-        tell: Gets a sentence about each lesson.
-        command: Starts the process; the task is added as the last argument.
+        session: The models, and the folder of kept answers; without a folder, nothing is learnt.
+        engine: The engine that generates the answers, whose draft is reloaded.
+        tell: Called with a sentence about each lesson.
+        command: The command that starts the process; the task is added as the last argument.
     """
 
     def __init__(
@@ -389,25 +427,29 @@ class Learner:
         self._engine = engine
         self._tell = tell
         self._command = command
+        #: The process of the current lesson; None between lessons.
         self._child: subprocess.Popen[bytes] | None = None
-        #: The file of its standard error.
+        #: The temporary file that receives the process's standard error.
         self._errors: IO[bytes] = io.BytesIO()
-        #: Whether the process runs, and is not paused.
+        #: Whether the process is not paused.
         self._is_running = True
-        #: The number of the kept answer from which on the next lesson may begin.
+        #: The next lesson waits until the kept answers have reached this number.
         self._not_before = 0
+        #: Whether lessons can take place: False without JAX, or after a failure.
         self._is_on = False
         folder = session.options.learning
         draft = session.draft
         if folder is None or draft is None:
             return
         if draft.learns is None:
+            # A free draft, which costs no time, has no weights: no need to mention it.
             if not draft.is_free:
                 self._tell_why_not(f"{draft.name} cannot learn")
             return
         self._folder = folder
+        #: The file of the draft's original weights.
         self._draft = draft.learns
-        #: The learnt weights that the draft was loaded with.
+        #: The learnt weights that the engine's draft was loaded with; None if the original ones.
         self._in_use = learnt_weights(folder, draft.learns)
         try:
             check_library()
@@ -422,6 +464,7 @@ class Learner:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the process of an unfinished lesson, without using what it has learnt."""
         child = self._child
         self._child = None
         if child is None:
@@ -429,16 +472,19 @@ class Learner:
         with contextlib.suppress(OSError):
             child.terminate()
         try:
-            child.wait(_END_S)
+            child.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.kill()
-        self._last_words(child)
+        self._finish_process(child)
 
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson.
 
+        Call this before and after each answer. If learning fails, it is switched off, and answers
+        go on.
+
         Args:
-            begins: Whether an answer is about to begin, which pauses a lesson. If not, one ended.
+            begins: Whether an answer is about to begin, which pauses a lesson, or has just ended.
         """
         if not self._is_on:
             return
@@ -450,21 +496,29 @@ class Learner:
                 self._end_lesson(self._child)
             if self._child is None:
                 self._reload_draft()
-            elif begins == self._is_running:
-                self._is_running = not begins
-                self._send(GO if self._is_running else PAUSE)
-        except (SpecgenError, OSError, ValueError, TypeError) as error:  # not the answers end
+            else:
+                self._set_running(not begins)
+        except (SpecgenError, OSError, ValueError, TypeError) as error:
             self._is_on = False
             self._tell(f"learning has ended: {error}")
 
     @property
     def _n_new(self) -> int:
+        """The number of kept answers that no lesson has used yet."""
         last = last_number(self._folder)
-        seen = read_learnt(self._folder, self._draft).last_number
-        return last - seen if last >= seen else last  # smaller if the file was deleted
+        used = read_learnt(self._folder, self._draft).last_number
+        if last < used:  # the answers were deleted, and numbers began again
+            return last
+        return last - used
+
+    def _set_running(self, is_running: bool) -> None:
+        """Pause or continue the process, if it is not already paused or running."""
+        if is_running != self._is_running:
+            self._is_running = is_running
+            self._send(GO if is_running else PAUSE)
 
     def _reload_draft(self) -> None:
-        """Let the engine use the latest weights, if it can now."""
+        """Let the engine use the latest weights, unless it already does or is busy."""
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
@@ -472,17 +526,23 @@ class Learner:
     def _send(self, data: bytes) -> None:
         stdin = None if self._child is None else self._child.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended: the next call notices
+        # If the process has ended, the next call of `between_answers` notices.
+        with contextlib.suppress(BrokenPipeError):
             stdin.write(data)
             stdin.flush()
 
     def _start_lesson(self) -> None:
-        n_threads = max(1, default_threads() // _CORES_SHARE)
-        paths = {"folder": self._folder, "target": self._target, "draft": self._draft}
-        task = json.dumps(paths | {"minutes": _MINUTES}, default=os.fspath)
+        """Start the process of a lesson."""
+        n_threads = max(1, default_threads() // _CORES_DIVISOR)
+        task = {
+            "folder": os.fspath(self._folder),
+            "target": os.fspath(self._target),
+            "draft": os.fspath(self._draft),
+            "minutes": _LESSON_MINUTES,
+        }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it outlives this call
         self._child = subprocess.Popen(
-            (*self._command, task),
+            (*self._command, json.dumps(task)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -492,23 +552,31 @@ class Learner:
         self._is_running = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
+        """Tell the result of a lesson whose process has ended.
+
+        Raises:
+            OutputError: If the process failed, other than with a usage error.
+        """
         self._child = None
-        result, words = self._last_words(child)
-        if child.returncode == UsageError.exit_code:  # for example, another process learns
+        result, error = self._finish_process(child)
+        # Try again after more answers if, for example, another process is learning.
+        if child.returncode == UsageError.exit_code:
             self._not_before = last_number(self._folder) + NEW_ANSWERS
-            self._tell(f"{self._draft.name} has not learnt: {words}")
+            self._tell(f"{self._draft.name} has not learnt: {error}")
             return
         if child.returncode != 0:
-            raise OutputError(words or f"its process ended with code {child.returncode}")
-        self._tell(f"{self._draft.name} {Lesson(**json.loads(result)).text}")
+            raise OutputError(error or f"its process ended with code {child.returncode}")
+        lesson = Lesson(**json.loads(result))
+        self._tell(f"{self._draft.name} {lesson.text}")
 
-    def _last_words(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
-        """Return the standard output of a process that ended, and the last line of its errors."""
+    def _finish_process(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
+        """Return the standard output of a process, and the last line of its standard error."""
         result, _ = child.communicate()
         with self._errors as errors:
             errors.seek(0)
             lines = errors.read().decode("utf-8", "replace").strip().splitlines()
-        return result, lines[-1] if lines else ""
+        last_line = lines[-1] if lines else ""
+        return result, last_line
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A target's own answers, from which drafts are made.
 
-The first half of this module lets the target answer prompts, several at once, and reads each answer
-again to record the hidden states and the likeliest tokens. A folder holds a file for each answer,
-``000123.npz``: the prompt, its tokens and those of the answer, and for each token of the answer the
-target's final hidden state before it and the likeliest tokens there.
+The first half of this module lets the target answer prompts, several at once, and decodes each
+answer a second time to record hidden states and likeliest tokens. Each answer is stored in a file
+such as ``000123.npz``: the prompt, the tokens of the prompt and of the answer, and for each token
+of the answer the final hidden state that predicted it and the likeliest tokens at that position.
 
-The second half turns answers into what a draft trains on: in its own tokens, and packed into rows
-of one length, several short answers to a row.
+The second half turns answers into training data for a draft: translated to the draft's tokens, and
+packed into rows of equal length, several short answers to a row.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ from specgen.train.training_loop import Budget, TextOptions
 
 #: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
-#: The number of rows for which llama.cpp computes hidden states and logits at once.
+#: The maximum number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
-_FILES = "[0-9]*.npz"
-#: The fewest tokens of an answer that was not finished.
-_SHORTEST = 8
-#: The number of tokens in a row of training texts: most answers fit with their prompt.
+#: The names of the answers' files.
+_FILE_PATTERN = "[0-9]*.npz"
+#: An answer that was cut off by the time limit needs at least this many tokens to be stored.
+_MIN_CUT_TOKENS = 8
+#: The number of tokens in a row of training data: most answers fit together with their prompt.
 N_COLUMNS = 384
-#: The most tokens of context before a part of a kept answer.
-_N_BEFORE = 192
-#: One prompt in so many is for judging drafts, not for training them.
+#: The maximum number of tokens of context before each part of a long kept answer.
+_MAX_CONTEXT_TOKENS = 192
+#: One in ten prompts is held back: drafts are judged on its answer, not trained on it.
 _HELD_BACK_EVERY = 10
+#: Context sizes are rounded up to a multiple of this.
+_CONTEXT_STEP = 256
 
 _Tokens: TypeAlias = tuple[int, ...]
 
@@ -58,37 +61,42 @@ _Tokens: TypeAlias = tuple[int, ...]
 class TargetAnswer:
     """An answer of the target."""
 
+    #: The prompt as text, without the chat template.
     prompt: str
+    #: The tokens of the prompt in the chat template.
     prompt_tokens: tuple[int, ...]
     #: The tokens of the answer, including the one that ended it.
     tokens: tuple[int, ...]
-    #: Whether the answer is for judging, not for learning.
+    #: Whether drafts are judged on the answer, instead of trained on it.
     is_held_back: bool
 
 
 class TargetText:
-    """The answers in a folder.
+    """The answers that are stored in a folder.
+
+    Hidden states and likeliest tokens are large, and are read only on request.
 
     Args:
         folder: The folder that `write_text` wrote to.
-        prompts: The prompts whose answers count; None for all.
+        prompts: Other prompts' answers are ignored; None to use all answers.
 
     Raises:
         ModelFileError: If a file is damaged.
     """
 
     def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
-        wanted = None if prompts is None else frozenset(prompts)
+        wanted_prompts = None if prompts is None else frozenset(prompts)
         self.answers: list[TargetAnswer] = []
+        #: The file of each answer.
         self._paths: list[Path] = []
-        for path in sorted(folder.glob(_FILES)):
+        for path in sorted(folder.glob(_FILE_PATTERN)):
             answer = _read_answer(path)
-            if wanted is None or answer.prompt in wanted:
+            if wanted_prompts is None or answer.prompt in wanted_prompts:
                 self.answers.append(answer)
                 self._paths.append(path)
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """Return the final hidden states before each token of an answer.
+        """Return the final hidden states that predicted the tokens of `answers[index]`.
 
         Returns:
             float16[n_tokens, n_embd].
@@ -96,17 +104,18 @@ class TargetText:
         return _arrays(self._paths[index], "hidden")[0]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return the target's likeliest tokens for each token of an answer.
+        """Return the target's likeliest tokens at each position of `answers[index]`.
 
         Returns:
-            The tokens, the likeliest first, and their probabilities: int32 and float16[n_tokens,
-            N_TOP].
+            The tokens, int32[n_tokens, N_TOP], the likeliest first, and their probabilities,
+            float16[n_tokens, N_TOP].
         """
         tokens, probabilities = _arrays(self._paths[index], "top_tokens", "top_probabilities")
         return tokens, probabilities
 
 
 def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
+    """Read some of the arrays that are stored in an answer's file."""
     try:
         with path.open("rb") as file, np.load(file) as saved:
             return [saved[name] for name in names]
@@ -116,6 +125,7 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
 
 
 def _read_answer(path: Path) -> TargetAnswer:
+    """Read an answer without its hidden states and likeliest tokens."""
     prompt, prompt_tokens, tokens, held_back = _arrays(
         path,
         "prompt",
@@ -132,7 +142,7 @@ def _read_answer(path: Path) -> TargetAnswer:
 
 
 def is_held_back(index: int) -> bool:
-    """Return whether the prompt with this number, from 0, is for judging: every tenth is."""
+    """Return whether the prompt with this index is held back: the last of every ten is."""
     return index % _HELD_BACK_EVERY == _HELD_BACK_EVERY - 1
 
 
@@ -144,41 +154,42 @@ def write_text(
     options: TextOptions,
     folder: Path,
     budget: Budget,
-    n_least: int = 0,
+    n_min: int = 0,
     latest_s: float = 0.0,
 ) -> int:
     """Let the target answer prompts until there is enough text, no prompt left, or no time.
 
-    Prompts that have an answer in the folder are not answered again. If interrupted, finished
-    answers stay.
+    Prompts that have an answer in the folder are not answered again. If interrupted, the answers
+    that were finished by then are kept.
 
     Args:
         session: The target.
         options: The prompts, and how much text is enough.
         folder: Where answers are written.
-        budget: The time.
-        n_least: The fewest new tokens. If there are fewer when the time is over, the target goes
-            on until `latest_s`, and the beginnings of unfinished answers are kept as well.
-        latest_s: See `n_least`.
+        budget: The time limit, interruption, and a function that shows the progress in tokens.
+        n_min: The minimum number of new tokens. If there are fewer when the time is over, the
+            target goes on until `latest_s`, and then unfinished answers are stored as well.
+        latest_s: The end of this extension, by the budget's clock.
 
     Returns:
-        The number of tokens that there are, old ones included.
+        The number of answer tokens in the folder for these prompts, including earlier ones.
 
     Raises:
         PairError: If the target has a recurrent state.
-        OutputError: If the folder cannot be written to, or another process is writing there.
+        OutputError: If the folder cannot be written to, or another process is writing to it.
         ModelFileError: If a file in the folder is damaged.
         UsageError: If an answer does not fit into the target's context.
         MemoryLimitError: If there is too little memory for a context.
     """
     if session.target.has_recurrent_state:
-        why = "has a recurrent state: its hidden states cannot be read"
-        raise PairError(f"{session.target.name} {why}")
+        raise PairError(
+            f"{session.target.name} has a recurrent state: its hidden states cannot be read"
+        )
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
     with locked(folder / "lock", busy):
-        return _TextWriter(session, options, folder, budget, n_least, latest_s).write()
+        return _TextWriter(session, options, folder, budget, n_min, latest_s).write()
 
 
 class _TextWriter:
@@ -190,7 +201,7 @@ class _TextWriter:
         options: TextOptions,
         folder: Path,
         budget: Budget,
-        n_least: int,
+        n_min: int,
         latest_s: float,
     ) -> None:
         self._session = session
@@ -198,21 +209,21 @@ class _TextWriter:
         self._folder = folder
         self._budget = budget
         self._latest_s = latest_s
-        answered = TargetText(folder, options.prompts).answers
-        self._known = {answer.prompt for answer in answered}
-        #: The tokens that there are.
-        self._n_tokens = sum(len(answer.tokens) for answer in answered)
-        #: The fewest tokens that there should be.
-        self._n_least = self._n_tokens + n_least
-        #: The number of the latest file.
-        self._number = max((int(path.stem) for path in folder.glob(_FILES)), default=-1)
+        stored_answers = TargetText(folder, options.prompts).answers
+        self._answered_prompts = {answer.prompt for answer in stored_answers}
+        #: The number of answer tokens stored so far.
+        self._n_tokens = sum(len(answer.tokens) for answer in stored_answers)
+        #: Below this number of stored tokens, the target goes on until `latest_s`.
+        self._n_tokens_min = self._n_tokens + n_min
+        #: The number in the name of the latest file.
+        self._number = max((int(path.stem) for path in folder.glob(_FILE_PATTERN)), default=-1)
 
     def write(self) -> int:
-        """Write answers; return the number of tokens that there are."""
+        """Write answers, and return the number of stored tokens."""
         self._tell_progress()
         if self._n_tokens >= self._options.n_tokens:
             return self._n_tokens
-        prompts = self._unanswered()
+        prompts = self._unanswered_prompts()
         if not prompts:
             return self._n_tokens
         session = self._session
@@ -226,6 +237,7 @@ class _TextWriter:
             clock=session.clock,
             n_outputs=_N_ROWS,
         )
+        # The engine generates answers, the reader decodes finished ones again for hidden states.
         with (
             contextlib.closing(reader),
             Engine(
@@ -235,6 +247,7 @@ class _TextWriter:
                 n_ctx=n_ctx,
             ) as engine,
         ):
+            # The few prompts that are too long for the context are left out.
             requests = {
                 engine.insert(prompt): index
                 for index, prompt in prompts.items()
@@ -243,18 +256,21 @@ class _TextWriter:
             self._answer(engine, requests, reader)
         return self._n_tokens
 
-    def _unanswered(self) -> dict[int, Prompt]:
-        """Return the prompts that have no answer yet, by their indices.
+    def _unanswered_prompts(self) -> dict[int, Prompt]:
+        """Return the prompts that have no answer yet, by their indices, in the order to answer.
 
-        Of ten prompts, the one for judging comes first: there is something to judge by however few
-        answers there are.
+        In each group of ten the held-back prompt comes first, so that drafts can be judged even if
+        time allows only a few answers.
         """
         texts = self._options.prompts
         order = sorted(
             range(len(texts)),
             key=lambda index: (index // _HELD_BACK_EVERY, not is_held_back(index)),
         )
-        indices = {texts[index]: index for index in order if texts[index] not in self._known}
+        # By text, so that a prompt given twice is answered once.
+        indices = {
+            texts[index]: index for index in order if texts[index] not in self._answered_prompts
+        }
         return {index: self._session.prompts.of_text(text) for text, index in indices.items()}
 
     def _answer(
@@ -263,34 +279,46 @@ class _TextWriter:
         requests: dict[Request, int],
         reader: LlamaBackend,
     ) -> None:
-        """Generate answers to `requests`, with the indices of their prompts, and write them."""
-        is_last = False
-        while requests and not is_last and self._n_tokens < self._options.n_tokens:
-            # When the time is over and there is too little text, a last step makes the engine,
-            # which asks `_is_over` as well, end all answers where they are.
-            is_last = self._is_over()
-            if is_last and (self._budget.interrupted() or self._n_tokens >= self._n_least):
+        """Generate answers and write each to its file as soon as it is finished.
+
+        Args:
+            engine: The engine that the requests were inserted into.
+            requests: The requests, with the indices of their prompts. Finished ones are removed.
+            reader: What decodes finished answers for their hidden states.
+        """
+        is_last_step = False
+        while requests and not is_last_step and self._n_tokens < self._options.n_tokens:
+            is_last_step = self._is_over()
+            has_enough = self._n_tokens >= self._n_tokens_min
+            if is_last_step and (self._budget.interrupted() or has_enough):
                 return
+            # In a last step, the engine, which calls `_is_over` too, ends all answers unfinished.
             engine.step()
-            for request in [each for each in requests if each.is_done]:
+            for request in [request for request in requests if request.is_done]:
                 index = requests.pop(request)
-                tokens = _answer_tokens(self._session, request, keeps_cut=is_last)
-                if tokens is None:
-                    continue
-                answer = TargetAnswer(
-                    self._options.prompts[index],
-                    request.prompt.tokens,
-                    tokens,
-                    is_held_back(index),
-                )
-                self._number += 1
-                _write_answer(self._folder / f"{self._number:06d}.npz", answer, reader)
-                self._n_tokens += len(tokens)
-                self._tell_progress()
+                tokens = _answer_tokens(self._session, request, keeps_unfinished=is_last_step)
+                if tokens is not None:
+                    self._store(index, request.prompt.tokens, tokens, reader)
+
+    def _store(
+        self,
+        index: int,
+        prompt_tokens: _Tokens,
+        tokens: _Tokens,
+        reader: LlamaBackend,
+    ) -> None:
+        """Write the answer to the prompt with this index to a new file."""
+        prompt = self._options.prompts[index]
+        answer = TargetAnswer(prompt, prompt_tokens, tokens, is_held_back(index))
+        self._number += 1
+        _write_answer(self._folder / f"{self._number:06d}.npz", answer, reader)
+        self._n_tokens += len(tokens)
+        self._tell_progress()
 
     def _is_over(self) -> bool:
+        """Return whether generation should end: after `latest_s` if there is too little text."""
         until_s = self._budget.until_s
-        if self._n_tokens < self._n_least:
+        if self._n_tokens < self._n_tokens_min:
             until_s = max(self._latest_s, until_s)
         return self._budget.interrupted() or self._budget.clock() > until_s
 
@@ -303,9 +331,13 @@ def _context_size(
     lengths: Sequence[int],
     max_tokens: int,
 ) -> int:
-    """Return the tokens of a context in which nine of ten prompts fit with their answers."""
+    """Return the size of a context in which nine of ten prompts fit with their answers.
+
+    Raises:
+        UsageError: If it is larger than the context that the target was trained with.
+    """
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
-    n_ctx = math.ceil((n_prompt + max_tokens) / 256) * 256
+    n_ctx = math.ceil((n_prompt + max_tokens) / _CONTEXT_STEP) * _CONTEXT_STEP
     n_train = session.target.n_ctx_train
     if n_train and n_ctx > n_train:
         raise UsageError(
@@ -318,11 +350,18 @@ def _answer_tokens(
     session: Session,
     request: Request,
     *,
-    keeps_cut: bool,
+    keeps_unfinished: bool,
 ) -> _Tokens | None:
-    """Return the tokens of a complete answer, including the one that ended it.
+    """Return the tokens of an answer, including the end token, which requests leave out.
 
-    An answer that was cut off by the time limit counts if `keeps_cut`, unless it is very short.
+    Args:
+        session: The target.
+        request: The request of the answer, which is done.
+        keeps_unfinished: Whether to return an answer that was cut off by the time limit, too.
+
+    Returns:
+        The tokens, or None if the answer failed, is empty, or was cut off (see `keeps_unfinished`)
+        and is not kept, or is too short.
     """
     finished = request.finished
     if request.failure is not None or finished is None or not finished.token_ids:
@@ -334,8 +373,11 @@ def _answer_tokens(
             if vocabulary.token_text(token) == finished.stopped_by:
                 return (*tokens, token)
         return tokens
-    is_kept = finished.finish_reason == "length" or (keeps_cut and len(tokens) >= _SHORTEST)
-    return tokens if is_kept else None
+    if finished.finish_reason == "length":  # as long as `max_tokens` allows
+        return tokens
+    if keeps_unfinished and len(tokens) >= _MIN_CUT_TOKENS:
+        return tokens
+    return None
 
 
 def _write_answer(
@@ -343,9 +385,12 @@ def _write_answer(
     answer: TargetAnswer,
     reader: LlamaBackend,
 ) -> None:
-    hidden, top_tokens, top_probabilities = [], [], []
+    """Decode an answer for its hidden states and likeliest tokens, and write all to a file."""
+    hidden = []
+    top_tokens = []
+    top_probabilities = []
     for logits, states in read_answer(reader, answer.prompt_tokens, answer.tokens):
-        tokens, probabilities = _likeliest(logits)
+        tokens, probabilities = _top_tokens(logits)
         hidden.append(states.astype(np.float16))
         top_tokens.append(tokens)
         top_probabilities.append(probabilities)
@@ -369,62 +414,71 @@ def read_answer(
     prompt: Sequence[int],
     answer: Sequence[int],
 ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-    """Yield the logits and final hidden states before each token of an answer, in order.
+    """Decode a prompt and an answer, and yield the logits that predict the answer's tokens.
 
     Yields:
-        float32[n, n_vocab] and float32[n, n_embd] for the next `n` tokens, at most
-        `backend.n_outputs`. Both are overwritten by the next ones.
+        The logits, float32[n, n_vocab], and the final hidden states, float32[n, n_embd], that
+        predict the next `n` tokens, at most `backend.n_outputs`. The next ones overwrite both.
     """
     if backend.length(0):
         backend.remove(0)
+    # Each token is predicted by the one before it, so nothing needs the last token itself.
     text = [*prompt, *answer[:-1]]
-    # The last token of the prompt predicts the first of the answer.
-    n_before = len(prompt) - 1
-    for start in range(0, n_before, backend.n_batch):
-        end = min(start + backend.n_batch, n_before)
+    # Prefill all of the prompt but its last token, which predicts the first token of the answer.
+    n_prefill = len(prompt) - 1
+    for start in range(0, n_prefill, backend.n_batch):
+        end = min(start + backend.n_batch, n_prefill)
         backend.decode(Batch.of(text[start:end], start))
     n_rows = backend.n_outputs
-    for start in range(n_before, len(text), n_rows):
+    for start in range(n_prefill, len(text), n_rows):
         yield backend.decode_hidden(Batch.of(text[start : start + n_rows], start, n_rows))
 
 
-def _likeliest(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Return the likeliest tokens of each row and their probabilities, [n, N_TOP] each.
+def _top_tokens(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+    """Return the likeliest tokens of each row, the likeliest first, and their probabilities.
 
-    Columns beyond a small vocabulary are zeros.
+    If the vocabulary has fewer than N_TOP tokens, the remaining columns are zeros.
+
+    Args:
+        logits: float32[n_rows, n_vocab].
+
+    Returns:
+        int32[n_rows, N_TOP] and float16[n_rows, N_TOP].
     """
-    n_top = min(N_TOP, logits.shape[1])
-    tokens = np.zeros((len(logits), N_TOP), np.int32)
-    probabilities = np.zeros((len(logits), N_TOP), np.float16)
+    n_rows, n_vocab = logits.shape
+    n_top = min(N_TOP, n_vocab)
+    tokens = np.zeros((n_rows, N_TOP), np.int32)
+    probabilities = np.zeros((n_rows, N_TOP), np.float16)
     for row, row_logits in enumerate(logits):
-        # Sorting only the largest is much faster than sorting the whole vocabulary.
+        # Select the largest logits, then sort only these: faster than sorting the whole row.
         top = np.argpartition(row_logits, -n_top)[-n_top:]
         top = top[np.argsort(-row_logits[top], kind="stable")]
+        # Softmax over the whole row, relative to its largest logit so that nothing overflows.
         exponentials = np.exp(row_logits - row_logits[top[0]])
         tokens[row, :n_top] = top
         probabilities[row, :n_top] = exponentials[top] / exponentials.sum()
     return tokens, probabilities
 
 
-# --- texts as a draft reads them -----------------------------------------------------------------
+# --- texts in the draft's tokens -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingText:
-    """An answer of the target in the draft's tokens, after the prompt that the draft sees."""
+    """A prompt and the target's answer, both in the draft's tokens."""
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
-    #: Whether it is for judging, not for learning.
+    #: Whether the draft is judged on the text, instead of trained on it.
     is_held_back: bool
-    #: The target's likeliest tokens for each token of the answer, if they are known; see
-    #: `TargetText.top`.
+    #: The target's likeliest tokens at each position of the answer, int32[n_answer, N_TOP]; None
+    #: if unknown.
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
-    #: The probabilities of these.
+    #: The probabilities of these tokens, float16[n_answer, N_TOP]; None if unknown.
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
     def length(self, n_columns: int) -> int:
-        """Return how many tokens of it fit into a row."""
+        """Return the number of tokens that the text takes in a row of `n_columns`."""
         return min(n_columns, len(self.prompt_tokens) + len(self.answer_tokens))
 
 
@@ -434,34 +488,45 @@ def training_texts(
     draft: LlamaModel,
     now: datetime.datetime,
 ) -> list[TrainingText]:
-    """Return the target's answers as a draft reads them.
+    """Return the target's answers in a draft's tokens.
 
-    A draft with another vocabulary reads them in its own template and tokens. The target's
-    likeliest tokens are then unknown.
+    If the draft has another vocabulary, its own chat template and tokens are used, and the target's
+    likeliest tokens are unknown. A text whose prompt or answer is empty is left out.
 
     Args:
         text: The answers.
         target: The model that wrote them.
-        draft: The model that reads them.
-        now: The time that templates may put into prompts.
+        draft: The model to be trained.
+        now: The current time, for chat templates that mention it.
 
     Raises:
         PromptError: If a template cannot be applied to a prompt.
     """
     translation = _translation(target, draft)
     prompts = Prompts(target, draft if translation is not None else None)
-    found = []
+    texts = []
     for index, answer in enumerate(text.answers):
         prompt = prompts.of_text(answer.prompt, now=now)
         if translation is None:
-            top = text.top(index)
-            new = TrainingText(prompt.tokens, answer.tokens, answer.is_held_back, *top)
+            top_tokens, top_probabilities = text.top(index)
+            training_text = TrainingText(
+                prompt.tokens,
+                answer.tokens,
+                answer.is_held_back,
+                top_tokens,
+                top_probabilities,
+            )
         else:
-            own = _translated(translation, prompt.tokens, answer.tokens, prompt.draft_tokens)
-            new = TrainingText(*own, answer.is_held_back)
-        if new.prompt_tokens and new.answer_tokens:
-            found.append(new)
-    return found
+            draft_prompt, draft_answer = _translated(
+                translation,
+                prompt.tokens,
+                answer.tokens,
+                prompt.draft_tokens,
+            )
+            training_text = TrainingText(draft_prompt, draft_answer, answer.is_held_back)
+        if training_text.prompt_tokens and training_text.answer_tokens:
+            texts.append(training_text)
+    return texts
 
 
 def kept_texts(
@@ -470,25 +535,32 @@ def kept_texts(
     learning: Sequence[KeptAnswer],
     judging: Sequence[KeptAnswer] = (),
 ) -> list[TrainingText]:
-    """Return kept answers as a draft reads them; a long answer becomes several texts.
+    """Return kept answers in a draft's tokens; a long answer becomes several texts.
 
-    Those of `judging` are held back.
+    Args:
+        target: The model that wrote the answers.
+        draft: The model to be trained.
+        learning: The answers to learn from.
+        judging: The answers to judge the draft on: their texts are held back.
     """
     translation = _translation(target, draft)
-    digest = draft.vocabulary.digest()
-    found: list[TrainingText] = []
-    for number, answer in enumerate((*learning, *judging)):
+    draft_vocabulary = draft.vocabulary.digest()
+    texts: list[TrainingText] = []
+    for index, answer in enumerate((*learning, *judging)):
         prompt = answer.prompt
         tokens = answer.answer
         if max((*prompt, *tokens), default=0) >= target.vocabulary.n_tokens:
             continue  # the answer of another model with the same name and size
         if translation is not None:
-            draft_prompt = answer.draft_prompt if answer.draft_vocabulary == digest else None
+            draft_prompt = None
+            if answer.draft_vocabulary == draft_vocabulary:
+                draft_prompt = answer.draft_prompt
             prompt, tokens = _translated(translation, prompt, tokens, draft_prompt)
         if prompt and tokens:
-            for before, part in _parts(prompt, tokens):
-                found.append(TrainingText(before, part, is_held_back=number >= len(learning)))
-    return found
+            held_back = index >= len(learning)
+            for context, part in _parts(prompt, tokens):
+                texts.append(TrainingText(context, part, is_held_back=held_back))
+    return texts
 
 
 def _translation(target: LlamaModel, draft: LlamaModel) -> Translation | None:
@@ -506,7 +578,14 @@ def _translated(
     answer: _Tokens,
     draft_prompt: Sequence[int] | None,
 ) -> tuple[_Tokens, _Tokens]:
-    """Return a prompt and an answer in the draft's tokens."""
+    """Return a prompt and an answer in the draft's tokens.
+
+    Args:
+        translation: The translation to the draft's vocabulary.
+        prompt: The prompt in the target's tokens.
+        answer: The answer in the target's tokens.
+        draft_prompt: The prompt in the draft's template and tokens; None to translate `prompt`.
+    """
     text = translation.text(prompt, draft_prompt)
     n_prompt = len(text.tokens)
     text.follow([*prompt, *answer])
@@ -514,34 +593,40 @@ def _translated(
 
 
 def _parts(prompt: _Tokens, answer: _Tokens) -> Iterator[tuple[_Tokens, _Tokens]]:
-    """Yield parts of an answer that fill a row each, with the end of the text before them."""
+    """Split an answer so that each part, with the context before it, fits into a row.
+
+    Yields:
+        The context, which is the end of the text before the part, and the part.
+    """
     text = (*prompt, *answer)
     start = len(prompt)
     while start < len(text):
-        n_before = min(start, _N_BEFORE)
-        part = text[start : start + N_COLUMNS - n_before]
-        yield text[start - n_before : start], part
+        n_context = min(start, _MAX_CONTEXT_TOKENS)
+        part = text[start : start + N_COLUMNS - n_context]
+        yield text[start - n_context : start], part
         start += len(part)
 
 
-# --- rows of one length --------------------------------------------------------------------------
+# --- rows of equal length ------------------------------------------------------------------------
 
 
 class PackedRows(NamedTuple):
-    """Texts packed into rows of one length, several short ones to a row."""
+    """Texts packed into rows of equal length, several short texts to a row."""
 
     #: int32[n_rows, n_columns].
     tokens: NDArray[np.int32]
-    #: Which of its row's texts a token belongs to, from 1; 0 is padding. int32[n_rows, n_columns].
+    #: The number, from 1, of the text in its row that a token belongs to; 0 for padding:
+    #: int32[n_rows, n_columns].
     texts: NDArray[np.int32]
     #: The position of a token in its text: int32[n_rows, n_columns].
     positions: NDArray[np.int32]
-    #: The next token, if it is one of an answer, else -1: int32[n_rows, n_columns].
+    #: The next token to predict, or -1 where the next token is not part of an answer:
+    #: int32[n_rows, n_columns].
     labels: NDArray[np.int32]
     #: The target's likeliest next tokens: int32[n_rows, n_columns, n_top]. `n_top` is 0 if they
-    #: are not known of all texts.
+    #: are unknown for any of the texts.
     top_tokens: NDArray[np.int32]
-    #: The probabilities of these: float32[n_rows, n_columns, n_top].
+    #: The probabilities of these tokens: float32[n_rows, n_columns, n_top].
     top_probabilities: NDArray[np.float32]
 
     @property
@@ -551,25 +636,26 @@ class PackedRows(NamedTuple):
 
     @property
     def n_labels(self) -> int:
-        """The number of tokens of answers that are predicted."""
+        """The number of answer tokens to predict."""
         return int(np.count_nonzero(self.labels >= 0))
 
     def pick(self, rows: NDArray[np.int64]) -> PackedRows:
-        """Return some of the rows."""
+        """Return the rows with these indices."""
         return PackedRows(*(array[rows] for array in self))  # type: ignore[arg-type]
 
 
 def pack_split(texts: Sequence[TrainingText]) -> tuple[PackedRows, PackedRows]:
-    """Return rows to learn from, and rows of held-back texts."""
-    learnt = [text for text in texts if not text.is_held_back]
-    judged = [text for text in texts if text.is_held_back]
-    return pack(learnt), pack(judged)
+    """Return the rows to learn from, and the rows of held-back texts to judge on."""
+    learning = [text for text in texts if not text.is_held_back]
+    held_back = [text for text in texts if text.is_held_back]
+    return pack(learning), pack(held_back)
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> PackedRows:
-    """Pack texts into few rows.
+    """Pack texts into as few rows as is easy.
 
-    Answers that are too long are cut, and texts whose prompts are too long are left out.
+    A text that is longer than a row is cut off at the row's end; if its prompt alone fills the row,
+    the text is left out.
     """
     rows = _distributed(texts, n_columns)
     n_top = N_TOP if all(text.top_tokens is not None for text in texts) else 0
@@ -590,7 +676,8 @@ def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> PackedRow
             packed.tokens[row, start:end] = tokens
             packed.texts[row, start:end] = number
             packed.positions[row, start:end] = np.arange(end - start)
-            # The last token of the prompt predicts the first of the answer.
+            # Each token of the answer is a label of the position before it, so labels begin at
+            # the last token of the prompt.
             n_prompt = len(text.prompt_tokens)
             predicting = np.s_[row, start + n_prompt - 1 : end - 1]
             packed.labels[predicting] = tokens[n_prompt:]
@@ -603,17 +690,18 @@ def pack(texts: Sequence[TrainingText], n_columns: int = N_COLUMNS) -> PackedRow
 
 
 def _distributed(texts: Sequence[TrainingText], n_columns: int) -> list[list[TrainingText]]:
-    """Distribute texts over rows: each, the longest first, into the first row with enough space."""
-    fitting = [text for text in texts if len(text.prompt_tokens) < n_columns]
+    """Distribute texts over rows: first-fit bin packing, the longest texts first."""
+    fitting_texts = [text for text in texts if len(text.prompt_tokens) < n_columns]
     rows: list[list[TrainingText]] = []
-    free: list[int] = []
-    for text in sorted(fitting, key=lambda text: -text.length(n_columns)):
+    # The number of unused columns of each row.
+    n_free: list[int] = []
+    for text in sorted(fitting_texts, key=lambda text: -text.length(n_columns)):
         length = text.length(n_columns)
-        row = next((row for row, n_free in enumerate(free) if n_free >= length), None)
+        row = next((row for row, n in enumerate(n_free) if n >= length), None)
         if row is None:
             row = len(rows)
             rows.append([])
-            free.append(n_columns)
+            n_free.append(n_columns)
         rows[row].append(text)
-        free[row] -= length
+        n_free[row] -= length
     return rows

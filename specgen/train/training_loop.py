@@ -1,8 +1,9 @@
-"""The training loop of every draft that is trained.
+"""The training loop that all trained drafts share.
 
-It takes steps of gradient descent, judges the draft on held-back text now and then, and remembers
-the parameters that did best. The learning rate rises linearly and then falls along half a cosine
-(Loshchilov and Hutter, arXiv:1608.03983), so that training ends well whenever the time ends.
+It takes steps of gradient descent, judges the draft on held-back text at intervals, and keeps the
+parameters with the lowest loss. The learning rate rises linearly, then falls along half a cosine
+(Loshchilov and Hutter, arXiv:1608.03983). The cosine is stretched to end when the time is over, so
+that even a short training ends with small steps.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def check_library() -> None:
             raise UsageError(f"training a draft needs {name}, which is not installed", hint)
 
 
-#: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little
-#: more.
+#: The default number of tokens that the target writes for making drafts. With twice as many,
+#: decoder heads agree with it only slightly more.
 N_TOKENS = 40_000
-#: The fewest tokens of answers to learn from, and to judge by, for each kind of draft.
-LEAST_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)}
+#: The minimum numbers of answer tokens to learn from and to judge on, for each kind of draft.
+MIN_TEXT = {"heads": (2048, 100), "distilled": (1000, 100), "pruned": (0, 100)}
 _text = partial(option, panel="The target's text")
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Which answers a target writes for making drafts."""
+    """The text that a target writes for making drafts."""
 
     #: The prompts to answer.
     prompts: Sequence[str]
@@ -55,7 +56,7 @@ class TextOptions:
     max_tokens: int = _text(
         256,
         "--max-tokens --predict --n-predict -n",
-        "The most tokens of an answer.",
+        "The maximum number of tokens in an answer.",
         min=8,
     )
     n_parallel: int = _text(16, "--parallel -np", "How many answers to generate at once.", min=1)
@@ -63,39 +64,41 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The time that work may take."""
+    """The time limit of a piece of work, and the callbacks that interrupt it and show progress."""
 
+    #: Returns the time in seconds.
     clock: Callable[[], float]
-    #: The time by the clock when it ends.
+    #: The time at which the work should end, by the clock.
     until_s: float = math.inf
+    #: Returns whether the user has asked to stop.
     interrupted: Callable[[], bool] = lambda: False
-    #: Gets the number of steps done and of all steps.
+    #: Called with the number of steps done and the total number of steps.
     progress: Callable[[int, int], None] = lambda _done, _total: None
 
     def is_over(self) -> bool:
-        """Return whether the work should end."""
+        """Return whether the work was interrupted or its time is over."""
         return self.interrupted() or self.clock() > self.until_s
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of a training."""
+    """The number of steps, their rows, learning rates and judgements."""
 
     #: The number of rows to learn from.
     n_rows: int
     #: The number of rows in a step.
     n_batch: int
-    #: How often each row is learnt from.
+    #: The number of times that each row is learnt from.
     n_passes: int
     #: The highest learning rate.
     rate: float
-    #: The number of steps in which the learning rate rises.
+    #: The number of steps at the beginning during which the learning rate rises.
     n_rising: int
-    #: The share of the highest learning rate to which it falls.
+    #: The last learning rate, as a share of the highest.
     last_share: float
-    #: The number of steps from one judgement to the next.
+    #: The number of steps between two judgements.
     judged_every: int
-    #: Training ends after so many judgements without a lower loss.
+    #: Training ends after this many consecutive judgements without a lower loss.
     patience: int
 
     @property
@@ -104,13 +107,21 @@ class Schedule:
         return self.n_passes * (self.n_rows // self.n_batch)
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """Return the rows of a step, from 0: each pass has its own order, the same every time."""
+        """Return the indices of the rows to learn from in a step, counted from 0.
+
+        Each pass over the rows has its own random order, seeded with the number of the pass.
+        """
         number, index = divmod(step, self.n_rows // self.n_batch)
         order = np.random.default_rng(number).permutation(self.n_rows)
         return order[index * self.n_batch : (index + 1) * self.n_batch]
 
     def learning_rate(self, step: int, done: float) -> float:
-        """Return the learning rate of a step, from 0, with this share of training done."""
+        """Return the learning rate of a step, counted from 0.
+
+        Args:
+            step: The step, which determines how far the rate has risen.
+            done: The share of training that is done, which determines how far it has fallen.
+        """
         falling = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         rising = min(1.0, (step + 1) / self.n_rising)
         return self.rate * rising * (self.last_share + (1.0 - self.last_share) * falling)
@@ -118,29 +129,31 @@ class Schedule:
 
 @dataclass(slots=True)
 class TrainingState:
-    """How far training is."""
+    """The progress of a training."""
 
-    #: The lowest loss on held-back text.
+    #: The lowest loss on held-back text so far.
     best_loss: float
-    #: The parameters that had it.
+    #: The parameters with that loss.
     best: Parameters = field(default_factory=dict)
+    #: The number of steps taken.
     n_steps: int = 0
+    #: The time spent.
     seconds: float = 0.0
-    #: The number of judgements since the best one.
+    #: The number of judgements since the loss was lowest.
     n_worse: int = 0
 
 
 class Trainee(Protocol):
-    """What is trained."""
+    """A draft in training."""
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
-        """Take a step of gradient descent, learning from some rows."""
+        """Take a step of gradient descent at this learning rate, on the rows with these indices."""
 
     def loss(self) -> float:
-        """Return the present loss on held-back text."""
+        """Return the current loss on held-back text."""
 
     def copied(self) -> Parameters:
-        """Return a copy of the present parameters."""
+        """Return a copy of the current parameters."""
 
 
 def train(
@@ -152,20 +165,20 @@ def train(
     """Train until the schedule or the time ends, or the loss stops falling.
 
     Args:
-        trainee: What is trained.
-        state: Where training begins; it is kept up to date.
-        schedule: The steps.
-        budget: The time.
+        trainee: The draft to train.
+        state: The state to begin with, which is updated; its `best` parameters are the result.
+        schedule: The steps to take.
+        budget: The time that training may take.
 
     Returns:
-        False if interrupted.
+        Whether training ended normally; False if it was interrupted.
     """
     started_s = budget.clock()
     limit_s = max(1e-9, budget.until_s - started_s)
     while state.n_steps < schedule.n_steps and state.n_worse < schedule.patience:
         if budget.interrupted():
             return False
-        # The share of training that is done, by steps or by time, whichever ends first.
+        # The share of training that is done, by steps or by time, whichever is further.
         done = max(state.n_steps / schedule.n_steps, state.seconds / limit_s)
         trainee.step(schedule.batch(state.n_steps), schedule.learning_rate(state.n_steps, done))
         state.n_steps += 1
@@ -180,6 +193,7 @@ def train(
 
 
 def _judge(trainee: Trainee, state: TrainingState) -> None:
+    """Compare the current loss with the lowest so far, and keep the parameters if it is lower."""
     loss = trainee.loss()
     if loss < state.best_loss:
         state.best_loss = loss
