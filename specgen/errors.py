@@ -46,7 +46,12 @@ class PromptError(SpecgenError, exit_code=3):
 class PromptLengthError(PromptError):
     """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_most`)."""
 
-    def __init__(self, message: str, n_tokens: int, n_most: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        n_tokens: int,
+        n_most: int,
+    ) -> None:
         super().__init__(message)
         self.n_tokens = n_tokens
         self.n_most = n_most

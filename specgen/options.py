@@ -522,7 +522,11 @@ class ModelChoice:
     helpers: tuple[str, ...] = ()
 
 
-def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
+def staged(
+    target: str | None,
+    drafts: Sequence[str],
+    pair: str | None,
+) -> ModelChoice:
     """Return the choice of models in which each draft drafts for the one before it.
 
     Args:
@@ -538,7 +542,12 @@ def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> Model
     if "ngram" in drafts[:-1]:
         raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
     draft = drafts[0] if drafts else None
-    return ModelChoice(target, draft, pair, helpers=tuple(drafts[1:]))
+    return ModelChoice(
+        target,
+        draft,
+        pair,
+        helpers=tuple(drafts[1:]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

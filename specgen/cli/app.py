@@ -147,7 +147,11 @@ for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(lambda: None)
 
 _Version = typer.Option(
-    "--version", "-V", help="Show the version and exit.", callback=_show_version, is_eager=True
+    "--version",
+    "-V",
+    help="Show the version and exit.",
+    callback=_show_version,
+    is_eager=True,
 )
 
 

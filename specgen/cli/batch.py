@@ -129,14 +129,24 @@ def batch(
         from specgen.serve.batch.on_ray import RayBatch, connected
 
         job = _actor_job(
-            wanted, kernels, cluster.cpus_per_worker, prompting, settings, parallel=parallel
+            wanted,
+            kernels,
+            cluster.cpus_per_worker,
+            prompting,
+            settings,
+            parallel=parallel,
         )
         with connected(cluster, verbose=output.verbose > 0) as ray_module:
             yield RayBatch(ray_module, cluster, job, write)
 
     code = 0
     with _opened_results(
-        destination, lines, settings, output, retry_errors=retry_errors, allow_mixed=allow_mixed
+        destination,
+        lines,
+        settings,
+        output,
+        retry_errors=retry_errors,
+        allow_mixed=allow_mixed,
     ) as results:
         if results.todo:
             code = _answer(opened_job(results.write), results.todo, output)
@@ -400,7 +410,13 @@ def _actor_job(
     if "target_bytes" in settings:
         file_sizes[str(options.target)] = settings["target_bytes"]
     open_session = partial(open_on_node, replace(wanted, options=options), kernels)
-    return ActorJob(open_session, prompting, settings, parallel, file_sizes)
+    return ActorJob(
+        open_session,
+        prompting,
+        settings,
+        parallel,
+        file_sizes,
+    )
 
 
 def _with_threads(context: ContextOptions, n_threads: int) -> ContextOptions:

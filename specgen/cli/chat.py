@@ -40,7 +40,11 @@ _talk = partial(option, panel="Conversation")
 def chat(
     *,
     system: str | None = _talk(
-        None, "--system -sys", "The system message.", metavar="TEXT", parse=utf8
+        None,
+        "--system -sys",
+        "The system message.",
+        metavar="TEXT",
+        parse=utf8,
     ),
     files: list[Path] | None = _talk(
         None,
@@ -88,7 +92,13 @@ def chat(
             engine.notify(calibration_notice)
             stack.callback(session.measurements.save)
             now = datetime.datetime.now().astimezone()
-            talk = Chat(session, engine, conversation, session_file, now=now)
+            talk = Chat(
+                session,
+                engine,
+                conversation,
+                session_file,
+                now=now,
+            )
             stack.callback(talk.keep)
             learner = stack.enter_context(Learner(session, engine, engine.notify))
 
@@ -162,7 +172,13 @@ class _Dialogue:
     if the command cannot be carried out, and `EOFError` to end the conversation.
     """
 
-    def __init__(self, chat: Chat, learner: Learner, stop: Interrupt, output: Output) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        learner: Learner,
+        stop: Interrupt,
+        output: Output,
+    ) -> None:
         self._chat = chat
         self._learner = learner
         self._stop = stop
@@ -411,7 +427,12 @@ def _messages(are_typed: bool) -> Iterator[str]:
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
     while True:
-        print("> ", end="", file=sys.stderr, flush=True)
+        print(
+            "> ",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
         line = stream.readline()
         if not line:
             return

@@ -27,7 +27,12 @@ class Command(typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options into the help."""
-        write_options(self, ctx, formatter, shows_all=ctx.meta.get("asks_for_all_help", False))
+        write_options(
+            self,
+            ctx,
+            formatter,
+            shows_all=ctx.meta.get("asks_for_all_help", False),
+        )
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the end of the help."""
@@ -63,7 +68,9 @@ class Command(typer.core.TyperCommand):
 
 
 def _model_given_first(
-    ctx: Any, given: Mapping[str, Any], extra_words: Sequence[str]
+    ctx: Any,
+    given: Mapping[str, Any],
+    extra_words: Sequence[str],
 ) -> str | None:
     """Return the first argument if it is a model, where other tools take the model.
 

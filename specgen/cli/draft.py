@@ -48,14 +48,21 @@ if TYPE_CHECKING:
     from specgen.options import DraftSource
 
 app = typer.Typer(
-    name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
+    name="draft",
+    help="Find, make or train the best draft for a target.",
+    no_args_is_help=True,
 )
 
 
 # --- a search for the best draft, as `draft find`, `draft make` and `tune` show it
 
 
-def show_search(search: Search, output: Output, *, as_json: bool) -> None:
+def show_search(
+    search: Search,
+    output: Output,
+    *,
+    as_json: bool,
+) -> None:
     """Print the ranking of drafts, as a table on a terminal, and notes on what it means.
 
     Args:
@@ -84,7 +91,11 @@ def show_search(search: Search, output: Output, *, as_json: bool) -> None:
 
 
 def _save_and_show(
-    search: Search | None, output: Output, *, save: bool, as_json: bool
+    search: Search | None,
+    output: Output,
+    *,
+    save: bool,
+    as_json: bool,
 ) -> DraftSource | None:
     """Show the ranking, and save the best draft for the target if `save` is set.
 
@@ -192,7 +203,12 @@ def find(
             interrupted=stop,
             progress=progress,
         )
-    _save_and_show(search, output, save=save, as_json=wanted.as_json)
+    _save_and_show(
+        search,
+        output,
+        save=save,
+        as_json=wanted.as_json,
+    )
     return stop.exit_code
 
 
@@ -242,7 +258,13 @@ def data(
         output.measuring() as (progress, stop),
     ):
         builder = DraftBuilder(
-            session, text, cache_folder(), time.monotonic, progress, output.note, stop
+            session,
+            text,
+            cache_folder(),
+            time.monotonic,
+            progress,
+            output.note,
+            stop,
         )
         n_tokens = builder.write_text()
     if n_tokens < text.n_tokens and not stop():
@@ -269,7 +291,10 @@ def make(
         show_default="heads; with a small model on this disk a fitted one too",
     ),
     minutes: float = option(
-        30.0, "--minutes", "About how long it may take, comparing drafts included.", min=0.1
+        30.0,
+        "--minutes",
+        "About how long it may take, comparing drafts included.",
+        min=0.1,
     ),
     save: bool = option(
         True,
@@ -317,11 +342,24 @@ def make(
         ) as writer:
             costs = target_costs(writer, stop)
             builder = DraftBuilder(
-                writer, text, cache_folder(), time.monotonic, progress, output.note, stop
+                writer,
+                text,
+                cache_folder(),
+                time.monotonic,
+                progress,
+                output.note,
+                stop,
             )
             n_missing = builder.n_lacking(kinds)
             left_s = ends_s - time.monotonic()
-            plan = plan_time(left_s, costs, n_drafts, text, n_missing, len(kinds))
+            plan = plan_time(
+                left_s,
+                costs,
+                n_drafts,
+                text,
+                n_missing,
+                len(kinds),
+            )
             if plan.needed_s > left_s:
                 raise _too_short(plan, minutes, kinds)
             output.note(_plan_note(plan, minutes))
@@ -338,10 +376,20 @@ def make(
         ) as judge:
             candidates, refused = find_candidates(made_files, path)
             search = search_drafts(
-                judge, candidates, refused, prompts, interrupted=stop, progress=progress
+                judge,
+                candidates,
+                refused,
+                prompts,
+                interrupted=stop,
+                progress=progress,
             )
 
-    saved = _save_and_show(search, output, save=save, as_json=as_json)
+    saved = _save_and_show(
+        search,
+        output,
+        save=save,
+        as_json=as_json,
+    )
     if saved is not None and kind is None:
         for file in made_files:
             if file != saved:
@@ -351,7 +399,10 @@ def make(
 
 
 def _model_to_fit(
-    draft: str | None, kind: Kind | None, target: Path, output: Output
+    draft: str | None,
+    kind: Kind | None,
+    target: Path,
+    output: Output,
 ) -> Path | None:
     """Return the model to fit to the target: that of --draft, or else the general draft.
 
@@ -402,7 +453,11 @@ def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
     return given_prompts(evenly_chosen(held_back, n_prompts))
 
 
-def _too_short(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
+def _too_short(
+    plan: TimePlan,
+    minutes: float,
+    kinds: Sequence[Kind],
+) -> UsageError:
     """Return the error for --minutes that are less than a plan needs."""
     needed_min = plan.needed_s / 60.0
     hint = f"give --minutes {math.ceil(needed_min) + 1} or more"
@@ -434,7 +489,12 @@ def learn(
         "The draft model that learns.",
         show_default="the one that `specgen run` uses for this target",
     ),
-    minutes: float = option(10.0, "--minutes", "Train for at most this long.", min=0.1),
+    minutes: float = option(
+        10.0,
+        "--minutes",
+        "Train for at most this long.",
+        min=0.1,
+    ),
     as_json: bool = flags.JSON_REPORT,
     output: Output = flags.loudness.without("--verbose"),
 ) -> int:
@@ -467,7 +527,11 @@ def learn(
     return 0
 
 
-def _draft_model(target: str, draft: str | None, output: Output) -> Path:
+def _draft_model(
+    target: str,
+    draft: str | None,
+    output: Output,
+) -> Path:
     """Return the first draft for a target that is a model: only those learn.
 
     Raises:

@@ -61,7 +61,13 @@ def examples(command: str) -> list[str]:
     return [line for line in _EXAMPLES.splitlines() if call.search(line)]
 
 
-def write_options(command: Any, context: Any, formatter: Any, *, shows_all: bool) -> None:
+def write_options(
+    command: Any,
+    context: Any,
+    formatter: Any,
+    *,
+    shows_all: bool,
+) -> None:
     """Write the options of a command into its help.
 
     Args:

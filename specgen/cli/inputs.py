@@ -36,7 +36,10 @@ BUILT_IN = {
 
 
 def read_prompt(
-    argument: str | None, option: str | None, files: Sequence[Path], note: Callable[[str], None]
+    argument: str | None,
+    option: str | None,
+    files: Sequence[Path],
+    note: Callable[[str], None],
 ) -> str:
     """Return the prompt: the files, then what is piped in, then the question, in paragraphs.
 
@@ -162,7 +165,11 @@ def read_text(path: Path | None, *, with_mark: bool = False) -> str:
     return text
 
 
-def not_utf8(name: str, error: UnicodeDecodeError, line_number: int) -> PromptError:
+def not_utf8(
+    name: str,
+    error: UnicodeDecodeError,
+    line_number: int,
+) -> PromptError:
     """Return the error that says at which line the text with this name is not UTF-8."""
     byte = error.object[error.start]
     message = f"{name} is not UTF-8: byte {byte:#04x} on line {line_number}"

@@ -107,7 +107,10 @@ class Setup:
 
 @contextlib.contextmanager
 def opened(
-    wanted: WantedSession, kernels: KernelOptions, output: Output, check: Check | None = None
+    wanted: WantedSession,
+    kernels: KernelOptions,
+    output: Output,
+    check: Check | None = None,
 ) -> Iterator[Session]:
     """Open a session for a command, as `open_session` does, with its kernels, log and notes.
 
@@ -122,7 +125,12 @@ def opened(
     use_kernels(kernels, output)
     with (
         log_shown(output),
-        open_session(wanted, output.reporter, clock=time.perf_counter, check=check) as session,
+        open_session(
+            wanted,
+            output.reporter,
+            clock=time.perf_counter,
+            check=check,
+        ) as session,
     ):
         yield session
 
@@ -161,7 +169,12 @@ def log_shown(output: Output) -> Iterator[None]:
             lines = [line for line in text.splitlines() if _RELEVANT_LINE.search(line)]
             text = "".join(f"{line}\n" for line in lines if line not in shown)
             shown.update(lines)
-        print(text, end="", file=sys.stderr, flush=True)
+        print(
+            text,
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
 
     session_log = logging.getLogger("specgen.session")
     handler = logging.StreamHandler()

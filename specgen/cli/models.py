@@ -36,7 +36,9 @@ from specgen.system.folders import cache_folder, packed_folder, prefixes_folder
 from specgen.system.quantities import human_bytes
 
 app = typer.Typer(
-    name="models", help="List, show, download and remove models.", invoke_without_command=True
+    name="models",
+    help="List, show, download and remove models.",
+    invoke_without_command=True,
 )
 
 
@@ -50,7 +52,12 @@ def _complete_names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_complete_names)
+_NAME = argument(
+    "NAME",
+    "A model or a pair.",
+    REQUIRED,
+    autocompletion=_complete_names,
+)
 _name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
 _NAME_OR_REPO = _name_or_repo(
     help="A model or a pair, or a model on the hub.", autocompletion=_complete_names

@@ -142,7 +142,12 @@ class Output:
         from specgen.render.live import LiveRenderer
         from specgen.render.summary import print_summary
 
-        renderer = self.renderer(sys.stdout, sys.stderr, os.environ, in_chat=in_chat)
+        renderer = self.renderer(
+            sys.stdout,
+            sys.stderr,
+            os.environ,
+            in_chat=in_chat,
+        )
         prompt: PromptEvent | None = None
         finished: FinishedEvent | None = None
         replayed: list[object] = []
@@ -165,7 +170,13 @@ class Output:
             # A conversation does not repeat the legend of the colours after each answer.
             show_legend = has_colours and sys.stderr.isatty() and (shows_all or not in_chat)
             console = console_on(sys.stderr)
-            print_summary(console, finished, prompt, whole=shows_all, show_legend=show_legend)
+            print_summary(
+                console,
+                finished,
+                prompt,
+                whole=shows_all,
+                show_legend=show_legend,
+            )
         return finished
 
     def renderer(
@@ -210,9 +221,19 @@ class Output:
         if console.is_dumb_terminal or console.legacy_windows:  # without escape codes
             encoding = console.encoding
             return streams.TextRenderer(
-                stdout.buffer, notice, thinks=thinks, encoding=encoding, is_terminal=True
+                stdout.buffer,
+                notice,
+                thinks=thinks,
+                encoding=encoding,
+                is_terminal=True,
             )
-        return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
+        return live.LiveRenderer(
+            console,
+            self.show,
+            notice,
+            thinks=thinks,
+            folds=in_chat,
+        )
 
     def _ends_line(self, stdout: TextIO, stderr: TextIO) -> bool:
         """Return whether an answer ends with a line break, if `stdout` is not a terminal.
@@ -241,7 +262,9 @@ class Output:
 
 
 def show_answer(
-    session: Session, prompt: Prompt, output: Output
+    session: Session,
+    prompt: Prompt,
+    output: Output,
 ) -> tuple[int, FinishedEvent | None]:
     """Generate an answer and show it, until a signal ends it.
 
@@ -252,7 +275,12 @@ def show_answer(
     from specgen.session.engine import generate
 
     with Interrupt() as interrupt:
-        events = generate(session, prompt, interrupted=interrupt, status=output.status)
+        events = generate(
+            session,
+            prompt,
+            interrupted=interrupt,
+            status=output.status,
+        )
         finished = output.show_events(events)
     session.measurements.save()
     # A signal that comes after the last token changes nothing.
@@ -300,7 +328,12 @@ def say(text: str) -> None:
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
         lines = [
-            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+            textwrap.fill(
+                line,
+                columns,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             for line in lines
         ]
     print("\n".join(lines), file=sys.stderr, flush=True)

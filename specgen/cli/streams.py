@@ -51,7 +51,11 @@ def open_missing_streams() -> None:
         descriptor = os.open(os.devnull, flags)
         os.set_inheritable(descriptor, True)
         stream = open(  # noqa: SIM115 - stays open until the process ends, as the original would
-            descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
+            descriptor,
+            mode,
+            encoding="utf-8",
+            errors="backslashreplace",
+            closefd=False,
         )
         setattr(sys, name, stream)
     sys.stderr = io.TextIOWrapper(

@@ -98,7 +98,12 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
-def checked(where: str, value: Any, option: Any, context: Any) -> Any:
+def checked(
+    where: str,
+    value: Any,
+    option: Any,
+    context: Any,
+) -> Any:
     """Convert a value from a TOML file as Typer converts one from the command line.
 
     Args:
@@ -156,7 +161,9 @@ def _value_given(given: Mapping[str, Any], option: Any) -> Any:
 
 
 def _read_entries(
-    document: Mapping[str, Any], path: Path, options: Mapping[str, Any]
+    document: Mapping[str, Any],
+    path: Path,
+    options: Mapping[str, Any],
 ) -> tuple[_Entries, dict[str, _Entries]]:
     """Return the entries at the top of the file, and those of each target's table.
 
@@ -177,7 +184,9 @@ def _read_entries(
 
 
 def _table_entries(
-    table: Mapping[str, Any], message_prefix: str, options: Mapping[str, Any]
+    table: Mapping[str, Any],
+    message_prefix: str,
+    options: Mapping[str, Any],
 ) -> _Entries:
     """Return the entries of a table.
 

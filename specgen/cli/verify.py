@@ -28,7 +28,10 @@ _DEFAULT_TEMPERATURE = 0.8
 def verify(
     *,
     check: Literal["both", "greedy", "sampled"] = option(
-        "both", "--check", "What to check.", panel="Checks"
+        "both",
+        "--check",
+        "What to check.",
+        panel="Checks",
     ),
     n_draws: int = option(
         400,

@@ -29,8 +29,19 @@ _POLL_S = 0.1
 @flags.takes_options
 def worker(
     *,
-    host: str = option("127.0.0.1", "--host", "The address to listen on.", metavar="ADDRESS"),
-    port: int = option(50052, "--port", "The port.", min=1, max=65535),
+    host: str = option(
+        "127.0.0.1",
+        "--host",
+        "The address to listen on.",
+        metavar="ADDRESS",
+    ),
+    port: int = option(
+        50052,
+        "--port",
+        "The port.",
+        min=1,
+        max=65535,
+    ),
     memory: int | None = option(
         None,
         "--memory",
@@ -40,7 +51,12 @@ def worker(
         show_default="all that is free",
     ),
     threads: int | None = option(
-        None, "--threads -t", "Threads.", min=1, max=512, show_default="physical cores"
+        None,
+        "--threads -t",
+        "Threads.",
+        min=1,
+        max=512,
+        show_default="physical cores",
     ),
     cache: bool = option(
         False, "--cache", "Keep large tensors on this disk, so that a model is sent only once."
@@ -96,7 +112,13 @@ def worker(
             daemon=True,
         )
         serving.start()
-        has_listened = _wait_for_end(serving, stop, host, port, out)
+        has_listened = _wait_for_end(
+            serving,
+            stop,
+            host,
+            port,
+            out,
+        )
     if not stop():
         # The server ended without a signal.
         what = "no longer serves" if has_listened else "cannot listen on"
@@ -106,7 +128,11 @@ def worker(
 
 
 def _wait_for_end(
-    serving: threading.Thread, stop: Interrupt, host: str, port: int, out: int
+    serving: threading.Thread,
+    stop: Interrupt,
+    host: str,
+    port: int,
+    out: int,
 ) -> bool:
     """Wait until the worker ends or a signal comes; announce the worker once it answers.
 
@@ -132,7 +158,12 @@ def _wait_for_end(
     return is_listening
 
 
-def _check_address(host: str, port: int, *, insecure: bool) -> None:
+def _check_address(
+    host: str,
+    port: int,
+    *,
+    insecure: bool,
+) -> None:
     """Check the address to listen on.
 
     Raises:

@@ -182,7 +182,13 @@ class SuffixDrafter(Drafter):
         """Forget all but the first `n_tokens` of the text. The other texts stay."""
         self._text.rewind(n_tokens)
 
-    def _extend(self, candidate: _Candidate, *, node: int, probability: float) -> _Path:
+    def _extend(
+        self,
+        candidate: _Candidate,
+        *,
+        node: int,
+        probability: float,
+    ) -> _Path:
         """Return the path that ends with a candidate, which becomes the node `node`."""
         path = candidate.path
         ending = [*path.ending, candidate.token]
@@ -190,7 +196,13 @@ class SuffixDrafter(Drafter):
             source.extend_match(match, ending)
             for source, match in zip(self._sources, path.matches, strict=True)
         ]
-        return _Path(node, path.depth + 1, probability, ending, matches)
+        return _Path(
+            node,
+            path.depth + 1,
+            probability,
+            ending,
+            matches,
+        )
 
     def _candidates(self, path: _Path) -> list[_Candidate]:
         """Return the tokens to draft after a path, the likeliest first."""

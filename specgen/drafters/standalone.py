@@ -158,7 +158,12 @@ class StandaloneDraft(LoadedDraft):
             self._has_ngram_helper = True
             return
         # The other model drafts chains, token by token, in the same vocabulary.
-        drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
+        drafting = replace(
+            setup.drafting,
+            tree=TreeShape("off"),
+            mask="off",
+            translate="off",
+        )
         own_setup = replace(
             setup,
             target=self.model,
@@ -248,7 +253,12 @@ class StandaloneDraft(LoadedDraft):
         if self.mask is not None:
             backend = request.caches[0]
             n_shared = self._n_shared_tokens
-            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n_shared)
+            return ParallelDrafter(
+                backend,
+                request,
+                mask=self.mask,
+                n_shared_tokens=n_shared,
+            )
         return self._model_drafter(request)
 
     def _model_drafter(self, request: DraftRequest) -> ModelDrafter:
@@ -258,7 +268,12 @@ class StandaloneDraft(LoadedDraft):
         guesses = self._second_draft(request)
         if guesses is None or backend.rollback != "cells":
             return ModelDrafter(backend, request, n_shared_tokens=n_shared)
-        return StagedDrafter(backend, request, n_shared_tokens=n_shared, guesses=guesses)
+        return StagedDrafter(
+            backend,
+            request,
+            n_shared_tokens=n_shared,
+            guesses=guesses,
+        )
 
     def _translated_drafter(
         self, request: DraftRequest, translation: Translation

@@ -162,7 +162,10 @@ class Translation:
         if not tokens:
             return empty_draft
         return Draft.chain(
-            tokens, draft.origins[0], probabilities, step_confidences=step_confidences
+            tokens,
+            draft.origins[0],
+            probabilities,
+            step_confidences=step_confidences,
         )
 
     def _to_bytes(self, draft: Draft) -> _DraftedBytes:

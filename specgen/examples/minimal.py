@@ -90,7 +90,10 @@ def speculative_round(
 
 
 def next_token_probs(
-    backend: Backend, text: Sequence[int], n_last: int, temperature: float
+    backend: Backend,
+    text: Sequence[int],
+    n_last: int,
+    temperature: float,
 ) -> ProbArray:
     """Decode the tokens of a text that are not in the cache yet.
 
@@ -142,7 +145,14 @@ def generate(
     max_length = min(len(prompt) + max_tokens, target.n_ctx + 1)
     while len(text) < max_length:
         n_room = max_length - len(text) - 1  # without the token that the target adds
-        for token in speculative_round(target, draft, text, min(n_draft, n_room), temperature, rng):
+        for token in speculative_round(
+            target,
+            draft,
+            text,
+            min(n_draft, n_room),
+            temperature,
+            rng,
+        ):
             if target.vocabulary.is_end(token):
                 return
             text.append(token)
@@ -171,7 +181,11 @@ def opened(file: Path) -> Iterator[LlamaBackend]:
 
 
 def write_continuation(
-    target: LlamaBackend, draft: LlamaBackend, prompt: str, temperature: float, seed: int
+    target: LlamaBackend,
+    draft: LlamaBackend,
+    prompt: str,
+    temperature: float,
+    seed: int,
 ) -> None:
     """Write the continuation of a prompt to stdout while it is generated.
 
@@ -189,7 +203,13 @@ def write_continuation(
     if not tokens:
         raise PromptError("the prompt is empty")
     rng = np.random.default_rng(seed)
-    for token in generate(target, draft, tokens, rng, temperature=temperature):
+    for token in generate(
+        target,
+        draft,
+        tokens,
+        rng,
+        temperature=temperature,
+    ):
         sys.stdout.buffer.write(vocabulary.token_bytes(token))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
@@ -201,13 +221,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("target", type=Path, help="the GGUF file of the model to sample from")
     parser.add_argument("draft", type=Path, help="a smaller model with the same vocabulary")
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 is greedy (default)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the random numbers",
+    )
     given = parser.parse_args(arguments)
     try:
         start_kernels(KernelOptions())
         with opened(given.target) as target, opened(given.draft) as draft:
-            write_continuation(target, draft, given.prompt, given.temperature, given.seed)
+            write_continuation(
+                target,
+                draft,
+                given.prompt,
+                given.temperature,
+                given.seed,
+            )
     except SpecgenError as error:
         sys.exit(f"error: {error}")
 

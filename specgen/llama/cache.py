@@ -31,7 +31,12 @@ class KvCache:
     belongs to two sequences.
     """
 
-    def __init__(self, model: LlamaModel, context: Any, guards: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        context: Any,
+        guards: Mapping[int, int],
+    ) -> None:
         """Wrap the cache of a native context.
 
         Args:
@@ -73,7 +78,13 @@ class KvCache:
         An `end` of -1 means the end of `source`.
         """
         for sequence in self.with_guards((destination,)):
-            llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+            llama_cpp.llama_memory_seq_cp(
+                self._memory,
+                source,
+                sequence,
+                start,
+                end,
+            )
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop the cells of a sequence from position `start` on.
@@ -97,7 +108,10 @@ class KvCache:
         return int(self._call(get_size, self._context, sequence, part))
 
     def saved(
-        self, sequence: int, part: int = WHOLE_STATE, buffer: NDArray[np.uint8] | None = None
+        self,
+        sequence: int,
+        part: int = WHOLE_STATE,
+        buffer: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
         """Return the state of a sequence, uint8[n_bytes].
 
@@ -128,7 +142,12 @@ class KvCache:
             )
         return buffer[: int(n_saved)]
 
-    def restore_whole(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
+    def restore_whole(
+        self,
+        sequence: int,
+        state: NDArray[np.uint8],
+        n_tokens: int,
+    ) -> bool:
         """Give an empty sequence the saved state of a text with `n_tokens` tokens.
 
         Returns:
@@ -141,7 +160,10 @@ class KvCache:
         return True
 
     def restore_recurrent_part(
-        self, sequence: int, state: NDArray[np.uint8], position: int
+        self,
+        sequence: int,
+        state: NDArray[np.uint8],
+        position: int,
     ) -> None:
         """Return a sequence to a position at which its recurrent state was saved.
 
@@ -157,7 +179,12 @@ class KvCache:
         self._renew_guard(sequence)
         self.check_length(sequence, position)
 
-    def _write(self, sequence: int, state: NDArray[np.uint8], part: int) -> bool:
+    def _write(
+        self,
+        sequence: int,
+        state: NDArray[np.uint8],
+        part: int,
+    ) -> bool:
         """Write a saved state, and return whether llama.cpp took it.
 
         llama.cpp writes attention cells to new places. The guard, which would keep the old ones
@@ -181,7 +208,13 @@ class KvCache:
         """Let the guard of a sequence, if it has one, share all of its cells again."""
         if sequence in self._guards:
             guard = self._guards[sequence]
-            llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
+            llama_cpp.llama_memory_seq_cp(
+                self._memory,
+                sequence,
+                guard,
+                0,
+                -1,
+            )
 
     # --- checks
 

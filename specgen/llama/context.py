@@ -238,7 +238,12 @@ class LlamaBackend:
             self.decode_rows(row)
         return self.decode_rows(last)[:n_wanted]
 
-    def _compute(self, function: Callable[[Any, Any], int], native: Any, action: str) -> None:
+    def _compute(
+        self,
+        function: Callable[[Any, Any], int],
+        native: Any,
+        action: str,
+    ) -> None:
         """Let llama.cpp compute a native batch, and add the time to `decode_s`.
 
         Args:
@@ -291,7 +296,12 @@ class LlamaBackend:
             if raised:
                 raise raised[0]
 
-    def _view(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
+    def _view(
+        self,
+        pointer: Any,
+        n_rows: int,
+        n_values: int,
+    ) -> NDArray[np.float32]:
         """Return llama.cpp's results at a pointer, float32[n_rows, n_values], without a copy.
 
         The arrays are cached by address: llama.cpp mostly returns the same few buffers, and making
@@ -453,7 +463,12 @@ class LlamaBackend:
         """
         return self._cache.saved(sequence)
 
-    def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+    def restore_text(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        state: NDArray[np.uint8],
+    ) -> bool:
         """Give a sequence a text whose state was saved.
 
         Returns:

@@ -78,7 +78,12 @@ class HeadWeights:
 class DecoderHeads:
     """Loaded heads. A state is a predicted hidden state, float32[n_embd]."""
 
-    def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float],
+        n_threads: int,
+    ) -> None:
         """Load heads.
 
         Args:

@@ -292,7 +292,12 @@ class LlamaModel:
 
     # --- memory
 
-    def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+    def cache_bytes(
+        self,
+        n_ctx: int,
+        type_k: CacheType,
+        type_v: CacheType,
+    ) -> int:
         """Estimate the size of the KV cache for a context of `n_ctx` tokens.
 
         llama.cpp describes only the first layer, so all layers are assumed to be like it. The

@@ -284,7 +284,11 @@ def attend(
     return _compute(build, queries.shape, n_threads)
 
 
-def _compute(build: Callable[[Any], _Graph], shape: tuple[int, ...], n_threads: int) -> FloatArray:
+def _compute(
+    build: Callable[[Any], _Graph],
+    shape: tuple[int, ...],
+    n_threads: int,
+) -> FloatArray:
     """Compute an operator on the CPU.
 
     Args:
@@ -346,7 +350,13 @@ def metadata_context() -> Iterator[Any]:
     """
     size = MAX_TENSORS * native.ggml_tensor_overhead()
     size += native.ggml_graph_overhead_custom(MAX_TENSORS, False)
-    context = native.ggml_init(GgmlInitParams(mem_size=size, mem_buffer=None, no_alloc=True))
+    context = native.ggml_init(
+        GgmlInitParams(
+            mem_size=size,
+            mem_buffer=None,
+            no_alloc=True,
+        )
+    )
     if not context:
         raise BackendError("GGML could not make a context")
     try:
@@ -355,7 +365,11 @@ def metadata_context() -> Iterator[Any]:
         native.ggml_free(context)
 
 
-def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
+def new_tensor(
+    context: Any,
+    type_: int,
+    shape: Sequence[int],
+) -> Any:
     """Create a tensor without data. GGML orders dimensions the other way round: last one first."""
     dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
     return native.ggml_new_tensor(context, type_, len(shape), dimensions)
@@ -379,7 +393,11 @@ def _check_size(tensor: Any, data: NDArray[Any]) -> None:
         raise BackendError(f"a tensor of {n_bytes} bytes, an array of {data.nbytes}")
 
 
-def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
+def _allocate(
+    resources: ExitStack,
+    context: Any,
+    buffer_type: Any,
+) -> Any:
     """Allocate the data of all tensors of a context in one buffer, which `resources` frees.
 
     Raises:
@@ -425,7 +443,11 @@ def _cpu_device() -> Any:
 # --- copies of model files
 
 
-def quantize_file(source: Path, output: Path, type_name: str) -> None:
+def quantize_file(
+    source: Path,
+    output: Path,
+    type_name: str,
+) -> None:
     """Write a copy of a model file in which all matrices have the same type.
 
     Args:
@@ -444,7 +466,11 @@ def quantize_file(source: Path, output: Path, type_name: str) -> None:
     write_copy(source, output, params)
 
 
-def write_copy(source: Path, output: Path, params: Any) -> None:
+def write_copy(
+    source: Path,
+    output: Path,
+    params: Any,
+) -> None:
     """Let llama.cpp write a changed copy of a model file.
 
     Args:

@@ -56,7 +56,12 @@ class CellSequences:
 
     rollback: Rollback = "cells"
 
-    def __init__(self, cache: KvCache, decode_rows: DecodeRows, n_sequences: int) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        decode_rows: DecodeRows,
+        n_sequences: int,
+    ) -> None:
         self._cache = cache
         self._decode_rows = decode_rows
         #: The tokens of each sequence, for each of which the cache has a cell.
@@ -87,7 +92,12 @@ class CellSequences:
             with contextlib.suppress(RollbackError):
                 self._cache.remove(sequence, len(self._texts[sequence]))
 
-    def restore(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+    def restore(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        state: NDArray[np.uint8],
+    ) -> bool:
         """Give an empty sequence a text and its saved state; return whether llama.cpp took it."""
         if not self._cache.restore_whole(sequence, state, len(tokens)):
             return False
@@ -270,7 +280,12 @@ class RecurrentSequences:
         """Return the tokens that a sequence should hold."""
         return self._texts[sequence].tokens
 
-    def restore(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+    def restore(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        state: NDArray[np.uint8],
+    ) -> bool:
         """Give an empty sequence a text and its saved state; return whether llama.cpp took it."""
         n = len(tokens)
         if not self._cache.restore_whole(sequence, state, n):
@@ -423,7 +438,12 @@ class RecurrentSequences:
         # llama.cpp can use snapshots only once between two decodes, so none are left.
         text.snapshots_from = text.n_valid
 
-    def _copy_if_needed(self, sequence: int, n_droppable: int, n_decoded: Counter[int]) -> None:
+    def _copy_if_needed(
+        self,
+        sequence: int,
+        n_droppable: int,
+        n_decoded: Counter[int],
+    ) -> None:
         """Copy the state of a sequence before rows that may be dropped, unless that is needless.
 
         Args:
@@ -484,7 +504,13 @@ class RecurrentSequences:
                     text.snapshots_from = text.n_cached
         return logits
 
-    def _invalidate(self, sequences: Iterable[int], n: int, *, keeps_copies: bool) -> None:
+    def _invalidate(
+        self,
+        sequences: Iterable[int],
+        n: int,
+        *,
+        keeps_copies: bool,
+    ) -> None:
         """Note that the cache may hold any part of a failed batch of `n` rows.
 
         Only a copy, if it is kept, is known to be valid then.

@@ -131,7 +131,11 @@ def check_workers(workers: Workers, file: Path) -> None:
         )
 
 
-def load_onto(workers: Workers, file: Path, params: Any) -> tuple[Any, RemoteCalls]:
+def load_onto(
+    workers: Workers,
+    file: Path,
+    params: Any,
+) -> tuple[Any, RemoteCalls]:
     """Load a model onto workers.
 
     Args:
@@ -194,7 +198,11 @@ class _TensorPlacement(ctypes.Structure):
     _fields_ = (("pattern", _TEXT), ("buffer_type", _POINTER))
 
 
-def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
+def _place_layers(
+    params: Any,
+    devices: Sequence[int],
+    workers: Workers,
+) -> list[Any]:
     """Set in `params` which device gets which layers.
 
     Returns:
@@ -262,7 +270,11 @@ class RemoteCalls:
             abort_listeners.append(_on_abort)
         watch_aborts()
         _open.append(self)
-        self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work,
+            name="remote calls",
+            daemon=True,
+        )
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -393,7 +405,11 @@ def _limit_memory(device: int, limit: int) -> None:
     functions = _DeviceFunctions.from_address(device)
     get_memory = ctypes.cast(functions.memory, _GET_MEMORY)
 
-    def get_limited_memory(asked: int, free: Any, total: Any) -> None:
+    def get_limited_memory(
+        asked: int,
+        free: Any,
+        total: Any,
+    ) -> None:
         get_memory(asked, free, total)
         free[0] = min(limit, free[0])
         total[0] = min(limit, total[0])
@@ -431,4 +447,10 @@ def serve_devices(
     )
     folder = None if cache is None else os.fsencode(cache)
     device_list = (_POINTER * len(devices))(*devices)
-    start_server(endpoint.encode(), folder, n_threads, len(devices), device_list)
+    start_server(
+        endpoint.encode(),
+        folder,
+        n_threads,
+        len(devices),
+        device_list,
+    )

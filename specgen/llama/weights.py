@@ -135,7 +135,14 @@ def lease_weights(
     """
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
-    key = WeightsKey(version_of(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
+    key = WeightsKey(
+        version_of(file),
+        n_gpu_layers,
+        kernels,
+        vocabulary_only,
+        mtp,
+        workers,
+    )
     _wait_for_load_ahead(key)
     if key in _loaded:
         return _loaded[key].share()
@@ -145,9 +152,21 @@ def lease_weights(
     params.load_mtp = mtp
     forget_log()
     if workers is None or vocabulary_only:
-        weights = _load_here(file, key, params, problem, goes_on)
+        weights = _load_here(
+            file,
+            key,
+            params,
+            problem,
+            goes_on,
+        )
     else:
-        weights = _load_onto_workers(file, key, params, problem, workers)
+        weights = _load_onto_workers(
+            file,
+            key,
+            params,
+            problem,
+            workers,
+        )
     _loaded[key] = weights
     return weights
 
@@ -191,7 +210,12 @@ def _load_here(
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     if not handle:
         raise _load_error(file, last_error())
-    return LoadedWeights(key, handle, problem, packed=packed)
+    return LoadedWeights(
+        key,
+        handle,
+        problem,
+        packed=packed,
+    )
 
 
 def _load_onto_workers(
@@ -275,7 +299,11 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
             del _load_ahead_threads[key]
         lease.close()
 
-    thread = threading.Thread(target=load, name="load ahead", daemon=True)
+    thread = threading.Thread(
+        target=load,
+        name="load ahead",
+        daemon=True,
+    )
     _load_ahead_threads[key] = thread
     thread.start()
     return end

@@ -112,7 +112,12 @@ def entries_of(
         temperatures: The temperatures.
         measurements: The stored measurements, with the thread counts of `specgen run`.
     """
-    plain = replace(base, drafting=replace(base.drafting, policy="fixed"), draft="none", helpers=())
+    plain = replace(
+        base,
+        drafting=replace(base.drafting, policy="fixed"),
+        draft="none",
+        helpers=(),
+    )
     entries = [Entry(PLAIN, _with_threads(plain, measurements))]
     for name, (draft, *helpers) in _by_name(drafts).items():
         options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), measurements)

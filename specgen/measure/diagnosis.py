@@ -251,7 +251,11 @@ _SIGNAL_HINTS = {
 }
 
 
-def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:
+def _error_named(
+    name: str | None,
+    message: str,
+    hint: str | None,
+) -> SpecgenError:
     """Return an error of that class in `specgen.errors`; a `BackendError` for unknown names."""
     error: SpecgenError = getattr(errors, name or "", BackendError)(message, hint)
     return error
@@ -351,7 +355,13 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
 
     refuse_draft(path)
     model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
-    backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=_N_TOKENS)
+    backend = LlamaBackend(
+        model,
+        options,
+        n_ctx=256,
+        clock=time.perf_counter,
+        n_outputs=_N_TOKENS,
+    )
     tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:_N_TOKENS]
 
     def rows(start: int, end: int) -> Logits:
@@ -437,7 +447,13 @@ def _add_weights(writer: GGUFWriter) -> None:
 
     rng = np.random.default_rng(1)
 
-    def add(name: str, n_out: int, n_in: int, scale: float = 1.0, dtype: str = "Q8_0") -> None:
+    def add(
+        name: str,
+        n_out: int,
+        n_in: int,
+        scale: float = 1.0,
+        dtype: str = "Q8_0",
+    ) -> None:
         weights = rng.standard_normal((n_out, n_in), np.float32) * np.float32(scale)
         quantization = GGMLQuantizationType[dtype]
         quantized = quants.quantize(weights, quantization)
@@ -454,10 +470,34 @@ def _add_weights(writer: GGUFWriter) -> None:
     for layer, dtype in enumerate(("Q8_0", "Q4_0")):
         block = f"blk.{layer}"
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"{block}.{name}", _N_EMBD, _N_EMBD, 1.4 * unit, dtype)
-        add(f"{block}.ffn_gate", _N_FF, _N_EMBD, unit, dtype)
-        add(f"{block}.ffn_up", _N_FF, _N_EMBD, unit, dtype)
-        add(f"{block}.ffn_down", _N_EMBD, _N_FF, 1.5 / math.sqrt(_N_FF), dtype)
+            add(
+                f"{block}.{name}",
+                _N_EMBD,
+                _N_EMBD,
+                1.4 * unit,
+                dtype,
+            )
+        add(
+            f"{block}.ffn_gate",
+            _N_FF,
+            _N_EMBD,
+            unit,
+            dtype,
+        )
+        add(
+            f"{block}.ffn_up",
+            _N_FF,
+            _N_EMBD,
+            unit,
+            dtype,
+        )
+        add(
+            f"{block}.ffn_down",
+            _N_EMBD,
+            _N_FF,
+            1.5 / math.sqrt(_N_FF),
+            dtype,
+        )
         add_norm(f"{block}.attn_norm")
         add_norm(f"{block}.ffn_norm")
 

@@ -196,7 +196,13 @@ def measure_target(
     batch_s = _median_batch_s(samples_s, sizes, n_ctx)
     for size, seconds in batch_s.items():
         session.costs.table().set_seconds(size, seconds)
-    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+    return Baseline(
+        tuple(answers),
+        skipped,
+        n_ctx,
+        batch_s,
+        chat,
+    )
 
 
 def _median_batch_s(
@@ -271,7 +277,15 @@ def try_draft(
                 pieces = read_answer(target, prompt.tokens, answer.tokens)
                 states = np.concatenate([hidden.copy() for _, hidden in pieces])
                 target.remove(0)
-            replays.append(replay(generation, answer, baseline, session.clock, states))
+            replays.append(
+                replay(
+                    generation,
+                    answer,
+                    baseline,
+                    session.clock,
+                    states,
+                )
+            )
     return summarise(replays)
 
 
@@ -329,7 +343,13 @@ def replay(
         if cascade is not None:
             cascade.observe(result)
         stats.add_round(result)
-    return Replay(len(tokens) - 1, stats, start_s, baseline.token_s, answer.kind)
+    return Replay(
+        len(tokens) - 1,
+        stats,
+        start_s,
+        baseline.token_s,
+        answer.kind,
+    )
 
 
 def _draft_round(generation: AnswerState, clock: Callable[[], float]) -> RoundResult:
@@ -437,7 +457,11 @@ def fitting_prompts(
     return prompts, tuple(errors)
 
 
-def read_states(target: Backend, tokens: Sequence[int], hidden_states: HiddenStateSink) -> None:
+def read_states(
+    target: Backend,
+    tokens: Sequence[int],
+    hidden_states: HiddenStateSink,
+) -> None:
     """Decode tokens with the target, and store the hidden state of each for the draft.
 
     Args:

@@ -128,7 +128,12 @@ def run_checks(
     if check != "sampled":
         progress("greedy, plain decoding", 0, 1)
         plain = plain_texts(session, prompts, interrupted)
-        check_texts = partial(check_greedy, session, plain=plain, interrupted=interrupted)
+        check_texts = partial(
+            check_greedy,
+            session,
+            plain=plain,
+            interrupted=interrupted,
+        )
         for way, drafting in ways.items():
             session.change_drafting(drafting)
             greedy += check_texts(prompts, way=way, progress=progress_of("greedy", way))
@@ -219,7 +224,13 @@ def plain_texts(
     """Return the tokens of plain decoding's answers by prompt number; fewer if interrupted."""
     max_tokens = session.options.generation.max_tokens
     limited_prompts = [(prompt, max_tokens) for prompt in prompts.values()]
-    answers = _answers(session, limited_prompts, 1, interrupted, draft=False)
+    answers = _answers(
+        session,
+        limited_prompts,
+        1,
+        interrupted,
+        draft=False,
+    )
     tokens = [tokens_of(answer.events) for answer in answers]
     return dict(zip(prompts, tokens, strict=False))
 
@@ -271,7 +282,13 @@ def check_greedy(
         drafted = tokens_of(request.events)
         difference = None
         if drafted != expected:
-            difference = _difference(session, request.prompt.tokens, expected, drafted, n_at_once)
+            difference = _difference(
+                session,
+                request.prompt.tokens,
+                expected,
+                drafted,
+                n_at_once,
+            )
         yield GreedyResult(
             prompt=number,
             way=way or session.options.drafting.policy_in_use,
@@ -284,7 +301,11 @@ def check_greedy(
         progress(n_done + 1, len(limited_prompts))
 
 
-def _token_limits(max_tokens: int, n_answers: int, n_at_once: int) -> list[int]:
+def _token_limits(
+    max_tokens: int,
+    n_answers: int,
+    n_at_once: int,
+) -> list[int]:
     """Return the token limit of each answer, with fractions of `max_tokens` in turn.
 
     With three answers at once these are one third, two thirds, all, one third and so on. A negative
@@ -319,7 +340,12 @@ def _answers(
     if not limited_prompts or interrupted():
         return
     n_ctx = session.context_size(max(len(prompt.tokens) for prompt, _ in limited_prompts))
-    with Engine(session, n_parallel=n_at_once, n_ctx=n_ctx, interrupted=interrupted) as engine:
+    with Engine(
+        session,
+        n_parallel=n_at_once,
+        n_ctx=n_ctx,
+        interrupted=interrupted,
+    ) as engine:
         options = session.options.generation
         requests = [
             engine.insert(prompt, generation=replace(options, max_tokens=max_tokens), draft=draft)
@@ -380,7 +406,13 @@ def _difference(
     drafted_text = token_text(drafted_tokens)
     if position == min(len(plain_tokens), len(drafted_tokens)):
         # One text continues where the other ends: no choice of a token explains that.
-        return Difference(position, plain_text, drafted_text, gap=math.inf, allowed=0.0)
+        return Difference(
+            position,
+            plain_text,
+            drafted_text,
+            gap=math.inf,
+            allowed=0.0,
+        )
 
     plain_token = plain_tokens[position]
     drafted_token = drafted_tokens[position]
@@ -395,7 +427,13 @@ def _difference(
     max_movement = 0.0
     same_in_batches_of = None
     for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
-        *_, row = plain_rows(session, prompt, answer, n_rows, n_outputs)
+        *_, row = plain_rows(
+            session,
+            prompt,
+            answer,
+            n_rows,
+            n_outputs,
+        )
         max_movement = max(max_movement, movement(row, row_alone))
         if same_in_batches_of is None and sampling.distribution(row).mode == drafted_token:
             same_in_batches_of = n_rows
@@ -403,8 +441,21 @@ def _difference(
     allowed = (SLACK * max_movement + ALWAYS_ALLOWED) * float(np.std(row_alone))
     if session.target.has_equal_rows and max_movement == 0.0:
         allowed = 0.0
-    gap = _preference(session, state, row_alone, plain_token, drafted_token)
-    return Difference(position, plain_text, drafted_text, gap, allowed, same_in_batches_of)
+    gap = _preference(
+        session,
+        state,
+        row_alone,
+        plain_token,
+        drafted_token,
+    )
+    return Difference(
+        position,
+        plain_text,
+        drafted_text,
+        gap,
+        allowed,
+        same_in_batches_of,
+    )
 
 
 def _batches_of_rounds(session: Session, n_at_once: int) -> Iterator[tuple[int, int | None]]:
@@ -563,7 +614,12 @@ class _Draws:
 class _ForcedStart(SamplingPipeline):
     """A sampling pipeline that makes the answer begin with given tokens."""
 
-    def __init__(self, sampler: Sampler, state: TextState, forced: Sequence[int]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        state: TextState,
+        forced: Sequence[int],
+    ) -> None:
         super().__init__(sampler, state)
         self._n_prompt = len(state.tokens)
         self._forced = forced
@@ -610,12 +666,26 @@ def check_sampled(
     calibrate(session, interrupted)
     places: list[_Place] = []
     for number, prompt in prompts.items():
-        places += _places(session, number, prompt, seed, interrupted)
+        places += _places(
+            session,
+            number,
+            prompt,
+            seed,
+            interrupted,
+        )
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.visibility)
     prompt = prompts[place.prompt]
-    draws = _draw(session, prompt, place, n_draws, seed, interrupted, progress)
+    draws = _draw(
+        session,
+        prompt,
+        place,
+        n_draws,
+        seed,
+        interrupted,
+        progress,
+    )
     if draws is None:
         return None
     # `exact` only has the possible tokens, so all other draws are impossible ones.

@@ -15,7 +15,12 @@ from specgen.errors import PromptError
 T = TypeVar("T")
 
 #: The date for chat templates that include one. It is fixed, so that answers do not change daily.
-NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+NOW = datetime.datetime(
+    2025,
+    1,
+    1,
+    tzinfo=datetime.timezone.utc,
+)
 #: The category of prompts that do not name one.
 _DEFAULT_CATEGORY = "all"
 #: The prefix of the categories of specgen's prompts that are used to try drafts.
@@ -126,7 +131,11 @@ def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
     return chosen
 
 
-def _parse_json_line(line: str, number: int, where: str) -> BenchPrompt:
+def _parse_json_line(
+    line: str,
+    number: int,
+    where: str,
+) -> BenchPrompt:
     """Parse a line of a JSON Lines file.
 
     Args:

@@ -137,7 +137,13 @@ def search_drafts(
     # Measure the target alone, with the threads chosen now, so older costs are forgotten.
     session.change_draft("none")
     if tunes_threads:
-        threads |= tune_threads(session, target, interrupted, progress, is_draft=False)
+        threads |= tune_threads(
+            session,
+            target,
+            interrupted,
+            progress,
+            is_draft=False,
+        )
     session.costs.forget()
     baseline = measure_target(
         session,
@@ -157,7 +163,13 @@ def search_drafts(
         try:
             session.change_draft(draft)
             if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
-                threads |= tune_threads(session, draft, interrupted, progress, is_draft=True)
+                threads |= tune_threads(
+                    session,
+                    draft,
+                    interrupted,
+                    progress,
+                    is_draft=True,
+                )
             # Have the draft's costs measured again, too.
             if session.draft is not None and session.draft.timed is not None:
                 session.costs.forget(session.draft.timed)

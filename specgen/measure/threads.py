@@ -74,14 +74,24 @@ def tune_threads(
         if is_draft and not drafts:  # the draft has no context of its own
             return {}
         backend = drafts[0] if is_draft else target
-        fastest = measure_threads(backend, counts, default, THREADS_BUDGET_S, interrupted)
+        fastest = measure_threads(
+            backend,
+            counts,
+            default,
+            THREADS_BUDGET_S,
+            interrupted,
+        )
     if interrupted():
         return {}
     session.measurements.keep_threads(model, options, fastest)
     return {model.name: fastest}
 
 
-def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
+def thread_counts(
+    n_cores: int,
+    n_logical: int,
+    n_usable: int,
+) -> list[int]:
     """Return the thread counts to try, in ascending order.
 
     These are the multiples of an eighth of the cores, from a quarter to all, and the numbers of
@@ -139,8 +149,20 @@ def measure_threads(
             backend.set_threads(count, count)
             # The first decode after a change may have to start threads, so its time is not used.
             time_batch(backend, text, 1)
-            _time(backend, text, 1, count, single_rounds[-1])
-            _time(backend, text, BATCH_ROWS, count, batch_rounds[-1])
+            _time(
+                backend,
+                text,
+                1,
+                count,
+                single_rounds[-1],
+            )
+            _time(
+                backend,
+                text,
+                BATCH_ROWS,
+                count,
+                batch_rounds[-1],
+            )
     backend.remove(0)
     if not interrupted():
         fastest = Threads(

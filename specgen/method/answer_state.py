@@ -193,7 +193,14 @@ class AnswerState:
         price = FREE
         if cascade.model is not None:
             price = cascade.model.price(len(self.tokens))
-        return Offer(n_expected, n_chain_max, found, cascade.model_name, price, n_nodes_max)
+        return Offer(
+            n_expected,
+            n_chain_max,
+            found,
+            cascade.model_name,
+            price,
+            n_nodes_max,
+        )
 
     # --- commit ---------------------------------------------------------------------------------
 
@@ -248,7 +255,13 @@ class AnswerState:
             last_accepted = verdict.path[-1] if verdict.path else ROOT
             # After a leaf nothing was drafted that the target's token could correct.
             target_kind = "corrected" if draft.children[last_accepted] else "bonus"
-            events += self._draft_events(draft, verdict, target_kind, now_s, round_number)
+            events += self._draft_events(
+                draft,
+                verdict,
+                target_kind,
+                now_s,
+                round_number,
+            )
 
         pieces: list[Piece] = []
         row = 0  # of the logits from which the next token was chosen
@@ -336,7 +349,13 @@ class AnswerState:
             for node, token in enumerate(draft.tokens)
         )
         rejected = self._rejected_branches(draft, verdict.path)
-        drafted = DraftedEvent(self.index, now_s, round_number, nodes, draft.guesses)
+        drafted = DraftedEvent(
+            self.index,
+            now_s,
+            round_number,
+            nodes,
+            draft.guesses,
+        )
         verified = VerifiedEvent(
             self.index,
             now_s,

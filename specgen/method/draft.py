@@ -48,16 +48,36 @@ class Draft:
     #: For the display: which part of this draft a cheaper drafter guessed, in words.
     guesses: str = field(default="", compare=False)
     #: The depth of each node, from 0.
-    depths: Sequence[int] = field(init=False, repr=False, compare=False)
+    depths: Sequence[int] = field(
+        init=False,
+        repr=False,
+        compare=False,
+    )
     #: The rank of each node among its siblings, from 0.
-    ranks: Sequence[int] = field(init=False, repr=False, compare=False)
+    ranks: Sequence[int] = field(
+        init=False,
+        repr=False,
+        compare=False,
+    )
     #: The children of each node, in the order in which they were drafted. `ROOT` is -1, so its
     #: children are the last entry.
-    children: Sequence[Sequence[int]] = field(init=False, repr=False, compare=False)
+    children: Sequence[Sequence[int]] = field(
+        init=False,
+        repr=False,
+        compare=False,
+    )
     #: Whether each node is the only child of the one before.
-    is_chain: bool = field(init=False, repr=False, compare=False)
+    is_chain: bool = field(
+        init=False,
+        repr=False,
+        compare=False,
+    )
     #: Whether any token was sampled at random. No node of such a draft may be left out.
-    is_sampled: bool = field(init=False, repr=False, compare=False)
+    is_sampled: bool = field(
+        init=False,
+        repr=False,
+        compare=False,
+    )
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -159,7 +179,13 @@ class Draft:
 
 
 #: No draft: the target decodes one token.
-NO_DRAFT = Draft((), (), (), (), ())
+NO_DRAFT = Draft(
+    (),
+    (),
+    (),
+    (),
+    (),
+)
 
 
 @dataclass(frozen=True, slots=True)

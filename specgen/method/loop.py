@@ -220,7 +220,13 @@ class Loop:
                 self._decode_silently(answer, n_in_cache, last)
                 n_in_cache = last
             n_rows_before = len(batch.tokens)
-            result.rows = pack(batch, target, answer.slot, tokens[n_in_cache:], result.draft)
+            result.rows = pack(
+                batch,
+                target,
+                answer.slot,
+                tokens[n_in_cache:],
+                result.draft,
+            )
             if answer.hidden_states is not None and not answer.hidden_states.all_rows:
                 # Only rows with logits have hidden states. The first one of this answer is that of
                 # its last pending token.
@@ -328,7 +334,13 @@ class Loop:
         except BackendError as error:  # the grammar allows no token, or a logit is not a number
             answer.failure = error
             return []
-        events = answer.commit_verdict(draft, verdict, logits, self.now_s, result)
+        events = answer.commit_verdict(
+            draft,
+            verdict,
+            logits,
+            self.now_s,
+            result,
+        )
         result.path = verdict.path
         result.committed = tuple(answer.tokens[n_before:])
 

@@ -228,7 +228,12 @@ class FixedPolicy:
 
         found = self._stop.cut(offer.found.first(n_max))
         if len(found):
-            return RoundPlan(reason, found=found, stop=self._stop, detail=detail)
+            return RoundPlan(
+                reason,
+                found=found,
+                stop=self._stop,
+                detail=detail,
+            )
         if offer.drafter is None:
             return RoundPlan("nothing found")
         n_deepest = None
@@ -459,7 +464,12 @@ class CostAwarePolicy:
         if self._affords_trial(offer, stop, gate):
             n_max = min(plan.n_max, _TRIAL_TOKENS)
             always = StoppingRule(needs_confidence=True)
-            return replace(plan, reason="trial", n_max=n_max, stop=always), _NO_GAIN
+            return replace(
+                plan,
+                reason="trial",
+                n_max=n_max,
+                stop=always,
+            ), _NO_GAIN
         if price.prefill_s > 0.0:
             detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN

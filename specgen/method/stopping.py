@@ -77,7 +77,11 @@ class StoppingRule:
         return draft if len(draft) >= self.n_min else NO_DRAFT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
 class CostAwareStopping(StoppingRule):
     """Drafts as long as another token is expected to save time: optimal stopping."""
 

@@ -256,7 +256,13 @@ class BlockVerifier(ResidualVerifier):
         node = ROOT
         while True:
             block = _only_children(draft, node)
-            n_accepted, after = _accept_block(draft, block, target, node, rng)
+            n_accepted, after = _accept_block(
+                draft,
+                block,
+                target,
+                node,
+                rng,
+            )
             path += block[:n_accepted]
             if n_accepted < len(block):
                 return Verdict(tuple(path), after.sample(rng))

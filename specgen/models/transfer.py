@@ -57,7 +57,13 @@ def download_file(
         path.unlink()
     while True:
         kept_bytes = size_of(path)
-        _append_rest(url, path, headers, report, size_bytes)
+        _append_rest(
+            url,
+            path,
+            headers,
+            report,
+            size_bytes,
+        )
         if sha256 is None:
             return
         if file_sha256(path, lambda done_bytes: report(done_bytes, size_bytes, True)) == sha256:
@@ -72,7 +78,11 @@ def download_file(
 
 
 def _append_rest(
-    url: str, path: Path, headers: dict[str, str], report: Report, size_bytes: int
+    url: str,
+    path: Path,
+    headers: dict[str, str],
+    report: Report,
+    size_bytes: int,
 ) -> None:
     """Append to a file what is missing of it; its parameters are those of `download_file`."""
     from huggingface_hub.file_download import http_get
@@ -114,7 +124,12 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
 # --- the disk -------------------------------------------------------------------------------------
 
 
-def announcement(name: str, left_bytes: int, whole_bytes: int, terms: str) -> str:
+def announcement(
+    name: str,
+    left_bytes: int,
+    whole_bytes: int,
+    terms: str,
+) -> str:
     """Return the notice before a download, with its size and its licence."""
     size = human_bytes(whole_bytes)
     if left_bytes < whole_bytes:
@@ -123,7 +138,12 @@ def announcement(name: str, left_bytes: int, whole_bytes: int, terms: str) -> st
     return f"downloading {name} ({details})"
 
 
-def check_room(name: str, folder: Path, needed_bytes: int, variable: str) -> None:
+def check_room(
+    name: str,
+    folder: Path,
+    needed_bytes: int,
+    variable: str,
+) -> None:
     """Check that the disk has room for a download.
 
     Args:
@@ -171,7 +191,9 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
 
 
 def lock_download(
-    lock_file: Path, name: str, progress: ProgressView
+    lock_file: Path,
+    name: str,
+    progress: ProgressView,
 ) -> AbstractContextManager[object]:
     """Acquire the lock of a download, after waiting for a process that has it.
 

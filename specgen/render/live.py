@@ -275,8 +275,18 @@ class LiveRenderer(Renderer):
         cells: list[Cell] = []
         for text in self._rejected:
             if cells:
-                append_cells(cells, "  ", "plain", join=False)
-            append_cells(cells, clean_line(text), "rejected", join=False)
+                append_cells(
+                    cells,
+                    "  ",
+                    "plain",
+                    join=False,
+                )
+            append_cells(
+                cells,
+                clean_line(text),
+                "rejected",
+                join=False,
+            )
         if not cells:
             return "", ""
         room = max(0, columns - last.width)
@@ -380,7 +390,12 @@ class Thought:
             them with one line.
     """
 
-    def __init__(self, flow: Flow, prompt: str, folds: bool) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        prompt: str,
+        folds: bool,
+    ) -> None:
         self.flow = flow
         self._folds = folds
         self._reader = ThoughtReader(prompt)
@@ -399,7 +414,12 @@ class Thought:
         """Whether the last rows of the block are to be shown instead of the answer."""
         return self._folds and self._reader.is_open
 
-    def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
+    def take(
+        self,
+        runs: Iterable[Run],
+        time_s: float,
+        n_tokens: int,
+    ) -> Iterator[Run]:
         """Take the text that a round added, and yield the text to add to the answer's flow.
 
         Thoughts that are folded go to the block's own flow instead.

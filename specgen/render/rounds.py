@@ -228,7 +228,12 @@ class RoundsRenderer(Renderer):
             text.append(_probabilities(node, target_logprob), self._styles["faint"])
         return text
 
-    def _print_tokens(self, start: Text, tokens: Sequence[Text], gap: str = "  ") -> None:
+    def _print_tokens(
+        self,
+        start: Text,
+        tokens: Sequence[Text],
+        gap: str = "  ",
+    ) -> None:
         """Print a line of tokens; on a terminal, it continues below its first token if necessary.
 
         Args:

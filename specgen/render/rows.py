@@ -242,7 +242,13 @@ class RoundReader:
         self._verified = None
         if drafted is None or verified is None:
             return Round(event)
-        return Round(event, drafted.nodes, verified.accepted, verified.rejected, drafted.guesses)
+        return Round(
+            event,
+            drafted.nodes,
+            verified.accepted,
+            verified.rejected,
+            drafted.guesses,
+        )
 
 
 # --- cells and rows
@@ -270,7 +276,13 @@ class Cell(NamedTuple):
     mark: str
 
 
-def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) -> None:
+def append_cells(
+    cells: list[Cell],
+    text: str,
+    mark: str,
+    *,
+    join: bool = True,
+) -> None:
     """Cut clean text without line feeds and tabs into cells, and append them.
 
     Args:
@@ -411,7 +423,11 @@ def wrap(
         row_columns = columns
 
 
-def _end_of_row(cells: Sequence[Cell], start: int, columns: int) -> int:
+def _end_of_row(
+    cells: Sequence[Cell],
+    start: int,
+    columns: int,
+) -> int:
     """Return the end of the cells from `start` on that fit in a row of so many columns."""
     width = 0
     n_spare_columns = 0
@@ -428,7 +444,11 @@ def _total_width(cells: Iterable[Cell]) -> int:
     return sum(cell.width for cell in cells)
 
 
-def _gap_between_words(cells: Sequence[Cell], start: int, end: int) -> range | None:
+def _gap_between_words(
+    cells: Sequence[Cell],
+    start: int,
+    end: int,
+) -> range | None:
     """Return the range of spaces at which to end a row that has room for `cells[start:end]`.
 
     Returns:
@@ -524,12 +544,22 @@ class Flow:
         self._columns_before = 0
         return settled
 
-    def _append(self, cells: list[Cell], text: str, mark: str) -> None:
+    def _append(
+        self,
+        cells: list[Cell],
+        text: str,
+        mark: str,
+    ) -> None:
         """Append the cells of a text without line feeds; tabs become spaces."""
         # Rejected text is never joined with other text: it is not part of the same word.
         join = not cells or (cells[-1].mark == "rejected") == (mark == "rejected")
         before_first_tab, *others = text.split("\t")
-        append_cells(cells, before_first_tab, mark, join=join)
+        append_cells(
+            cells,
+            before_first_tab,
+            mark,
+            join=join,
+        )
         for part in others:
             column = self._columns_before + _total_width(cells)
             n_spaces = TAB_COLUMNS - column % TAB_COLUMNS

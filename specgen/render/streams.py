@@ -238,7 +238,11 @@ REPLAY = ("specgen.serve.server", "page/replay.html")
 BENCH = ("specgen.render", "bench.html")
 
 
-def write_page(path: Path, template: tuple[str, str], data: object) -> None:
+def write_page(
+    path: Path,
+    template: tuple[str, str],
+    data: object,
+) -> None:
     """Write an HTML page that contains its data.
 
     Args:

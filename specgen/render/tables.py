@@ -166,7 +166,11 @@ def _print_categories(contenders: Sequence[Figures], console: Console) -> None:
     console.print(table)
 
 
-def print_draft_table(search: Search, sentences: Sequence[str], console: Console) -> None:
+def print_draft_table(
+    search: Search,
+    sentences: Sequence[str],
+    console: Console,
+) -> None:
     """Print the result of a search.
 
     Args:
@@ -268,7 +272,11 @@ def _fitting_columns(columns: Sequence[_Column], width: int) -> list[_Column]:
 
 def _table(first_heading: str, *headings: str) -> Table:
     """Return an empty table: names on the left, which may be wrapped, and figures."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     table.add_column(first_heading, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right", no_wrap=True)
@@ -299,7 +307,11 @@ def totals(n_answers: int, answers: Sequence[FinishedEvent | BatchStats]) -> lis
     return texts
 
 
-def batch_summary(stats: BatchStats, seconds: float, where: str) -> str:
+def batch_summary(
+    stats: BatchStats,
+    seconds: float,
+    where: str,
+) -> str:
     """Return a sentence about a finished batch.
 
     Args:

@@ -262,7 +262,10 @@ class Chat:
             # the number of turns left out; bisection needs an ascending order, so negate them.
             n_goal = int(self.n_ctx * _REMAINING_SHARE)
             self._n_left_out = bisect_left(
-                range(last), -n_goal, lo=n_before + 1, key=lambda first: -n_tokens(first)
+                range(last),
+                -n_goal,
+                lo=n_before + 1,
+                key=lambda first: -n_tokens(first),
             )
         return prompt(self._n_left_out), self._n_left_out - n_before
 

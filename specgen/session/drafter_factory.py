@@ -80,7 +80,13 @@ class DrafterFactory:
         hidden_states: HiddenStateSink | None = None
         needs_caches = draft is not None and draft.timed is not None
         if draft is not None and (caches or not needs_caches):
-            draft_request = self._draft_request(draft, prompt, text_state, settings, draft_seed)
+            draft_request = self._draft_request(
+                draft,
+                prompt,
+                text_state,
+                settings,
+                draft_seed,
+            )
             draft_request = replace(draft_request, caches=caches, slot=slot)
             drafter = draft.drafter(draft_request)
             hidden_states = drafter.hidden_states
@@ -195,7 +201,12 @@ class DrafterFactory:
         # Sampled drafts branch only in a fixed shape: for exact verification, the number of
         # siblings must not depend on the samples.
         branches = can_branch and (drafting.tree.is_fixed or not draws)
-        options = draft_sampling(settings.sampler.options, drafting, draws=draws, branches=branches)
+        options = draft_sampling(
+            settings.sampler.options,
+            drafting,
+            draws=draws,
+            branches=branches,
+        )
         sampler = Sampler(options, settings.sampler.breakers)
         return DraftRequest(
             text_state,

@@ -230,7 +230,12 @@ class Engine:
         seed = settings.sampling.seed
         if seed < 0:  # the user gave none
             seed = secrets.randbits(32)
-        return self._scheduler.add(prompt, settings, seed, drafts=draft)
+        return self._scheduler.add(
+            prompt,
+            settings,
+            seed,
+            drafts=draft,
+        )
 
     def cancel(self, request: Request) -> FinishedEvent | None:
         """End an answer with the text that it has so far. Any thread may do that.
@@ -357,7 +362,11 @@ class Engine:
             uses_cache = request.settings.generation.uses_cache
             plan = self._prefixes.begin(slot, request.prompt, uses_cache=uses_cache)
             answer = self._factory.new_answer(
-                request.prompt, self.n_ctx, self.drafts, request.seed, request
+                request.prompt,
+                self.n_ctx,
+                self.drafts,
+                request.seed,
+                request,
             )
             answer.n_loaded = plan.n_loaded
             answer.prefill_stops = plan.stops

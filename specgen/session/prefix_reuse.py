@@ -101,7 +101,13 @@ class PrefixReuse:
         n_loaded = 0
         stops: list[int] = []
         if self._store is not None:
-            n_loaded = self._store.extend(slot, prompt, marks, n_held, n_again)
+            n_loaded = self._store.extend(
+                slot,
+                prompt,
+                marks,
+                n_held,
+                n_again,
+            )
             stops.append(self._store.stop_at(slot.branches(self._target).first))
         if marks and self._target.rollback != "cells":
             # Such a cache can only return to places where its state was saved. Save it before the

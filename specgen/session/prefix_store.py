@@ -326,14 +326,23 @@ class PrefixStore:
         path = self._file(tokens)
         name = self._context.backend.model.name
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(
+                mode=0o700,
+                parents=True,
+                exist_ok=True,
+            )
             with new_beside(path) as new:
                 self._delete_leftovers(new.stat().st_mtime - _LEFTOVER_S)
                 if not make_room(stored(self._folder), len(state), self._max_bytes()):
                     _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
                     return
                 is_complete = write_text(
-                    new, self._context.key, tokens, state, token_s, lambda: self._is_stopped
+                    new,
+                    self._context.key,
+                    tokens,
+                    state,
+                    token_s,
+                    lambda: self._is_stopped,
                 )
                 if not is_complete:
                     return

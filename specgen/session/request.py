@@ -69,7 +69,14 @@ class RequestSettings:
             controls = tuple(dict.fromkeys((*generation.shown_controls, *marks)))
             generation = replace(generation, shown_controls=controls)
             grammar = grammar_start(wanted, model.vocabulary.showing(controls), thoughts)
-        return RequestSettings(sampling, generation, drafting, sampler, grammar, thoughts)
+        return RequestSettings(
+            sampling,
+            generation,
+            drafting,
+            sampler,
+            grammar,
+            thoughts,
+        )
 
     def changed(
         self,
@@ -114,7 +121,13 @@ class RequestSettings:
         )
         if is_unchanged:
             return replace(self, generation=generation, drafting=drafting)
-        return RequestSettings.of(model, sampling, generation, drafting, thoughts)
+        return RequestSettings.of(
+            model,
+            sampling,
+            generation,
+            drafting,
+            thoughts,
+        )
 
     @property
     def verifier(self) -> VerifierName:

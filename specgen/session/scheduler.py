@@ -103,7 +103,13 @@ class Scheduler:
         with self._lock:
             if self._is_closed:
                 raise BackendError("the engine is closed")
-            request = Request(self._n_added, prompt, settings, seed, drafts)
+            request = Request(
+                self._n_added,
+                prompt,
+                settings,
+                seed,
+                drafts,
+            )
             self._n_added += 1
             self._waiting.append(request)
         return request

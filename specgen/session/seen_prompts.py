@@ -116,7 +116,16 @@ class SeenPrompts:
                 n_diverged = max(n_diverged, min(n_shared, n - 1))
 
         own_hashes = {place: hashes[place] for place in places}
-        self._append(_SeenPrompt(name, self._context_key, self._run, subject_hash, n, own_hashes))
+        self._append(
+            _SeenPrompt(
+                name,
+                self._context_key,
+                self._run,
+                subject_hash,
+                n,
+                own_hashes,
+            )
+        )
         return n_diverged if n_diverged > n_continued else 0
 
     def _latest(self) -> list[_SeenPrompt]:
@@ -144,7 +153,11 @@ class SeenPrompts:
 
     def _secret(self) -> bytes:
         """Return the key of the hashes. Without it, they cannot be compared with other texts."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(
+            mode=0o700,
+            parents=True,
+            exist_ok=True,
+        )
         file = self._folder / "secret"
         if not file.exists():
             replace_bytes(file, secrets.token_bytes(32))

@@ -181,7 +181,11 @@ class Session:
         """The arguments with which any draft is opened."""
         options = self.options
         return DraftSetup(
-            self.target, options.drafting, options.draft_context, self.clock, cache=options.cache
+            self.target,
+            options.drafting,
+            options.draft_context,
+            self.clock,
+            cache=options.cache,
         )
 
     # --- what can change --------------------------------------------------------------------------
@@ -426,7 +430,12 @@ class Session:
             MemoryLimitError: If they do not fit into memory.
         """
         spec = ContextSpec(
-            n_ctx, n_slots, self.n_rows_max, self.clock, self.costs.context_options, target
+            n_ctx,
+            n_slots,
+            self.n_rows_max,
+            self.clock,
+            self.costs.context_options,
+            target,
         )
         with contextlib.ExitStack() as stack:
             contexts = self.draft.contexts(spec) if self.draft is not None else ()

@@ -77,7 +77,11 @@ def _candidates(scores: Scores, n: int) -> TokenArray:
     return np.concatenate((in_groups, after_groups))
 
 
-def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+def interpolate(
+    x: float,
+    places: Sequence[float],
+    values: Sequence[float],
+) -> float:
     """Interpolate linearly at `x`, as `np.interp` does, but several times as fast for one number.
 
     Args:

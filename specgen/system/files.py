@@ -35,7 +35,11 @@ def new_beside(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
+    descriptor, name = tempfile.mkstemp(
+        dir=path.parent,
+        prefix=f"{path.name}.",
+        suffix=NEW,
+    )
     os.close(descriptor)
     new = Path(name)
     try:
@@ -104,7 +108,11 @@ def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
+def locked(
+    lock_file: Path,
+    held: SpecgenError,
+    wait_s: float = 0.0,
+) -> Iterator[None]:
     """Hold a lock within the block.
 
     Args:
@@ -148,7 +156,11 @@ def existing_parent(path: Path) -> Path:
     return next(candidate for candidate in candidates if candidate.exists())
 
 
-def make_room(files: Iterable[Path], n_bytes: int, max_bytes: int) -> bool:
+def make_room(
+    files: Iterable[Path],
+    n_bytes: int,
+    max_bytes: int,
+) -> bool:
     """Delete the least recently used files until a new one fits.
 
     Args:

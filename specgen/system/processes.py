@@ -75,7 +75,9 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
 
 def ask_child_again(
-    command: Sequence[str], timeout_s: float, prepare: Callable[[], object] = lambda: None
+    command: Sequence[str],
+    timeout_s: float,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Call `ask_child`, and again if the child takes too long: the machine may have been suspended.
 

@@ -43,7 +43,12 @@ class ProgressView:
         #: What is shown since the first call of `show`.
         self._shown: _ProgressBar | _ProgressLines | None = None
 
-    def show(self, text: str, done: int, total: int) -> None:
+    def show(
+        self,
+        text: str,
+        done: int,
+        total: int,
+    ) -> None:
         """Show progress.
 
         Args:
@@ -80,7 +85,12 @@ class ProgressView:
 class _ProgressLines:
     """Progress as lines, at most one per `INTERVAL_S`, on a stream that is not a terminal."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float], kind: Kind) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float],
+        kind: Kind,
+    ) -> None:
         self._stream = stream
         self._clock = clock
         self._kind = kind
@@ -91,7 +101,12 @@ class _ProgressLines:
         #: The latest line that was written.
         self._written = ""
 
-    def show(self, text: str, done: int, total: int) -> None:
+    def show(
+        self,
+        text: str,
+        done: int,
+        total: int,
+    ) -> None:
         self._line = _progress_line(self._kind, text, done, total)
         now_s = self._clock()
         if now_s - self._latest_s >= INTERVAL_S:
@@ -112,7 +127,12 @@ class _ProgressLines:
             print(self._line, file=self._stream, flush=True)
 
 
-def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
+def _progress_line(
+    kind: Kind,
+    text: str,
+    done: int,
+    total: int,
+) -> str:
     """Return the line about some progress; the arguments are those of `ProgressView.show`."""
     if kind == "lines":
         return f"{done} of {total} lines, {text}"
@@ -134,12 +154,23 @@ class _ProgressBar:
         self._task = self._bar.add_task("", visible=False)
         self._bar.start()
 
-    def show(self, text: str, done: int, total: int) -> None:
+    def show(
+        self,
+        text: str,
+        done: int,
+        total: int,
+    ) -> None:
         is_new_work = text != self._text and self._kind != "lines"
         if is_new_work:
             self._bar.reset(self._task, total=total, completed=done)
         self._text = text
-        self._bar.update(self._task, completed=done, total=total, description=text, visible=True)
+        self._bar.update(
+            self._task,
+            completed=done,
+            total=total,
+            description=text,
+            visible=True,
+        )
 
     def note(self, message: str) -> None:
         self._bar.console.print(message, soft_wrap=True)
@@ -170,5 +201,10 @@ def _terminal_of(stream: TextIO) -> Console | None:
         return None
     from rich.console import Console
 
-    console = Console(file=stream, markup=False, emoji=False, highlight=False)
+    console = Console(
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     return None if console.is_dumb_terminal else console

@@ -49,7 +49,11 @@ def is_gain(speedup: float) -> bool:
     return round(speedup, 1) > 1.0
 
 
-def gain_text(low: float, high: float, spread: str = "") -> str:
+def gain_text(
+    low: float,
+    high: float,
+    spread: str = "",
+) -> str:
     """Return a speed-up in words: "1.5 to 2.0 times as fast as without drafts".
 
     If it may be noise (see `is_gain`), the words are "about as fast as" or "slower than".
@@ -75,7 +79,12 @@ def gain_text(low: float, high: float, spread: str = "") -> str:
     return text
 
 
-def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
+def measured_gain(
+    speedup: float,
+    worst: float,
+    best: float,
+    n_answers: int,
+) -> str:
     """Return a measured mean speed-up, with its range over the answers."""
     spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
     return gain_text(speedup, speedup, spread)

@@ -88,7 +88,12 @@ def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
 def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
     """Ask a connected worker about itself; raise `OSError` if it does not follow the protocol."""
     capabilities = bytes(_CAPABILITIES_BYTES)
-    hello = _call(stream, _HELLO, capabilities, n_expected=4 + _CAPABILITIES_BYTES)
+    hello = _call(
+        stream,
+        _HELLO,
+        capabilities,
+        n_expected=4 + _CAPABILITIES_BYTES,
+    )
     # The answer begins with a byte each for the major, minor and patch version.
     protocol = ".".join(str(number) for number in hello[:3])
 
@@ -96,18 +101,33 @@ def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
     round_trip_s = math.inf
     for _ in range(_N_PINGS):
         started_s = time.perf_counter()
-        count = _call(stream, _DEVICE_COUNT, b"", n_expected=4)
+        count = _call(
+            stream,
+            _DEVICE_COUNT,
+            b"",
+            n_expected=4,
+        )
         round_trip_s = min(round_trip_s, time.perf_counter() - started_s)
         (n_devices,) = struct.unpack("<I", count)
 
     devices = []
     for index in range(n_devices):
-        memory = _call(stream, _GET_DEVICE_MEMORY, struct.pack("<I", index), n_expected=16)
+        memory = _call(
+            stream,
+            _GET_DEVICE_MEMORY,
+            struct.pack("<I", index),
+            n_expected=16,
+        )
         devices.append(struct.unpack("<QQ", memory))
     return WorkerInfo(endpoint, protocol, tuple(devices), round_trip_s)
 
 
-def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: int) -> bytes:
+def _call(
+    stream: io.BufferedRWPair,
+    command: int,
+    request: bytes,
+    n_expected: int,
+) -> bytes:
     """Send a command, and return its answer of `n_expected` bytes.
 
     Raises:

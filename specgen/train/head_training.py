@@ -143,7 +143,13 @@ def train_heads(
         why = f"its hidden states have {n_embd} components, which is not a multiple of 32"
         raise UsageError(f"{model.name} cannot have decoder heads: {why}")
     n_vocab = model.vocabulary.n_tokens
-    trainer = _HeadTrainer(target, _frequent_tokens(text, n_vocab), learnt, judged, n_vocab)
+    trainer = _HeadTrainer(
+        target,
+        _frequent_tokens(text, n_vocab),
+        learnt,
+        judged,
+        n_vocab,
+    )
     accuracy_before = trainer.judge()
     state = TrainingState(-sum(accuracy_before), trainer.copied())
     schedule = Schedule(
@@ -163,7 +169,13 @@ def train_heads(
     with write_errors(output), new_beside(output) as new:
         write_heads(new, weights)
         new.replace(output)
-    return TrainedHeads(weights, accuracy_before, trainer.judge(), n_learnt, state.n_steps)
+    return TrainedHeads(
+        weights,
+        accuracy_before,
+        trainer.judge(),
+        n_learnt,
+        state.n_steps,
+    )
 
 
 def _samples(text: TargetText, *, held_back: bool) -> _Samples:
@@ -175,7 +187,13 @@ def _samples(text: TargetText, *, held_back: bool) -> _Samples:
             samples_of_answers.append(_samples_of(text, index, n))
     if not samples_of_answers:
         empty: NDArray[Any] = np.empty((0, 0), np.float32)
-        return _Samples(empty, empty, empty, empty, empty)
+        return _Samples(
+            empty,
+            empty,
+            empty,
+            empty,
+            empty,
+        )
     # Concatenate field by field.
     return _Samples(*map(np.concatenate, zip(*samples_of_answers, strict=True)))
 

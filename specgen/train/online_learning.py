@@ -169,7 +169,14 @@ def learn(
     )
     with locked(folder / "learning.lock", busy):
         _delete_leftovers(folder)
-        return _run_lesson(folder, target, draft, answers, budget, rate)
+        return _run_lesson(
+            folder,
+            target,
+            draft,
+            answers,
+            budget,
+            rate,
+        )
 
 
 def _delete_leftovers(folder: Path) -> None:
@@ -237,7 +244,13 @@ def _run_lesson(
             n_steps=state.n_steps,
             seconds=budget.clock() - started_s,
         )
-        _adopt(lesson, folder, draft, written, answers[-1].number)
+        _adopt(
+            lesson,
+            folder,
+            draft,
+            written,
+            answers[-1].number,
+        )
     if lesson.outcome != "kept" and former_weights is not None:
         with contextlib.suppress(OSError):  # a later lesson deletes it
             former_weights.unlink()

@@ -59,7 +59,12 @@ class TextOptions:
         "The maximum number of tokens in an answer.",
         min=8,
     )
-    n_parallel: int = _text(16, "--parallel -np", "How many answers to generate at once.", min=1)
+    n_parallel: int = _text(
+        16,
+        "--parallel -np",
+        "How many answers to generate at once.",
+        min=1,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 
 from specgen.errors import ModelFileError
 from specgen.llama.kernels.attached import Kernels
-from tests.architectures import run
+from tests.architectures import exceptions, run
 from tests.architectures.checks import CHECKS, CheckFailedError, Subject
 from tests.architectures.exceptions import EXCEPTIONS, KnownException, exception_for
 from tests.architectures.run import Result
@@ -88,7 +88,7 @@ def test_a_dead_child_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_what_fails_is_known_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownException(("a", "b"), ("rows",), "reason")
-    monkeypatch.setattr("tests.architectures.exceptions.EXCEPTIONS", (known,))
+    monkeypatch.setattr(exceptions, "EXCEPTIONS", (known,))
     monkeypatch.setattr(run, "EXCEPTIONS", (known,))
     cases = (("a", "rows", False), ("a", "fuzz", False), ("b", "rows", True))
     results = [Result(name, "f32", "specgen", check, ok, "why") for name, check, ok in cases]

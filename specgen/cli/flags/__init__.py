@@ -356,7 +356,11 @@ def answer(
     return options
 
 
-def text_in(path: Path, option: str, encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig") -> str:
+def text_in(
+    path: Path,
+    option: str,
+    encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig",
+) -> str:
     """Return the text of a file that an option names.
 
     Args:
@@ -395,4 +399,10 @@ setup = group(
 JSON_REPORT = option(False, "--json", "Print a JSON object.")
 output = group(Output)
 #: The output of commands that show no answers: --quiet and --verbose.
-loudness = output.without("--show", "--stats", "--json", "--html", "--newline")
+loudness = output.without(
+    "--show",
+    "--stats",
+    "--json",
+    "--html",
+    "--newline",
+)

@@ -33,10 +33,16 @@ class Trials:
         show_default="a few of our own",
     )
     n_prompts: int = _trial(
-        4, "--count -N", "How many prompts to use, spread evenly over the file.", min=1
+        4,
+        "--count -N",
+        "How many prompts to use, spread evenly over the file.",
+        min=1,
     )
     max_tokens: int = _trial(
-        64, "--max-tokens --predict --n-predict -n", "How many tokens of each answer to use.", min=2
+        64,
+        "--max-tokens --predict --n-predict -n",
+        "How many tokens of each answer to use.",
+        min=2,
     )
 
     def chosen(self) -> list[BenchPrompt]:
@@ -50,7 +56,11 @@ class Trials:
 TRIALS = group(Trials)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
 class Comparison:
     """The options of commands that compare drafts and print a ranking."""
 
@@ -97,7 +107,10 @@ def check_drafts(drafting: DraftOptions, purpose: str) -> None:
 
 
 def trial_options(
-    sources: Sources, max_tokens: int, machine: Contexts, drafting: DraftOptions = DraftOptions()
+    sources: Sources,
+    max_tokens: int,
+    machine: Contexts,
+    drafting: DraftOptions = DraftOptions(),
 ) -> SessionOptions:
     """Return the options of a session that measures drafts on greedy answers of the target.
 

@@ -93,7 +93,12 @@ def examine_kernels(cache: Path, *, rerun: bool = False) -> KernelStatus:
         return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
     verdict = KernelTests(path, cache).self_test(rerun=rerun)
     if verdict.outcome == "passed":
-        return KernelStatus("specgen", verdict.instructions, path=path, tested=verdict.message)
+        return KernelStatus(
+            "specgen",
+            verdict.instructions,
+            path=path,
+            tested=verdict.message,
+        )
     if verdict.outcome == "failed":
         return KernelStatus(
             "llama.cpp",
@@ -103,7 +108,12 @@ def examine_kernels(cache: Path, *, rerun: bool = False) -> KernelStatus:
             is_broken=True,
         )
     hint = f"{verdict.hint}; {_TURN_OFF}" if verdict.hint else _TURN_OFF
-    return KernelStatus("llama.cpp", reason=verdict.message, hint=hint, path=path)
+    return KernelStatus(
+        "llama.cpp",
+        reason=verdict.message,
+        hint=hint,
+        path=path,
+    )
 
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -141,7 +151,12 @@ def choose_kernels(wanted: KernelChoice, cache: Path) -> KernelStatus:
     return status
 
 
-def _attach_with_trials(path: Path, cache: Path, *, required: bool) -> KernelStatus:
+def _attach_with_trials(
+    path: Path,
+    cache: Path,
+    *,
+    required: bool,
+) -> KernelStatus:
     """Attach a library, and let it try every model before that is loaded.
 
     Args:
@@ -163,13 +178,22 @@ def _attach_with_trials(path: Path, cache: Path, *, required: bool) -> KernelSta
     try:
         return KernelStatus("specgen", attach(path).instructions, path=path)
     except BackendError as error:  # although it worked in the child process
-        return KernelStatus("llama.cpp", reason=error.message, hint=_TURN_OFF, path=path)
+        return KernelStatus(
+            "llama.cpp",
+            reason=error.message,
+            hint=_TURN_OFF,
+            path=path,
+        )
 
 
 # --- what the user is told ------------------------------------------------------------------------
 
 
-def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
+def note_about(
+    status: KernelStatus,
+    wanted: KernelChoice,
+    cache: Path,
+) -> str | None:
     """Return a note for the user if specgen's kernels were expected but are not used.
 
     Returns:

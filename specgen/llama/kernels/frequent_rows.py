@@ -40,7 +40,12 @@ class RowLimit:
         rows: The chosen rows, int32[n], ascending.
     """
 
-    def __init__(self, kernels: Kernels, n_rows: int, rows: NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        n_rows: int,
+        rows: NDArray[np.int32],
+    ) -> None:
         self._native = kernels.native
         self._handle = self._native.new_row_limit(n_rows, rows.ctypes.data, len(rows))
 

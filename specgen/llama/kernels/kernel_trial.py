@@ -68,13 +68,21 @@ def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
 
 
 def _try_context(
-    model: LlamaModel, options: ContextOptions, n_sequences: int, clock: Callable[[], float]
+    model: LlamaModel,
+    options: ContextOptions,
+    n_sequences: int,
+    clock: Callable[[], float],
 ) -> Iterator[str]:
     """Open a context and decode its batches; yield the name of each step before it is taken."""
     yield "making a context"
     n_outputs = max(_BATCH_ROWS) * n_sequences
     backend = LlamaBackend(
-        model, options, n_ctx=_N_CTX, clock=clock, n_sequences=n_sequences, n_outputs=n_outputs
+        model,
+        options,
+        n_ctx=_N_CTX,
+        clock=clock,
+        n_sequences=n_sequences,
+        n_outputs=n_outputs,
     )
     with contextlib.closing(backend):
         for n_rows in _BATCH_ROWS:
@@ -88,7 +96,12 @@ def _try_context(
             backend.decode(batch)
 
 
-def _trial(library: Path, size: str, model: Path, steps: Path) -> str:
+def _trial(
+    library: Path,
+    size: str,
+    model: Path,
+    steps: Path,
+) -> str:
     """Try the kernels on a model; a defect of theirs ends the process.
 
     Args:

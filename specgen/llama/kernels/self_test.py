@@ -117,7 +117,10 @@ def _test_expert_products(kernels: Kernels) -> None:
 
     def product_with(matrix: Matrix) -> _Compute:
         return lambda rows, n_threads: operators.multiply(
-            matrix, tokens[rows], experts[rows], n_threads=n_threads
+            matrix,
+            tokens[rows],
+            experts[rows],
+            n_threads=n_threads,
         )
 
     with Matrix(weights) as plain, Matrix(weights, SPECGEN_BUFFER) as packed:
@@ -128,7 +131,11 @@ def _test_expert_products(kernels: Kernels) -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
+def _test_attention(
+    kernels: Kernels,
+    cache_type: str,
+    size: int,
+) -> bool:
     """Test attention over keys and values of a type and a size.
 
     Returns:
@@ -178,7 +185,11 @@ def _computed_by_ggml(kernels: Kernels, compute: _Compute) -> FloatArray:
     return computed
 
 
-def _compare(name: str, compute: _Compute, expected: FloatArray) -> None:
+def _compare(
+    name: str,
+    compute: _Compute,
+    expected: FloatArray,
+) -> None:
     """Compare the kernels' rows with GGML's, and with the same rows in smaller batches.
 
     Args:

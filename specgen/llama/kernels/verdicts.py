@@ -65,7 +65,12 @@ class KernelTests:
         command: The command of the child process.
     """
 
-    def __init__(self, library: Path, cache: Path, command: Sequence[str] = CHILD) -> None:
+    def __init__(
+        self,
+        library: Path,
+        cache: Path,
+        command: Sequence[str] = CHILD,
+    ) -> None:
         self.library = library
         self._cache = cache
         self._command = command
@@ -140,7 +145,10 @@ class KernelTests:
         return tempfile.TemporaryDirectory(prefix="specgen-trial-")
 
     def _run_trial(
-        self, model: Path, size: Literal["skeleton", "whole"], folder: Path
+        self,
+        model: Path,
+        size: Literal["skeleton", "whole"],
+        folder: Path,
     ) -> KernelVerdict | None:
         """Decode with the kernels in a child process.
 

@@ -124,7 +124,11 @@ def _default_cpus(nodes: Sequence[tuple[float, float]], gpus: float) -> float:
     return node_cpus // n_actors
 
 
-def _n_fitting(node: tuple[float, float], cpus: float, gpus: float) -> int:
+def _n_fitting(
+    node: tuple[float, float],
+    cpus: float,
+    gpus: float,
+) -> int:
     """Return the number of actors that a node has room for."""
     node_cpus, node_gpus = node
     n_actors = node_cpus // cpus
@@ -137,7 +141,12 @@ def _n_fitting(node: tuple[float, float], cpus: float, gpus: float) -> int:
 
 
 @contextlib.contextmanager
-def connected(cluster: Cluster, *, verbose: bool, ray: Any = None) -> Iterator[Any]:
+def connected(
+    cluster: Cluster,
+    *,
+    verbose: bool,
+    ray: Any = None,
+) -> Iterator[Any]:
     """Yield the module of Ray, connected to a cluster.
 
     Args:
@@ -201,7 +210,13 @@ class RayBatch:
         BackendError: If the cluster has no room for an actor.
     """
 
-    def __init__(self, ray: Any, cluster: Cluster, job: ActorJob, write: Write) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        cluster: Cluster,
+        job: ActorJob,
+        write: Write,
+    ) -> None:
         self._ray = ray
         self._cluster = cluster
         self._job = job

@@ -38,7 +38,12 @@ class Prompting:
 
     def prompt(self, session: Session, request: ParsedRequest) -> Prompt:
         """Render the prompt of a request, with the exceptions of `ParsedRequest.prompt`."""
-        return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
+        return request.prompt(
+            session.prompts,
+            self.now,
+            chat=self.chat,
+            system=self.system,
+        )
 
 
 @dataclass(slots=True)
@@ -347,7 +352,11 @@ _PARALLEL_CHOICES = (1, 2, 4, 8, 16)
 _MIN_GAIN = 1.05
 
 
-def _fastest_parallel(session: Session, n_answers: int, interrupted: Callable[[], bool]) -> int:
+def _fastest_parallel(
+    session: Session,
+    n_answers: int,
+    interrupted: Callable[[], bool],
+) -> int:
     """Return the number of answers at once that gives the most tokens per second.
 
     It is calculated from the measured costs of the target's decodes, without drafting.

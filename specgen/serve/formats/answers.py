@@ -38,7 +38,10 @@ class Answer:
                 request.call_form, tools.callable, one_only=one_only
             )
             self._calls = ToolCallParser(
-                request.call_form, tools.callable, one_only=one_only, calls_only=tools.must_call
+                request.call_form,
+                tools.callable,
+                one_only=one_only,
+                calls_only=tools.must_call,
             )
         #: Its thoughts, content and calls, in order; the text of a call is its arguments.
         self.blocks: list[Delta] = []

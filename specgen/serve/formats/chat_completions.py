@@ -140,7 +140,11 @@ def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
     return tuple(builder.messages)
 
 
-def _message(turn: ChatMessage, role: Role, text: str) -> Message:
+def _message(
+    turn: ChatMessage,
+    role: Role,
+    text: str,
+) -> Message:
     """Return a message with its calls, in the newer and the older form, and its thoughts."""
     calls = [ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls]
     older_call = turn.function_call
@@ -148,7 +152,12 @@ def _message(turn: ChatMessage, role: Role, text: str) -> Message:
         arguments = arguments_of(older_call.arguments)
         calls.append(ToolCall(older_call.name, older_call.name, arguments))
     thought = text_of(turn.reasoning_content)
-    return Message(role, text, tuple(calls), reasoning=thought or None)
+    return Message(
+        role,
+        text,
+        tuple(calls),
+        reasoning=thought or None,
+    )
 
 
 # --- answers --------------------------------------------------------------------------------------

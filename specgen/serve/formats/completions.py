@@ -89,7 +89,9 @@ def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedReque
 
 
 def parsed_completions(
-    fields: CompletionRequest, defaults: Defaults, kind: Kind = "completion"
+    fields: CompletionRequest,
+    defaults: Defaults,
+    kind: Kind = "completion",
 ) -> ParsedRequests:
     """Return a request for each prompt of a body.
 
@@ -111,7 +113,9 @@ def parsed_completions(
 
 
 def _with_prompt(
-    request: ParsedRequest, fields: CompletionRequest, prompt: PromptInput
+    request: ParsedRequest,
+    fields: CompletionRequest,
+    prompt: PromptInput,
 ) -> ParsedRequest:
     """Return the request with a prompt: tokens, a text, or a text with a gap."""
     if not isinstance(prompt, str):

@@ -13,7 +13,9 @@ from specgen.system.machine import is_busy
 
 
 def answer_figures(
-    answers: Sequence[FinishedEvent], n_reasoning: int = 0, n_answers_per_prompt: int = 1
+    answers: Sequence[FinishedEvent],
+    n_reasoning: int = 0,
+    n_answers_per_prompt: int = 1,
 ) -> Json:
     """Return the figures of answers, in the fields that the APIs share.
 
@@ -89,7 +91,12 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
     }
 
 
-def _timings(answers: Sequence[FinishedEvent], *, n_prefilled: int, n_cached: int) -> Json:
+def _timings(
+    answers: Sequence[FinishedEvent],
+    *,
+    n_prefilled: int,
+    n_cached: int,
+) -> Json:
     """Return the times of prefill and generation in llama.cpp's fields; 0 if not known."""
     n_tokens = sum(each.n_tokens for each in answers)
     prompt_s = sum(each.prompt_s for each in answers)

@@ -57,7 +57,10 @@ class InfillRequest(TextRequest):
 
 
 def read_llama_cpp_completion(
-    body: Json, defaults: Defaults, *, or_openai: bool = False
+    body: Json,
+    defaults: Defaults,
+    *,
+    or_openai: bool = False,
 ) -> ParsedRequests:
     """Read a request for the continuation of texts.
 

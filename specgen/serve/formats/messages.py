@@ -161,7 +161,13 @@ def _messages(fields: MessagesRequest, deferred: Mapping[str, str | None]) -> tu
             builder.messages.append(Message("assistant", ""))
         for index, block in enumerate(message.content):
             where = f"messages[{number}].content[{index}]"
-            _add_block(builder, message.role, where, block, deferred)
+            _add_block(
+                builder,
+                message.role,
+                where,
+                block,
+                deferred,
+            )
     if not builder.messages:
         raise BodyError("messages", "they are empty")
     return tuple(builder.messages)
@@ -319,7 +325,11 @@ def _block_object(block: Delta) -> Json:
     return {"type": "text", "text": block.text}
 
 
-def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
+def _usage(
+    n_prompt: int,
+    n_cached: int,
+    n_answer: int,
+) -> dict[str, int]:
     """Return the usage in Anthropic's form, whose ``input_tokens`` exclude cached tokens."""
     return {
         "input_tokens": n_prompt - n_cached,

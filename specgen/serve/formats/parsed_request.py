@@ -117,7 +117,12 @@ class ParsedRequest:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
-        return prompts.of_text(self.text, chat=chat, system=system, now=now)
+        return prompts.of_text(
+            self.text,
+            chat=chat,
+            system=system,
+            now=now,
+        )
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
         """Render the prompt of a chat, perhaps with the beginning of the answer."""

@@ -9,7 +9,11 @@ from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, Kind, Pa
 from specgen.serve.formats.request_errors import BodyError
 
 
-def read_request(kind: Kind, body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest:
+def read_request(
+    kind: Kind,
+    body: Json,
+    defaults: Defaults = NO_DEFAULTS,
+) -> ParsedRequest:
     """Read a request for exactly one answer.
 
     Args:

@@ -137,7 +137,10 @@ def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
 
 
 def chosen_tools(
-    functions: Mapping[str, Function], choice: ToolChoice | None, *, is_parallel: bool
+    functions: Mapping[str, Function],
+    choice: ToolChoice | None,
+    *,
+    is_parallel: bool,
 ) -> RequestTools | None:
     """Return the functions of a request with the client's choice; None if none may be called.
 

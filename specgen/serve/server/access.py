@@ -49,7 +49,12 @@ class AccessCheck:
         if is_loopback(host) and not keys:
             self._allowed_hosts = {host.lower(), *_LOOPBACK_NAMES}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http":
@@ -101,4 +106,9 @@ class AccessCheck:
             return None
         message = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
         response_headers = {"WWW-Authenticate": "Bearer"}
-        return RequestError(401, message, "invalid_api_key", headers=response_headers)
+        return RequestError(
+            401,
+            message,
+            "invalid_api_key",
+            headers=response_headers,
+        )

@@ -165,7 +165,13 @@ class Server:
             routes.append(self._post(path, partial(_answer_in_thread, work)))
         return [*routes, Route("/", _page), Mount("/page", PAGE)]
 
-    def _post(self, path: str, handler: _ModelHandler, *, embeds: bool = False) -> Route:
+    def _post(
+        self,
+        path: str,
+        handler: _ModelHandler,
+        *,
+        embeds: bool = False,
+    ) -> Route:
         """Return a route to an endpoint that uses the model named in the body.
 
         The handler has a lease of the model until it returns its response. After that, unfinished
@@ -224,7 +230,11 @@ def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
     a POST.
     """
 
-    async def wrapped_app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def wrapped_app(
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.count_response(message["status"])
@@ -289,7 +299,14 @@ def serve(
     logging.basicConfig(format="%(levelname)s: %(message)s")
     _log.setLevel(logging.INFO)
     app = Server(pool, options).app()
-    server = DrainingServer(app, pool, options, is_verbose=is_verbose, ready=ready, note=note)
+    server = DrainingServer(
+        app,
+        pool,
+        options,
+        is_verbose=is_verbose,
+        ready=ready,
+        note=note,
+    )
     server.run(sockets=[bound])
     if pool.failure is not None:
         raise pool.failure

@@ -81,7 +81,12 @@ class ServerMetrics:
         for name, text in _GAUGES:
             self._add(Gauge, name, text)
         for name, text in _HISTOGRAMS:
-            self._add(Histogram, name, text, buckets=_BUCKETS)
+            self._add(
+                Histogram,
+                name,
+                text,
+                buckets=_BUCKETS,
+            )
 
     def _add(self, kind: Any, name: str, text: str, label: str = "", **settings: Any) -> None:
         """Add a figure of all models.
@@ -193,7 +198,12 @@ class Metrics:
         self._figure("prompt_tokens").inc(n_tokens)
         self._figure("prompt_seconds").inc(seconds)
 
-    def count_round(self, events: Iterable[Event], seconds: float, plain_token_s: float) -> None:
+    def count_round(
+        self,
+        events: Iterable[Event],
+        seconds: float,
+        plain_token_s: float,
+    ) -> None:
         """Count a round without prefill.
 
         Args:

@@ -140,7 +140,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
+def bound_socket(
+    host: str,
+    port: int,
+    client_s: float = 0.0,
+) -> socket.socket:
     """Return a socket bound to an address.
 
     Args:

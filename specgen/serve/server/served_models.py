@@ -102,7 +102,14 @@ class ModelLoader:
             def stops() -> bool:
                 return self.stop() or interrupted()
 
-            return self._open(wanted, n_parallel, make_engine, reporter, turns, stops)
+            return self._open(
+                wanted,
+                n_parallel,
+                make_engine,
+                reporter,
+                turns,
+                stops,
+            )
 
         return ModelEntry(name, open_model, n_bytes)
 
@@ -122,7 +129,12 @@ class ModelLoader:
             )
             return embedder
 
-        return ModelEntry(name, open_embedder, n_bytes, embeds=True)
+        return ModelEntry(
+            name,
+            open_embedder,
+            n_bytes,
+            embeds=True,
+        )
 
     def _open(
         self,
@@ -220,7 +232,11 @@ def _weights(options: SessionOptions) -> Iterator[None]:
 # --- several models -------------------------------------------------------------------------------
 
 
-def read_models(path: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
+def read_models(
+    path: Path,
+    options_of: OptionsOf,
+    loader: ModelLoader,
+) -> list[ModelEntry]:
     """Return the models of a TOML file, or those in a folder that can be served.
 
     Args:
@@ -242,7 +258,14 @@ def read_models(path: Path, options_of: OptionsOf, loader: ModelLoader) -> list[
     if path.is_dir():
         return _in_folder(path, options_of, loader)
     entries = [
-        _in_file(path, name, table, options_of, loader) for name, table in read_toml(path).items()
+        _in_file(
+            path,
+            name,
+            table,
+            options_of,
+            loader,
+        )
+        for name, table in read_toml(path).items()
     ]
     if not entries:
         hint = "give each a table: a line [NAME], then target = ..."
@@ -279,7 +302,11 @@ def _in_its_folder(value: Any, folder: Path) -> Any:
     return str(file) if os.path.isfile(file) else value  # noqa: PTH113
 
 
-def _in_folder(folder: Path, options_of: OptionsOf, loader: ModelLoader) -> list[ModelEntry]:
+def _in_folder(
+    folder: Path,
+    options_of: OptionsOf,
+    loader: ModelLoader,
+) -> list[ModelEntry]:
     """Return the models in a folder and its subfolders, without files that cannot be served."""
     entries: dict[str, ModelEntry] = {}
     common = options_of({})
@@ -342,7 +369,11 @@ def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
     return n_ctx, _model_bytes(target, context, n_ctx) + logits_bytes
 
 
-def _model_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
+def _model_bytes(
+    file: Path,
+    context: ContextOptions,
+    n_tokens: int,
+) -> int:
     """Estimate the memory of a model's weights and of a context of `n_tokens` tokens.
 
     If the number of heads differs between layers, all are taken to have the maximum.

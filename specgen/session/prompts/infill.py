@@ -118,7 +118,13 @@ class InfillTokens:
             files = FileTokens(repository, separator, as_starcoder2)
         others = map(vocabulary.control_token, _ENDS)
         ends = {token for token in (*roles.values(), prefix, suffix, *others) if token >= 0}
-        return InfillTokens(prefix, suffix, middle, files, frozenset(ends))
+        return InfillTokens(
+            prefix,
+            suffix,
+            middle,
+            files,
+            frozenset(ends),
+        )
 
 
 def check_infill(model: LlamaModel) -> InfillTokens:
@@ -166,7 +172,12 @@ def infill_prompt(
         draft_writer = _InfillWriter(own_draft.vocabulary, draft_infill_tokens, gap)
         draft_tokens = tuple(draft_writer.write(n_max)[0])
     text = "".join(map(model.vocabulary.control_text, tokens))
-    return Prompt(text, tuple(tokens), draft_tokens, ends=infill_tokens.ends), left_out
+    return Prompt(
+        text,
+        tuple(tokens),
+        draft_tokens,
+        ends=infill_tokens.ends,
+    ), left_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from specgen.options import Grammar
 from specgen.system.arrays import BoolArray, Logits, TokenArray
 from specgen.text.grammar.base import GrammarState
 from specgen.text.grammar.llguidance_grammar import LlguidanceGrammar, literal
-from specgen.text.grammar.marked_text import AfterMark, MarkedText
+from specgen.text.grammar.text_up_to_mark import AfterMark, TextUpToMark
 from specgen.text.vocabulary import Vocabulary
 
 #: Rules for a call without a mark at the beginning of a text, and what follows it.
@@ -136,7 +136,7 @@ class _ConstrainedAnswer:
         if grammar.mark:
             end_of_text = LlguidanceGrammar(vocabulary, Grammar("lark", 'start: ""')).start
             next_call: dict[bytes, AfterMark] = {grammar.mark.encode(): partial(self._answer, ())}
-            self._between_calls = MarkedText(vocabulary, next_call, otherwise=end_of_text).plain
+            self._between_calls = TextUpToMark(vocabulary, next_call, otherwise=end_of_text).plain
 
     @property
     def start(self) -> GrammarState:
@@ -180,7 +180,7 @@ class _ConstrainedAnswer:
         end_mark: dict[bytes, AfterMark] = {
             thoughts.end.encode(): partial(self._answer, begin_tokens)
         }
-        return MarkedText(self._vocabulary, end_mark, may_end=False).plain
+        return TextUpToMark(self._vocabulary, end_mark, may_end=False).plain
 
     def _answer(
         self,
@@ -273,8 +273,14 @@ def _free_text_start(
         if grammar.bare_start:
             bare = LlguidanceGrammar(vocabulary, grammar, _BARE_RULES)
     except UsageError:
-        return MarkedText(vocabulary, {}).plain
-    return _TextWithCalls(grammar, vocabulary, thoughts, marked, bare).start
+        return TextUpToMark(vocabulary, {}).plain
+    return _TextWithCalls(
+        grammar,
+        vocabulary,
+        thoughts,
+        marked,
+        bare,
+    ).start
 
 
 class _TextWithCalls:
@@ -304,8 +310,8 @@ class _TextWithCalls:
         after_marks: dict[bytes, AfterMark] = {grammar.mark.encode(): self._call}
         if thoughts is not None and thoughts.state == "may come":
             after_marks[thoughts.begin.encode()] = lambda _tokens: self._in_thoughts
-        without_calls = MarkedText(vocabulary, {}).plain if grammar.is_first else None
-        self._text = MarkedText(vocabulary, after_marks, otherwise=without_calls)
+        without_calls = TextUpToMark(vocabulary, {}).plain if grammar.is_first else None
+        self._text = TextUpToMark(vocabulary, after_marks, otherwise=without_calls)
 
         #: The state before the text, and after thoughts.
         self._text_start: GrammarState = self._text.plain
@@ -314,7 +320,7 @@ class _TextWithCalls:
         self._in_thoughts: GrammarState | None = None
         if thoughts is not None and thoughts.state != "over":
             end = thoughts.end.encode()
-            in_thoughts = MarkedText(vocabulary, {end: lambda _tokens: self._text_start})
+            in_thoughts = TextUpToMark(vocabulary, {end: lambda _tokens: self._text_start})
             self._in_thoughts = in_thoughts.plain
 
         #: The state before the answer.

@@ -117,7 +117,12 @@ class LlguidanceGrammar:
         limits = LLParserLimits(step_max_items=max_items, max_items_in_row=max_items)
         with _translated_panics(UsageError, _CANNOT_FOLLOW):
             own = self.tokenizer.own
-            matcher = LLMatcher(own, _compiled_text(source), log_level=0, limits=limits)
+            matcher = LLMatcher(
+                own,
+                _compiled_text(source),
+                log_level=0,
+                limits=limits,
+            )
         if matcher.is_error():
             raise UsageError(_CANNOT_FOLLOW + _first_line(matcher.get_error()))
         # The first mask is computed here, where only this request waits for it, and not in a round
@@ -375,7 +380,12 @@ def problem_following(grammar: Grammar) -> str:
     if is_refused:
         return "; ".join(messages)
     limits = LLParserLimits(step_lexer_fuel=_TRIAL_FUEL)
-    matcher = LLMatcher(LLTokenizer("byte"), _compiled_text(grammar), log_level=0, limits=limits)
+    matcher = LLMatcher(
+        LLTokenizer("byte"),
+        _compiled_text(grammar),
+        log_level=0,
+        limits=limits,
+    )
     for step in range(_TRIAL_BYTES):
         words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))

@@ -46,7 +46,12 @@ class Candidates(NamedTuple):
     @classmethod
     def whole(cls, scores: Scores) -> Candidates:
         """Return the candidates of a whole row of logits."""
-        return cls(scores, None, len(scores), is_ranked=False)
+        return cls(
+            scores,
+            None,
+            len(scores),
+            is_ranked=False,
+        )
 
     def take(
         self,
@@ -69,7 +74,12 @@ class Candidates(NamedTuple):
         """Return the n best candidates, if the candidates are ranked."""
         assert self.is_ranked
         assert self.token_ids is not None
-        return Candidates(self.scores[:n], self.token_ids[:n], n, is_ranked=True)
+        return Candidates(
+            self.scores[:n],
+            self.token_ids[:n],
+            n,
+            is_ranked=True,
+        )
 
     def ids(self) -> TokenArray:
         """Return the token ids, int64[m]."""
@@ -86,7 +96,9 @@ class Candidates(NamedTuple):
         assert self.token_ids is not None
         order = self.token_ids.argsort()
         return self._replace(
-            scores=self.scores[order], token_ids=self.token_ids[order], is_ranked=False
+            scores=self.scores[order],
+            token_ids=self.token_ids[order],
+            is_ranked=False,
         )
 
     def softmax(self, temperature: float) -> Distribution:
@@ -123,7 +135,12 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
     if not len(kept):
         raise NoTokenAllowedError
     # The scores keep the type of the row, so that samplers compute as they do with a whole row.
-    return Candidates(scores[kept], kept, len(scores), is_ranked=False)
+    return Candidates(
+        scores[kept],
+        kept,
+        len(scores),
+        is_ranked=False,
+    )
 
 
 def allowed_top_k(

@@ -244,7 +244,10 @@ def _adjusted(
         positions, amounts = _within(token_ids, amounts, len(scores))
     else:
         _, positions, affected = np.intersect1d(
-            candidates.token_ids, token_ids, assume_unique=True, return_indices=True
+            candidates.token_ids,
+            token_ids,
+            assume_unique=True,
+            return_indices=True,
         )
         amounts = amounts[affected]
     scores[positions] = step.change(scores[positions], amounts)

@@ -163,7 +163,14 @@ def _rendered_calls(template: str, calls: Sequence[tuple[str, Arguments]]) -> st
     results: list[Message] = []
     for identity, (name, arguments) in zip(_IDS, calls, strict=False):
         tool_calls.append(ToolCall(identity, name, arguments))
-        results.append(Message("tool", "result", tool_call_id=identity, name=name))
+        results.append(
+            Message(
+                "tool",
+                "result",
+                tool_call_id=identity,
+                name=name,
+            )
+        )
     user = Message("user", "hello")
     plain_answer = Message("assistant", _CONTENT)
     calling_answer = Message("assistant", "", tuple(tool_calls))
@@ -194,7 +201,12 @@ def _render(template: str, messages: list[Message]) -> str:
     return without_marks(text, _THOUGHT_MARKS)
 
 
-def _added_text(with_calls: str, without_calls: str, *, has_results: bool) -> str:
+def _added_text(
+    with_calls: str,
+    without_calls: str,
+    *,
+    has_results: bool,
+) -> str:
     """Return the text of the calls in a conversation, by comparing it with one without calls.
 
     Args:
@@ -232,7 +244,11 @@ def _ends_within_tag(text: str) -> bool:
 # --- candidates -----------------------------------------------------------------------------------
 
 
-def _candidates(one_call: str, two_calls: str | None, probe: Arguments) -> Iterator[CallForm]:
+def _candidates(
+    one_call: str,
+    two_calls: str | None,
+    probe: Arguments,
+) -> Iterator[CallForm]:
     """Yield the forms in which the template may have written the calls.
 
     Args:
@@ -286,7 +302,11 @@ def _object_keys(text: str, name_start: int) -> tuple[str, str] | None:
     return None
 
 
-def _pairs_form(one_call: str, name_start: int, probe: Arguments) -> CallForm | None:
+def _pairs_form(
+    one_call: str,
+    name_start: int,
+    probe: Arguments,
+) -> CallForm | None:
     """Return the form of a call with arguments that are written one by one; None if they are not.
 
     Such a call is ``NAME after_name (opening KEY middle VALUE closing)* closing``. The text between
@@ -368,7 +388,12 @@ def _places_in_order(keys: Sequence[str], text: str) -> list[int] | None:
     return places
 
 
-def _split_between_pairs(between: str, *, before: str, key: str) -> tuple[str, str]:
+def _split_between_pairs(
+    between: str,
+    *,
+    before: str,
+    key: str,
+) -> tuple[str, str]:
     """Split the text between a value and the next key.
 
     Args:
@@ -410,11 +435,21 @@ def _with_second_call(form: CallForm, two_calls: str | None) -> CallForm:
     return _with_any(form, f"{_ID_PATTERN}|{_CALL_NUMBER_PATTERN}")
 
 
-def _end_of_first_call(form: CallForm, two_calls: str, second_start: int) -> int | None:
+def _end_of_first_call(
+    form: CallForm,
+    two_calls: str,
+    second_start: int,
+) -> int | None:
     """Return the index at which the arguments of the first of two calls end; None if unknown."""
     name_start = match(form.opening, two_calls, 0)
     if isinstance(name_start, int):
-        call = read_call(form, two_calls, name_start, _FUNCTIONS, is_last=True)
+        call = read_call(
+            form,
+            two_calls,
+            name_start,
+            _FUNCTIONS,
+            is_last=True,
+        )
         if not isinstance(call, NoMatch):
             return call.end
     if form.pair is None:

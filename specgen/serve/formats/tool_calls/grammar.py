@@ -84,7 +84,10 @@ def calls_grammar(
         UsageError: If no arguments conform to the schema of a function.
     """
     trigger, opening = _trigger_and_opening(
-        form, is_parallel=is_parallel, must_call=must_call, other=other
+        form,
+        is_parallel=is_parallel,
+        must_call=must_call,
+        other=other,
     )
     rules = _CallRules(form)
 

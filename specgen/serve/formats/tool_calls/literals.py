@@ -21,7 +21,11 @@ class NoMatch(enum.Enum):
     UNCLEAR = enum.auto()
 
 
-def match(literal: str, text: str, start: int) -> int | NoMatch:
+def match(
+    literal: str,
+    text: str,
+    start: int,
+) -> int | NoMatch:
     """Match a literal with the text at `start`, and return the index at which it ends there.
 
     Where the literal has white space, and before a tag or a closing bracket, the text may have any
@@ -44,7 +48,11 @@ def match(literal: str, text: str, start: int) -> int | NoMatch:
     return start
 
 
-def longest_match(literals: Iterable[str], text: str, start: int) -> int | NoMatch:
+def longest_match(
+    literals: Iterable[str],
+    text: str,
+    start: int,
+) -> int | NoMatch:
     """Match several literals with the text at `start`, and return the furthest index reached.
 
     Returns:

@@ -178,7 +178,15 @@ class ToolCallParser:
         number = self.n_calls
         self.n_calls += 1
         identity = f"call_{uuid.uuid4().hex[:24]}"
-        deltas = [Delta("call", "", call.name, identity, number)]
+        deltas = [
+            Delta(
+                "call",
+                "",
+                call.name,
+                identity,
+                number,
+            )
+        ]
         if call.arguments is not None:
             deltas.append(
                 Delta(

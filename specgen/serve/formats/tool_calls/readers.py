@@ -113,7 +113,13 @@ def read_call(
         functions: The JSON schemas of the functions that may be called, by name.
         is_last: Whether no more text will come.
     """
-    head = read_name(form, text, start, functions, is_last=is_last)
+    head = read_name(
+        form,
+        text,
+        start,
+        functions,
+        is_last=is_last,
+    )
     if isinstance(head, NoMatch):
         return head
     reader = arguments_reader(form, functions[head.name])

@@ -393,7 +393,11 @@ def _json_word(word: str) -> str:
 # --- values without quotes ------------------------------------------------------------------------
 
 
-def typed_json(text: str, schema: Any, tag_prefix: str = "") -> str:
+def typed_json(
+    text: str,
+    schema: Any,
+    tag_prefix: str = "",
+) -> str:
     """Return a text without quotes as JSON, with a type that the argument's schema allows.
 
     Args:
@@ -411,7 +415,11 @@ def typed_json(text: str, schema: Any, tag_prefix: str = "") -> str:
     return value_json
 
 
-def _nested_value(text: str, schema: Any, tag_prefix: str) -> Any:
+def _nested_value(
+    text: str,
+    schema: Any,
+    tag_prefix: str,
+) -> Any:
     """Return the value of a text in which lists and objects may be written as tags within tags.
 
     A list is ``<item>VALUE</item>...``, an object ``<NAME>VALUE</NAME>...``.
@@ -448,7 +456,11 @@ def _elements(text: str, tag_prefix: str) -> list[tuple[str, str]]:
     return elements
 
 
-def _element_content(text: str, name: str, tag_prefix: str) -> str:
+def _element_content(
+    text: str,
+    name: str,
+    tag_prefix: str,
+) -> str:
     """Return the text before the closing tag of an element, or all of it if that tag is missing.
 
     Args:

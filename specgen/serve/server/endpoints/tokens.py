@@ -16,7 +16,11 @@ def count_message_tokens(model: ServedModel, body: Json) -> Json:
     return {"input_tokens": _n_tokens(read_messages, model, body)}
 
 
-def count_input_tokens(read: Reader, model: ServedModel, body: Json) -> Json:
+def count_input_tokens(
+    read: Reader,
+    model: ServedModel,
+    body: Json,
+) -> Json:
     """Return the number of tokens of a prompt, in OpenAI's form; `read` reads the body."""
     return {
         "object": "response.input_tokens",
@@ -24,7 +28,11 @@ def count_input_tokens(read: Reader, model: ServedModel, body: Json) -> Json:
     }
 
 
-def _n_tokens(read: Reader, model: ServedModel, body: Json) -> int:
+def _n_tokens(
+    read: Reader,
+    model: ServedModel,
+    body: Json,
+) -> int:
     (request,) = parse_requests(read, model, body)
     return len(prompt_of(request, model, must_fit=False).tokens)
 

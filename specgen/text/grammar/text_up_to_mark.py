@@ -18,7 +18,7 @@ from specgen.text.vocabulary import Vocabulary
 AfterMark: TypeAlias = Callable[[tuple[int, ...]], "GrammarState | None"]
 
 
-class MarkedText:
+class TextUpToMark:
     """Free text up to a mark, and what follows each mark.
 
     Args:
@@ -108,7 +108,7 @@ class _MarkedTextState(GrammarState):
 
     def __init__(
         self,
-        text: MarkedText,
+        text: TextUpToMark,
         partial_mark: bytes,
         partial_tokens: tuple[int, ...],
     ) -> None:
