@@ -236,17 +236,15 @@ class Output:
         )
 
     def _ends_line(self, stdout: TextIO, stderr: TextIO) -> bool:
-        """Return whether an answer ends with a line break, if `stdout` is not a terminal.
-
-        A pipe gets a line break, and a file exactly the answer. With 2>&1, the summary needs a line
-        of its own.
-        """
+        """Return whether to add a line break after an answer, if `stdout` is not a terminal."""
         stdout_stat = _stat_of(stdout)
         stderr_stat = _stat_of(stderr)
-        if stdout_stat is None:
+        if stdout_stat is None:  # an unknown kind of stream
             return False
+        # With 2>&1, the summary needs a line of its own.
         if stderr_stat is not None and os.path.samestat(stdout_stat, stderr_stat):
             return self.newline or self.has_summary
+        # A pipe gets a line break, a file exactly the answer.
         mode = stdout_stat.st_mode
         return self.newline and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
 

@@ -444,6 +444,11 @@ class TrainedDraft(StatesDraft):
         )
 
     def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
+        """Open its one context, which reads the target's hidden states.
+
+        There is none if the target decodes elsewhere: its hidden states cannot be read then, and no
+        drafter is made.
+        """
         if spec.target is None:
             return ()
         context = self.context_type(

@@ -325,7 +325,7 @@ class SuffixArray(SuffixIndex):
         arrays = load_arrays(path, "tokens", "places", "made_of")
         if arrays is None:
             return None
-        tokens, order, saved_made_of = arrays
+        tokens, order, saved_made_of = arrays  # the order is called "places" in the file
         if not np.array_equal(saved_made_of, made_of):
             return None
         return cls(tokens, order)

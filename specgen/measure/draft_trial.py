@@ -385,7 +385,7 @@ def summarise(replays: Sequence[Replay]) -> DraftFigures:
     n_rounds = sum(stats.n_rounds for stats in all_stats)
     n_drafted = sum(stats.n_drafted for stats in all_stats)
     n_accepted = sum(stats.n_accepted for stats in all_stats)
-    # The branches of a tree share their positions.
+    # Siblings compete for one position, so acceptance is counted per position, not per token.
     n_positions = sum(sum(stats.drafted_by_depth.values()) for stats in all_stats)
     draft_s = sum(stats.draft_s for stats in all_stats)
     target_s = sum(stats.target_s for stats in all_stats)

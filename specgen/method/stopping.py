@@ -162,6 +162,7 @@ class CostAwareStopping(StoppingRule):
         cumulative_acceptances: list[float] = []
         for node, parent in enumerate(draft.parents):
             rates = self.rates(draft.origins[node], draft.ranks[node])
+            # A drafter that knows no probability counts as certain.
             probability = draft.probabilities[node]
             acceptance = rates.acceptance(1.0 if probability is None else probability)
             if parent != ROOT:

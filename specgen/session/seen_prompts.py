@@ -85,7 +85,7 @@ class SeenPrompts:
 
         Returns:
             The length of the shared prefix in tokens; 0 if there is none, or if the prompt
-            continues an earlier one that is at least as long.
+            continues an earlier prompt that is at least as long as that prefix.
 
         Raises:
             OSError: If the file cannot be read or written.
@@ -105,13 +105,15 @@ class SeenPrompts:
         for seen in earlier:
             n_shared = seen.n_shared(hashes)
             is_own = seen.run == self._run
-            is_prefix = n_shared == seen.n
-            is_same_prompt = n_shared == n
-            if is_prefix and (is_own or not is_same_prompt):
+            is_whole_prompt_shared = n_shared == n
+            continues_seen = n_shared == seen.n and (is_own or not is_whole_prompt_shared)
+            is_same_conversation = is_own and subject_hash and subject_hash == seen.subject
+            if continues_seen:
                 n_continued = max(n_continued, n_shared)
                 if is_own:
+                    # The entry of this prompt replaces that of the prompt it continues.
                     name = seen.name
-            elif not (is_own and subject_hash and subject_hash == seen.subject):
+            elif not is_same_conversation:
                 # The last token is never loaded, so that its logits are computed.
                 n_diverged = max(n_diverged, min(n_shared, n - 1))
 

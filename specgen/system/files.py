@@ -131,7 +131,7 @@ def locked(
             lock = filelock.FileLock(lock_file, timeout=wait_s).acquire()
         except filelock.Timeout:
             raise held from None
-    with lock:
+    with lock:  # releases it
         yield
 
 

@@ -215,6 +215,7 @@ class _TextWriter:
         self._options = options
         self._folder = folder
         self._budget = budget
+        #: The time, by the budget's clock, until which the target goes on for `n_min` tokens.
         self._latest_s = latest_s
         stored_answers = TargetText(folder, options.prompts).answers
         self._answered_prompts = {answer.prompt for answer in stored_answers}

@@ -95,7 +95,9 @@ async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
         return await work_task
     finally:
         for task in (work_task, disconnect_task):
-            while not task.done():  # before Python 3.12, asyncio.wait_for may lose a cancellation
+            # Cancel until it ends: before Python 3.12, `asyncio.wait_for`, which the work may use,
+            # can lose a cancellation.
+            while not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=0.1)
             if not task.cancelled():

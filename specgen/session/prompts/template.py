@@ -94,11 +94,14 @@ def render(
     context["bos_token"] = bos_token
     context["eos_token"] = eos_token
     context["strftime_now"] = now.strftime
+    # A user's variable must not pass for tools. Without tools, the name stays undefined, because
+    # templates test for that.
     context.pop("tools", None)
-    if tools:  # else it stays undefined: templates test that
+    if tools:
         context["tools"] = mark(list(tools))
         context["xml_tools"] = context["tools"]  # SmolLM3's name for them
-    if not _TAKES_TOOLS.search(template):  # Firefunction's names for tools and time
+    # A template that does not mention `tools` may be Firefunction's, which requires these names.
+    if not _TAKES_TOOLS.search(template):
         context["functions"] = mark(to_json(tools, indent=4)) if tools else ""
         context["datetime"] = now.strftime("%b %d %Y")
 

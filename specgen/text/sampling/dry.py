@@ -46,18 +46,23 @@ class DryBreakers:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, breakers: Sequence[str]) -> DryBreakers:
-        """Find the tokens of breakers; empty breakers are skipped.
+        r"""Find the tokens of breakers; empty breakers are skipped.
 
-        The first token of a breaker contains all of it, or ends with its beginning. Finding these
-        tokens takes one pass over the vocabulary: half a second for 152 thousand tokens. As in
-        llama.cpp, a token's text is what is decoded for the token alone, without the space that
-        some tokenizers put first.
+        The first token of a breaker contains all of it, or ends with its beginning. What is left of
+        the breaker is its *rest*, and the tokens of the rest are its *tail*. For example, the token
+        ".\n" begins the breaker "\n\n": the rest is "\n", and the tail is the token "\n".
+
+        Finding these tokens takes one pass over the vocabulary: half a second for 152 thousand
+        tokens. As in llama.cpp, a token's text is what is decoded for the token alone, without the
+        space that some tokenizers put first.
         """
         texts = [text.encode()[:_MAX_BREAKER_BYTES] for text in breakers if text]
         if not texts:
             return cls()
         tails: dict[int, set[_Tail]] = {}
+        #: The tail of each rest, so that each is tokenized once. Without a rest there is no tail.
         tail_of_rest: dict[bytes, _Tail] = {b"": ()}
+        # A space that the tokenizer adds matters only to breakers that start with one.
         strip = any(text.startswith(b" ") for text in texts) and _puts_space_first(vocabulary)
         for token_id, word in enumerate(_words(vocabulary, strip=strip)):
             for text in texts:
