@@ -49,7 +49,10 @@ class Command(typer.core.TyperCommand):
         if model is not None:
             args = _with_target(args, model)
             given, _ = self._parse_texts(ctx, args)
-        if not given.get("help"):  # a wrong config.toml does not keep the help from being shown
+        # A wrong config.toml does not keep the help from being shown. The name of the help's
+        # parameter is any of its spellings, but only such options are eager.
+        eager_names = [each.name for each in self.get_params(ctx) if each.is_eager]
+        if not any(given.get(name) for name in eager_names):
             ctx.default_map = user_defaults(ctx, given)
         return super().parse_args(ctx, args)
 
