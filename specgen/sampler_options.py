@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
-from specgen.option_fields import option as option
-from specgen.option_fields import utf8 as utf8
+from specgen.option_fields import option, utf8
 
 #: The samplers by their names in llama.cpp, in its order.
 SamplerName: TypeAlias = Literal[

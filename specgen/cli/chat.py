@@ -21,7 +21,7 @@ from specgen.cli.inputs import not_utf8, read_text
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
-from specgen.sampler_options import utf8
+from specgen.option_fields import utf8
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:

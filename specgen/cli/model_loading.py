@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output, check_file_option
+from specgen.option_fields import option
 from specgen.options import (
     Contexts,
     DraftOptions,
@@ -22,7 +23,6 @@ from specgen.options import (
     PrefixOptions,
     SamplerOptions,
 )
-from specgen.sampler_options import option
 
 if TYPE_CHECKING:
     from specgen.session.open import Check, WantedSession

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specgen.errors import UsageError
-from specgen.sampler_options import option
+from specgen.option_fields import option
 
 #: Arrays by name.
 Parameters: TypeAlias = dict[str, NDArray[Any]]

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specgen.errors import UsageError
+from specgen.option_fields import option, utf8
 from specgen.options import ModelChoice
-from specgen.sampler_options import option, utf8
 
 if TYPE_CHECKING:
     from specgen.session.open import WantedSession

@@ -83,7 +83,8 @@ class CallsInThoughts:
             is_cut: Whether the answer was cut off. Its last call may be incomplete then.
 
         Returns:
-            The text that was held back, as a thought, if there are no calls or the answer was cut.
+            The calls. If there are none, or the answer was cut off, the text that was held back is
+            returned as a thought instead.
         """
         deltas = self._held_deltas + self._parser.finish()
         calls = [delta for delta in deltas if delta.kind != "content"]
