@@ -83,9 +83,9 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     if draft != "none" and finished.n_rounds:
         line += _gain_clause(finished)
     if finished.prompt_s > _LONG_S:
-        line += f"; {seconds_text(finished.prompt_s)} of it reading the prompt"
+        line += f"; {seconds_text(finished.prompt_s)} of it for prefill"
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
-        line += f"; before it {_startup_times(finished)}"
+        line += f"; before that: {_startup_times(finished)}"
     return line
 
 

@@ -302,7 +302,7 @@ def _partner(
             return
         path = locate(registry.model(pair.draft))
         if path is not None:
-            role = f"the partner of {pair.target} in the pair {pair.name}"
+            role = f"the draft of {pair.target} in the pair {pair.name}"
             yield DraftChoice(path, f"drafting with {path.name}, {role}")
             return
 

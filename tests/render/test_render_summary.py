@@ -138,7 +138,7 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
         ({"loading_s": 0.9}, "26.7 tokens/s"),
         (
             {"packing_s": 8.0, "loading_s": 0.4},
-            "; before it loading 400 ms, loading and packing 8.00 s",
+            "; before that: loading 400 ms, loading and packing 8.00 s",
         ),
         ({"between": (2.4, 3.4), "others_share": 0.4}, "since the machine was busy"),
         ({"others_share": 0.4}, "; the speed-up is not known, since the machine was busy"),
