@@ -129,7 +129,7 @@ peers: $(VENV)/.installed ## Build llama.cpp's own programs, for benchmarks/peer
 
 # Hours, in parts: the same command goes on after the last question.
 spec-bench: $(VENV)/.installed ## Measure drafts on Spec-Bench (QUESTIONS=question.jsonl, SPEC_BENCH_ARGS="--bigger FILE --minutes 60")
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.spec_bench $(QUESTIONS) $(SPEC_BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.spec_bench $(QUESTIONS) $(SPEC_BENCH_ARGS)
 
 # Two files of llama.cpp as a library of their own: with -DGGML_RPC=on all of llama.cpp would be built again.
 rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
