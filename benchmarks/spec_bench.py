@@ -31,12 +31,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.spec_bench_questions import (
+    ADDRESS,
+    Question,
+    SpecBenchError,
+    chosen_ids,
+    read_ids,
+    read_questions,
+    spread,
+)
 from benchmarks.worker_client import EngineWorker, WorkerCommand, running_worker
 from specgen.errors import SpecgenError
 from specgen.llama import build
@@ -44,24 +52,11 @@ from specgen.session.choose_models import find_target
 from specgen.system.files import as_json
 from specgen.system.machine import look_at_machine
 
-ADDRESS = "https://github.com/hemingkx/Spec-Bench/blob/main/data/spec_bench/question.jsonl"
 PLAIN = "plain"
 #: Plain decoding, asked once more.
 CONTROL = "plain again"
 #: Between a setting's name and that of another version of specgen.
 VERSION_MARK = "@"
-#: Spec-Bench joins the categories of MT-Bench in one.
-MT_BENCH = "multi-turn conversation"
-MT_BENCH_CATEGORIES = (
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
-)
 #: An answer that is slower than this, relative to plain decoding, is repeated.
 REPEATED_BELOW = 0.9
 N_REPEATS = 3
@@ -74,111 +69,6 @@ _DEFAULT_DRAFTS = ("smollm2-135m", "qwen2.5-coder-0.5b")
 
 #: The figures of an answer, as `engine_worker.py` writes them.
 Figures = dict[str, Any]
-
-
-class SpecBenchError(SpecgenError):
-    """A file is not what it should be: of questions, or of results."""
-
-
-# --- questions --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question of Spec-Bench."""
-
-    question_id: int
-    category: str
-    #: The first turn.
-    text: str
-    #: Its number among those of its category, from 0.
-    rank: int
-
-    @property
-    def task(self) -> str:
-        """The category as Spec-Bench reports it."""
-        return task_of(self.category)
-
-
-def task_of(category: str) -> str:
-    """Return the category as Spec-Bench reports it."""
-    return MT_BENCH if category in MT_BENCH_CATEGORIES else category
-
-
-def read_questions(file: Path) -> list[Question]:
-    """Read Spec-Bench's file.
-
-    Raises:
-        SpecBenchError: If it cannot be read, or a line is not a question.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecBenchError(f"{file} cannot be read: {error}", hint=f"get {ADDRESS}") from error
-    n_seen: defaultdict[str, int] = defaultdict(int)
-    questions: list[Question] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-            category = str(found["category"])
-            question = Question(
-                int(found["question_id"]), category, str(found["turns"][0]), n_seen[category]
-            )
-        except (ValueError, LookupError, TypeError) as error:
-            message = f"{file}, line {number}: not a question of Spec-Bench"
-            raise SpecBenchError(message, hint=f"get {ADDRESS}") from error
-        questions.append(question)
-        n_seen[category] += 1
-    return questions
-
-
-def read_ids(file: Path) -> frozenset[int]:
-    """Read the ids of a file's questions."""
-    return frozenset(question.question_id for question in read_questions(file))
-
-
-def spread(questions: Sequence[Question]) -> list[Question]:
-    """Return the questions in an order whose every part has about the same share of each task.
-
-    The categories that a task joins are spread in the same way within it.
-    """
-    by_task: defaultdict[str, list[Question]] = defaultdict(list)
-    for question in questions:
-        by_task[question.task].append(question)
-    placed: list[tuple[float, Question]] = []
-    for members in by_task.values():
-        # Questions of one rank are next to each other, in the order of their categories.
-        members.sort(key=lambda question: question.rank)
-        placed += (
-            ((index + 0.5) / len(members), question) for index, question in enumerate(members)
-        )
-    placed.sort(key=lambda pair: pair[0])
-    return [question for _, question in placed]
-
-
-def chosen_ids(questions: Sequence[Question], step: int) -> frozenset[int]:
-    """Return the ids of one question of every `step` of them, in about equal shares of each task.
-
-    A question is chosen whose task was chosen least so far. Among those of a task, odd and even
-    ranks are chosen alike, because questions for tuning are often every other one.
-
-    Args:
-        questions: The questions, spread.
-        step: The number of questions of which one is chosen.
-    """
-    n_of_task: Counter[str] = Counter()
-    n_of_parity: Counter[tuple[str, int]] = Counter()
-
-    def n_chosen(question: Question) -> tuple[int, int]:
-        return n_of_task[question.task], n_of_parity[question.task, question.rank % 2]
-
-    chosen = set()
-    for start in range(0, len(questions), step):
-        question = min(questions[start : start + step], key=n_chosen)
-        n_of_task[question.task] += 1
-        n_of_parity[question.task, question.rank % 2] += 1
-        chosen.add(question.question_id)
-    return frozenset(chosen)
 
 
 # --- contenders -------------------------------------------------------------------------------
@@ -587,33 +477,52 @@ def main() -> None:
 def run(asked: argparse.Namespace) -> None:
     """Measure what is asked for."""
     every = spread(read_questions(asked.questions))
-    questions = _asked_for(every, asked)
-    output = Output(asked.output)
+    question_ids = _question_ids(every, asked)
     control_ids = chosen_ids(every, _CONTROL_STEP)
-    question_ids = {asked.target: frozenset(question.question_id for question in every)}
-    targets = {asked.target: find_target(asked.target, quiet=False)}
+    settings = _settings(asked, question_ids)
+    choices = {
+        "max_tokens": asked.max_tokens,
+        "keeps_learning": asked.keep_learning,
+        "contenders": {target: [each.name for each in own] for target, own in settings.items()},
+    }
+    output = Output(asked.output)
+    output.check_same(choices)
+    with contextlib.ExitStack() as stack:
+        workers = {target: start_all(own, asked, stack) for target, own in settings.items()}
+        about = {target: descriptions(own) for target, own in workers.items()}
+        output.append({"run": {**_circumstances(), **choices, "about": about}})
+        parts = [
+            Part(target, workers[target], question_ids[target], control_ids) for target in workers
+        ]
+        seconds = None if asked.minutes is None else 60.0 * asked.minutes
+        measure(_asked_for(every, asked), parts, output, Limit(seconds, asked.count))
+
+
+def _question_ids(
+    every: Sequence[Question], asked: argparse.Namespace
+) -> dict[str, frozenset[int]]:
+    """Return the questions that each target gets, by the target's name."""
+    target = Path(asked.target).name
+    question_ids = {target: frozenset(question.question_id for question in every)}
     if asked.bigger is None:
         print("the larger target is skipped: no --bigger", file=sys.stderr)
     elif not asked.bigger.is_file():
         print(f"the larger target is skipped: there is no {asked.bigger}", file=sys.stderr)
     else:
-        targets[asked.bigger.name] = asked.bigger
         question_ids[asked.bigger.name] = chosen_ids(every, _BIGGER_STEP)
+    return question_ids
+
+
+def _settings(asked: argparse.Namespace, targets: Iterable[str]) -> dict[str, list[Setting]]:
+    """Return the contenders for each target, by the target's name."""
     drafts = _drafts(asked)
-    with contextlib.ExitStack() as stack:
-        parts = []
-        about = {}
-        for name, target in targets.items():
-            # Other versions are compared where most of the questions are.
-            others = dict(asked.other) if name == asked.target else {}
-            workers = start_all(settings_of(target, drafts, others), asked, stack)
-            parts.append(Part(name, workers, question_ids[name], control_ids))
-            about[name] = descriptions(workers)
-        header = _header(asked, about)
-        output.check_same(header)
-        output.append({"run": header})
-        seconds = None if asked.minutes is None else 60.0 * asked.minutes
-        measure(questions, parts, output, Limit(seconds, asked.count))
+    target, *bigger = targets
+    # Other versions are compared where most of the questions are.
+    file = find_target(asked.target, quiet=False)
+    settings = {target: settings_of(file, drafts, dict(asked.other))}
+    for name in bigger:
+        settings[name] = settings_of(asked.bigger, drafts, {})
+    return settings
 
 
 def _asked_for(questions: Sequence[Question], asked: argparse.Namespace) -> list[Question]:
@@ -647,19 +556,25 @@ def _short(draft: str) -> str:
     return Path(draft).name
 
 
-def _header(asked: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the first line of a run says."""
+def _circumstances() -> dict[str, Any]:
+    """Return what the first line of a run says of the machine and of how it was started."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": command_line(sys.argv[1:]),
         "commit": commit_of(_TOP),
         "machine": as_json(look_at_machine()),
         "llama_cpp": as_json(build()),
-        "max_tokens": asked.max_tokens,
-        "keeps_learning": asked.keep_learning,
-        "contenders": {target: list(contenders) for target, contenders in about.items()},
-        "about": dict(about),
     }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command, with the names of files in place of absolute paths."""
+    words = ["python", "-m", "benchmarks.spec_bench"]
+    for argument in arguments:
+        name, equals, value = argument.rpartition("=")
+        path = Path(value)
+        words.append(f"{name}{equals}{path.name if path.is_absolute() else value}")
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,10 @@ from benchmarks.spec_bench import (
     PLAIN,
     VERSION_MARK,
     Results,
-    SpecBenchError,
-    read_ids,
     read_results,
     speedup,
-    task_of,
 )
+from benchmarks.spec_bench_questions import SpecBenchError, read_ids, task_of
 
 _PERCENT = 100
 #: Answers are counted during which other programs took more than this share of the cores' time.
@@ -65,7 +63,7 @@ class Comparison:
 
 def comparisons(lines: Iterable[Mapping[str, Any]]) -> list[Comparison]:
     """Compare all answers with plain decoding's; answers of one token have no speed."""
-    found = []
+    found: list[Comparison] = []
     for line in lines:
         answers = _by_contender(line)
         for name in answers:
@@ -79,7 +77,7 @@ def version_comparisons(lines: Iterable[Mapping[str, Any]]) -> list[Comparison]:
 
     Repeats are left out: they were made because one of the two was slow.
     """
-    found = []
+    found: list[Comparison] = []
     for line in lines:
         first = {
             name: {attempt: answer for attempt, answer in attempts.items() if attempt == 0}
@@ -298,7 +296,7 @@ def circumstances(results: Results) -> Iterator[str]:
     for line in results.lines:
         ids_by_target[line["target"]].add(line["question_id"])
     for target, ids in ids_by_target.items():
-        yield f"- {target}: {len(ids)} questions"
+        yield f"- questions for {target}: {len(ids)}"
     for name, values in _circumstances(results).items():
         yield f"- {name}: {'; '.join(values)}"
     shares = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,6 @@ from hypothesis import strategies as st
 
 from benchmarks.spec_bench import (
     CONTROL,
-    MT_BENCH,
-    MT_BENCH_CATEGORIES,
     N_REPEATS,
     PLAIN,
     Answer,
@@ -25,17 +24,23 @@ from benchmarks.spec_bench import (
     Limit,
     Output,
     Part,
-    Question,
-    SpecBenchError,
     ask_all,
-    chosen_ids,
+    command_line,
+    main,
     measure,
     read_other,
-    read_questions,
     read_results,
     settings_of,
-    spread,
     written,
+)
+from benchmarks.spec_bench_questions import (
+    MT_BENCH,
+    MT_BENCH_CATEGORIES,
+    Question,
+    SpecBenchError,
+    chosen_ids,
+    read_questions,
+    spread,
 )
 from benchmarks.spec_bench_table import (
     Comparison,
@@ -110,12 +115,24 @@ def test_another_file_is_refused_with_the_address_of_the_right_one(
     assert "github.com/hemingkx/Spec-Bench" in caught.value.hint
 
 
+def test_without_questions_a_line_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["spec_bench"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == (
+        "Spec-Bench's questions are missing: get https://github.com/hemingkx/Spec-Bench/blob/main/"
+        "data/spec_bench/question.jsonl, and name the file"
+    )
+
+
 # --- turns and repeats
 
 
 @dataclass
 class FakeContender:
-    """Answers at given speeds, one after the other; the last one stays."""
+    """Answers at given speeds, one after the other; the last one stays. Without any, it fails."""
 
     speeds: list[float]
     text: str = "answer"
@@ -127,6 +144,8 @@ class FakeContender:
 
     def answer(self, prompt: str) -> Figures:
         self.calls.append(prompt)
+        if not self.speeds:
+            return {"error": "too long"}
         speed = self.speeds.pop(0) if len(self.speeds) > 1 else self.speeds[0]
         return figures(speed, self.text)
 
@@ -177,9 +196,7 @@ def test_only_a_slow_answer_is_repeated_and_plain_decoding_with_it() -> None:
 
 
 def test_an_answer_without_a_speed_is_not_repeated() -> None:
-    failing = FakeContender([10.0])
-    failing.answer = lambda _prompt: {"error": "too long"}  # type: ignore[method-assign]
-    contenders = {PLAIN: FakeContender([10.0]), "failing": failing}
+    contenders = {PLAIN: FakeContender([10.0]), "failing": FakeContender([])}
     answers = ask_all(contenders, "?", 0, has_control=False)
     assert attempts(answers) == [(PLAIN, 0), ("failing", 0)]
 
@@ -342,7 +359,7 @@ def test_a_report_has_tables_for_both_halves(tmp_path: Path) -> None:
     for number, category in enumerate(("coding", "math", "qa")):
         output.append(line({PLAIN: [10.0], "ngram": [12.0], CONTROL: [10.1]}, number, category))
     lines = list(report(read_results(tmp_path / "results.jsonl"), frozenset({0})))
-    assert "- target: 3 questions" in lines
+    assert "- questions for target: 3" in lines
     assert "- specgen: commit abc, kernels specgen" in lines
     assert [each for each in lines if each.startswith("**")] == [
         "**All questions**",
@@ -372,6 +389,13 @@ def test_another_version_is_a_checkout_or_a_python(tmp_path: Path) -> None:
         ("ngram", "ngram", False),
         ("ngram@old", "ngram", True),
     ]
+
+
+def test_a_command_names_no_folders_of_a_machine(tmp_path: Path) -> None:
+    arguments = [str(tmp_path / "q.jsonl"), "--other", f"before={tmp_path}", "-n", "8", "results/x"]
+    assert command_line(arguments) == (
+        f"python -m benchmarks.spec_bench q.jsonl --other before={tmp_path.name} -n 8 results/x"
+    )
 
 
 @pytest.mark.slow
