@@ -15,7 +15,7 @@ from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json
-from specgen.serve.formats.figures import own_figures
+from specgen.serve.formats.figures import own_figures, vllm_metrics
 from specgen.serve.formats.generation_request import GenerationRequest
 from specgen.serve.formats.parsed_request import ParsedRequest
 
@@ -127,6 +127,17 @@ class OpenAIWriter(AnswerWriter):
             "choices": choices,
             **self._figures(),
         }
+
+    def _figures(self, number: int | None = None) -> Json:
+        """Return the figures of all APIs, and those that vLLM has in this one."""
+        figures = super()._figures(number)
+        finished = [answer.finished for answer in self._answers]
+        # Like vLLM's, they describe a single answer.
+        if len(finished) == 1 and finished[0] is not None:
+            metrics = vllm_metrics(finished[0])
+            if metrics is not None:
+                figures["metrics"] = {"speculative_decoding": metrics}
+        return figures
 
     def _head(self, object_type: str) -> Json:
         """Return the fields that all chunks and whole responses begin with."""
