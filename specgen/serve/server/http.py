@@ -45,6 +45,8 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
         raise RequestError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
+    if len(data) > limits.body_bytes > 0 and len(data) - _image_size(body) > limits.body_bytes:
+        raise _too_large(f"{limits.body_bytes} bytes besides images")
     return body
 
 
@@ -61,20 +63,23 @@ def _check_uncompressed(request: Request) -> None:
         )
 
 
-#: A run of base64 characters that is too long for a text: a part of an image or another file.
+#: A run of base64 characters that is too long for most texts: a part of an image or another file.
 #: Some clients escape slashes.
 _ENCODED_RUN = re.compile(rb"[A-Za-z0-9+/=_\\-]{512,}")
 #: How many times the limit a body may have with its images. They are replaced by a remark later.
 _MAX_WITH_IMAGES = 16
 #: The size of the blocks whose images are found. Shorter pieces of a body are joined.
 _BLOCK_BYTES = 64 * 1024
+#: The fields that contain images and other files, in the formats of all APIs.
+_FILE_FIELDS = frozenset(["data", "file_data", "image", "image_url", "images", "url"])
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Return a body; raise `RequestError` if it has more than `max_bytes` bytes (0 for no limit).
 
-    Images do not count, since they are left out. A body that is too large even with images is
-    refused before it is read if its size is announced.
+    Images do not count, since they are left out. Here that is whatever looks like one; when the
+    body is parsed, the caller knows better. A body that is too large even with images is refused
+    before it is read if its size is announced.
     """
     if max_bytes == 0:
         return await request.body()
@@ -97,6 +102,21 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         if n_text_bytes > max_bytes:
             raise _too_large(f"{max_bytes} bytes besides images")
     return bytes(data)
+
+
+def _image_size(body: Any) -> int:
+    """Return the number of characters of all images and other files in a body."""
+    n_characters = 0
+    pending = [("", body)]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += ((name, item) for item in value)
+        elif isinstance(value, str) and name in _FILE_FIELDS:
+            n_characters += len(value)
+    return n_characters
 
 
 def _too_large(size: str) -> RequestError:
