@@ -111,7 +111,7 @@ class ModelLoader:
                 stops,
             )
 
-        return ModelEntry(name, open_model, n_bytes)
+        return ModelEntry(name, open_model, n_bytes, options=wanted.options)
 
     def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
         """Return an entry of the pool for an embedding model."""
@@ -134,6 +134,7 @@ class ModelLoader:
             open_embedder,
             n_bytes,
             embeds=True,
+            options=options,
         )
 
     def _open(

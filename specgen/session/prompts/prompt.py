@@ -9,6 +9,7 @@ from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.llama import LlamaModel
+from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.chat import ChatTurns, Tools, template_of
 from specgen.session.prompts.template import Message
 from specgen.session.prompts.thoughts import begun_in, thoughts_after
@@ -172,6 +173,33 @@ class Prompts:
             draft_tokens = (*draft_tokens, *own)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
 
+    def after(self, earlier: Sequence[int], prompt: Prompt) -> Prompt:
+        """Return a prompt that continues an earlier one and its answer.
+
+        Args:
+            earlier: The tokens of the earlier prompt and its answer.
+            prompt: The prompt; its own beginning-of-text token is left out.
+
+        Raises:
+            PromptError: If a token is not in the vocabulary of the target.
+        """
+        vocabulary = self.target.vocabulary
+        vocabulary.check(earlier)
+        tokens = _without_bos(vocabulary, prompt.tokens)
+        earlier_text = self._text_of(earlier)
+        draft_tokens = prompt.draft_tokens
+        if draft_tokens is not None and self.own_draft is not None:
+            own = self.own_draft.vocabulary
+            earlier_draft_tokens = own.tokenize(earlier_text, add_special=True, parse_special=False)
+            draft_tokens = (*earlier_draft_tokens, *_without_bos(own, draft_tokens))
+        return replace(
+            prompt,
+            text=earlier_text + prompt.text,
+            tokens=(*earlier, *tokens),
+            draft_tokens=draft_tokens,
+            skipped_prefix=range(0),
+        )
+
     def continued(self, prompt: Prompt, beginning: Message) -> Prompt:
         """Return a prompt with the beginning of the model's turn appended, for it to go on.
 
@@ -209,3 +237,9 @@ class Prompts:
         """Return the text of tokens of the target, in which control tokens are empty."""
         data = b"".join(map(self.target.vocabulary.token_bytes, tokens))
         return data.decode(errors="replace")
+
+
+def _without_bos(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Sequence[int]:
+    """Return tokens without a beginning-of-text token at their beginning."""
+    bos = vocabulary.special_tokens()["bos"]
+    return tokens[1:] if tokens and tokens[0] == bos else tokens
