@@ -64,8 +64,8 @@ def test_images_do_not_count(server: Running) -> None:
             assert found.status_code == 200, found.text
     many = b" " + b"abcd" * 1_000_000
     assert server.http.post("/v1/completions", content=many).status_code == 413
-    for text in ("a few words " * 20_000, "x" * 200_000):
-        found = server.post("/v1/completions", prompt=text)
+    for prompt in ("a few words " * 20_000, "x" * 200_000):
+        found = server.post("/v1/completions", prompt=prompt)
         assert found.status_code == 413
         assert "200000 bytes" in found.json()["error"]["message"]
         assert "--limit-body" in found.json()["error"]["message"]

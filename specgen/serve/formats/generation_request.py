@@ -136,15 +136,16 @@ class AnswerFormat(Fields):
         Raises:
             BodyError: If the schema is missing.
         """
+        schema: Schema | bool | None = self.schema_
         match self.type:
             case "text":
                 return None
             case "json_object":  # llama.cpp's server takes a schema here
-                return self.schema_ or {"type": "object"}
+                return schema or {"type": "object"}
             case "json_schema":
-                if self.schema_ is None:
+                if schema is None:
                     raise BodyError(where, "it has no schema")
-                return self.schema_
+                return schema
 
 
 def _guided(kind: str, *other_names: str) -> Any:

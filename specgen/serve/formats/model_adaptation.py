@@ -13,6 +13,7 @@ from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tool_calls.form_probe import form_of
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.session.prompts import template_of
+from specgen.session.prompts.chat import SubstituteTemplate
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ def for_model(request: ParsedRequest, model: LlamaModel) -> ParsedRequest:
     """
     template = template_of(model, has_tools=True)
     request = with_call_form(request, template, model.vocabulary.has_control)
+    if request.kind == "chat" and request.needs_template:
+        substitute = SubstituteTemplate.of(model)
+        if substitute is not None and template_of(model, has_tools=bool(request.tools)) is None:
+            warning = f"messages: {substitute.notice(model)}"
+            request = replace(request, warnings=(*request.warnings, warning))
     return _with_token_biases(request, model.vocabulary)
 
 

@@ -168,7 +168,7 @@ class _ServerProtocol(H11Protocol):
             Whether the connection stays open. It is closed if no request is complete, or if the
             response has begun: a client that only half-closes does so right after its request.
         """
-        cycle = self.cycle
+        cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.more_body or cycle.response_started:
             return False
         cycle.keep_alive = False
