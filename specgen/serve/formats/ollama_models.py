@@ -17,7 +17,7 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.fields import Json
 
 #: The time at which models are unloaded that stay loaded until another one needs their memory.
-_NEVER = "9999-12-31T23:59:59+00:00"
+_NEVER = "2999-12-31T23:59:59+00:00"
 #: Ollama's names of options, in the order in which it shows them.
 _SHOWN_SAMPLERS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
