@@ -75,7 +75,7 @@ def test_a_template_for_tools_is_used_for_tools(server: Running) -> None:
     asked: dict[str, Any] = {"messages": TURNS, "tools": [tool("weather", "C")], "max_tokens": 4}
     found = server.post("/v1/chat/completions", **asked).json()
     if server.session.target.chat_template("tool_use") is None:
-        assert [each.partition(":")[0] for each in found["warnings"]] == ["tools", "messages"]
+        assert [each.partition(":")[0] for each in found["warnings"]] == ["messages", "tools"]
     else:
         assert "warnings" not in found
 
@@ -115,9 +115,10 @@ def test_a_server_answers_what_needs_no_template(broken: Path, tmp_path: Path) -
     with tiny_server(tmp_path, chat_template=BROKEN) as server:
         assert server.post("/v1/completions", prompt=TEXT, max_tokens=2).status_code == 200
         for path, body in CHATS:
-            found = server.post(path, **body)
+            found = server.post(path, **body, tools=[tool("weather", "C")])
             assert found.status_code == 400
-            assert "chat template" in found.text
+            assert "its chat template is not valid: line 2: " in found.text
+            assert "--chat-template" in found.text
         (model,) = server.http.get("/v1/models").json()["data"]
         assert "chat" not in model["capabilities"]
         assert server.post("/api/show", model="target").json()["template"] == BROKEN

@@ -29,11 +29,12 @@ class OllamaModel:
     name: str
     description: ModelDescription
     #: What it can do, in Ollama's words; None if that is unknown, since it is not loaded.
-    capabilities: Sequence[str] | None
+    capabilities: Sequence[str] | None = None
     #: Its chat template; empty if it has none.
-    template: str
+    template: str = ""
     #: The size of its context in the server, in tokens.
-    n_ctx: int
+    n_ctx: int = 0
+    #: The defaults of its answers.
     sampler: SamplerOptions = SamplerOptions()
     generation: GenerationOptions = GenerationOptions()
 

@@ -184,7 +184,7 @@ class Server:
         """Return a route to an endpoint that uses the model named in the body.
 
         The handler has a lease of the model until it returns its response. After that, unfinished
-        answers keep the model loaded.
+        answers keep the model loaded. Requests of Ollama's API may ask to unload it then.
 
         Args:
             path: The path.
@@ -196,10 +196,10 @@ class Server:
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
             pooled = self._pool.find(body.get("model"))
-            is_last = path.startswith("/api/") and unloads(body)
-            if is_last:
+            unloads_after = path.startswith("/api/") and unloads(body)
+            if unloads_after:
                 answer = unload_answer(path, body, pooled.entry.name)
-                if answer is not None:
+                if answer is not None:  # nothing else is asked for
                     await self._pool.unload(pooled)
                     return JSONResponse(answer)
             if pooled.entry.embeds != embeds:
@@ -209,7 +209,7 @@ class Server:
                 return await handler(model, request, body)
             finally:
                 self._pool.release(pooled)
-                if is_last:
+                if unloads_after:
                     await self._pool.unload(pooled)
 
         return Route(path, respond, methods=["POST"])

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -261,6 +261,18 @@ class ModelPool:
         """End a lease. The model stays loaded while its answers are generated."""
         pooled.n_leases -= 1
         self._changed.set()
+
+    @contextlib.contextmanager
+    def holding_loaded(self) -> Iterator[list[PooledModel]]:
+        """Yield the loaded models, which stay loaded in the block."""
+        held = [pooled for pooled in self.models.values() if pooled.model is not None]
+        for pooled in held:
+            pooled.n_leases += 1
+        try:
+            yield held
+        finally:
+            for pooled in held:
+                self.release(pooled)
 
     async def unload(self, pooled: PooledModel) -> None:
         """Unload a model if it is idle, or else as soon as it is, unless it is asked for before."""
