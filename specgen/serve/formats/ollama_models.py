@@ -42,7 +42,6 @@ class OllamaModel:
         """Return its entry in the list of all models."""
         entry = {
             **self._identity(),
-            "modified_at": self._modified_at(),
             "size": self.description.n_bytes,
         }
         if self.capabilities is not None:
@@ -90,6 +89,7 @@ class OllamaModel:
         return {
             "name": self.name,
             "model": self.name,
+            "modified_at": self._modified_at(),
             "digest": self.description.digest,
             "details": self._details(),
         }
