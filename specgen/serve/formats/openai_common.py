@@ -155,7 +155,7 @@ class OpenAIWriter(AnswerWriter):
             "index": number,
             **self._answer_field(number),
             "logprobs": self._logprobs[number] if self._has_logprobs else None,
-            **_ending(self._answers[number]),
+            **self._ending(self._answers[number]),
         }
 
     def _chunk(
@@ -181,7 +181,7 @@ class OpenAIWriter(AnswerWriter):
         return {**self._head(self.chunk_type), "choices": [choice]}
 
     def _ending_chunk(self, number: int) -> Json:
-        return self._chunk(number, {}, _ending(self._answers[number]))
+        return self._chunk(number, {}, self._ending(self._answers[number]))
 
     def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
         """Return a chunk with the progress of the prefill, if the request wants it."""
@@ -240,13 +240,12 @@ class OpenAIWriter(AnswerWriter):
         chunks[-1] |= figures
         return chunks
 
-
-def _ending(answer: Answer) -> Json:
-    """Return the fields of a choice that say why its answer ended."""
-    ending: Json = {"finish_reason": answer.finish_reason}
-    if answer.finish_reason == "stop" and answer.stop_string is not None:
-        ending["stop_reason"] = answer.stop_string
-    return ending
+    def _ending(self, answer: Answer) -> Json:
+        """Return the fields of a choice that say why its answer ended."""
+        ending: Json = {"finish_reason": answer.finish_reason}
+        if answer.finish_reason == "stop" and answer.stop_string is not None:
+            ending["stop_reason"] = answer.stop_string
+        return ending
 
 
 def _delta_object(delta: Delta) -> Json:
