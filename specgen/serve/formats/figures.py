@@ -91,6 +91,28 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
     }
 
 
+def vllm_metrics(answer: FinishedEvent) -> Json | None:
+    """Return an answer's drafting figures in the form of vLLM's ``metrics.speculative_decoding``.
+
+    Returns:
+        The figures; None if nothing was drafted.
+    """
+    # At index n, the number of drafts of which at least n tokens were accepted.
+    n_drafts_by_accepted = [*answer.drafted_by_depth[:1], *answer.accepted_by_depth]
+    if not n_drafts_by_accepted:
+        return None
+    n_drafts = n_drafts_by_accepted[0]
+    pairs = itertools.pairwise([*n_drafts_by_accepted, 0])
+    return {
+        "mean_acceptance_length": 1.0 + answer.n_accepted / n_drafts,
+        "draft_acceptance_rate": answer.n_accepted / answer.n_drafted,
+        "acceptance_histogram": [at_least - more for at_least, more in pairs],
+        "num_accepted_draft_tokens": answer.n_accepted,
+        "num_draft_tokens": answer.n_drafted,
+        "num_spec_steps": n_drafts,
+    }
+
+
 def _timings(
     answers: Sequence[FinishedEvent],
     *,
