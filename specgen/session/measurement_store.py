@@ -459,8 +459,14 @@ _NGRAM_ROWS = TypeAdapter(list[_NgramRow])
 
 
 def _ngram_entry(row: _NgramRow) -> tuple[Evidence, float, float]:
-    *evidence, n_tries, n_hits = row
-    return Evidence(*evidence), n_tries, n_hits
+    place, length, n_followed, is_unanimous, n_tries, n_hits = row
+    evidence = Evidence(
+        place,
+        length,
+        n_followed,
+        is_unanimous,
+    )
+    return evidence, n_tries, n_hits
 
 
 def _ngram_row(
