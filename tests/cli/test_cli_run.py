@@ -242,7 +242,7 @@ def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
         (["-j", '{"$ref": "http://example.com/schema"}'], "http://example.com/schema"),
         (["--grammar-file", str(tmp_path / "none")], "--grammar-file"),
         (["--grammar-file", str(tmp_path)], "--grammar-file"),
-        (["--grammar-file", str(binary)], "it is not UTF-8"),
+        (["--grammar-file", str(binary)], "is not UTF-8: byte 0xff on line 1"),
         (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
         (["-j", '{"type": "string", "not": {}}'], "no grammar can enforce"),
         (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
