@@ -99,13 +99,13 @@ def batch(
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, None if is_stream else destination)
-    from specgen.serve.batch.lines import ignored_fields, read_lines
+    from specgen.serve.batch.lines import notes_on, read_lines
     from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
     name = name_of(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
-    for note in islice(ignored_fields(lines), _MAX_LISTED_LINES):
+    for note in islice(notes_on(lines), _MAX_LISTED_LINES):
         output.note(f"{name}: {note}")
     cluster = _ray_cluster(ray, setup.machine, cpus_per_worker, gpus_per_worker)
     wanted = setup.wanted_session(quiet=output.quiet)

@@ -387,6 +387,9 @@ class TextDecoder:
             text = self._decoder.decode(data, final)
         except UnicodeDecodeError as error:
             before = error.object[: error.start].decode(codec, "ignore")
+            if codec == "utf-8" and b"\0" in error.object:
+                before = error.object[: error.object.index(b"\0")].decode(codec, "ignore")
+                raise self._nul_error(before) from None
             name = codec.upper().removesuffix("-LE").removesuffix("-BE")
             raise self._error_class(
                 f"{self._name} is not {name}: byte {error.object[error.start]:#04x} "
@@ -395,12 +398,16 @@ class TextDecoder:
             ) from None
         before, nul, _ = text.partition("\0")
         if nul:
-            raise self._error_class(
-                f"{self._name} is not text: it has a NUL byte on line {self._line_after(before)}",
-                "give a text file, in UTF-8 or UTF-16",
-            )
+            raise self._nul_error(before)
         self._n_breaks += text.count("\n")
         return text
+
+    def _nul_error(self, before: str) -> SpecgenError:
+        """Return the error for a NUL after a text, which continues the pieces so far."""
+        return self._error_class(
+            f"{self._name} is not text: it has a NUL byte on line {self._line_after(before)}",
+            "give a text file, in UTF-8 or UTF-16",
+        )
 
     def _line_after(self, text: str) -> int:
         """Return the number of the line that follows a text, which continues the pieces so far."""

@@ -294,11 +294,9 @@ def model_kind(base: Base, folder: Path, chance: random.Random) -> Case:
     """A file that is no model, as target or draft: it is refused, damaged or not."""
     other = folder / "other.gguf"
     WRONG_FILES[chance.choice([*WRONG_FILES])].write(other)
-    target, draft = base.model("target"), base.model("draft")
+    command = base.run(base.model("target"), other)
     if chance.random() < 0.5:
-        command = base.run(other, draft)
-    else:
-        command = base.run(target, other)
+        command = base.run(other, base.model("draft"))
     if chance.random() < 0.5:
         # An answer would be a finding.
         return Case(command, codes=frozenset({4}), text=b"refused")

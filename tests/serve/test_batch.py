@@ -24,7 +24,7 @@ from specgen.serve.batch.lines import (
     BatchLine,
     LineError,
     continued,
-    ignored_fields,
+    notes_on,
     read_lines,
     read_results,
 )
@@ -92,12 +92,18 @@ class TestLines:
             text.encode(), "a.txt", defaults
         )
 
-    def test_ignored_fields_are_named_with_their_first_line(self) -> None:
-        lines = lines_of({"prompt": "a"}, *3 * [{"prompt": "b", "max_token": 3, "user": "me"}])
-        (note,) = ignored_fields(lines)
-        assert note == (
+    def test_mistakes_are_noted_with_their_first_line(self) -> None:
+        lines = lines_of(
+            {"prompt": "a"}, *3 * [{"prompt": "b", "max_token": 3, "user": "me"}], {"promt": "c"}
+        )
+        ignored, wrong = notes_on(lines)
+        assert ignored == (
             "line 2 and 2 others: max_token: ignored, since specgen has no such field "
             "(did you mean max_tokens?)"
+        )
+        assert wrong == (
+            "line 5: not answered: prompt: it is missing; unknown field: promt "
+            "(did you mean prompt?)"
         )
 
 

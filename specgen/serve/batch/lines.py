@@ -127,18 +127,24 @@ def _as_utf_8(data: bytes, name: str) -> bytes:
     return decode_text(data, name, PromptError).encode()
 
 
-def ignored_fields(lines: Sequence[BatchLine]) -> Iterator[str]:
-    """Yield a note about each field that lines have and specgen ignores, with the first line."""
-    numbers: dict[str, list[int]] = {}  # the lines' numbers by the warning
+def notes_on(lines: Sequence[BatchLine]) -> Iterator[str]:
+    """Yield a note about each mistake in lines: an error, or a field that specgen ignores.
+
+    A mistake of several lines is one note, which names the first of them.
+    """
+    numbers: dict[str, list[int]] = {}  # the lines' numbers by the mistake
     for line in lines:
-        if isinstance(line.request, ParsedRequest):
-            for warning in line.request.warnings:
-                numbers.setdefault(warning, []).append(line.number)
-    for warning, (first, *others) in numbers.items():
+        if isinstance(line.request, LineError):
+            mistakes: tuple[str, ...] = (f"not answered: {line.request.message}",)
+        else:
+            mistakes = line.request.warnings
+        for mistake in mistakes:
+            numbers.setdefault(mistake, []).append(line.number)
+    for mistake, (first, *others) in numbers.items():
         place = f"line {first}"
         if others:
             place += f" and {counted(len(others), 'other')}"
-        yield f"{place}: {warning}"
+        yield f"{place}: {mistake}"
 
 
 def _numbered(line: BatchLine, taken_ids: Container[str]) -> BatchLine:
