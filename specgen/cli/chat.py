@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import STDIO, name_of, read_text
+from specgen.cli.inputs import STDIO, name_of, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
@@ -71,7 +71,7 @@ def chat(
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
-    files_text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.calibration import calibrate
     from specgen.session.choose_models import name_of
     from specgen.session.conversation import Chat, check_template

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
-from specgen.cli.inputs import STDIO, name_of, read_bytes, read_text
+from specgen.cli.inputs import STDIO, name_of, read_bytes, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
@@ -75,7 +75,7 @@ def fim(
         suffix_file,
         in_place=in_place,
     )
-    context = {str(path): read_text(path) for path in context_files or ()}
+    context = {str(path): read_input(path) for path in context_files or ()}
     if not file_gap.prefix and not file_gap.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill
@@ -167,7 +167,7 @@ def _find_gap(
     if prefix_file == suffix_file == STDIO:
         raise UsageError("--prefix-file and --suffix-file cannot both be standard input")
     path = None if prefix_file == STDIO else prefix_file
-    return _FileGap(read_text(prefix_file), read_text(suffix_file), path)
+    return _FileGap(read_input(prefix_file), read_input(suffix_file), path)
 
 
 def _gap_at(place: str) -> _FileGap:

@@ -102,7 +102,7 @@ def _read_source(source: Path | str, note: Callable[[str], None]) -> tuple[str, 
             return "the question", utf8(source)
         except ValueError as error:
             raise PromptError(f"the prompt: {error}") from None
-    text = _read_stdin(note) if source == STDIO else read_text(source)
+    text = _read_stdin(note) if source == STDIO else read_input(source)
     if text.endswith("\n"):
         text = text.removesuffix("\n").removesuffix("\r")
     return name_of(source), text
@@ -118,7 +118,7 @@ def _read_stdin(note: Callable[[str], None]) -> str:
     timer.daemon = True
     timer.start()
     try:
-        return read_text(STDIO)
+        return read_input(STDIO)
     finally:
         timer.cancel()
 
@@ -143,7 +143,7 @@ def read_bytes(path: Path) -> bytes:
         raise PromptError(f"{name_of(path)}: cannot be read: {reason}") from error
 
 
-def read_text(path: Path | None) -> str:
+def read_input(path: Path | None) -> str:
     """Return the text of a file or of standard input; "" if the path is None.
 
     Raises:
@@ -180,7 +180,7 @@ def read_template(given: str) -> str:
         template = BUILT_IN[given]
     else:
         path = _template_file(given)
-        template = _template_in_model(path) if path.suffix == ".gguf" else read_text(path)
+        template = _template_in_model(path) if path.suffix == ".gguf" else read_input(path)
     problem = check_syntax(template)
     if problem:
         excerpt = given.partition("\n")[0][:60]

@@ -45,8 +45,10 @@ def _gguf(
     writer = gguf.GGUFWriter(path, "")
     writer.kv_data[0].clear()
     for key, value in metadata.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(key, value)  # type: ignore[operator]
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
     for name, shape in tensors.items():
         writer.add_tensor(name, np.ones(shape, np.float32))
     _close(writer)

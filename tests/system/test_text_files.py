@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.cli.chat import piped_messages
 from specgen.cli.flags import text_in
-from specgen.cli.inputs import read_template, read_text
+from specgen.cli.inputs import read_input, read_template
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.measure.prompts import read_prompts
 from specgen.system.files import decode_lines, decode_text, encoding_of, read_toml
@@ -116,7 +116,7 @@ def test_powershells_files_are_read_wherever_a_text_is(tmp_path: Path, codec: st
         path.write_bytes(text.replace("\n", "\r\n").encode(codec))
         return path
 
-    assert read_text(file("prompt.txt", "the cat\n")) == "the cat\r\n"
+    assert read_input(file("prompt.txt", "the cat\n")) == "the cat\r\n"
     assert text_in(file("a.gbnf", 'root ::= "é"'), "--grammar-file") == 'root ::= "é"'
     assert read_toml(file("config.toml", '[run]\nseed = 3\ntext = "é"\n')) == {
         "run": {"seed": 3, "text": "é"}
@@ -133,7 +133,7 @@ def test_a_binary_file_is_refused_wherever_a_text_is(tmp_path: Path) -> None:
     path = tmp_path / "binary"
     path.write_bytes(b"GGUF\3\0\0\0")
     with pytest.raises(PromptError, match="is not text"):
-        read_text(path)
+        read_input(path)
     with pytest.raises(UsageError, match="--grammar-file .*is not text"):
         text_in(path, "--grammar-file")
     with pytest.raises(UsageError, match="is not text"):
