@@ -350,6 +350,9 @@ class FinishedEvent(_Event, event="finished"):
     #: `estimated_speedup` minus and plus two standard errors, from the times of this answer's
     #: decodes; the margin is at least 10%.
     estimated_speedup_range: tuple[float, float] | None = None
+    #: Whether the speed-up is rough, because other programs kept the machine busy during the answer
+    #: or while the costs of decodes were measured.
+    estimate_is_rough: bool = False
 
 
 Event: TypeAlias = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -11,8 +12,15 @@ from rich.text import Text
 from specgen.events import FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.rows import LEGEND, clean_line, styles_on
 from specgen.render.streams import say
-from specgen.system.machine import busy_text, is_busy
-from specgen.system.quantities import counted, gain_text, seconds_text, three_digits, times_text
+from specgen.system.machine import ROUGH, busy_text, is_busy
+from specgen.system.quantities import (
+    counted,
+    gain_text,
+    rough_gain_text,
+    seconds_text,
+    three_digits,
+    times_text,
+)
 
 #: The characters of the histogram, by height.
 _BARS = "▁▂▃▄▅▆▇█"
@@ -94,11 +102,11 @@ def _gain_clause(finished: FinishedEvent) -> str:
     speedups = _speedup_range(finished)
     if not finished.n_drafted and speedups is None:
         return ", nothing was drafted"
-    if is_busy(finished.others_share):
-        return "; the speed-up is not known, since the machine was busy"
-    if speedups is not None:
-        return f": {gain_text(*speedups)}"
-    return ""
+    if speedups is None:
+        return ""
+    if finished.estimate_is_rough:
+        return f": {rough_gain_text(statistics.fmean(speedups), ROUGH)}"
+    return f": {gain_text(*speedups)}"
 
 
 def summary_items(
@@ -246,12 +254,11 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
         draft: The draft's name; None if unknown.
     """
     speedups = _speedup_range(finished)
-    others_share = finished.others_share
-    if others_share is not None and is_busy(others_share) and (speedups or finished.n_drafted):
-        return busy_text(others_share)
     if speedups is None:
         return finished.estimate  # why there is no estimate
     parts = []
+    if finished.others_share is not None and is_busy(finished.others_share):
+        parts.append(busy_text(finished.others_share))
     decoding_speedups = finished.estimated_speedup_range or speedups
     if decoding_speedups != speedups:
         parts.append(f"after the first token {times_text(*decoding_speedups)} times")
@@ -259,7 +266,7 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
         parts.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s without drafts")
     if finished.estimate:
         parts.append(f"estimated {finished.estimate}")
-    if gain_text(*speedups).startswith("slower"):
+    if gain_text(*speedups).startswith("slower") and not finished.estimate_is_rough:
         ngrams = "" if draft == "ngram" else ", `--draft ngram`"
         parts.append(f"try `--draft none`{ngrams} or a smaller `--draft-max`")
     return ", ".join(parts)

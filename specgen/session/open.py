@@ -43,8 +43,9 @@ from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.opening_notes import notes_about
 from specgen.session.session import Session
+from specgen.system.control_groups import group_limits
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
-from specgen.system.machine import look_at_machine, usable_cores
+from specgen.system.machine import allowed_processors, look_at_machine
 
 #: Checks a session with a loaded target: raises a `SpecgenError` if it does not suit the caller.
 Check = Callable[[Session], object]
@@ -199,14 +200,22 @@ def open_measurements() -> MeasurementStore:
     """
     built = build()
     machine = look_at_machine()
+    processors = allowed_processors()
     about = {
         "llama_cpp_python": built.version,
         "features": built.system_info,
         "devices": [device.description for device in built.devices],
-        "cores": [machine.n_physical_cores, machine.n_logical_cores, usable_cores()],
+        "cores": [
+            machine.n_physical_cores,
+            machine.n_logical_cores,
+            None if processors is None else len(processors),
+        ],
         "cpu": machine.cpu,
         "kernels": computing(),
     }
+    quota = group_limits().cpu_quota
+    if quota is not None:  # without a quota, the keys are those of earlier versions
+        about["cpu_quota"] = quota
     return MeasurementStore(measurements_file(), about)
 
 

@@ -13,7 +13,7 @@ from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
 from specgen.system.folders import cache_folder, packed_folder
-from specgen.system.machine import logical_cores
+from specgen.system.machine import usable_threads
 from specgen.system.quantities import human_bytes
 
 
@@ -38,12 +38,10 @@ def notes_about(
     yield from layers_without_gpu(options.target_context, options.draft_context)
     yield from _unused_template_variables(session, options.target_context)
     n_threads = options.target_context.n_threads or 0
-    n_cores = logical_cores()
-    if n_threads > n_cores:
-        yield (
-            f"-t {n_threads} is slower than -t {n_cores}: "
-            f"this machine runs {n_cores} threads at once"
-        )
+    usable = usable_threads()
+    if n_threads > usable.amount:
+        why = usable.limit or f"this machine runs {usable.amount} threads at once"
+        yield f"-t {n_threads} is slower than -t {usable.amount}: {why}"
     for draft in session.models[1:]:
         yield from _size_notes(session.target, draft)
 

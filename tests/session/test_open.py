@@ -42,7 +42,7 @@ class Measured:
         self,
         backend: LlamaBackend,
         sizes: Iterable[int],
-        budget_s: float,
+        budget_s: Callable[[], float],
         interrupted: Callable[[], bool],
     ) -> dict[int, float]:
         name = backend.model.name
