@@ -341,9 +341,10 @@ class FinishedEvent(_Event, event="finished"):
     ends_grammar: bool = False
     #: The share of all cores' time that other programs took; null if it was not measured.
     others_share: float | None = None
-    #: Seconds of loading the models, before the first answer; not part of wall_s.
+    #: Seconds of loading the models and opening their contexts, before the first answer; not part
+    #: of wall_s.
     loading_s: float = 0.0
-    #: Seconds of loading and packing the models, before the first answer; not part of wall_s.
+    #: The same if weights of the models were packed.
     packing_s: float = 0.0
     #: Seconds of measuring what drafting costs, before the first answer; not part of wall_s.
     measuring_s: float = 0.0
@@ -353,6 +354,17 @@ class FinishedEvent(_Event, event="finished"):
     #: Whether the speed-up is rough, because other programs kept the machine busy during the answer
     #: or while the costs of decodes were measured.
     estimate_is_rough: bool = False
+    #: Seconds from the start of a command to the loading of its models: finding and downloading
+    #: them, and testing the kernels; before the first answer, and not part of wall_s.
+    starting_s: float = 0.0
+
+    @property
+    def n_positions(self) -> int:
+        """The number of drafted positions, of which `acceptance_rate` is the accepted share.
+
+        Branches of a tree share their positions, so there may be fewer than drafted tokens.
+        """
+        return sum(self.drafted_by_depth)
 
 
 Event: TypeAlias = (

@@ -12,8 +12,9 @@ import signal
 import stat
 import sys
 import textwrap
+import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -82,6 +83,8 @@ class Output:
     )
     #: Whether answers may begin with a thinking block; not an option, commands set it.
     thinks: bool = False
+    #: When the command began, by `time.perf_counter`; not an option.
+    started_s: float = field(default_factory=time.perf_counter, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:

@@ -84,13 +84,13 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
         finished: The figures of the answer.
         draft: The draft's name; "none" for plain decoding, None if unknown.
     """
-    n_tokens = counted(finished.n_tokens, "token")
-    line = _listed(f"{n_tokens} in {seconds_text(finished.wall_s)}", _speed(finished))
+    speed = _speed(finished)
+    line = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}{speed}"
     if finished.finish_reason != "stop":
         line += f" ({_end(finished)})"
     if draft != "none" and finished.n_rounds:
         line += _gain_clause(finished)
-    if finished.prompt_s > _LONG_S:
+    if finished.prompt_s > _LONG_S and not speed:
         line += f"; {seconds_text(finished.prompt_s)} of it for prefill"
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
         line += f"; before that: {_startup_times(finished)}"
@@ -162,8 +162,7 @@ def _prompt_text(finished: FinishedEvent) -> str:
 
 
 def _drafts_text(finished: FinishedEvent) -> str:
-    # Branches of a tree share their positions, so there may be fewer than drafted tokens.
-    n_positions = sum(finished.drafted_by_depth)
+    n_positions = finished.n_positions
     parts = []
     if finished.acceptance_rate is not None:
         parts.append(f"acceptance rate {finished.acceptance_rate:.0%}")
@@ -191,7 +190,10 @@ def _histogram(rounds_by_tokens: Sequence[int]) -> str:
 
 def _startup_times(finished: FinishedEvent) -> str:
     """Return how long loading and measuring took before the answer; empty if they took no time."""
+    if finished.loading_s + finished.packing_s + finished.measuring_s == 0.0:
+        return ""
     times = {
+        "starting": finished.starting_s,
         "loading": finished.loading_s,
         "loading and packing": finished.packing_s,
         "measuring what drafting costs": finished.measuring_s,
@@ -216,11 +218,17 @@ def _time_shares(finished: FinishedEvent) -> str:
 
 
 def _speed(finished: FinishedEvent) -> str:
-    """Return the speed in words; empty if it is unknown, or if the answer is too short."""
+    """Return a clause with the time to the first token, and the speed after it.
+
+    It is empty if one of these is unknown, or if the answer is too short.
+    """
     speed = finished.tokens_per_s
-    if not speed or finished.n_tokens < _MIN_TIMED_TOKENS:
+    first_s = finished.time_to_first_token_s
+    if not speed or first_s is None or finished.n_tokens < _MIN_TIMED_TOKENS:
         return ""
-    return f"{three_digits(speed)} tokens/s"
+    # If a grammar forces the first tokens, the prefill comes after them.
+    first_s = max(first_s, finished.prompt_s)
+    return f", {seconds_text(first_s)} to the first token, then {three_digits(speed)} tokens/s"
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:

@@ -346,8 +346,8 @@ def measure_sizes(
     Args:
         backend: The model's context. It is empty before and after.
         sizes: The numbers of rows.
-        budget_s: No batch is started after this many seconds of decoding, once two sizes are timed.
-            It is called before each batch.
+        budget_s: Called before each batch. None is started after this many seconds of decoding,
+            once `MIN_SIZES` sizes are timed: a table with fewer would be measured again.
         interrupted: Checked between decodes.
 
     Returns:
@@ -363,7 +363,7 @@ def measure_sizes(
     ordered = sorted(sizes, key=lambda size: (not _is_power_of_two(size), size))
     for _ in range(_N_REPEATS):
         for size in ordered:
-            if len(samples) > 1 and backend.decode_s - decode_s_before > budget_s():
+            if len(samples) >= MIN_SIZES and backend.decode_s - decode_s_before > budget_s():
                 break
             if interrupted():
                 raise KeyboardInterrupt

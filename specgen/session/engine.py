@@ -100,6 +100,7 @@ class Engine:
         self._prepare = prepare
         self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
+        started_s = session.clock()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
             target, _ = self._resources.enter_context(
@@ -119,6 +120,7 @@ class Engine:
             self._prefixes = PrefixReuse(session, target)
             self._resources.callback(self._prefixes.close)
             self.notify(self._prefixes.notice)
+            session.count_setup(session.clock() - started_s)
             on_error.pop_all()
 
     @classmethod

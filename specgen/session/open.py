@@ -169,6 +169,7 @@ def open_session(
     if measurements is None:
         measurements = open_measurements()
 
+    started_s = clock()
     draft_note = ""
     with contextlib.ExitStack() as on_error, reporter.status(message):
         session = Session(
@@ -183,6 +184,7 @@ def open_session(
             check(session)
         if is_draft_automatic:
             draft_note = use_first(session, wanted.drafts)
+        session.count_rest(started_s)
         on_error.pop_all()
 
     if draft_note:

@@ -132,7 +132,7 @@ def _mounts(root: Path) -> list[_Mount]:
     """Return the mounted hierarchies, in the order of /proc/self/mountinfo."""
     mounts: list[_Mount] = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
-        # "ID PARENT DEVICE ROOT FOLDER OPTIONS [MORE...] - TYPE SOURCE OPTIONS"
+        # Before the dash: id, parent, device, root, folder, options; then type, source, options.
         place, _, kind = line.partition(" - ")
         places = place.split(" ")
         kinds = kind.split(" ")
@@ -150,7 +150,7 @@ def _mounts(root: Path) -> list[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """Return a path of /proc/self/mountinfo, in which a space is "\\040"."""
+    """Return a path of /proc/self/mountinfo, in which a space is an octal number."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 

@@ -46,7 +46,7 @@ def test_a_container_with_version_2_sees_its_own_group(tmp_path: Path) -> None:
 def test_a_container_with_version_1_is_mounted_as_the_root(tmp_path: Path) -> None:
     """Docker shows the container's own group as the mount's root, but the whole path in /proc."""
     group = "/docker/2f5a"
-    mounts = "\n".join((V1_CPU_MOUNT, V1_MEMORY_MOUNT)).replace(" / ", f" {group} ")
+    mounts = f"{V1_CPU_MOUNT}\n{V1_MEMORY_MOUNT}".replace(" / ", f" {group} ")
     groups = f"5:cpu,cpuacct:{group}\n4:memory:{group}\n1:name=systemd:{group}\n0::/system.slice\n"
     files = {
         "cpu,cpuacct/cpu.cfs_quota_us": "150000",
