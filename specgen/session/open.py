@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
@@ -203,7 +204,7 @@ def open_measurements() -> MeasurementStore:
     built = build()
     machine = look_at_machine()
     processors = allowed_processors()
-    about = {
+    about: dict[str, Any] = {
         "llama_cpp_python": built.version,
         "features": built.system_info,
         "devices": [device.description for device in built.devices],

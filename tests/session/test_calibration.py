@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -273,7 +274,7 @@ def test_what_a_busy_machine_costs_is_kept_for_some_minutes_and_marked(
         assert loaded.setup_s == took_s
     for wall_s in (1000.0, 1000.0 + 4 * 60, 1000.0 + 10 * 60, 500.0):
         is_recent = 1000.0 <= wall_s < 1000.0 + 5 * 60
-        later = MeasurementStore(file, wall_clock=lambda wall_s=wall_s: wall_s)
+        later = MeasurementStore(file, wall_clock=partial(float, wall_s))
         with Session(pair, time.perf_counter, later) as loaded:
             assert is_pair_measured(loaded, draft) == (is_recent or not is_busy)
             assert loaded.costs.are_rough() == (is_recent and is_busy)
