@@ -344,7 +344,7 @@ class FinishedEvent(_Event, event="finished"):
     #: Seconds of loading the models and opening their contexts, before the first answer; not part
     #: of wall_s.
     loading_s: float = 0.0
-    #: The same if weights of the models were packed.
+    #: The same, if weights of the models were packed.
     packing_s: float = 0.0
     #: Seconds of measuring what drafting costs, before the first answer; not part of wall_s.
     measuring_s: float = 0.0
@@ -354,8 +354,8 @@ class FinishedEvent(_Event, event="finished"):
     #: Whether the speed-up is rough, because other programs kept the machine busy during the answer
     #: or while the costs of decodes were measured.
     estimate_is_rough: bool = False
-    #: Seconds from the start of a command to the loading of its models: finding and downloading
-    #: them, and testing the kernels; before the first answer, and not part of wall_s.
+    #: Seconds of the command before the first answer that are none of the above: finding and
+    #: downloading models, testing the kernels, and making the prompt; not part of wall_s.
     starting_s: float = 0.0
 
     @property

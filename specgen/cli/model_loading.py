@@ -123,7 +123,6 @@ def opened(
     from specgen.session.open import open_session
 
     use_kernels(kernels, output)
-    starting_s = time.perf_counter() - output.started_s
     with (
         log_shown(output),
         open_session(
@@ -133,7 +132,6 @@ def opened(
             check=check,
         ) as session,
     ):
-        session.setup_s["starting_s"] += starting_s
         yield session
 
 

@@ -12,9 +12,8 @@ import signal
 import stat
 import sys
 import textwrap
-import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 from specgen.errors import UsageError
 from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
+from specgen.system.machine import process_age_s
 from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
@@ -83,8 +83,6 @@ class Output:
     )
     #: Whether answers may begin with a thinking block; not an option, commands set it.
     thinks: bool = False
-    #: When the command began, by `time.perf_counter`; not an option.
-    started_s: float = field(default_factory=time.perf_counter, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
@@ -275,6 +273,9 @@ def show_answer(
     """
     from specgen.session.engine import generate
 
+    # What the session has not counted: imports, finding the models, and making the prompt.
+    uncounted_s = process_age_s() - sum(session.setup_s.values())
+    session.setup_s["starting_s"] = max(0.0, uncounted_s)
     with Interrupt() as interrupt:
         events = generate(
             session,

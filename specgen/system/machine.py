@@ -20,6 +20,9 @@ from specgen.system.quantities import human_bytes
 
 #: The folder of `proc` and `sys`.
 _ROOT = Path("/")
+#: Where /proc/self/stat has the time of the process's start, in ticks since the machine's start,
+#: after the program's name.
+_START_WORD = 19
 
 # --- cores and memory -----------------------------------------------------------------------------
 
@@ -251,6 +254,18 @@ def cpu_name() -> str:
 def wall_time_s() -> float:
     """Return the seconds since 1970, by which processes agree on when something was measured."""
     return time.time()
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started."""
+    import psutil
+
+    # psutil rounds the time to seconds where it depends on the time of the machine's start.
+    with contextlib.suppress(OSError, AttributeError):
+        words_after_name = Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()
+        start_s = int(words_after_name[_START_WORD]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+    return time.time() - psutil.Process().create_time()
 
 
 # --- the load of other programs -------------------------------------------------------------------

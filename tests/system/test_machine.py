@@ -161,3 +161,17 @@ def test_a_real_container_is_respected_and_the_doctor_names_its_limits(group: li
     lines = [" ".join(line.split()) for line in seen_by(*shell, program=doctor).splitlines()]
     assert "limit on cores 1 core: the container's CPU quota is 0.5" in lines
     assert "limit on memory the container's memory limit is 2.15 GB" in lines
+
+
+def test_the_age_of_a_process_grows_with_the_clock() -> None:
+    program = """
+import time
+from specgen.system.machine import process_age_s
+ages_s = [process_age_s()]
+time.sleep(0.2)
+ages_s.append(process_age_s())
+print(ages_s)
+"""
+    first_s, last_s = json.loads(seen_by(program=program))
+    assert first_s > 0.0
+    assert last_s - first_s > 0.15
