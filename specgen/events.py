@@ -339,7 +339,8 @@ class FinishedEvent(_Event, event="finished"):
     rounds_by_tokens: tuple[int, ...] = ()
     #: Whether the answer ended where its grammar allows the end.
     ends_grammar: bool = False
-    #: The share of all cores' time that other programs took; null if it was not measured.
+    #: The share of the cores' time that other programs took, on the cores that specgen may use;
+    #: null if it was not measured.
     others_share: float | None = None
     #: Seconds of loading the models and opening their contexts, before the first answer; not part
     #: of wall_s.

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,7 +284,7 @@ ROUGH = "rough: the machine was busy"
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds, summed over all cores, since the machine was started."""
+    """Seconds, summed over the cores that this process may run on, since the machine's start."""
 
     total_s: float
     #: The time in which cores were busy.
@@ -293,12 +294,10 @@ class CoreTime:
 
 
 def core_time() -> CoreTime | None:
-    """Return the time of all cores up to now; None if the system does not count it."""
-    import psutil
-
+    """Return the time of the cores up to now; None if the system does not count it."""
     try:
         own = os.times()
-        counters_s = psutil.cpu_times()._asdict()
+        counters_s = _core_counters_s()
     except OSError:
         return None
     total_s = sum(seconds for name, seconds in counters_s.items() if name not in _COUNTED_TWICE)
@@ -306,8 +305,23 @@ def core_time() -> CoreTime | None:
     return CoreTime(total_s, busy_s=total_s - idle_s, own_s=own.user + own.system)
 
 
+def _core_counters_s() -> dict[str, float]:
+    """Return psutil's counters, summed over the cores that this process may run on."""
+    import psutil
+
+    processors = allowed_processors()
+    counters = psutil.cpu_times(percpu=True)
+    if processors is None or len(counters) != logical_cores():  # some cores are switched off
+        return dict(psutil.cpu_times()._asdict())
+    sums_s: Counter[str] = Counter()
+    for processor, counter in enumerate(counters):
+        if processor in processors:
+            sums_s.update(counter._asdict())
+    return dict(sums_s)
+
+
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:
-    """Return the share of all cores' time that other programs took between two counts.
+    """Return the share of the cores' time that other programs took between two counts.
 
     Returns:
         A number in [0, 1]; None if a count is unknown, or no time passed between them.
@@ -321,7 +335,7 @@ def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | 
 
 
 class LoadOfOthers:
-    """Measures the share of all cores' time that other programs take, from its creation on."""
+    """Measures the share of the cores' time that other programs take, from its creation on."""
 
     def __init__(self) -> None:
         self._before = core_time()

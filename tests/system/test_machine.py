@@ -118,6 +118,20 @@ def test_an_affinity_is_respected() -> None:
     assert described["core_limit"] == limit
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+@pytest.mark.skipif(N_THREADS < 2, reason="a single core cannot be restricted")
+def test_other_programs_count_on_the_cores_of_this_process_only() -> None:
+    program = f"""
+import os
+from specgen.system.machine import core_time
+total_s = core_time().total_s
+os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+print([total_s, core_time().total_s])
+"""
+    total_s, part_s = json.loads(seen_by(program=program))
+    assert part_s < 0.75 * total_s
+
+
 @pytest.fixture
 def group() -> Iterator[list[Path]]:
     """Real control groups with half a core and 2 GB; skipped where a test may not make them."""
@@ -150,7 +164,9 @@ def _groups(folders: list[Path]) -> Iterator[list[Path]]:
 
 
 @pytest.mark.slow
-def test_a_real_container_is_respected_and_the_doctor_names_its_limits(group: list[Path]) -> None:
+def test_a_real_container_is_respected_and_its_limits_are_named(
+    group: list[Path], tiny_models: Path
+) -> None:
     enter = "".join(f"echo $$ > {folder}/cgroup.procs && " for folder in group)
     shell = ("sh", "-c", f'{enter}exec "$@"', "sh")
     n_threads, described = json.loads(seen_by(*shell))
@@ -161,6 +177,16 @@ def test_a_real_container_is_respected_and_the_doctor_names_its_limits(group: li
     lines = [" ".join(line.split()) for line in seen_by(*shell, program=doctor).splitlines()]
     assert "limit on cores 1 core: the container's CPU quota is 0.5" in lines
     assert "limit on memory the container's memory limit is 2.15 GB" in lines
+    options = ["-m", str(tiny_models / "target.gguf"), "-md", "none", "-t", "2", "-tb", "3"]
+    run = f"""
+import sys
+from specgen.cli.app import main
+sys.stderr = sys.stdout
+main(["run", *{options}, "-n", "4", "Once"])
+"""
+    out = seen_by(*shell, program=run)
+    for option in ("-t 2 is slower than -t 1", "-tb 3 is slower than -tb 1"):
+        assert f"note: {option}: the container's CPU quota is 0.5" in out
 
 
 def test_the_age_of_a_process_grows_with_the_clock() -> None:
