@@ -18,7 +18,7 @@ from specgen.cli.output import Interrupt, Output
 from specgen.errors import UsageError
 from specgen.options import parse_size
 from specgen.serve.server.options import Limits, ServedOptions, ServerOptions, bound_socket, url_of
-from specgen.system.machine import usable_memory_bytes
+from specgen.system.machine import usable_memory
 from specgen.system.quantities import human_bytes
 
 #: The default of --memory, as a share of the memory that this process may use.
@@ -110,7 +110,7 @@ def serve(
             use_kernels(kernels, output)
         else:
             use_kernels(kernels, output)  # before reading models: kernels decide which files work
-            usable = usable_memory_bytes()
+            usable = usable_memory()
             max_bytes = memory or _MEMORY_SHARE * usable.amount
             if max_bytes > usable.amount:
                 why = usable.limit or f"this machine has {human_bytes(usable.amount)}"

@@ -10,7 +10,7 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.options import ContextOptions
-from specgen.system.machine import available_memory_bytes, usable_cores, usable_memory_bytes
+from specgen.system.machine import available_memory_bytes, usable_cores, usable_memory
 from specgen.system.quantities import human_bytes
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -152,7 +152,7 @@ class _Opening:
         needed = self._needed_bytes(n_sequences, n_snapshots=0)
         available = self._available_bytes()
         if needed > available:
-            limit = usable_memory_bytes().limit
+            limit = usable_memory().limit
             raise MemoryLimitError(
                 f"{self._model.name}: a context of {self._size.n_ctx} tokens needs about "
                 f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free"

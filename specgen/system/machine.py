@@ -138,8 +138,8 @@ def physical_cores_of(processors: frozenset[int], root: Path = _ROOT) -> int:
     return max(1, len(siblings))
 
 
-def usable_memory_bytes(root: Path = _ROOT) -> Allowance:
-    """Return the memory that this process may use in all, with what it uses already.
+def usable_memory(root: Path = _ROOT) -> Allowance:
+    """Return the memory in bytes that this process may use in all, with what it uses already.
 
     Args:
         root: The folder of `proc` and `sys`.
@@ -186,13 +186,13 @@ class Machine:
     #: The memory that this process can still take.
     available_bytes: int
     #: The number of physical cores that this process can keep busy.
-    n_usable_cores: int = 0
+    n_usable_cores: int
     #: Why these are not all cores of the machine; empty if they are.
-    core_limit: str = ""
+    core_limit: str
     #: The memory that this process may use in all.
-    usable_memory_bytes: int = 0
+    usable_memory_bytes: int
     #: Why that is less than the machine's memory; empty if it is not.
-    memory_limit: str = ""
+    memory_limit: str
 
 
 def look_at_machine(root: Path = _ROOT) -> Machine:
@@ -204,7 +204,7 @@ def look_at_machine(root: Path = _ROOT) -> Machine:
     import psutil
 
     cores = usable_cores(root)
-    memory = usable_memory_bytes(root)
+    memory = usable_memory(root)
     return Machine(
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
         python=f"{platform.python_implementation()} {platform.python_version()}",

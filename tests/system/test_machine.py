@@ -17,7 +17,7 @@ from specgen.system.machine import (
     look_at_machine,
     physical_cores_of,
     usable_cores,
-    usable_memory_bytes,
+    usable_memory,
     usable_threads,
 )
 from tests.helpers.common import ROOT
@@ -70,7 +70,7 @@ def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
 
 def test_a_memory_limit_counts_where_it_is_smaller(tmp_path: Path) -> None:
     root = container(tmp_path, memory_bytes=400_000_000)
-    usable = usable_memory_bytes(root)
+    usable = usable_memory(root)
     assert usable.amount == 400_000_000
     assert usable.limit == "the container's memory limit is 400 MB"
     assert available_memory_bytes(root) == 300_000_000
@@ -84,8 +84,8 @@ def test_a_memory_limit_counts_where_it_is_smaller(tmp_path: Path) -> None:
 def test_a_limit_larger_than_the_machine_is_none(tmp_path: Path) -> None:
     total_bytes = psutil.virtual_memory().total
     root = container(tmp_path, memory_bytes=10 * total_bytes)
-    assert usable_memory_bytes(root).amount == total_bytes
-    assert not usable_memory_bytes(root).limit
+    assert usable_memory(root).amount == total_bytes
+    assert not usable_memory(root).limit
     assert available_memory_bytes(root) <= total_bytes
 
 

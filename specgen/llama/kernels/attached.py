@@ -21,7 +21,7 @@ from specgen.errors import BackendError
 from specgen.llama.library import forget_log, last_error
 from specgen.llama.library import native as ggml
 from specgen.system.llama_build import REBUILD
-from specgen.system.machine import usable_memory_bytes, usable_threads
+from specgen.system.machine import usable_memory, usable_threads
 from specgen.text.sampling import raw_probabilities
 
 #: The result of `computing` if specgen's kernels do not compute.
@@ -156,7 +156,7 @@ def attach(path: Path) -> Kernels:
     raw_probabilities.native_likeliest = getattr(native, "likeliest", None)
     allow = getattr(native, "allow", None)
     if allow is not None:
-        allow(usable_threads().amount, usable_memory_bytes().amount)
+        allow(usable_threads().amount, usable_memory().amount)
     return _attached
 
 
