@@ -337,7 +337,7 @@ class ContextOptions:
         "Threads for decoding.",
         min=1,
         max=1024,
-        show_default="what `specgen tune` found best, or physical cores",
+        show_default="what `specgen tune` found best, or the physical cores that it may use",
     )
     n_threads_batch: int | None = _machine(
         None,

@@ -375,7 +375,7 @@ class _Dialogue:
         figures = totals(len(self._chat.answers), self._chat.answers)
         n_used = finished.n_prompt_tokens + finished.n_tokens
         context = f"{n_used} of {self._chat.n_ctx} tokens of context in use"
-        say(f"in all: {', '.join(figures)}, {context}")
+        say(f"so far: {', '.join(figures)}, {context}")
 
     def quit(self, _argument: str) -> None:
         """End the conversation (also /bye, /exit)."""

@@ -116,7 +116,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     assert [each["n_drafted"] != 0 for each in found] == [True, False, False, True]
     assert "is on" in texts[3]
     assert "never asked" not in texts[3]
-    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "in all: 3 answers"):
+    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "so far: 3 answers,"):
         assert words in result.err
 
 
