@@ -17,11 +17,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import not_utf8, read_text
+from specgen.cli.inputs import STDIO, name_of, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
-from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
+from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.option_fields import utf8
+from specgen.system.files import decode_lines
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def chat(
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
-    files_text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.calibration import calibrate
     from specgen.session.choose_models import name_of
     from specgen.session.conversation import Chat
@@ -454,16 +455,10 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
     A backslash at the end of a line continues the message on the next one.
 
     Raises:
-        PromptError: If a line is not UTF-8.
+        PromptError: If a line is not text.
     """
     message = ""
-    encoding = "utf-8-sig"  # the first line may begin with a byte order mark
-    for number, raw in enumerate(stream, start=1):
-        try:
-            line = raw.decode(encoding).rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise not_utf8("standard input", error, number) from None
-        encoding = "utf-8"
+    for line in decode_lines(stream, name_of(STDIO), PromptError):
         if line.endswith("\\"):
             message += f"{line[:-1]}\n"
             continue

@@ -15,7 +15,7 @@ from rich.text import Text
 from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.quantities import counted
+from specgen.system.quantities import counted, duration
 
 #: Names up to this width are never wrapped to make room for figures.
 _NAME_COLUMNS = 24
@@ -336,12 +336,3 @@ def notes_on_figures(others_share: float | None) -> list[str]:
     if others_share is None or not is_busy(others_share):
         return []
     return [f"{busy_text(others_share)}: run it again when the machine is idle"]
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words, rounded to seconds, minutes or tenths of hours."""
-    if seconds < 90.0:
-        return f"{seconds:.0f} s"
-    if seconds < 5400.0:
-        return f"{seconds / 60.0:.0f} min"
-    return f"{seconds / 3600.0:.1f} h"

@@ -42,7 +42,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
-from specgen.session.opening_notes import notes_about
+from specgen.session.opening_notes import notes_about, notes_after_closing
 from specgen.session.session import Session
 from specgen.system.control_groups import group_limits
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
@@ -193,6 +193,12 @@ def open_session(
     never_drafts = bool(wanted.drafts) and options.draft == "none"
     for note in notes_about(session, options, never_drafts=never_drafts):
         reporter.note(note)
+
+    def note_written_files() -> None:
+        for note in notes_after_closing(session):
+            reporter.note(note)
+
+    session.call_after_close(note_written_files)
     return session
 
 

@@ -1,4 +1,4 @@
-"""Notes for the user about a session that was just opened, one sentence each."""
+"""Notes for the user about a session that was just opened or closed, one sentence each."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
             )
 
 
+def notes_after_closing(session: Session) -> Iterator[str]:
+    """Yield a note for each model of a closed session whose packed weights are on the disk now."""
+    for name, packed in session.packed.items():
+        if packed.written_bytes:
+            yield (
+                f"{name}: its weights were packed for this machine, and "
+                f"{human_bytes(packed.written_bytes)} are stored in {packed_folder()}, "
+                "so the next start is quick (--packed-cache off stores none)"
+            )
+
+
 def _thread_notes(context: ContextOptions) -> Iterator[str]:
     """Yield a note for each number of threads that is larger than what can run at once."""
     usable = usable_threads()
@@ -62,20 +73,12 @@ def _thread_notes(context: ContextOptions) -> Iterator[str]:
 
 
 def _kernel_notes(model: LlamaModel) -> Iterator[str]:
-    """Yield a note if specgen's kernels failed for a model, or if its weights were just packed."""
+    """Yield a note if specgen's kernels failed for a model."""
     problem = model.loaded.kernel_problem
     if problem:
         yield (
             f"{model.name}: computed with llama.cpp's kernels, because specgen's failed in a trial "
             f"({problem}); please report this (`specgen doctor -m` tries again)"
-        )
-        return
-    packed = model.loaded.packed
-    if packed is not None and packed.n_new_bytes and not packed.lacks_room:
-        yield (
-            f"{model.name}: its weights were packed for this machine, and "
-            f"{human_bytes(packed.n_new_bytes)} are stored in {packed_folder()}, "
-            "so the next start is quick (--packed-cache off stores none)"
         )
 
 

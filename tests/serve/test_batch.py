@@ -19,10 +19,18 @@ import pytest
 from specgen.errors import BackendError, ModelFileError, OutputError, SpecgenError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.tables import batch_summary
-from specgen.serve.batch.lines import OWN, BatchLine, LineError, continued, read_results
+from specgen.serve.batch.lines import (
+    OWN,
+    BatchLine,
+    LineError,
+    continued,
+    notes_on,
+    read_lines,
+    read_results,
+)
 from specgen.serve.batch.on_ray import ActorJob, Cluster, Placement, RayBatch, connected, place
 from specgen.serve.batch.runner import BatchRun, BatchStats
-from specgen.serve.formats.parsed_request import ParsedRequest
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest
 from specgen.system.files import to_line
 from tests.helpers.batch import (
     PATIENCE_S,
@@ -48,9 +56,14 @@ class TestLines:
         ("line", "code", "word"),
         [
             (b"caf\xe9", "invalid_utf8", "0xe9"),
+            (b"a\0b", "invalid_text", "NUL"),
             ("{broken", "invalid_json", "line 1 column 2"),
             ('{"seed": ' + "1" * 5000 + "}", "invalid_json", "number out of range"),
             ({"prompt": 3}, "invalid_request", "prompt: 3 is not a text"),
+            ({"promt": "x"}, "invalid_request", "unknown field: promt (did you mean prompt?)"),
+            ({"mesages": []}, "invalid_request", "mesages (did you mean messages?)"),
+            ({"a": 1, "b": 2, "model": ""}, "invalid_request", "missing; unknown fields: a, b"),
+            ({"seed": 1}, "invalid_request", "prompt: it is missing"),
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
             ({"custom_id": "\ud800", "prompt": "x"}, "invalid_json", "hex escape"),
             ({"url": "/v1/embeddings", "body": {}}, "invalid_request", "url"),
@@ -70,6 +83,28 @@ class TestLines:
         assert bad.request.code == code
         assert word in bad.request.message
         assert "\n" not in bad.request.message
+
+    @pytest.mark.parametrize("codec", ["utf-16", "utf-16-le", "utf-16-be"])
+    def test_lines_in_utf_16_are_those_in_utf_8(self, codec: str) -> None:
+        text = 'the café\r\n\r\n{"prompt": "é"}\r\n'
+        defaults = Defaults(*DEFAULTS)
+        assert read_lines(text.encode(codec), "a.txt", defaults) == read_lines(
+            text.encode(), "a.txt", defaults
+        )
+
+    def test_mistakes_are_noted_with_their_first_line(self) -> None:
+        lines = lines_of(
+            {"prompt": "a"}, *3 * [{"prompt": "b", "max_token": 3, "user": "me"}], {"promt": "c"}
+        )
+        ignored, wrong = notes_on(lines)
+        assert ignored == (
+            "line 2 and 2 others: max_token: ignored, since specgen has no such field "
+            "(did you mean max_tokens?)"
+        )
+        assert wrong == (
+            "line 5: not answered: prompt: it is missing; unknown field: promt "
+            "(did you mean prompt?)"
+        )
 
 
 def record(custom_id: str, digest: str = "d", *, fails: bool = False, **own: Any) -> dict[str, Any]:

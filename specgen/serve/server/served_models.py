@@ -359,7 +359,12 @@ def _in_folder(
 
 
 def _check_loads(path: Path) -> None:
-    """Raise `ModelFileError` if llama.cpp cannot load a model; its weights are not tried."""
+    """Raise `ModelFileError` if a file is not a model that can be served.
+
+    Its metadata, its vocabulary and its size are checked; its weights are not loaded.
+    """
+    check_file(path)
+    refuse_draft(path)
     model_class = LlamaModel if pooling_of(path) is None else EmbeddingModel
     model_class(path, vocabulary_only=True).close()
 
