@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.file_check import check_file
-from specgen.llama.gguf_file import opened_parts
+from specgen.llama.gguf_file import has_learned_positions, opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp, native
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
@@ -289,6 +289,18 @@ class LlamaModel:
         why = self.why_one_sequence
         if n_answers > 1 and why is not None:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
+
+    # --- the context
+
+    def limited_n_ctx(self, n_ctx: int) -> int:
+        """Return a size of a context, reduced to the number of positions if these are learned."""
+        if n_ctx > self.n_ctx_train > 0 and self._has_learned_positions:
+            return self.n_ctx_train
+        return n_ctx
+
+    @cached_property
+    def _has_learned_positions(self) -> bool:
+        return has_learned_positions(self.file)
 
     # --- memory
 

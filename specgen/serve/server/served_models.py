@@ -16,7 +16,7 @@ from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, Usage
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
 from specgen.llama.file_check import check_file
-from specgen.llama.gguf_file import GgufMetadata
+from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
@@ -127,6 +127,11 @@ class ModelLoader:
             self.reporter.note(
                 f"{name}: embeddings of {embedder.n_embd} values; {n_ctx} tokens a text"
             )
+            if context.n_ctx is not None and context.n_ctx > n_ctx:
+                self.reporter.note(
+                    f"{name} was trained with {n_ctx} tokens of context, so a text has no more, "
+                    f"and not {context.n_ctx}"
+                )
             return embedder
 
         return ModelEntry(
@@ -344,7 +349,7 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
     """Estimate the memory of a target, its largest draft, the helpers, and all their contexts."""
     options = wanted.options
     context = options.target_context
-    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(options.target)) * n_parallel
+    n_ctx = _context_size(options.target, context) * n_parallel
 
     def draft_bytes(source: DraftSource) -> int:
         if isinstance(source, Path):
@@ -359,8 +364,8 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
     """Return the size of an embedding model's context in tokens, and its estimated memory."""
+    n_ctx = _context_size(target, context)
     n_train = _trained_context(target)
-    n_ctx = usual_n_ctx(context.n_ctx, n_train)
     if n_train:
         n_ctx = min(n_ctx, n_train)
     with GgufMetadata(target) as about:
@@ -394,6 +399,15 @@ def _model_bytes(
     except OSError as error:
         raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
     return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
+
+
+def _context_size(file: Path, context: ContextOptions) -> int:
+    """Return the size of a model's context in tokens."""
+    n_train = _trained_context(file)
+    n_ctx = usual_n_ctx(context.n_ctx, n_train)
+    if n_ctx > n_train > 0 and has_learned_positions(file):
+        return n_train
+    return n_ctx
 
 
 def _trained_context(file: Path) -> int:
