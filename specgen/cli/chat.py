@@ -22,6 +22,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 from specgen.option_fields import utf8
+from specgen.system.files import path_of
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ class _Dialogue:
         from specgen.session.conversation import save_conversation
 
         try:
-            save_conversation(Path(file).expanduser(), self._chat.conversation)
+            save_conversation(path_of(file), self._chat.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
         say(f"saved to {file}")
@@ -332,7 +333,7 @@ class _Dialogue:
         """Continue the conversation in a file."""
         from specgen.session.conversation import read_conversation
 
-        self._chat.change(read_conversation(Path(file).expanduser()))
+        self._chat.change(read_conversation(path_of(file)))
         say(_greeting(self._chat.conversation))
         self._recall()
 

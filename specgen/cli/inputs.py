@@ -11,6 +11,7 @@ from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.option_fields import utf8
+from specgen.system.files import named_file
 
 #: The file name that stands for standard input or output.
 STDIO = Path("-")
@@ -76,7 +77,7 @@ def _prompt_sources(question: str | None, files: Sequence[Path]) -> list[Path | 
     Returns:
         A path for a file or standard input, and a text for the question.
     """
-    if question is not None and question.endswith(".gguf") and Path(question).is_file():
+    if question is not None and question.endswith(".gguf") and named_file(question):
         raise UsageError(f"the prompt is the name of a model: {question}", "-md names the draft")
     sources: list[Path | str] = [*files]
     if question == "-":
@@ -217,12 +218,12 @@ def _template_file(given: str) -> Path:
 
     model = load_registry().models.get(given)
     if model is None:
-        path: Path | None = Path(given).expanduser()
+        path = named_file(given)
         problem = "no file"
     else:
         path = locate(model)
         problem = "not on this disk: `specgen models pull` fetches it"
-    if path is None or not path.is_file():
+    if path is None:
         hint = f"give a file of Jinja or GGUF, a model's name, or {', '.join(BUILT_IN)}"
         raise UsageError(f"--chat-template {given}: {problem}", hint)
     return path

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from specgen.errors import UsageError
 from specgen.models.files import parts_of, size_of
 from specgen.models.registry import CatalogueModel
-from specgen.system.folders import cache_folder
+from specgen.system.folders import cache_folder, usable
 
 PREFIX = "hf:"
 #: A reference without a quantisation means the first of these that the repository has, or else its
@@ -269,4 +269,4 @@ def cache_of_hub() -> Path:
     """Return the folder of the hub's cache."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE)
+    return usable(Path(constants.HF_HUB_CACHE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
 from specgen.session.session import usual_n_ctx
-from specgen.system.files import correct, read_toml
+from specgen.system.files import correct, named_file, read_toml
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
@@ -303,8 +302,8 @@ def _in_its_folder(value: Any, folder: Path) -> Any:
     """Return an option's value; the name of a file in the folder becomes the file's path."""
     if isinstance(value, list):
         return [_in_its_folder(item, folder) for item in value]
-    file = folder / str(value)
-    return str(file) if os.path.isfile(file) else value  # noqa: PTH113
+    file = named_file(folder / str(value))
+    return value if file is None else str(file)
 
 
 def _in_folder(
