@@ -11,7 +11,13 @@ from pathlib import Path
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, heads_file, identity_of
-from specgen.models.hub_names import PREFIX, locate, looks_like_reference, parse_reference
+from specgen.models.hub_names import (
+    PREFIX,
+    check_no_address,
+    locate,
+    looks_like_reference,
+    parse_reference,
+)
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.saved_drafts import SavedDraft, saved_draft
@@ -178,7 +184,7 @@ def find_model(
         others: More words to suggest if the name is unknown and similar to one of them.
 
     Raises:
-        UnknownModelError: If the name is not in the registry.
+        UnknownModelError: If the name is not in the registry, or is an address.
         ModelFileError: If the name looks like one on the hub without ``hf:``, and is no file.
         FetchError: If the model cannot be fetched.
     """
@@ -186,6 +192,8 @@ def find_model(
         return fetch(name)
     path = path_of(name)
     exists = named_path(name) is not None
+    if not exists:
+        check_no_address(name)
     separators = (os.sep, os.altsep or os.sep)
     looks_like_path = name.endswith(".gguf") or any(each in name for each in separators)
     # A name in the registry wins over a file of that name. A missing file is reported later, when
