@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 from scripts.make_picture import main
 from specgen.cli.output import Output
-from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
-from specgen.render.streams import JsonlRenderer, TextRenderer
+from specgen.events import EVENT_TYPES, DraftedEvent, Event, TokenKind, to_json_object
+from specgen.render.rows import pens
+from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
@@ -117,6 +119,15 @@ def test_a_terminal_gets_the_live_view() -> None:
     plain, _ = run(script(), terminal=True, environ={"NO_COLOR": "1"})  # the attributes stay
     assert "\x1b[4mcat\x1b[0m" in plain
     assert "\x1b[2;9m sat\x1b[0m" in plain
+
+
+def test_without_colours_no_two_kinds_of_tokens_look_the_same() -> None:
+    console = make_console(Stream(terminal=True), {"NO_COLOR": "1", "TERM": "xterm"})
+    assert console.no_color
+    codes = pens(console)
+    kinds = [*get_args(TokenKind), "rejected"]
+    assert len({codes[kind] for kind in kinds}) == len(kinds) == 6
+    assert not any(re.search(r"\b(3|9)\d\b", before) for before, _ in codes.values())
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
