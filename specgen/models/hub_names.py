@@ -291,7 +291,14 @@ def storage_of(repo: str) -> Path:
 
 
 def cache_of_hub() -> Path:
-    """Return the folder of the hub's cache."""
-    from huggingface_hub import constants
+    """Return the folder of the hub's cache.
 
+    Raises:
+        UsageError: If one of huggingface_hub's variables has a value that it cannot have.
+    """
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:
+        hint = "correct or unset the variables that begin with HF_"
+        raise UsageError(f"a variable of huggingface_hub is wrong: {error}", hint) from error
     return usable(Path(constants.HF_HUB_CACHE))

@@ -60,11 +60,18 @@ def note_about_folders() -> str | None:
 
 
 def usable(folder: Path) -> Path:
-    """Return a folder, which need not exist; `NOWHERE` if the user may not enter it.
+    """Return the absolute path of a folder, which need not exist.
 
-    So it is for a folder in the home directory of a user who has none, which begins with ``~``.
+    Returns:
+        `NOWHERE` if the user may not enter the folder. So it is for a folder in the home directory
+        of a user who has none, which begins with ``~``, and for a relative path if the working
+        directory was deleted.
     """
     if str(folder).startswith("~"):
+        return NOWHERE
+    try:
+        folder = folder.absolute()
+    except OSError:
         return NOWHERE
     try:
         (folder / "any").stat()

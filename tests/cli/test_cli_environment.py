@@ -131,6 +131,26 @@ def test_a_process_without_home(
     assert not any(tmp_path.iterdir())  # no folder with the name "~"
 
 
+@pytest.mark.slow
+def test_a_variable_that_huggingface_hub_refuses() -> None:
+    result = ended("models", "list", env={"HF_HUB_ETAG_TIMEOUT": "soon"})
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: a variable of huggingface_hub is wrong: ")
+    assert "HF_" in result.stderr.splitlines()[1]
+
+
+def test_a_relative_folder_in_a_deleted_one(
+    specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_CACHE", "relative")
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    assert cache_folder() == tmp_path / "deleted" / "relative"
+    (tmp_path / "deleted").rmdir()
+    assert cache_folder() == NOWHERE
+    assert specgen("run", *models_of(chat_models), "-n", "4", "a cat").code == 0
+
+
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may enter any folder")
 def test_the_home_of_another_user(
     specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,7 +94,7 @@ def test_a_pipe_gets_no_codes_and_stderr_the_rest() -> None:
     assert run(script()) == ("The cat lay", "note: hm\n")
     assert run(script(), verbose=True)[1] == "note: hm\n  because\n"
     assert run(script(), quiet=True)[1] == ""
-    for environ in ({"FORCE_COLOR": "1"}, {"COLUMNS": "7"}):
+    for environ in ({"FORCE_COLOR": "1"}, {"COLUMNS": "7"}, {"COLUMNS": "0"}, {"COLUMNS": "²"}):
         assert run(script(), environ=environ)[0] == "The cat lay"
 
 
@@ -119,6 +119,13 @@ def test_a_terminal_gets_the_live_view() -> None:
     plain, _ = run(script(), terminal=True, environ={"NO_COLOR": "1"})  # the attributes stay
     assert "\x1b[4mcat\x1b[0m" in plain
     assert "\x1b[2;9m sat\x1b[0m" in plain
+
+
+@pytest.mark.parametrize("columns", ["", "0", "00", "-1", "²", "many"])
+def test_a_width_that_cannot_be_is_ignored(columns: str) -> None:
+    stream = Stream()
+    make_console(stream, {"COLUMNS": columns}).print("some words")
+    assert stream.text == "some words\n"
 
 
 def test_without_colours_no_two_kinds_of_tokens_look_the_same() -> None:

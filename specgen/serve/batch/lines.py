@@ -23,7 +23,7 @@ from specgen.serve.formats.fields import Fields, parse
 from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.single_request import read_request
-from specgen.system.files import locked, replace_bytes, to_line, write_errors
+from specgen.system.files import is_writable, locked, replace_bytes, to_line, write_errors
 from specgen.system.folders import cache_folder
 
 _log = logging.getLogger("specgen.serve.batch")
@@ -342,8 +342,8 @@ def read_results(path: Path) -> EarlierResults:
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[EarlierResults, Write]]:
     """Open a file of results for a batch, and yield its results and a function that appends one.
 
-    Meanwhile, no other specgen batch can write to the file. An incomplete result at its end is cut
-    off. A result is on the disk when the function returns.
+    Meanwhile, no other specgen batch can write to the file, if there is a cache folder. An
+    incomplete result at its end is cut off. A result is on the disk when the function returns.
 
     Args:
         path: The file; it is created if there is none.
@@ -357,7 +357,12 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
         f"{path}: another specgen batch is writing to it",
         hint="wait until it has ended, or name another file",
     )
-    with locked(cache_folder() / "locks" / f"{lock_name}.lock", locked_error):
+    cache = cache_folder()
+    # Without a folder for the lock, the user has to keep two batches apart.
+    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_writable(cache):
+        lock = locked(cache / "locks" / f"{lock_name}.lock", locked_error)
+    with lock:
         earlier = read_results(path)
         if retry_errors and earlier.errors:
             _drop_errors(path, earlier.n_bytes)
