@@ -456,7 +456,7 @@ class Session:
                 stack.callback(context.close)
             yield contexts
 
-    def notices(self, n_ctx: int, n_wanted: int | None) -> Iterator[str]:
+    def notices(self, n_ctx: int, n_wanted: int | None = None) -> Iterator[str]:
         """Yield notices for the user before the first answer.
 
         Args:

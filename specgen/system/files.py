@@ -21,7 +21,7 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 # --- replacing files ------------------------------------------------------------------------------
 
 #: A folder in memory, which Linux has even if all disks are read-only.
-_MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the folder in it has a random name
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the folder in it has a random name
 #: In place of a folder in a home directory that is missing or may not be entered, as in containers
 #: and services. Nothing can be in it, and nothing can be written to it.
 NOWHERE = Path(os.devnull, "specgen")
@@ -203,7 +203,7 @@ def scratch_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
         OutputError: If no folder can be written.
     """
     # The system's folder for such files may be read-only, as in containers.
-    for parent in (None, _MEMORY_FOLDER):
+    for parent in (None, MEMORY_FOLDER):
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
     raise OutputError("no folder for temporary files can be written", "TMPDIR names such a folder")

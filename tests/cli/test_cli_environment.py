@@ -194,7 +194,7 @@ class TestTemporaryFolders:
     def test_none_can_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from specgen.system import files
 
-        monkeypatch.setattr(files, "_MEMORY_FOLDER", os.devnull)
+        monkeypatch.setattr(files, "MEMORY_FOLDER", os.devnull)
         with pytest.raises(OutputError) as error:
             scratch_folder("specgen-test-")
         assert error.value.hint is not None
