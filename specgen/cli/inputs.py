@@ -17,6 +17,8 @@ from specgen.system.files import named_file
 STDIO = Path("-")
 #: The time until a note says that the end of standard input is awaited.
 PATIENCE_S = 2.0
+#: The number of characters of a template that a message shows.
+_N_SHOWN = 60
 #: Chat templates by llama.cpp's names; the templates of other families are in their models' files.
 BUILT_IN = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -206,9 +208,13 @@ def read_template(given: str) -> str:
         template = _template_in_model(path) if path.suffix == ".gguf" else read_text(path)
     problem = check_syntax(template)
     if problem:
-        excerpt = given.partition("\n")[0][:60]
-        raise UsageError(f"--chat-template {excerpt}: not a template of Jinja: {problem}")
+        raise UsageError(f"--chat-template {_excerpt(given)}: not a template of Jinja: {problem}")
     return template
+
+
+def _excerpt(given: str) -> str:
+    """Return the beginning of a template's text or name, for messages."""
+    return given.partition("\n")[0][:_N_SHOWN]
 
 
 def _template_file(given: str) -> Path:
@@ -225,7 +231,7 @@ def _template_file(given: str) -> Path:
         problem = "not on this disk: `specgen models pull` fetches it"
     if path is None:
         hint = f"give a file of Jinja or GGUF, a model's name, or {', '.join(BUILT_IN)}"
-        raise UsageError(f"--chat-template {given}: {problem}", hint)
+        raise UsageError(f"--chat-template {_excerpt(given)}: {problem}", hint)
     return path
 
 

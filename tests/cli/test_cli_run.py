@@ -410,7 +410,7 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
 
 
 @posix
-@pytest.mark.parametrize("option", ["--html", "--chat-template", "--prompt-cache"])
+@pytest.mark.parametrize("option", ["--html", "--prompt-cache"])
 def test_an_impossible_file_name_exits_with_2(cli: Cli, option: str) -> None:
     assert "File name too long" in complaint(cli.run(option, "x" * 5000, "a"), 2)
 
