@@ -31,6 +31,7 @@ from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.session.session import Session
+from specgen.system.folders import note_about_folders
 from specgen.text.grammar.json_schema import schema_grammar
 
 if TYPE_CHECKING:
@@ -121,8 +122,9 @@ def load(
         contexts=Contexts(context or ContextOptions(), draft_context or ContextOptions()),
     )
     _, kernel_note = start_kernels(KernelOptions(kernels))
-    if kernel_note is not None:
-        note(kernel_note)
+    for each in (note_about_folders(), kernel_note):
+        if each is not None:
+            note(each)
     with contextlib.ExitStack() as on_error:
         session = open_session(wanted, Reporter(note), clock=time.perf_counter)
         on_error.callback(session.close)

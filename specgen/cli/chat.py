@@ -22,7 +22,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.option_fields import utf8
-from specgen.system.files import decode_lines
+from specgen.system.files import decode_lines, path_of
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class _Dialogue:
         from specgen.session.conversation import save_conversation
 
         try:
-            save_conversation(Path(file).expanduser(), self._chat.conversation)
+            save_conversation(path_of(file), self._chat.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
         say(f"saved to {file}")
@@ -342,7 +342,7 @@ class _Dialogue:
         """Continue the conversation in a file."""
         from specgen.session.conversation import read_conversation
 
-        self._chat.change(read_conversation(Path(file).expanduser()))
+        self._chat.change(read_conversation(path_of(file)))
         say(_greeting(self._chat.conversation))
         self._recall()
 
@@ -424,6 +424,9 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 
 # --- messages, from a person at a terminal or from a pipe
 
+#: Shown at a first Ctrl-C before any message is typed.
+_HOW_TO_LEAVE = "another Ctrl-C, Ctrl-D or /quit ends the conversation"
+
 
 def _messages(are_typed: bool) -> Iterator[str]:
     """Return the messages of a person at a terminal, or those in a pipe."""
@@ -436,6 +439,7 @@ def _messages(are_typed: bool) -> Iterator[str]:
 
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
+    was_told_how_to_leave = False
     while True:
         print(
             "> ",
@@ -443,9 +447,17 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
             file=sys.stderr,
             flush=True,
         )
-        line = stream.readline()
+        try:
+            line = stream.readline()
+        except KeyboardInterrupt:  # the terminal has dropped what was typed
+            if was_told_how_to_leave:
+                return
+            was_told_how_to_leave = True
+            say(f"\n{_HOW_TO_LEAVE}")
+            continue
         if not line:
             return
+        was_told_how_to_leave = False
         yield line
 
 
@@ -474,7 +486,8 @@ def typed_messages() -> Iterator[str]:
     """Yield the messages that a person types, in an editor with a history and completion.
 
     A backslash at the end of a line starts another line, and so does Alt-Enter; pasted text stays
-    one message. Ctrl-C clears the line; Ctrl-D on an empty one ends the messages.
+    one message. Ctrl-C clears the line. On an empty one, it tells how to leave, and a second one
+    ends the messages, as does Ctrl-D.
     """
     with without_echo():  # the import takes a while, and the editor shows what is typed meanwhile
         from prompt_toolkit import PromptSession
@@ -493,14 +506,23 @@ def typed_messages() -> Iterator[str]:
             # Answers may go into a pipe; what is typed must be visible even then.
             output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
+    was_told_how_to_leave = False
     while True:
         try:
             with _ending_by_signals(session):
                 message = session.prompt()
         except KeyboardInterrupt:
+            if session.default_buffer.text:
+                was_told_how_to_leave = False
+                continue
+            if was_told_how_to_leave:
+                return
+            was_told_how_to_leave = True
+            say(_HOW_TO_LEAVE)
             continue
         except EOFError:
             return
+        was_told_how_to_leave = False
         if message.strip():
             yield message
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,7 +127,7 @@ def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
         "Files": {
             "cache": folder_line(cache_folder()),
             "packed weights": _packed_weights_line(),
-            "configuration": str(config_folder()),
+            "configuration": folder_line(config_folder()),
             "data": folder_line(data_folder()),
         },
     }
@@ -175,9 +174,10 @@ def _packed_weights_line() -> str:
 
 def folder_line(folder: Path) -> str:
     """Return the path of a folder, with a remark if specgen cannot write to it."""
-    from specgen.system.files import existing_parent
+    from specgen.system.files import NOWHERE, is_writable
 
-    existing = existing_parent(folder)  # specgen creates the rest of the path when it needs it
-    if existing.is_dir() and os.access(existing, os.W_OK):
+    if folder.is_relative_to(NOWHERE):
+        return "none: there is no home directory that can be used, so nothing is kept"
+    if is_writable(folder):
         return str(folder)
     return f"{folder}: cannot be written, so nothing is kept there"

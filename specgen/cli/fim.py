@@ -217,7 +217,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     n_room = n_ctx - n_middle
     if n_room < n_ctx // 4:
         room = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
-        hint = f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens"
+        hint = session.fitting_hint(2 * max_tokens, "a smaller --max-tokens")
         raise UsageError(f"--max-tokens {max_tokens} leaves {room}", hint)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"

@@ -11,13 +11,15 @@ from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.option_fields import utf8
-from specgen.system.files import decode_text
+from specgen.system.files import decode_text, named_file
 from specgen.text.built_in_templates import BUILT_IN
 
 #: The file name that stands for standard input or output.
 STDIO = Path("-")
 #: The time until a note says that the end of standard input is awaited.
 PATIENCE_S = 2.0
+#: The number of characters of a template that a message shows.
+_N_SHOWN = 60
 
 
 def read_prompt(
@@ -61,7 +63,7 @@ def _prompt_sources(question: str | None, files: Sequence[Path]) -> list[Path | 
     Returns:
         A path for a file or standard input, and a text for the question.
     """
-    if question is not None and question.endswith(".gguf") and Path(question).is_file():
+    if question is not None and question.endswith(".gguf") and named_file(question):
         raise UsageError(f"the prompt is the name of a model: {question}", "-md names the draft")
     sources: list[Path | str] = [*files]
     if question == "-":
@@ -167,9 +169,13 @@ def read_template(given: str) -> str:
         template = _template_in_model(path) if path.suffix == ".gguf" else read_input(path)
     problem = check_syntax(template)
     if problem:
-        excerpt = given.partition("\n")[0][:60]
-        raise UsageError(f"--chat-template {excerpt}: not a template of Jinja: {problem}")
+        raise UsageError(f"--chat-template {_excerpt(given)}: not a template of Jinja: {problem}")
     return template
+
+
+def _excerpt(given: str) -> str:
+    """Return the beginning of a template's text or name, for messages."""
+    return given.partition("\n")[0][:_N_SHOWN]
 
 
 def _template_file(given: str) -> Path:
@@ -179,14 +185,14 @@ def _template_file(given: str) -> Path:
 
     model = load_registry().models.get(given)
     if model is None:
-        path: Path | None = Path(given).expanduser()
+        path = named_file(given)
         problem = "no file"
     else:
         path = locate(model)
         problem = "not on this disk: `specgen models pull` fetches it"
-    if path is None or not path.is_file():
+    if path is None:
         hint = f"give a file of Jinja or GGUF, a model's name, or {', '.join(BUILT_IN)}"
-        raise UsageError(f"--chat-template {given}: {problem}", hint)
+        raise UsageError(f"--chat-template {_excerpt(given)}: {problem}", hint)
     return path
 
 

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 import sys
 import textwrap
 from collections.abc import Generator, Iterator, Mapping
@@ -70,7 +69,7 @@ class Output:
     newline: bool = _output(
         True,
         "--newline/--no-newline",
-        "In a pipe, end the answer with a line break.",
+        "In a pipe or a file, end the answer with a line break.",
         show_default="newline; in fim no-newline",
     )
     quiet: bool = _output(False, "--quiet -q", "Print only errors on standard error.")
@@ -245,9 +244,7 @@ class Output:
         # With 2>&1, the summary needs a line of its own.
         if stderr_stat is not None and os.path.samestat(stdout_stat, stderr_stat):
             return self.newline or self.has_summary
-        # A pipe gets a line break, a file exactly the answer.
-        mode = stdout_stat.st_mode
-        return self.newline and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
+        return self.newline
 
     @contextlib.contextmanager
     def measuring(self, kind: Kind = "counts") -> Iterator[tuple[Progress, Interrupt]]:

@@ -16,7 +16,7 @@ import typer
 
 from specgen.cli.typer_messages import in_words
 from specgen.errors import UsageError
-from specgen.system.files import read_toml
+from specgen.system.files import named_path, read_toml
 
 #: Commands that answer prompts, and the one that shows their options, take all defaults.
 _ANSWERING_COMMANDS = ("run", "chat", "fim", "batch", "serve", "config")
@@ -74,7 +74,7 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: If anything in the file is wrong, even if it does not concern this command.
     """
     path = config_file()
-    if not path.exists():
+    if named_path(path) is None:
         return {}
     document = read_toml(path)
     if not document:

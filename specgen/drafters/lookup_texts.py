@@ -22,7 +22,7 @@ from specgen.drafters.suffix_index import (
     split_texts,
 )
 from specgen.errors import OutputError, UsageError
-from specgen.system.files import locked, read_text
+from specgen.system.files import locked, path_of, read_text
 from specgen.text.vocabulary import Vocabulary
 
 #: Larger files in a folder are ignored.
@@ -123,9 +123,9 @@ def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
         UsageError: If the path does not exist, or is neither a file nor a folder.
     """
     try:
-        path = path.expanduser().resolve(strict=True)
+        path = path_of(str(path)).resolve(strict=True)
         about = path.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, no home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = error.strerror if isinstance(error, OSError) else None
         raise UsageError(f"{path}: {reason or error}") from error
     if stat.S_ISREG(about.st_mode):

@@ -42,6 +42,8 @@ _VALUE_READERS: dict[int | None, str] = {
     11: "gguf_get_val_i64",
     12: "gguf_get_val_f64",
 }
+#: The embeddings of positions, in architectures that learn them, such as GPT-2.
+_POSITIONS = "position_embd.weight"
 #: `architecture_of` searches this many bytes at the beginning of a file.
 _N_SEARCHED_BYTES = 4096
 
@@ -188,6 +190,18 @@ def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
     with ExitStack() as resources:
         parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
         yield parts[0], [tensor for part in parts for tensor in part.tensors()]
+
+
+def has_learned_positions(file: Path) -> bool:
+    """Return whether a model has an embedding for each position of its training context.
+
+    Then it cannot compute later positions: llama.cpp ends the process.
+
+    Raises:
+        BackendError: If it is not a GGUF file.
+    """
+    with opened_parts(file) as (_, tensors):
+        return any(tensor.name == _POSITIONS for tensor in tensors)
 
 
 def architecture_of(path: Path) -> str:

@@ -19,6 +19,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 CONTEXT_OVERHEAD_BYTES = 100 * 2**20
 #: Architectures with snapshots whose graphs have room for only a few (see `_max_snapshots`).
 _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+#: The maximum number of cells: llama.cpp's positions are of type int32.
+_MAX_CELLS = 2**31 - 1
 #: More snapshots than any context asks for.
 _UNLIMITED_SNAPSHOTS = 2**31
 
@@ -97,6 +99,12 @@ def open_context(
         raise UsageError(
             f"--cache-type-v {options.cache_type_v} needs flash attention",
             "leave out --flash-attn off, or use --cache-type-v f16",
+        )
+    if size.n_ctx > _MAX_CELLS:
+        raise MemoryLimitError(
+            f"{model.name}: a context of {size.n_ctx} tokens is larger than llama.cpp's largest, "
+            f"{_MAX_CELLS} tokens",
+            hint="use a smaller --ctx-size",
         )
     opening = _Opening(model, options, size)
     if opening.has_states:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from specgen.errors import ModelFileError
+from specgen.system.files import named_file
 
 _File = TypeVar("_File", bound=PurePath)
 #: The name of one of the files of a large model: "name-00002-of-00003.gguf".
@@ -36,10 +37,10 @@ class FileIdentity:
 def identify(path: Path) -> FileIdentity | None:
     """Return the identity of a model file; None if there is no such file, or it is unreadable."""
     try:
-        sizes = [part.stat().st_size for part in parts_of(path) if part.is_file()]
+        sizes = [part.stat().st_size for part in parts_of(path) if named_file(part)]
     except OSError:
         return None
-    if not sizes or not path.is_file():
+    if not sizes or named_file(path) is None:
         return None
     return FileIdentity(path.name, sum(sizes))
 

@@ -92,7 +92,7 @@ class Engine:
                 hint="--tree off allows more",
             )
         #: The maximum number of tokens of one prompt and its answer.
-        self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
+        self.n_ctx = session.usual_n_ctx if n_ctx is None else session.target.limited_n_ctx(n_ctx)
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
         self._session = session
@@ -116,7 +116,9 @@ class Engine:
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
-            self._notices.extend(session.notices(self.n_ctx))
+            wanted_sizes = [session.options.target_context.n_ctx, n_ctx]
+            n_wanted = max((size for size in wanted_sizes if size is not None), default=None)
+            self._notices.extend(session.notices(self.n_ctx, n_wanted))
             self._prefixes = PrefixReuse(session, target)
             self._resources.callback(self._prefixes.close)
             self.notify(self._prefixes.notice)

@@ -342,7 +342,8 @@ class Session:
     @property
     def usual_n_ctx(self) -> int:
         """The size of the target's context, in tokens, that does not depend on a prompt."""
-        return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
+        wanted = self.options.target_context.n_ctx
+        return self.target.limited_n_ctx(usual_n_ctx(wanted, self.target.n_ctx_train))
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """Return the size of the target's context for one prompt and its answer, in tokens.
@@ -357,7 +358,7 @@ class Session:
             PromptError: If the prompt does not fit.
         """
         n_ctx = self.usual_n_ctx
-        hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
+        hint = self.fitting_hint(n_prompt + 1, "a shorter prompt")
         if self.options.target_context.n_ctx is None:
             n_ctx = self._needed_n_ctx(n_prompt, max_tokens)
             n_train = self.target.n_ctx_train
@@ -367,6 +368,18 @@ class Session:
                 f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
             )
         return n_ctx
+
+    def fitting_hint(self, n_tokens: int, otherwise: str) -> str:
+        """Return the hint if the context has no room for a text of `n_tokens` tokens.
+
+        Args:
+            n_tokens: The number of tokens.
+            otherwise: What to use in place of a larger context: "a shorter prompt".
+        """
+        n_most = self.target.limited_n_ctx(n_tokens)
+        if n_most < n_tokens:
+            return f"{self.target.name} has learned only {n_most} positions: use {otherwise}"
+        return f"use --ctx-size {n_tokens} or more, or {otherwise}"
 
     def _needed_n_ctx(self, n_prompt: int, max_tokens: int | None) -> int:
         """Return the context size that a prompt, its answer and a draft need.
@@ -466,11 +479,21 @@ class Session:
                 stack.callback(context.close)
             yield contexts
 
-    def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield notices for the user before the first answer in contexts of `n_ctx` tokens."""
+    def notices(self, n_ctx: int, n_wanted: int | None = None) -> Iterator[str]:
+        """Yield notices for the user before the first answer.
+
+        Args:
+            n_ctx: The size of the target's context.
+            n_wanted: The size that the user gave, if any.
+        """
         if self.draft is not None:
             yield from self._draft_notices(self.draft)
         n_train = self.target.n_ctx_train
+        if n_wanted is not None and n_wanted > self.target.limited_n_ctx(n_wanted):
+            yield (
+                f"{self.target.name} has learned only {n_train} positions, so the context has "
+                f"{n_ctx} tokens and not {n_wanted}"
+            )
         if 0 < n_train < n_ctx:
             yield (
                 f"{self.target.name} was trained with {n_train} tokens of context, but the context "

@@ -22,6 +22,11 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 
 # --- replacing files ------------------------------------------------------------------------------
 
+#: A folder in memory, which Linux has even if all disks are read-only.
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the folder in it has a random name
+#: In place of a folder in a home directory that is missing or may not be entered, as in containers
+#: and services. Nothing can be in it, and nothing can be written to it.
+NOWHERE = Path(os.devnull, "specgen")
 #: The suffix of new files. If their process is killed, they are left behind.
 NEW = ".new"
 
@@ -106,7 +111,11 @@ def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             hint = "make room on the disk"
-        raise OutputError(f"{path}: cannot be written: {error.strerror}", hint) from error
+        reason = error.strerror
+        if path.is_relative_to(NOWHERE):
+            path = Path(path.name)
+            reason = "there is no home directory that can be used"
+        raise OutputError(f"{path}: cannot be written: {reason}", hint) from error
 
 
 @contextlib.contextmanager
@@ -140,6 +149,31 @@ def locked(
 # --- about files ----------------------------------------------------------------------------------
 
 
+def path_of(text: str) -> Path:
+    """Return the path that a text names, with the home folder in place of ``~`` or ``~USER``.
+
+    If there is no such folder, nothing is replaced.
+    """
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - `Path.expanduser` may raise
+
+
+def named_path(name: str | Path) -> Path | None:
+    """Return the path that a text names, if a file or a folder is there; else None.
+
+    Every "is this text a file?" is asked here or of `named_file`. A text that cannot be a path (it
+    is too long, or has a NUL) names none, and neither does one in a folder that the user may not
+    enter.
+    """
+    path = path_of(name) if isinstance(name, str) else name
+    return path if os.path.exists(path) else None  # noqa: PTH110 - `Path.exists` may raise
+
+
+def named_file(name: str | Path) -> Path | None:
+    """Return the path that a text names, if a file is there; else None, as in `named_path`."""
+    path = path_of(name) if isinstance(name, str) else name
+    return path if os.path.isfile(path) else None  # noqa: PTH113 - `Path.is_file` may raise
+
+
 def version_of(file: Path) -> tuple[int, int, int]:
     """Return a file's inode, size and time of its last change (in nanoseconds).
 
@@ -155,7 +189,26 @@ def version_of(file: Path) -> tuple[int, int, int]:
 def existing_parent(path: Path) -> Path:
     """Return the path itself if it exists, else the nearest folder above it that does."""
     candidates = (path, *path.absolute().parents)
-    return next(candidate for candidate in candidates if candidate.exists())
+    return next(candidate for candidate in candidates if named_path(candidate) is not None)
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether files can be written below a folder, which need not exist yet."""
+    existing = existing_parent(folder)
+    return named_file(existing) is None and os.access(existing, os.W_OK | os.X_OK)
+
+
+def scratch_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder that is deleted at the end of a `with` block.
+
+    Raises:
+        OutputError: If no folder can be written.
+    """
+    # The system's folder for such files may be read-only, as in containers.
+    for parent in (None, MEMORY_FOLDER):
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
+    raise OutputError("no folder for temporary files can be written", "TMPDIR names such a folder")
 
 
 def make_room(

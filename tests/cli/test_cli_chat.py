@@ -382,6 +382,35 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
 
 
 @posix
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_second_ctrl_c_at_an_empty_line_ends_the_conversation(
+    terminal: Terminal, term: str
+) -> None:
+    ready = "conversation\r\n> " if term == "dumb" else READY
+    child = terminal(quiet=False, term=term, ready=ready)
+    how_to_leave = "another Ctrl-C, Ctrl-D or /quit ends the conversation"
+    again = "> " if term == "dumb" else READY
+    for message in ("/stats\r", None):  # a message in between starts again
+        child.send("\x03")
+        child.expect_exact(how_to_leave)
+        child.expect_exact(again)
+        if message is not None:
+            child.send(message)
+            child.expect_exact("there is no answer yet")
+            child.expect_exact(again)
+    child.send("\x03")
+    child.expect(pexpect_end())
+    child.wait()
+    assert child.exitstatus == 0
+
+
+def pexpect_end() -> Any:
+    import pexpect
+
+    return pexpect.EOF
+
+
+@posix
 def test_a_terminal_without_escape_codes_has_a_prompt_too(terminal: Terminal) -> None:
     child = terminal("--session", "dumb", quiet=False, term="dumb", ready="conversation\r\n> ")
     child.send("the cat\\\nis on\n")

@@ -199,6 +199,11 @@ def test_no_command_has_two_options_of_one_name(name: str) -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+def _joined(lines: list[str]) -> str:
+    """Return lines of the help as one, with single spaces."""
+    return " ".join(" ".join(lines).split())
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
     specgen: Specgen, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -206,9 +211,11 @@ def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
     monkeypatch.setenv("COLUMNS", str(columns))
     for name in ("run", "serve"):
         lines = specgen(name, "--help").out.splitlines()
-        assert len(lines) <= (45 if columns >= 80 else 60)
+        assert len(lines) <= (50 if columns >= 80 else 70)
         assert f"`specgen {name} --help-all` shows all " in "".join(lines)
         assert all(len(line) <= columns for line in lines if not line.startswith("  specgen "))
+        assert "Temperature; 0 always takes the most likely token (default: 0.0)" in _joined(lines)
+        assert "(default: what `specgen tune` found best)" in _joined(lines)
         whole = specgen(name, "--help-all").out
         names = [each for option in COMMANDS[name].params for each in option.opts if "-" in each]
         assert len(names) > 80

@@ -272,6 +272,22 @@ def test_a_context_larger_than_the_memory_is_refused(
         context(model)
 
 
+def test_a_context_too_large_for_llama_cpp_is_refused(model: LlamaModel) -> None:
+    for n_ctx in (2**31, 2**32 + 1, 10**17):  # llama.cpp would take the last 32 bits
+        with pytest.raises(MemoryLimitError, match="larger than llama.cpp's largest"):
+            context(model, n_ctx=n_ctx)
+
+
+def test_memory_is_estimated_from_the_layers_with_attention(tmp_path: Path) -> None:
+    # The first layer is recurrent, the second has two heads of 32 numbers.
+    path = write_tiny_model(tmp_path / "hybrid.gguf", TinyConfig(architecture="lfm2"))
+    hybrid = LlamaModel(path, n_gpu_layers=0)
+    assert hybrid.cache_bytes(4096, "f16", "f16") == 4096 * 2 * 2 * 32 * 2
+    with pytest.raises(MemoryLimitError, match="B are free"):
+        context(hybrid, n_ctx=1_000_000_000)
+    hybrid.close()
+
+
 def test_a_quantised_value_cache_needs_flash_attention(model: LlamaModel) -> None:
     options = ContextOptions(cache_type_v="q8_0", flash_attention="off", n_threads=1)
     with pytest.raises(UsageError, match="flash attention"):

@@ -46,6 +46,8 @@ class Case:
     limit_s: float = 60.0
     #: Whether several things are asked, each of which may be refused.
     asks_several: bool = False
+    #: Variables that differ from those of `variables`; None takes one away.
+    environment: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -395,6 +397,70 @@ def options(base: Base, folder: Path, chance: random.Random) -> Case:
     arguments += own
     stdin = b"the cat\nand the dog\n"
     return Case(tuple(arguments), stdin=stdin, limit_s=150.0, asks_several=command == "chat")
+
+
+#: Variables that name folders, or decide about them.
+_FOLDER_VARIABLES = (
+    *("HOME", "SPECGEN_CACHE", "SPECGEN_CONFIG", "SPECGEN_DATA", "HF_HOME", "HF_HUB_CACHE"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR"),
+)
+#: The folder of a case that nobody but root may enter.
+CLOSED = "closed"
+#: Folders that cannot be used, most of them not even by root.
+_ODD_FOLDERS = (
+    *("file", "/dev/null", "/dev/full", "/proc", "/sys", "missing/folder", "a/" * 200, "a" * 300),
+    *("~nobody-has-this-name/x", "~", "\udcff", "\u202e", "-", "loop/x", f"{CLOSED}/x", CLOSED),
+)
+#: Other variables, with values that they should not have.
+_ODD_VALUES: Mapping[str, tuple[str, ...]] = {
+    "TERM": ("", "dumb", "no-such-terminal", "\udcff"),
+    "COLUMNS": ("0", "-1", "many", "1", "1000000", "\u00b2"),
+    "LINES": ("0", "-1"),
+    "LANG": ("C", "xx_YY", ""),
+    "LC_ALL": ("C", "xx_YY.ISO-8859-1", ""),
+    "TZ": ("Nowhere/City", "\udcff", ":"),
+    "FORCE_COLOR": ("1", "", "no"),
+    "OMP_NUM_THREADS": ("many", "0", "-1"),
+    "HF_ENDPOINT": ("nonsense", "", "http://[::1"),
+    "HTTPS_PROXY": ("nonsense", "http://"),
+    "SSL_CERT_FILE": ("missing",),
+    "HF_HUB_ETAG_TIMEOUT": ("soon",),
+    "SPECGEN_POLICY": ("nonsense", "", "cost"),
+    "SPECGEN_LEARN": ("perhaps", "1"),
+    "SPECGEN_NONSENSE": ("1",),
+}
+#: Variables with which a command may be refused: they are options, or huggingface_hub's.
+_REFUSED_VARIABLES = {"SPECGEN_POLICY", "SPECGEN_LEARN", "HF_HUB_ETAG_TIMEOUT"}
+
+
+@_kind
+def environments(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Variables are missing, name folders that cannot be used, or are odd: answers are the same."""
+    (folder / "file").touch()
+    (folder / "loop").symlink_to("loop")
+    (folder / CLOSED).mkdir(mode=0)
+    changed: dict[str, str | None] = {}
+    for name in chance.sample(_FOLDER_VARIABLES, chance.choice([1, 1, 2, 4, 10])):
+        changed[name] = chance.choice([None, *_ODD_FOLDERS])
+    for name in chance.sample([*_ODD_VALUES], chance.choice([0, 0, 1, 3])):
+        changed[name] = chance.choice(_ODD_VALUES[name])
+    codes = frozenset({2} if _REFUSED_VARIABLES & changed.keys() else ())
+    command = chance.choice(["run", "run", "run", "chat", "batch", "list", "config", "forget"])
+    model = ("-m", str(base.model("target")), "-md", "ngram", *_EXACT)
+    if command == "run":
+        draft = chance.choice(["ngram", "none", str(base.model("f16"))])
+        arguments = base.run(base.model("target"), draft)
+        return Case(arguments, codes=codes, text=base.text, environment=changed)
+    if command == "chat":
+        return Case(("chat", *model), stdin=b"the cat\n", codes=codes, environment=changed)
+    (folder / "in.jsonl").write_text(_FILES["in.jsonl"], encoding="utf-8")
+    arguments = {
+        "batch": ("batch", *model, "in.jsonl", "out.jsonl"),
+        "list": ("models", "list"),
+        "config": ("config",),
+        "forget": ("draft", "forget"),
+    }[command]
+    return Case(arguments, codes=codes, environment=changed)
 
 
 def make_case(

@@ -26,6 +26,7 @@ from specgen.serve.formats.single_request import read_request
 from specgen.system.files import (
     decode_text,
     encoding_of,
+    is_writable,
     locked,
     replace_bytes,
     to_line,
@@ -388,8 +389,8 @@ def read_results(path: Path) -> EarlierResults:
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[EarlierResults, Write]]:
     """Open a file of results for a batch, and yield its results and a function that appends one.
 
-    Meanwhile, no other specgen batch can write to the file. An incomplete result at its end is cut
-    off. A result is on the disk when the function returns.
+    Meanwhile, no other specgen batch can write to the file, if there is a cache folder. An
+    incomplete result at its end is cut off. A result is on the disk when the function returns.
 
     Args:
         path: The file; it is created if there is none.
@@ -403,7 +404,12 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
         f"{path}: another specgen batch is writing to it",
         hint="wait until it has ended, or name another file",
     )
-    with locked(cache_folder() / "locks" / f"{lock_name}.lock", locked_error):
+    cache = cache_folder()
+    # Without a folder for the lock, the user has to keep two batches apart.
+    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_writable(cache):
+        lock = locked(cache / "locks" / f"{lock_name}.lock", locked_error)
+    with lock:
         earlier = read_results(path)
         if retry_errors and earlier.errors:
             _drop_errors(path, earlier.n_bytes)
