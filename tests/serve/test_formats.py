@@ -107,6 +107,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
 def test_lengths_and_ends() -> None:
     for name, n in (("max_tokens", 0), ("max_completion_tokens", 9), ("n_predict", -1)):
         assert chat(**{name: n}).generation.max_tokens == n
+    assert chat(n_predict=-2).generation.max_tokens == -1
     assert chat(stop="x").generation.stop == ("x",)
     assert chat(stop=["x", "yz"]).generation.stop == ("x", "yz")
     assert chat(stop=[]).generation.stop == ()
@@ -466,7 +467,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"logit_bias": {"5": "x"}}, "logit_bias[0][1]"),
     (chat, {"logit_bias": [[5]]}, "logit_bias[0][1]"),
     (chat, {"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
-    (chat, {"max_completion_tokens": -2}, "max_completion_tokens"),
+    (chat, {"max_completion_tokens": -3}, "max_completion_tokens"),
     (chat, {"stop": [1]}, "stop[0]"),
     (chat, {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
     (chat, {"n": 2}, "n"),

@@ -25,7 +25,7 @@ from specgen.models.download import fetch, stderr_progress
 from specgen.models.hub_names import locate
 from specgen.models.registry import load_registry
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.sampler_options import LARGEST_FACTOR
+from specgen.option_fields import LARGEST_FACTOR
 
 # --- options --------------------------------------------------------------------------------------
 

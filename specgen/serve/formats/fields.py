@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from specgen.option_values import described, place_of
 from specgen.serve.formats.request_errors import BodyError, shown
 
 #: A JSON object: a body, an event, or a chunk of a stream.
@@ -101,19 +102,8 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
         return model.model_validate(body)
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
-    reason = first_error["msg"]
-    if first_error["type"] == "model_type":  # pydantic's message names a Python class
-        reason = "Input should be an object"
-    if first_error["type"] != "missing":
-        reason += f"; it is {shown(first_error['input'])}"
-    place = ""
-    for key in first_error["loc"]:
-        if isinstance(key, int):
-            place += f"[{key}]"
-        else:
-            place += f".{key}"
-    # Pydantic marks a wrong key of an object with "[key]".
-    raise BodyError(place.removesuffix(".[key]").removeprefix("."), reason)
+    place = place_of(first_error["loc"]).removeprefix(".")
+    raise BodyError(place, described(first_error, shown))
 
 
 # --- contents of messages -------------------------------------------------------------------------
