@@ -76,7 +76,7 @@ def all_names(*options: type[Any]) -> dict[str, str]:
         name: field.name
         for kind in options
         for field in dataclasses.fields(kind)
-        if field.metadata
+        if field.metadata  # other fields are no options
         for name in names_of(field)
     }
 
@@ -148,6 +148,18 @@ def checked_value(
     from pydantic import TypeAdapter
 
     return _validated(TypeAdapter(value_type(kind, settings or {})), name, value)
+
+
+def required(name: str, kind: type[Any], value: Any) -> None:
+    """Check that an argument is of a class.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if not isinstance(value, kind):
+        raise UsageError(
+            f"{name}: give a value of the type {kind.__name__}, not {shown_value(value)}"
+        )
 
 
 @functools.cache

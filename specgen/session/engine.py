@@ -30,6 +30,7 @@ from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
 from specgen.method.cost_table import CostTable
 from specgen.method.drafter import never
+from specgen.option_values import checked_value, required, shown_value
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
@@ -83,8 +84,8 @@ class Engine:
             MemoryLimitError: If the contexts do not fit into memory.
             UsageError: If `n_parallel` is below 1, or more than the shape of drafts allows.
         """
-        if n_parallel < 1:
-            raise UsageError(f"{n_parallel} answers at once: give 1 or more")
+        n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
+        n_ctx = checked_value("n_ctx", int | None, n_ctx, {"min": 1})
         max_parallel = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > max_parallel:
             raise UsageError(
@@ -207,13 +208,17 @@ class Engine:
             verifier: How drafts are verified.
 
         Raises:
-            PromptError: If the prompt is empty, or longer than the context.
+            PromptError: If the prompt is empty, has a token that the target lacks, or is longer
+                than the context.
             UsageError: If an option is invalid.
             BackendError: If the engine is closed.
         """
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
+        if not isinstance(prompt, Prompt):
+            raise UsageError(f"prompt: give a text or a Prompt, not {shown_value(prompt)}")
+        self._check_tokens(prompt)
         if len(prompt.tokens) > self.n_ctx:
             raise PromptError(
                 f"the prompt has {len(prompt.tokens)} tokens, but the context has {self.n_ctx}",
@@ -237,6 +242,16 @@ class Engine:
             drafts=draft,
         )
 
+    def _check_tokens(self, prompt: Prompt) -> None:
+        """Raise `PromptError` if a prompt has no tokens, or one that the target lacks."""
+        if not prompt.tokens:
+            raise PromptError("the prompt is empty", hint="give something to continue")
+        n_tokens = self._session.target.vocabulary.n_tokens
+        for token in (min(prompt.tokens), max(prompt.tokens)):
+            if not 0 <= token < n_tokens:
+                name = self._session.target.name
+                raise PromptError(f"there is no token {token}: {name} has {n_tokens} tokens")
+
     def cancel(self, request: Request) -> FinishedEvent | None:
         """End an answer with the text that it has so far. Any thread may do that.
 
@@ -246,6 +261,7 @@ class Engine:
             The summary of a request that was still waiting: it leaves the queue at once. None for
             any other request.
         """
+        required("request", Request, request)
         request.is_cancelled = True
         if not self._scheduler.drop(request):
             return None
@@ -334,7 +350,7 @@ class Engine:
                 if is_done:
                     break
                 try:
-                    self.step()
+                    self._step_for(request)
                 except WorkerLostError:
                     if request.state == "decoding":
                         request.running.finish("interrupted")
@@ -345,6 +361,18 @@ class Engine:
                 self.cancel(request)
         if request.failure is not None:
             raise request.failure
+
+    def _step_for(self, request: Request) -> None:
+        """Step once.
+
+        Raises:
+            UsageError: If nothing is left to do, and the request is not done: it is not of this
+                engine.
+        """
+        with self.stepping:
+            self.step()
+            if self.is_idle and not request.is_done:
+                raise UsageError("the request belongs to another engine")
 
     def _begin_next(self) -> list[Event]:
         """Start the next request if a slot is free, and return its first events.
@@ -413,7 +441,7 @@ class Engine:
         with self._fail_on_error([request]):
             events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_cancelled)
             self._store_prefix(request)
-            request.events.extend(events)
+            request.add_events(events)
             events += self._complete(request)
         return events
 
@@ -437,7 +465,7 @@ class Engine:
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in participants}
         for event in events:
-            requests[event.sequence].events.append(event)
+            requests[event.sequence].add_events([event])
         if request_to_prefill is not None:
             self._store_prefix(request_to_prefill)
         for request in participants:
@@ -581,7 +609,7 @@ class Engine:
 
     def _pass_on(self, request: Request, *events: Event) -> list[Event]:
         """Queue events for `stream`, and return them."""
-        request.events.extend(events)
+        request.add_events(events)
         return list(events)
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:

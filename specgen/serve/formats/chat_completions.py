@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.events import Piece
+from specgen.option_values import suggestion
 from specgen.serve.formats.conversation_builder import (
     ConversationBuilder,
     ends_with_partial_answer,
@@ -22,6 +23,7 @@ from specgen.serve.formats.openai_common import (
     logprob_entries,
 )
 from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tool_calls.values import arguments_of
 from specgen.session.prompts.template import Message, Role, ToolCall
 
@@ -103,6 +105,24 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
         request, continues=continues, splits_reasoning=fields.reasoning_format != "none"
     )
     return (request,)
+
+
+class _Conversation(Fields):
+    messages: list[ChatMessage]
+
+
+def read_conversation(messages: Sequence[Any]) -> tuple[Message, ...]:
+    """Read messages in OpenAI's form that are not the body of a request.
+
+    Raises:
+        BodyError: If a message has an invalid field, or one that would be ignored.
+    """
+    fields = parse(_Conversation, {"messages": messages})
+    for name in fields.ignored():
+        field = name.rpartition(".")[2]
+        known_names = [*ChatMessage.model_fields, *ChatToolCall.model_fields, "text", "function"]
+        raise BodyError(name, f"there is no such field{suggestion(field, known_names)}")
+    return _messages(fields.messages)
 
 
 def _continues_last_message(fields: ChatCompletionRequest) -> bool:
