@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -180,6 +181,8 @@ def load(
         UsageError: If an option is invalid.
     """
     target_name = _file_or_name("target", target)
+    if not callable(note):
+        raise UsageError(f"note: give a function, not {shown_value(note)}")
     drafts = [draft] if isinstance(draft, (str, Path)) else _items("draft", draft or ())
     draft_names = [_file_or_name("draft", each) for each in drafts]
     if drafting is not None:
@@ -191,8 +194,9 @@ def load(
         _merged(ContextOptions(), "context", context, given_n_ctx),
         draft_context or ContextOptions(),
     )
-    kernel_options = KernelOptions(kernels)
-    defaults = cast("AnswerDefaults", _own_names(defaults, _LOAD_NAMES))
+    kernel_options = KernelOptions(checked_value("kernels", KernelChoice, kernels))
+    parameters = inspect.signature(load).parameters
+    defaults = cast("AnswerDefaults", _own_names(defaults, _LOAD_NAMES, parameters))
     sources = find_models(staged(target_name, draft_names, None), quiet=True)
     wanted = WantedSession.of(
         sources,
@@ -358,13 +362,15 @@ def _messages(asked: Any) -> Sequence[Message]:
     """
     if isinstance(asked, (Mapping, Message)):
         raise UsageError(f"prompt: give a list of messages, not {shown_value(asked)}")
-    messages = _items("prompt", asked)
+    if not isinstance(asked, Iterable) or isinstance(asked, (bytes, bytearray)):
+        raise UsageError(f"prompt: give a text or messages, not {shown_value(asked)}")
+    messages = list(asked)
     if not messages:
         raise PromptError("the prompt is empty", hint="give some messages")
     for number, message in enumerate(messages):
         if not isinstance(message, (Mapping, Message)):
             raise UsageError(
-                f"prompt[{number}]: give a message, not {shown_value(message)}",
+                f"messages[{number}]: give a message, not {shown_value(message)}",
                 hint="generate_all answers several prompts",
             )
     if all(isinstance(message, Message) for message in messages):
@@ -396,7 +402,7 @@ def _items(name: str, values: Any) -> list[Any]:
         UsageError: If it is something else.
     """
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Iterable):
-        raise UsageError(f"{name}: give a text or a list, not {shown_value(values)}")
+        raise UsageError(f"{name}: give a list, not {shown_value(values)}")
     return list(values)
 
 
@@ -415,8 +421,12 @@ def _file_or_name(name: str, value: Any) -> str:
 # --- options --------------------------------------------------------------------------------------
 
 
-def _own_names(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return options by their own names.
+def _own_names(
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
+    other_names: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return options by their own names, as `with_own_names` does.
 
     Raises:
         UsageError: If there is no such option, or one is given twice.
@@ -428,7 +438,7 @@ def _own_names(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
                     f"{name} is an option of models: "
                     f"give load {argument}={options.__name__}({name}=...)"
                 )
-    return with_own_names(given, names)
+    return with_own_names(given, names, other_names)
 
 
 def _sampling(defaults: SamplerOptions, given: AnswerDefaults) -> SamplerOptions:

@@ -81,12 +81,17 @@ def all_names(*options: type[Any]) -> dict[str, str]:
     }
 
 
-def with_own_names(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def with_own_names(
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
+    other_names: Iterable[str] = (),
+) -> dict[str, Any]:
     """Return options by their own names. An option that is None counts as not given.
 
     Args:
         given: The options, by any of their names.
         names: The own names of all options, by any of their names.
+        other_names: More names that may be meant by a wrong one.
 
     Raises:
         UsageError: If there is no such option, or one is given twice.
@@ -95,7 +100,9 @@ def with_own_names(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
     given_names: dict[str, str] = {}
     for name, value in given.items():
         if name not in names:
-            raise UsageError(f"there is no option {shown_value(name)}{suggestion(name, names)}")
+            raise UsageError(
+                f"there is no option {shown_value(name)}{suggestion(name, [*names, *other_names])}"
+            )
         if value is None:
             continue
         own_name = names[name]
@@ -110,7 +117,12 @@ def with_own_names(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """Return a question whether a similar name is meant, for the end of a message, or ""."""
-    similar_names = difflib.get_close_matches(name, list(names), n=1)
+    similar_names = difflib.get_close_matches(
+        name,
+        list(names),
+        n=1,
+        cutoff=0.7,
+    )
     if not similar_names:
         return ""
     return f"; did you mean {similar_names[0]}?"
@@ -125,7 +137,8 @@ def checked_option(options: type[Any], name: str, value: Any) -> Any:
     Raises:
         UsageError: If the value is invalid.
     """
-    return _validated(_adapter_of_field(options, name), name, value)
+    adapter = _adapter_of_field(options, name)  # type: ignore[arg-type]  # a class has a hash
+    return _validated(adapter, name, value)
 
 
 def checked_value(
@@ -176,7 +189,9 @@ def _validated(adapter: TypeAdapter[Any], name: str, value: Any) -> Any:
         return adapter.validate_python(value)
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
-    raise UsageError(f"{name}{place_of(first_error['loc'])}: {described(first_error)}")
+    # Names in the place are those of the types in a union.
+    indices = [key for key in first_error["loc"] if isinstance(key, int)]
+    raise UsageError(f"{name}{place_of(indices)}: {described(first_error)}")
 
 
 # --- types for pydantic ---------------------------------------------------------------------------
@@ -226,7 +241,7 @@ def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
     if kind is str:  # pydantic would decode bytes
         return Annotated[str, Field(strict=True)]
     if dataclasses.is_dataclass(kind):
-        return InstanceOf[kind]
+        return Annotated[kind, InstanceOf()]
     return kind
 
 
@@ -258,6 +273,32 @@ def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
 # --- messages -------------------------------------------------------------------------------------
 
 
+#: What is wanted in place of a wrong value, by pydantic's types of errors. The names in braces are
+#: details of the errors.
+_WANTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than_equal": "{ge} or more",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "is_instance_of": "a value of the type {class}",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "literal_error": "one of {expected}",
+    "mapping_type": "an object",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "path_type": "a path",
+    "string_type": "a text",
+    "tuple_type": "a list",
+}
+
+
 def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = None) -> str:
     """Return what is wrong with a value: what is wanted, and what was given.
 
@@ -269,9 +310,10 @@ def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = Non
     given = show(error["input"])
     if error["type"] in ("greater_than_equal", "less_than_equal"):
         given = given.strip("'\"")  # a number on the command line is a text
-    wanted = _wanted(error["type"], error.get("ctx", {}))
+    wanted = _WANTED.get(error["type"])
     if wanted is not None:
-        return f"give {wanted}, not {given}"
+        details = {name: _in_words(each) for name, each in error.get("ctx", {}).items()}
+        return f"give {wanted.format_map(details)}, not {given}"
     if error["type"] == "value_error":  # raised by a function of ours
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
@@ -279,35 +321,7 @@ def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = Non
     return f"{error['msg']}; it is {given}"
 
 
-def _wanted(error_type: str, context: Mapping[str, Any]) -> str | None:
-    """Return what is wanted in place of a wrong value; None for rare types of errors."""
-    match error_type:
-        case "int_type" | "int_parsing" | "int_from_float":
-            return "a whole number"
-        case "finite_number":
-            return "a finite number"
-        case "float_type" | "float_parsing":
-            return "a number"
-        case "bool_type" | "bool_parsing":
-            return "true or false"
-        case "string_type":
-            return "a text"
-        case "list_type" | "tuple_type":
-            return "a list"
-        case "dict_type" | "mapping_type" | "model_type" | "model_attributes_type":
-            return "an object"
-        case "is_instance_of":
-            return f"a value of the type {context['class']}"
-        case "literal_error":
-            return f"one of {context['expected']}"
-        case "greater_than_equal":
-            return f"{_bound(context['ge'])} or more"
-        case "less_than_equal":
-            return f"{_bound(context['le'])} or less"
-    return None
-
-
-def _bound(limit: float) -> str:
+def _in_words(limit: Any) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 

@@ -70,11 +70,17 @@ class TreeShape:
         Raises:
             UsageError: If there is no such shape.
         """
-        n_wanted = {"auto": 0, "off": 0, "levels": len(self.numbers) or 1, "walks": 2}
-        is_shape = self.kind in n_wanted and len(self.numbers) == n_wanted[self.kind]
-        if not is_shape or not all(isinstance(n, int) and n > 0 for n in self.numbers):
+        numbers: Any = self.numbers  # whatever the caller gave
+        match self.kind, numbers:
+            case ("auto" | "off", ()) | ("walks", (int(), int())):
+                is_shape = True
+            case "levels", (int(), *_):
+                is_shape = True
+            case _:
+                is_shape = False
+        if not is_shape or not all(isinstance(n, int) and n > 0 for n in numbers):
             raise UsageError(
-                f"TreeShape({self.kind!r}, {self.numbers!r}) is not a shape",
+                f"TreeShape({self.kind!r}, {numbers!r}) is not a shape",
                 hint='DraftOptions also accepts "auto", "off", "3,2,1" and "4x5"',
             )
 

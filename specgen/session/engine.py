@@ -84,6 +84,7 @@ class Engine:
             MemoryLimitError: If the contexts do not fit into memory.
             UsageError: If `n_parallel` is below 1, or more than the shape of drafts allows.
         """
+        required("session", Session, session)
         n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
         n_ctx = checked_value("n_ctx", int | None, n_ctx, {"min": 1})
         max_parallel = MAX_SEQUENCES // session.n_sequences_max
@@ -243,7 +244,16 @@ class Engine:
         )
 
     def _check_tokens(self, prompt: Prompt) -> None:
-        """Raise `PromptError` if a prompt has no tokens, or one that the target lacks."""
+        """Check the tokens of a prompt, which the caller may have made.
+
+        Raises:
+            PromptError: If there are none, or one that the target lacks.
+            UsageError: If they are not a tuple of numbers.
+        """
+        tokens: Any = prompt.tokens
+        are_numbers = all(hasattr(kind, "__index__") for kind in set(map(type, tokens)))
+        if not isinstance(tokens, tuple) or not are_numbers:
+            raise UsageError(f"tokens: give a tuple of numbers, not {shown_value(tokens)}")
         if not prompt.tokens:
             raise PromptError("the prompt is empty", hint="give something to continue")
         n_tokens = self._session.target.vocabulary.n_tokens
@@ -340,7 +350,12 @@ class Engine:
         Raises:
             SpecgenError: If the answer failed. If a worker was lost, a summary of the text so far
                 is yielded first.
+            UsageError: If the request belongs to another engine.
         """
+        required("request", Request, request)
+        with self.stepping:  # no request is between the queue and its slot
+            if not request.is_done and not self._scheduler.has(request):
+                raise UsageError("the request belongs to another engine")
         try:
             while True:
                 # Read before the events are taken: another thread may finish the answer meanwhile.
@@ -350,7 +365,7 @@ class Engine:
                 if is_done:
                     break
                 try:
-                    self._step_for(request)
+                    self.step()
                 except WorkerLostError:
                     if request.state == "decoding":
                         request.running.finish("interrupted")
@@ -361,18 +376,6 @@ class Engine:
                 self.cancel(request)
         if request.failure is not None:
             raise request.failure
-
-    def _step_for(self, request: Request) -> None:
-        """Step once.
-
-        Raises:
-            UsageError: If nothing is left to do, and the request is not done: it is not of this
-                engine.
-        """
-        with self.stepping:
-            self.step()
-            if self.is_idle and not request.is_done:
-                raise UsageError("the request belongs to another engine")
 
     def _begin_next(self) -> list[Event]:
         """Start the next request if a slot is free, and return its first events.

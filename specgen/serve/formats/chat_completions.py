@@ -14,7 +14,7 @@ from specgen.serve.formats.conversation_builder import (
     ConversationBuilder,
     ends_with_partial_answer,
 )
-from specgen.serve.formats.fields import Fields, Json, Part, Parts, parse, text_of
+from specgen.serve.formats.fields import Fields, Json, Part, Parts, is_text, parse, text_of
 from specgen.serve.formats.generation_request import ChatRequest
 from specgen.serve.formats.openai_common import (
     OpenAIRequest,
@@ -118,10 +118,16 @@ def read_conversation(messages: Sequence[Any]) -> tuple[Message, ...]:
         BodyError: If a message has an invalid field, or one that would be ignored.
     """
     fields = parse(_Conversation, {"messages": messages})
-    for name in fields.ignored():
-        field = name.rpartition(".")[2]
-        known_names = [*ChatMessage.model_fields, *ChatToolCall.model_fields, "text", "function"]
-        raise BodyError(name, f"there is no such field{suggestion(field, known_names)}")
+    for number, message in enumerate(fields.messages):
+        where = f"messages[{number}]"
+        if message.images or not all(map(is_text, message.content)):
+            raise BodyError(f"{where}.content", "this model reads text only")
+        for name in message.ignored():
+            field = name.rpartition(".")[2]
+            known_names = [*ChatMessage.model_fields, *ChatToolCall.model_fields, "text"]
+            raise BodyError(
+                f"{where}.{name}", f"there is no such field{suggestion(field, known_names)}"
+            )
     return _messages(fields.messages)
 
 

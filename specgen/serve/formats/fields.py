@@ -131,6 +131,11 @@ AS_PARTS = BeforeValidator(_as_parts)
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
+def is_text(part: Part) -> bool:
+    """Return whether a part of a message can be shown to the model as it is."""
+    return part.text is not None or part.refusal is not None or part.type.endswith("text")
+
+
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """Join the texts of the parts of a message.
 
@@ -141,7 +146,7 @@ def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
         text = part.text
         if text is None:
             text = part.refusal
-        if text is None and not part.type.endswith("text"):
+        if not is_text(part):
             kind = part.type.removeprefix("input_").removesuffix("_url")
             text = f"[{kind[:40]} left out: this model reads text]"
         if text:
