@@ -83,6 +83,7 @@ class TreeShape:
                 f"TreeShape({self.kind!r}, {numbers!r}) is not a shape",
                 hint='DraftOptions also accepts "auto", "off", "3,2,1" and "4x5"',
             )
+        object.__setattr__(self, "numbers", tuple(numbers))
 
     @property
     def is_fixed(self) -> bool:
