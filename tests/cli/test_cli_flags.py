@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -17,6 +18,10 @@ from specgen.cli.app import command_line
 from specgen.cli.help_pages import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
+from specgen.option_fields import LARGEST_FACTOR
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.parsed_request import NO_DEFAULTS
+from specgen.serve.formats.single_request import read_request
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of
 
 #: Commands with a target and a draft.
@@ -34,6 +39,40 @@ DRAFTING = [
 ]
 #: Commands with a target alone.
 ALONE = ["doctor", "draft find", "draft data", "draft forget"]
+
+
+def beyond(field: dataclasses.Field[Any]) -> list[float]:
+    """Values of an option that are too small or too large."""
+    limits = [
+        field.metadata[name] + step for name, step in LIMITS.items() if name in field.metadata
+    ]
+    return limits or [-10 * LARGEST_FACTOR, 10 * LARGEST_FACTOR]
+
+
+LIMITS = {"min": -1, "max": 1}
+#: An option, its name on the command line, and a value beyond its limits.
+BEYOND = [
+    (options, field.name, field.metadata["spellings"][0], value)
+    for options in (SamplerOptions, GenerationOptions)
+    for field in dataclasses.fields(options)
+    if type(field.default) in (int, float) and field.metadata
+    for value in beyond(field)
+]
+
+
+@pytest.mark.parametrize(("options", "name", "spelling", "value"), BEYOND)
+def test_limits_and_messages_are_those_of_python_and_of_the_server(
+    options: Any, name: str, spelling: str, value: float, specgen: Specgen
+) -> None:
+    with pytest.raises(UsageError) as in_python:
+        options(**{name: value})
+    assert in_python.value.message.startswith(f"{name}: give ")
+    body = {"messages": [{"role": "user", "content": "x"}], name: value}
+    with pytest.raises(UsageError) as in_a_request:
+        read_request("chat", body, NO_DEFAULTS)
+    assert in_a_request.value.message == in_python.value.message
+    result = specgen("run", "hi", f"{spelling}={value}")
+    assert f"error: {spelling}{in_python.value.message.removeprefix(name)}\n" in result.err
 
 
 @pytest.mark.parametrize(
