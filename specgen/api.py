@@ -60,7 +60,7 @@ class AnswerDefaults(TypedDict, total=False):
     ``n_predict`` and ``repetition_penalty``.
     """
 
-    #: The maximum number of tokens; if negative, there is no limit but the context size.
+    #: The maximum number of tokens; -1 for no limit but the context size.
     max_tokens: int | None
     #: A string, or several, that end the answer. They are not part of it.
     stop: str | Sequence[str] | None
@@ -183,7 +183,11 @@ def load(
     target_name = _file_or_name("target", target)
     if not callable(note):
         raise UsageError(f"note: give a function, not {shown_value(note)}")
-    drafts = [draft] if isinstance(draft, (str, Path)) else _items("draft", draft or ())
+    drafts = (
+        [draft]
+        if isinstance(draft, (str, Path))
+        else _items("draft", () if draft is None else draft)
+    )
     draft_names = [_file_or_name("draft", each) for each in drafts]
     if drafting is not None:
         required("drafting", DraftOptions, drafting)
@@ -433,10 +437,11 @@ def _own_names(
     """
     for name in given:
         for argument, options in (("context", ContextOptions), ("drafting", DraftOptions)):
-            if name not in names and name in all_names(options):
+            own_name = all_names(options).get(name)
+            if own_name is not None and name not in names:
+                kind = options.__name__
                 raise UsageError(
-                    f"{name} is an option of models: "
-                    f"give load {argument}={options.__name__}({name}=...)"
+                    f"{name} belongs to {kind}: give load {argument}={kind}({own_name}=...)"
                 )
     return with_own_names(given, names, other_names)
 

@@ -48,9 +48,10 @@ class Options:
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
-    if field.default_factory is not dataclasses.MISSING:
-        return bool(value == field.default_factory())
-    return value is field.default
+    if field.default_factory is dataclasses.MISSING:
+        return value is field.default
+    default = field.default_factory()
+    return type(value) is type(default) and bool(value == default)
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
     if kind is str:  # pydantic would decode bytes
         return Annotated[str, Field(strict=True)]
     if dataclasses.is_dataclass(kind):
-        return Annotated[kind, InstanceOf()]
+        return Annotated[kind, InstanceOf()]  # type: ignore[type-arg]
     return kind
 
 

@@ -27,6 +27,8 @@ from tests.tiny.config import CHATML_TEMPLATE
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 PROMPT = "the cat is in the"
 OPTIONS = (SamplerOptions, GenerationOptions)
+#: The package for calls that a type checker would refuse.
+untyped: Any = specgen
 N = 12
 
 
@@ -127,7 +129,7 @@ def test_an_option_means_the_same_by_any_name_and_in_an_object(model: specgen.Mo
 
 def test_the_defaults_of_answers_are_given_to_load_by_name(files: Path) -> None:
     target = files / "target.gguf"
-    with specgen.load(target, "none", n_ctx=0, n_predict=3, top_k=1, temp=2.0) as made:
+    with untyped.load(target, "none", n_ctx=0, n_predict=3, top_k=1, temp=2.0) as made:
         assert made.engine.n_ctx == TARGET.n_ctx_train
         answer = made.generate(PROMPT)
         assert answer.finished is not None
@@ -225,7 +227,14 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
     [
         ({"foo": 1}, "there is no option 'foo'"),
         ({"max_token": 3}, "there is no option 'max_token'; did you mean max_tokens?"),
-        ({"n_threads": 3}, "n_threads is an option of models: give load context=ContextOptions("),
+        (
+            {"n_threads": 3},
+            "n_threads belongs to ContextOptions: give load context=ContextOptions(n_threads=",
+        ),
+        (
+            {"draft_max": 3},
+            "draft_max belongs to DraftOptions: give load drafting=DraftOptions(max_",
+        ),
         ({"temp": 1, "temperature": 1}, "temp and temperature are the same option"),
         ({"max_tokens": 2.5}, "max_tokens: give a whole number, not 2.5"),
         ({"max_tokens": True}, "max_tokens: give a number, not True"),
@@ -299,7 +308,7 @@ def test_several_prompts_are_all_answered_or_none(shared: specgen.Model) -> None
         ({"context": 3}, "context: give a value of the type ContextOptions, not 3"),
         ({"note": 3}, "note: give a function, not 3"),
         ({"n_ctxx": 3}, "there is no option 'n_ctxx'; did you mean n_ctx?"),
-        ({"n_threads": 3}, "n_threads is an option of models: give load context="),
+        ({"n_threads": 3}, "n_threads belongs to ContextOptions: give load context="),
         ({"temperature": -1}, "temperature: give 0 or more, not -1"),
         (
             {"n_ctx": 256, "context": specgen.ContextOptions(n_ctx=512)},
@@ -316,20 +325,23 @@ def test_what_load_cannot_use_is_refused(files: Path, options: Any, said: str) -
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SamplerOptions(top_k=-3), "top_k: give -1 or more, not -3"),
-        (lambda: GenerationOptions(grammar="x"), "grammar: give a value of the type Grammar"),
-        (lambda: specgen.DraftOptions(ngram_min=5, ngram_max=2), "the shortest n-gram (5) is lo"),
-        (lambda: specgen.DraftOptions(tree="x"), "tree: 'x' is not a shape"),
-        (lambda: specgen.ContextOptions(n_threads=0), "n_threads: give 1 or more, not 0"),
-        (lambda: specgen.ContextOptions(cache_type_k="q"), "cache_type_k: give one of 'f32', "),
-        (lambda: specgen.SessionOptions(None), "target: give a path, not None"),
-        (lambda: specgen.SessionOptions("x", sampler=3), "sampler: give a value of the type Sa"),
-        (lambda: specgen.TreeShape("levels", (0,)), "TreeShape('levels', (0,)) is not a shape"),
-        (lambda: specgen.TreeShape("walks", (3,)), "TreeShape('walks', (3,)) is not a shape"),
-        (lambda: specgen.Message("usr", "x"), "role: give one of system, user, assistant, tool"),
-        (lambda: specgen.Message("user", None), "content: give a text, not None"),
-        (lambda: specgen.Session(None, time.perf_counter), "options: give a value of the type"),
-        (lambda: specgen.Engine(None), "session: give a value of the type Session, not None"),
+        (lambda: untyped.SamplerOptions(top_k=-3), "top_k: give -1 or more, not -3"),
+        (
+            lambda: untyped.GenerationOptions(grammar="x"),
+            "grammar: give a value of the type Grammar",
+        ),
+        (lambda: untyped.DraftOptions(ngram_min=5, ngram_max=2), "the shortest n-gram (5) is lo"),
+        (lambda: untyped.DraftOptions(tree="x"), "tree: 'x' is not a shape"),
+        (lambda: untyped.ContextOptions(n_threads=0), "n_threads: give 1 or more, not 0"),
+        (lambda: untyped.ContextOptions(cache_type_k="q"), "cache_type_k: give one of 'f32', "),
+        (lambda: untyped.SessionOptions(None), "target: give a path, not None"),
+        (lambda: untyped.SessionOptions("x", sampler=3), "sampler: give a value of the type Sa"),
+        (lambda: untyped.TreeShape("levels", (0,)), "TreeShape('levels', (0,)) is not a shape"),
+        (lambda: untyped.TreeShape("walks", (3,)), "TreeShape('walks', (3,)) is not a shape"),
+        (lambda: untyped.Message("usr", "x"), "role: give one of system, user, assistant, tool"),
+        (lambda: untyped.Message("user", None), "content: give a text, not None"),
+        (lambda: untyped.Session(None, time.perf_counter), "options: give a value of the type"),
+        (lambda: untyped.Engine(None), "session: give a value of the type Session, not None"),
     ],
 )
 def test_what_is_no_value_of_a_class_is_refused(make: Any, said: str) -> None:
