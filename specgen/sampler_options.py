@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -76,9 +77,15 @@ def _checked_biases(biases: Sequence[tuple[int, float]]) -> Sequence[tuple[int, 
 def _parse_breakers(texts: Sequence[str]) -> tuple[str, ...]:
     """Parse sequence breakers, with escapes as in llama.cpp; "none" means no breakers.
 
+    A single text may also be a JSON list, as some programs send it.
+
     Raises:
         ValueError: If a breaker is empty or not UTF-8. The error has the message for the user.
     """
+    if len(texts) == 1 and texts[0].startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            listed = json.loads(texts[0])
+            return tuple(map(str, listed))
     if "" in texts:
         raise ValueError("a breaker is empty; for no breakers at all, give none")
     if "none" in texts:
