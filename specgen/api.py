@@ -132,12 +132,23 @@ class AnswerOptions(AnswerDefaults, total=False):
     chat: bool | None
 
 
-#: The own names of the options that `load` and answers take, by any of their names.
-_LOAD_NAMES = all_names(SamplerOptions, GenerationOptions) | {
-    name: name for name in ("sampling", "generation", "grammar", "json_schema")
+#: The own names of options, by any of their names.
+_SAMPLER_NAMES = all_names(SamplerOptions)
+_GENERATION_NAMES = all_names(GenerationOptions)
+#: Those that `load` takes.
+_LOAD_NAMES = {
+    **_SAMPLER_NAMES,
+    **_GENERATION_NAMES,
+    **{name: name for name in ("sampling", "generation", "grammar", "json_schema")},
 }
-#: The same for all options of an answer.
+#: Those that an answer takes.
 _NAMES = _LOAD_NAMES | {"system": "system", "chat": "chat"}
+#: How to give an option that belongs elsewhere, by any of its names.
+_ELSEWHERE = {
+    name: f"{argument}={options.__name__}({own_name}=...)"
+    for argument, options in (("drafting", DraftOptions), ("context", ContextOptions))
+    for name, own_name in all_names(options).items()
+}
 
 
 def load(
@@ -183,30 +194,22 @@ def load(
     target_name = _file_or_name("target", target)
     if not callable(note):
         raise UsageError(f"note: give a function, not {shown_value(note)}")
-    drafts = (
-        [draft]
-        if isinstance(draft, (str, Path))
-        else _items("draft", () if draft is None else draft)
-    )
-    draft_names = [_file_or_name("draft", each) for each in drafts]
-    if drafting is not None:
-        required("drafting", DraftOptions, drafting)
-    if draft_context is not None:
-        required("draft_context", ContextOptions, draft_context)
-    given_n_ctx = {} if n_ctx is None else {"n_ctx": n_ctx}
-    contexts = Contexts(
-        _merged(ContextOptions(), "context", context, given_n_ctx),
-        draft_context or ContextOptions(),
-    )
+    if drafting is None:
+        drafting = DraftOptions()
+    required("drafting", DraftOptions, drafting)
+    contexts = _contexts(n_ctx, context, draft_context)
+    n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
     kernel_options = KernelOptions(checked_value("kernels", KernelChoice, kernels))
     parameters = inspect.signature(load).parameters
     defaults = cast("AnswerDefaults", _own_names(defaults, _LOAD_NAMES, parameters))
-    sources = find_models(staged(target_name, draft_names, None), quiet=True)
+    sampling = _sampling(SamplerOptions(), defaults)
+    generation = _generation(GenerationOptions(), defaults)
+    sources = find_models(staged(target_name, _draft_names(draft), None), quiet=True)
     wanted = WantedSession.of(
         sources,
-        sampling=_sampling(SamplerOptions(), defaults),
-        drafting=drafting or DraftOptions(),
-        answer=_generation(GenerationOptions(), defaults),
+        sampling=sampling,
+        drafting=drafting,
+        answer=generation,
         contexts=contexts,
     )
     _, kernel_note = start_kernels(kernel_options)
@@ -220,6 +223,30 @@ def load(
         engine.notify(calibration_notice)
         on_error.pop_all()
     return Model(session, engine)
+
+
+def _draft_names(draft: Any) -> list[str]:
+    """Return the files or names of drafts; raise `UsageError` if they are something else."""
+    if draft is None:
+        return []
+    drafts = [draft] if isinstance(draft, (str, Path)) else _items("draft", draft)
+    return [_file_or_name("draft", each) for each in drafts]
+
+
+def _contexts(
+    n_ctx: int | None,
+    context: ContextOptions | None,
+    draft_context: ContextOptions | None,
+) -> Contexts:
+    """Return the options of both contexts.
+
+    Raises:
+        UsageError: If one is invalid, or the context size is given twice.
+    """
+    by_name = {} if n_ctx is None else {"n_ctx": n_ctx}
+    target = _merged(ContextOptions(), "context", context, by_name)
+    draft = _merged(ContextOptions(), "draft_context", draft_context, {})
+    return Contexts(target, draft)
 
 
 class Model:
@@ -436,13 +463,8 @@ def _own_names(
         UsageError: If there is no such option, or one is given twice.
     """
     for name in given:
-        for argument, options in (("context", ContextOptions), ("drafting", DraftOptions)):
-            own_name = all_names(options).get(name)
-            if own_name is not None and name not in names:
-                kind = options.__name__
-                raise UsageError(
-                    f"{name} belongs to {kind}: give load {argument}={kind}({own_name}=...)"
-                )
+        if name not in names and name in _ELSEWHERE:
+            raise UsageError(f"{name} is not an option of answers: give load {_ELSEWHERE[name]}")
     return with_own_names(given, names, other_names)
 
 
@@ -452,7 +474,7 @@ def _sampling(defaults: SamplerOptions, given: AnswerDefaults) -> SamplerOptions
     Raises:
         UsageError: If an option is invalid, or given twice.
     """
-    by_name = _given(SamplerOptions, given)
+    by_name = _given(_SAMPLER_NAMES, given)
     return _merged(defaults, "sampling", given.get("sampling"), by_name)
 
 
@@ -462,7 +484,7 @@ def _generation(defaults: GenerationOptions, given: AnswerDefaults) -> Generatio
     Raises:
         UsageError: If an option is invalid, given twice, or excludes another one.
     """
-    by_name = _given(GenerationOptions, given)
+    by_name = _given(_GENERATION_NAMES, given)
     grammar = checked_value("grammar", str | None, given.get("grammar"))
     schema = given.get("json_schema")
     if grammar is not None and schema is not None:
@@ -489,10 +511,9 @@ def _schema_text(schema: Any) -> str:
         raise UsageError(f"json_schema: it is not JSON: {error}") from None
 
 
-def _given(options: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the given options that belong to a dataclass of options."""
-    own_names = all_names(options).values()
-    return {name: value for name, value in given.items() if name in own_names}
+def _given(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the given options that have one of these names."""
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _merged(

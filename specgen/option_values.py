@@ -161,7 +161,11 @@ def checked_value(
     """
     from pydantic import TypeAdapter
 
-    return _validated(TypeAdapter(value_type(kind, settings or {})), name, value)
+    if settings is None:
+        adapter = _adapter(kind)
+    else:
+        adapter = TypeAdapter(value_type(kind, settings))
+    return _validated(adapter, name, value)
 
 
 def required(name: str, kind: type[Any], value: Any) -> None:
@@ -174,6 +178,13 @@ def required(name: str, kind: type[Any], value: Any) -> None:
         raise UsageError(
             f"{name}: give a value of the type {kind.__name__}, not {shown_value(value)}"
         )
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(value_type(kind, {}))
 
 
 @functools.cache

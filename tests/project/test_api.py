@@ -229,11 +229,11 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
         ({"max_token": 3}, "there is no option 'max_token'; did you mean max_tokens?"),
         (
             {"n_threads": 3},
-            "n_threads belongs to ContextOptions: give load context=ContextOptions(n_threads=",
+            "n_threads is not an option of answers: give load context=ContextOptions(",
         ),
         (
             {"draft_max": 3},
-            "draft_max belongs to DraftOptions: give load drafting=DraftOptions(max_",
+            "draft_max is not an option of answers: give load drafting=DraftOptions(max_",
         ),
         ({"temp": 1, "temperature": 1}, "temp and temperature are the same option"),
         ({"max_tokens": 2.5}, "max_tokens: give a whole number, not 2.5"),
@@ -308,7 +308,7 @@ def test_several_prompts_are_all_answered_or_none(shared: specgen.Model) -> None
         ({"context": 3}, "context: give a value of the type ContextOptions, not 3"),
         ({"note": 3}, "note: give a function, not 3"),
         ({"n_ctxx": 3}, "there is no option 'n_ctxx'; did you mean n_ctx?"),
-        ({"n_threads": 3}, "n_threads belongs to ContextOptions: give load context="),
+        ({"n_threads": 3}, "n_threads is not an option of answers: give load context="),
         ({"temperature": -1}, "temperature: give 0 or more, not -1"),
         (
             {"n_ctx": 256, "context": specgen.ContextOptions(n_ctx=512)},
