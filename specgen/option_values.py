@@ -162,10 +162,8 @@ def checked_value(
     from pydantic import TypeAdapter
 
     if settings is None:
-        adapter = _adapter(kind)
-    else:
-        adapter = TypeAdapter(value_type(kind, settings))
-    return _validated(adapter, name, value)
+        return _validated(_adapter(kind), name, value)
+    return _validated(TypeAdapter(value_type(kind, settings)), name, value)
 
 
 def required(name: str, kind: type[Any], value: Any) -> None:
