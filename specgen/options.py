@@ -385,7 +385,7 @@ class ContextOptions(Options):
         "Threads for decoding.",
         min=1,
         max=1024,
-        show_default="what `specgen tune` found best, or physical cores",
+        show_default="what `specgen tune` found best, or the physical cores that it may use",
     )
     n_threads_batch: int | None = _machine(
         None,
@@ -530,10 +530,10 @@ class GenerationOptions(Options):
     max_tokens: int = _answer(
         -1,
         "--max-tokens --predict --n-predict -n",
-        "Maximum number of tokens to generate; -1 goes on until the text ends or the context is "
-        "full.",
+        "Maximum number of tokens to generate; -1 (or -2) goes on until the text ends or the "
+        "context is full.",
         min=-2,
-        check=lambda n: max(n, -1),  # llama.cpp's -2 goes on until the context is full
+        check=lambda n: max(n, -1),
         aliases="max_completion_tokens max_output_tokens",
     )
     stop: tuple[str, ...] = _answer(

@@ -73,8 +73,9 @@ def chat(
     files_text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.calibration import calibrate
     from specgen.session.choose_models import name_of
-    from specgen.session.conversation import Chat, check_template
+    from specgen.session.conversation import Chat
     from specgen.session.engine import Engine
+    from specgen.session.prompts.chat import SubstituteTemplate, check_template
     from specgen.session.prompts.thoughts import showing_thoughts
     from specgen.train.online_learning import Learner
 
@@ -85,8 +86,16 @@ def chat(
         stop = Interrupt(ends_process=False)
         with without_echo():  # what the user types during loading becomes the first message
             session = stack.enter_context(
-                opened(wanted, setup.machine.kernels, output, check_template)
+                opened(
+                    wanted,
+                    setup.machine.kernels,
+                    output,
+                    check=lambda session: check_template(session.target),
+                )
             )
+            substitute = SubstituteTemplate.of(session.target)
+            if substitute is not None:
+                output.note(substitute.notice(session.target))
             calibration_notice = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
             engine.notify(calibration_notice)
@@ -366,7 +375,7 @@ class _Dialogue:
         figures = totals(len(self._chat.answers), self._chat.answers)
         n_used = finished.n_prompt_tokens + finished.n_tokens
         context = f"{n_used} of {self._chat.n_ctx} tokens of context in use"
-        say(f"in all: {', '.join(figures)}, {context}")
+        say(f"so far: {', '.join(figures)}, {context}")
 
     def quit(self, _argument: str) -> None:
         """End the conversation (also /bye, /exit)."""

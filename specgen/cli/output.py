@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 from specgen.errors import UsageError
 from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
+from specgen.system.machine import process_age_s
 from specgen.system.progress import Progress, ProgressView
 
 if TYPE_CHECKING:
@@ -272,6 +273,9 @@ def show_answer(
     """
     from specgen.session.engine import generate
 
+    # What the session has not counted: imports, finding the models, and making the prompt.
+    uncounted_s = process_age_s() - sum(session.setup_s.values())
+    session.setup_s["starting_s"] = max(0.0, uncounted_s)
     with Interrupt() as interrupt:
         events = generate(
             session,

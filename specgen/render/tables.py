@@ -297,10 +297,13 @@ def totals(n_answers: int, answers: Sequence[FinishedEvent | BatchStats]) -> lis
     def total(name: str) -> int:
         return sum(getattr(each, name) for each in answers)
 
-    texts = [f"{counted(n_answers, 'answer')} of {counted(total('n_tokens'), 'token')}"]
-    n_drafted = total("n_drafted")
-    if n_drafted:
-        texts.append(f"{total('n_accepted') / n_drafted:.0%} of the draft accepted")
+    first_text = f"{counted(n_answers, 'answer')}, {counted(total('n_tokens'), 'token')}"
+    if n_answers > 1:
+        first_text += " in all"
+    texts = [first_text]
+    n_positions = total("n_positions")
+    if n_positions:
+        texts.append(f"{total('n_accepted') / n_positions:.0%} of the draft accepted")
     n_cached = total("n_cached_tokens")
     if n_cached:
         texts.append(f"{n_cached / total('n_prompt_tokens'):.0%} of the prompts from the cache")

@@ -13,7 +13,7 @@ from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
 from specgen.system.folders import cache_folder, packed_folder
-from specgen.system.machine import logical_cores
+from specgen.system.machine import usable_threads
 from specgen.system.quantities import human_bytes
 
 
@@ -37,13 +37,7 @@ def notes_about(
         yield from _unused_drafting_options(options.drafting)
     yield from layers_without_gpu(options.target_context, options.draft_context)
     yield from _unused_template_variables(session, options.target_context)
-    n_threads = options.target_context.n_threads or 0
-    n_cores = logical_cores()
-    if n_threads > n_cores:
-        yield (
-            f"-t {n_threads} is slower than -t {n_cores}: "
-            f"this machine runs {n_cores} threads at once"
-        )
+    yield from _thread_notes(options.target_context)
     for draft in session.models[1:]:
         yield from _size_notes(session.target, draft)
 
@@ -56,6 +50,15 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
                 f"{name} {context.n_gpu_layers} has no effect: "
                 "this build of llama.cpp finds no GPU (`specgen doctor`)"
             )
+
+
+def _thread_notes(context: ContextOptions) -> Iterator[str]:
+    """Yield a note for each number of threads that is larger than what can run at once."""
+    usable = usable_threads()
+    why = usable.limit or f"this machine runs {usable.amount} threads at once"
+    for name, n_threads in (("-t", context.n_threads), ("-tb", context.n_threads_batch)):
+        if n_threads is not None and n_threads > usable.amount:
+            yield f"{name} {n_threads} is slower than {name} {usable.amount}: {why}"
 
 
 def _kernel_notes(model: LlamaModel) -> Iterator[str]:

@@ -173,6 +173,16 @@ class Session:
         is_packed = packed is not None and packed.n_new_bytes > 0
         self.setup_s["packing_s" if is_packed else "loading_s"] += self.clock() - started_s
 
+    def count_rest(self, started_s: float) -> None:
+        """Count what the session has not counted of the time since `started_s` as loading."""
+        rest_s = self.clock() - started_s - sum(self.setup_s.values())
+        if rest_s > 0.0:
+            self.count_setup(rest_s)
+
+    def count_setup(self, seconds: float) -> None:
+        """Count some time as loading, or as loading and packing if weights were packed."""
+        self.setup_s["packing_s" if self.setup_s["packing_s"] > 0.0 else "loading_s"] += seconds
+
     def _open_ngrams(self) -> LoadedDraft:
         ngrams = open_draft("ngram", self._draft_setup)
         assert ngrams is not None, "n-grams always draft"

@@ -79,6 +79,12 @@ def gain_text(
     return text
 
 
+def rough_gain_text(speedup: float, why: str) -> str:
+    """Return a rough speed-up in words, with the reason why it is rough in parentheses."""
+    text = gain_text(speedup, speedup, why)
+    return f"about {text}" if is_gain(speedup) else text
+
+
 def measured_gain(
     speedup: float,
     worst: float,

@@ -19,9 +19,9 @@ import pytest
 from llama_cpp import llama_cpp
 
 import specgen.cli.app
-from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.session.prompts.template import Message, render
+from specgen.text.built_in_templates import BUILT_IN
 from tests.helpers.cli import Cli, complaint, ended, events_of, spawn
 from tests.helpers.common import posix
 

@@ -246,6 +246,19 @@ def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_templates_that_are_missing_or_invalid_are_noted_at_the_start(tmp_path: Path) -> None:
+    invalid = "{% for m in messages %}\n{{ m.content }"
+    file = write_tiny_model(tmp_path / "broken.gguf", TinyConfig(chat_template=invalid))
+    for arguments in (("-m", str(file)), ("--models", str(tmp_path))):
+        with listening(*arguments) as (process, _):
+            said = ended(process).splitlines()
+        expected = "note: broken: its chat template is not valid"
+        assert [line.startswith(expected) for line in said].count(True) == 1
+    plain = write_tiny_model(tmp_path / "plain.gguf", TinyConfig())
+    with listening("-m", str(plain)) as (process, _):
+        assert "chatml is used; --chat-template takes another" in ended(process)
+
+
 def test_an_embedding_model_alone(tmp_path: Path, specgen: Specgen) -> None:
     file = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
     refused = complaint(specgen("serve", "-m", file, "-md", file), 2)

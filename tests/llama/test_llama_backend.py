@@ -261,6 +261,7 @@ def test_a_context_larger_than_the_memory_is_refused(
     assert model.cache_bytes(4096, "q8_0", "q8_0") == pytest.approx(needed * 34 / 64)
 
     class Little:
+        total = 100 * 2**20
         available = 50 * 2**20
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)

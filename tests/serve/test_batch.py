@@ -133,9 +133,9 @@ class TestResults:
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     stats = BatchStats(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
-    told = "2 answers of 100 tokens, 5 s: 20.0 tokens/s, 4 at once"
+    told = "2 answers, 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
     assert batch_summary(stats, 5.0, "4 at once") == told
-    stats.n_drafted, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
+    stats.n_positions, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
     assert batch_summary(stats, 5.0, "4 at once") == told
 
@@ -282,7 +282,7 @@ def test_actors_answer_as_a_batch_does(target: Path) -> None:
             assert results.text(name) == plain.text(name)
     for name in ("n_lines", "n_answers", "n_errors", "n_tokens", "n_prompt_tokens"):
         assert getattr(batch.stats, name) == getattr(here.stats, name)
-    assert batch.stats.n_drafted > 0
+    assert batch.stats.n_positions > 0
     assert (batch.n_actors, batch.where) == (2, "2 Ray actors")
     assert len(ray.portions) > 4  # so that a fast actor gets more
     assert {name for portion in ray.portions for name in portion} == results.records.keys()

@@ -17,7 +17,7 @@ from specgen.cli.flags.typer_groups import argument as argument
 from specgen.cli.flags.typer_groups import extends as extends
 from specgen.cli.flags.typer_groups import group as group
 from specgen.cli.flags.typer_groups import takes_options as takes_options
-from specgen.cli.inputs import BUILT_IN, read_template, read_variables
+from specgen.cli.inputs import read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -36,6 +36,7 @@ from specgen.options import (
     staged,
 )
 from specgen.sampler_options import SamplerOptions
+from specgen.text.built_in_templates import BUILT_IN
 
 # --- models
 

@@ -6,6 +6,8 @@ warning; a request is refused only if a known field has an invalid value.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -21,6 +23,26 @@ Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 #: A JSON schema that is an object.
 Schema: TypeAlias = dict[str, Any]
 
+
+def _parsed_if_json(value: Any) -> Any:
+    """Return the value of a JSON text; anything else as it is, for pydantic to judge."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _checked_schema(value: Any) -> Any:
+    if not isinstance(value, (dict, bool)):
+        raise ValueError("a JSON schema is an object or a boolean")  # noqa: TRY004 - for pydantic
+    return value
+
+
+#: Lets the text of a JSON value stand for the value, as some clients send it.
+OR_JSON_TEXT = BeforeValidator(_parsed_if_json)
+#: A JSON schema of any kind, or the text of one.
+AnySchema: TypeAlias = Annotated[Any, BeforeValidator(_checked_schema), OR_JSON_TEXT]
+
 #: Unknown fields that do not change the answer: they are ignored without a warning.
 _SILENTLY_IGNORED = frozenset(
     [
@@ -30,6 +52,7 @@ _SILENTLY_IGNORED = frozenset(
         "cache_prompt",
         "client_metadata",
         "context_management",
+        "guided_decoding_backend",
         "id",
         "id_slot",
         "keep_alive",
