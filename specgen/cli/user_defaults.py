@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import typer
 
-from specgen.cli.typer_messages import in_words
+from specgen.cli.typer_messages import reason
 from specgen.errors import UsageError
 from specgen.system.files import named_path, read_toml
 
@@ -124,7 +124,10 @@ def checked(
             raise typer.BadParameter("give one value")
         return option.process_value(context, texts[0])
     except typer.BadParameter as error:
-        raise UsageError(f"{where} = {', '.join(texts)}: {in_words(error.message)}") from None
+        why = reason(error)
+        if why is None:
+            why = f"{error.message}, not {', '.join(texts)}"
+        raise UsageError(f"{where}: {why}") from None
 
 
 def _text_of(value: Any) -> str:

@@ -29,6 +29,7 @@ from specgen.llama import LlamaBackend
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
 from specgen.method.drafter import never
+from specgen.option_values import checked_value, required, shown_value
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
@@ -82,8 +83,9 @@ class Engine:
             MemoryLimitError: If the contexts do not fit into memory.
             UsageError: If `n_parallel` is below 1, or more than the shape of drafts allows.
         """
-        if n_parallel < 1:
-            raise UsageError(f"{n_parallel} answers at once: give 1 or more")
+        required("session", Session, session)
+        n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
+        n_ctx = checked_value("n_ctx", int | None, n_ctx, {"min": 1})
         max_parallel = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > max_parallel:
             raise UsageError(
@@ -210,13 +212,17 @@ class Engine:
             verifier: How drafts are verified.
 
         Raises:
-            PromptError: If the prompt is empty, or longer than the context.
+            PromptError: If the prompt is empty, has a token that the target lacks, or is longer
+                than the context.
             UsageError: If an option is invalid.
             BackendError: If the engine is closed.
         """
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
+        if not isinstance(prompt, Prompt):
+            raise UsageError(f"prompt: give a text or a Prompt, not {shown_value(prompt)}")
+        self._check_tokens(prompt)
         if len(prompt.tokens) > self.n_ctx:
             raise PromptError(
                 f"the prompt has {len(prompt.tokens)} tokens, but the context has {self.n_ctx}",
@@ -240,6 +246,25 @@ class Engine:
             drafts=draft,
         )
 
+    def _check_tokens(self, prompt: Prompt) -> None:
+        """Check the tokens of a prompt, which the caller may have made.
+
+        Raises:
+            PromptError: If there are none, or one that the target lacks.
+            UsageError: If they are not a tuple of numbers.
+        """
+        tokens: Any = prompt.tokens
+        are_numbers = all(hasattr(kind, "__index__") for kind in set(map(type, tokens)))
+        if not isinstance(tokens, tuple) or not are_numbers:
+            raise UsageError(f"tokens: give a tuple of numbers, not {shown_value(tokens)}")
+        if not prompt.tokens:
+            raise PromptError("the prompt is empty", hint="give something to continue")
+        n_tokens = self._session.target.vocabulary.n_tokens
+        for token in (min(prompt.tokens), max(prompt.tokens)):
+            if not 0 <= token < n_tokens:
+                name = self._session.target.name
+                raise PromptError(f"there is no token {token}: {name} has {n_tokens} tokens")
+
     def cancel(self, request: Request) -> FinishedEvent | None:
         """End an answer with the text that it has so far. Any thread may do that.
 
@@ -249,6 +274,7 @@ class Engine:
             The summary of a request that was still waiting: it leaves the queue at once. None for
             any other request.
         """
+        required("request", Request, request)
         request.is_cancelled = True
         if not self._scheduler.drop(request):
             return None
@@ -327,7 +353,12 @@ class Engine:
         Raises:
             SpecgenError: If the answer failed. If a worker was lost, a summary of the text so far
                 is yielded first.
+            UsageError: If the request belongs to another engine.
         """
+        required("request", Request, request)
+        with self.stepping:  # no request is between the queue and its slot
+            if not request.is_done and not self._scheduler.has(request):
+                raise UsageError("the request belongs to another engine")
         try:
             while True:
                 # Read before the events are taken: another thread may finish the answer meanwhile.
@@ -430,7 +461,7 @@ class Engine:
         with self._fail_on_error([request]):
             events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_cancelled)
             self._store_prefix(request)
-            request.events.extend(events)
+            request.add_events(events)
             events += self._complete(request)
         return events
 
@@ -454,7 +485,7 @@ class Engine:
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in participants}
         for event in events:
-            requests[event.sequence].events.append(event)
+            requests[event.sequence].add_events([event])
         if request_to_prefill is not None:
             self._store_prefix(request_to_prefill)
         for request in participants:
@@ -599,7 +630,7 @@ class Engine:
 
     def _pass_on(self, request: Request, *events: Event) -> list[Event]:
         """Queue events for `stream`, and return them."""
-        request.events.extend(events)
+        request.add_events(events)
         return list(events)
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:

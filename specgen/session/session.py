@@ -21,6 +21,7 @@ from specgen.llama.kernels.packed_weights import PackedWeights
 from specgen.llama.library import has_gpu
 from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
+from specgen.option_values import required
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.measurement_store import MeasurementStore, SessionCosts
@@ -87,6 +88,7 @@ class Session:
             PairError: If the draft cannot draft for the target.
             UsageError: If an option is invalid for the target.
         """
+        required("options", SessionOptions, options)
         self.options = options
         self.clock = clock
         self.measurements = measurements if measurements is not None else MeasurementStore()

@@ -327,7 +327,7 @@ def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Pa
         (["--max-tokens", "many"], "--max-tokens"),
         (["--temp", "nan"], "--temp"),
         (["--verifier", "best"], "'match'"),
-        (["--ngram-min", "5", "--ngram-max", "2"], "--ngram-min 5"),
+        (["--ngram-min", "5", "--ngram-max", "2"], "n-gram (5) is longer"),
         (["--stop", ""], "--stop"),
         (["--quiet", "--verbose"], "--quiet"),
         (["--raw", "--system", "x"], "--system"),

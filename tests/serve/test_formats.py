@@ -100,6 +100,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
     found = chat(**values, dry_breakers=[".", "!"]).sampling
     assert found == SamplerOptions(**expected)
     others = {"dry_sequence_breakers": ["."], "dry_penalty_last_n": 9, "typ_p": 3}
+    assert chat(dry_breakers='[".", "!"]').sampling.dry_breakers == (".", "!")
     assert chat(**others).sampling == chat(dry_breakers=["."], dry_last_n=9).sampling
     assert chat(seed=2**40).sampling.seed == 2**40
 

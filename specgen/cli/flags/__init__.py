@@ -244,24 +244,7 @@ def _shares(text: str) -> tuple[float, ...]:
 # --- drafts
 
 
-@extends(DraftOptions)
-def drafting(**given: Any) -> DraftOptions:
-    """Return the options of drafting, after checking that they do not contradict each other."""
-    options = DraftOptions(**given)
-    shortest = options.ngram_min
-    longest = options.ngram_max
-    if shortest is not None and longest is not None and shortest > longest:
-        hint = "give a smaller --ngram-min, or a larger --ngram-max"
-        raise UsageError(f"--ngram-min {shortest} is larger than --ngram-max {longest}", hint)
-    shape = options.tree
-    max_tokens = options.max_tokens
-    if shape.is_fixed and max_tokens is not None and max_tokens < shape.n_nodes:
-        raise UsageError(
-            f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {max_tokens}",
-            hint="use a smaller shape, or leave --draft-max out",
-        )
-    return options
-
+drafting = group(DraftOptions)
 
 # --- samplers, prompts and answers
 
@@ -329,8 +312,6 @@ def answer(
 ) -> GenerationOptions:
     """Return when an answer ends, and the grammar that it has to follow, if any."""
     options = GenerationOptions(**others)
-    if "" in options.stop:
-        raise UsageError("--stop '' is empty: every answer would end before it began")
     given = {
         "--grammar": grammar,
         "--grammar-file": grammar_file,

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from specgen.option_values import described, place_of
 from specgen.serve.formats.request_errors import BodyError, shown
 
 #: A JSON object: a body, an event, or a chunk of a stream.
@@ -156,21 +157,10 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
         return model.model_validate(body)
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
-    reason = first_error["msg"].removeprefix("Value error, ")
-    if first_error["type"] == "model_type":  # pydantic's message names a Python class
-        reason = "Input should be an object"
-    if first_error["type"] != "missing":
-        reason += f"; it is {shown(first_error['input'])}"
-    elif len(first_error["loc"]) == 1:
+    reason = described(first_error, shown)
+    if first_error["type"] == "missing" and len(first_error["loc"]) == 1:
         reason += unknown_fields(model, body)
-    place = ""
-    for key in first_error["loc"]:
-        if isinstance(key, int):
-            place += f"[{key}]"
-        else:
-            place += f".{key}"
-    # Pydantic marks a wrong key of an object with "[key]".
-    raise BodyError(place.removesuffix(".[key]").removeprefix("."), reason)
+    raise BodyError(place_of(first_error["loc"]).removeprefix("."), reason)
 
 
 def unknown_fields(
@@ -224,6 +214,11 @@ AS_PARTS = BeforeValidator(_as_parts)
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
+def is_text(part: Part) -> bool:
+    """Return whether a part of a message can be shown to the model as it is."""
+    return part.text is not None or part.refusal is not None or part.type.endswith("text")
+
+
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """Join the texts of the parts of a message.
 
@@ -234,7 +229,7 @@ def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
         text = part.text
         if text is None:
             text = part.refusal
-        if text is None and not part.type.endswith("text"):
+        if not is_text(part):
             kind = part.type.removeprefix("input_").removesuffix("_url")
             text = f"[{kind[:40]} left out: this model reads text]"
         if text:

@@ -108,10 +108,11 @@ class Prompts:
                 "a system message needs the chat template, and the prompt is to be used as it is"
             )
         if chat or system is not None:
-            option = "--chat" if chat else "--system"
+            what = "a chat" if chat else "a system message"
             raise UsageError(
-                f"{option} needs a chat template, and {self.target.name} has none",
-                hint=f"{_GIVE_TEMPLATE}, or leave {option} out to continue the prompt as it is",
+                f"{what} needs a chat template, and {self.target.name} has none",
+                hint=f"{_GIVE_TEMPLATE}, or leave --chat and --system out to continue the prompt "
+                "as it is",
             )
         check_length(self.target.vocabulary, text, self.n_ctx)
         return Prompt.of(text, tokenize(self.target.vocabulary, text, parse_special=True))

@@ -8,13 +8,15 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from specgen.errors import PromptError
+from specgen.errors import PromptError, UsageError
+from specgen.option_values import shown_value
 from specgen.session.prompts.marked_text import marked
 from specgen.session.prompts.sandbox import compiled, to_json
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+_ROLES: tuple[Role, ...] = get_args(Role)
 
 #: The variables that specgen sets for all templates.
 OWN_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"])
@@ -53,6 +55,18 @@ class Message:
     name: str | None = None
     #: The thoughts of an assistant.
     reasoning: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the role and the content.
+
+        Raises:
+            UsageError: If there is no such role, or the content is not a text.
+        """
+        if self.role not in _ROLES:
+            roles = ", ".join(_ROLES)
+            raise UsageError(f"role: give one of {roles}, not {shown_value(self.role)}")
+        if not isinstance(self.content, str):
+            raise UsageError(f"content: give a text, not {shown_value(self.content)}")
 
 
 def render(
