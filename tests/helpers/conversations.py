@@ -71,10 +71,10 @@ def text_at(place: int) -> str:
     return f"text{place}z"
 
 
-def orders(longest: int) -> Iterator[str]:
+def orders(longest: int, letters: str = LETTERS) -> Iterator[str]:
     """All orders of up to `longest` messages."""
     for length in range(1, longest + 1):
-        yield from map("".join, itertools.product(LETTERS, repeat=length))
+        yield from map("".join, itertools.product(letters, repeat=length))
 
 
 def lost(letters: str, text: str) -> str:

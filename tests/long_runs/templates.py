@@ -43,8 +43,9 @@ UNREAD = {
         "the prompt ends with the mark of a call even if the answer is not one"
     ),
 }
-#: The number of messages of the longest conversations.
+#: The numbers of messages of the longest conversations, without and with empty answers.
 LONGEST = 6
+LONGEST_WITH_EMPTY_ANSWERS = 4
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")
 _WEATHER = {
@@ -166,7 +167,8 @@ def about_shapes(template: str) -> tuple[str, bool]:
     """How many conversations are changed, and whether all of them are in the prompt."""
     n_all = 0
     n_changed = 0
-    for letters in orders(LONGEST):
+    all_orders = {*orders(LONGEST, "SUACT"), *orders(LONGEST_WITH_EMPTY_ANSWERS)}
+    for letters in sorted(all_orders, key=len):
         n_all += 1
         try:
             found = fitted_turns(template, letters)
