@@ -50,9 +50,11 @@ def shapes_of(messages: Sequence[Message], changes: Sequence[Change]) -> Iterato
     for change in changes:
         for shape in list(shapes):
             turns = change(shape.messages)
-            if all(turns != other.messages for other in shapes):
-                shapes.append(Shape(turns, (*shape.changes, change)))
-                yield shapes[-1]
+            if any(turns == other.messages for other in shapes):
+                continue
+            new_shape = Shape(turns, (*shape.changes, change))
+            shapes.append(new_shape)
+            yield new_shape
 
 
 def changed(messages: Sequence[Message], changes: Sequence[Change]) -> list[Message]:
@@ -134,13 +136,16 @@ def _with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """Write calls as JSON, one per line, at the end of the text of their turns."""
 
     def with_text(message: Message) -> Message:
-        calls = [
-            to_json({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls
-        ]
-        text = "\n".join(filter(None, [message.content, *calls]))
-        return replace(message, content=text, tool_calls=())
+        lines = [_call_as_text(call) for call in message.tool_calls]
+        if message.content:
+            lines.insert(0, message.content)
+        return replace(message, content="\n".join(lines), tool_calls=())
 
     return [with_text(message) if message.tool_calls else message for message in messages]
+
+
+def _call_as_text(call: ToolCall) -> str:
+    return to_json({"name": call.name, "arguments": call.arguments})
 
 
 def _with_results_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -173,27 +178,28 @@ def _with_paired_results(messages: Sequence[Message]) -> list[Message]:
 
     A result without a call becomes a message of the user's.
     """
-    #: The results of each turn, by its place.
-    results: dict[int, list[Message]] = {}
-    #: The results that belong to no turn, by their places.
+    # Find the turn of each result.
+    results_by_turn: dict[int, list[Message]] = {}
     lone_results: set[int] = set()
     for place, message in enumerate(messages):
-        if message.role == "tool":
-            turn = _turn_that_called(messages[:place], message)
-            if turn is None:
-                lone_results.add(place)
-            else:
-                results.setdefault(turn, []).append(message)
+        if message.role != "tool":
+            continue
+        turn = _turn_that_called(messages[:place], message)
+        if turn is None:
+            lone_results.add(place)
+        else:
+            results_by_turn.setdefault(turn, []).append(message)
 
+    # Write each turn with its results.
     paired: list[Message] = []
     for place, message in enumerate(messages):
         if place in lone_results:
-            text = result_as_text(message.content)
-            paired.append(Message("user", text))
+            paired.append(Message("user", result_as_text(message.content)))
         elif message.role != "tool":
+            results = results_by_turn.get(place, [])
             paired.append(message)
-            paired += results.get(place, [])
-            paired += _cancelled_results(message, results.get(place, []))
+            paired += results
+            paired += _cancelled_results(message, results)
     return paired
 
 
@@ -253,16 +259,22 @@ def _joined(first: Message, second: Message) -> Message:
 def _with_missing_questions(messages: Sequence[Message]) -> list[Message]:
     """Insert an empty turn of the user where the assistant begins, or calls after its answer."""
     complete: list[Message] = []
+    previous: Message | None = None
     for message in messages:
-        previous = complete[-1] if complete else None
-        if message.role == "assistant" and _lacks_question(previous, message):
+        if message.role == "assistant" and _lacks_question(message, previous):
             complete.append(Message("user", ""))
         complete.append(message)
+        previous = message
     return complete or [Message("user", "")]
 
 
-def _lacks_question(previous: Message | None, message: Message) -> bool:
-    """Return whether a turn of the user is missing before a turn of the assistant."""
+def _lacks_question(message: Message, previous: Message | None) -> bool:
+    """Return whether a turn of the user is missing before a turn of the assistant.
+
+    Args:
+        message: The turn of the assistant.
+        previous: The message before it; None if it is the first one.
+    """
     if previous is None or _is_system(previous):
         return True
     return bool(message.tool_calls) and _is_answer(previous)

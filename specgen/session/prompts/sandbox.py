@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -147,9 +146,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         Jinja would first add the lines of the template to its traceback, which takes longer than
         rendering, and nobody reads them.
         """
-        error = sys.exc_info()[1]
-        assert error is not None, "there is an exception"
-        raise error
+        raise  # noqa: PLE0704 - Jinja calls it where it has caught the exception
 
     def is_safe_attribute(
         self,
