@@ -205,22 +205,32 @@ def _probe_of(kinds: _Kinds) -> _Probe:
         elif not kind.calls:
             markers.append(content)
         calls: list[ToolCall] = []
-        for number, call in enumerate(kind.calls):
-            markers.append(f"call{place}x{number}x")
-            arguments: Mapping[str, Any] | str = {"city": markers[-1]}
-            if call.has_text:
-                arguments = to_json(arguments)
-            calls.append(ToolCall(f"call_{call.identity}", "weather", arguments))
+        for number, call_kind in enumerate(kind.calls):
+            marker = f"call{place}x{number}x"
+            markers.append(marker)
+            calls.append(_probed_call(call_kind, marker))
         message = Message(
             kind.role,
             content,
             tuple(calls),
-            tool_call_id=None if kind.answered is None else f"call_{kind.answered}",
+            tool_call_id=None if kind.answered is None else _identity(kind.answered),
             name="weather" if kind.has_name else None,
             reasoning="why" if kind.has_reasoning else None,
         )
         messages.append(message)
     return _Probe(messages, markers)
+
+
+def _probed_call(kind: _CallKind, marker: str) -> ToolCall:
+    """Return a call of this kind with a marker in its arguments."""
+    arguments: Mapping[str, Any] | str = {"city": marker}
+    if kind.has_text:
+        arguments = to_json(arguments)
+    return ToolCall(_identity(kind.identity), "weather", arguments)
+
+
+def _identity(number: int) -> str:
+    return f"call_{number}"
 
 
 @dataclass(frozen=True, slots=True)
