@@ -29,7 +29,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(filter-out kernels/tests/%,
 
 export PROMPT
 
-.PHONY: help run peers rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates schemas llama-cpp-tests docs docs-check install clean FORCE
+.PHONY: help run peers spec-bench rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates schemas llama-cpp-tests docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -126,6 +126,10 @@ install: $(VENV)/.installed ## Build and install specgen into VENV
 peers: $(VENV)/.installed ## Build llama.cpp's own programs, for benchmarks/peers.py
 	@CMAKE_ARGS="$${CMAKE_ARGS:-$$(sed -n 's/^cmake: //p' $(VENV)/.llama-settings)}" \
 		$(BIN)/python -m scripts.build_peers $(VENV)/peers
+
+# Hours, in parts: the same command goes on after the last question.
+spec-bench: $(VENV)/.installed ## Measure drafts on Spec-Bench (QUESTIONS=question.jsonl, SPEC_BENCH_ARGS="--bigger FILE --minutes 60")
+	@$(BIN)/python -m benchmarks.spec_bench $(QUESTIONS) $(SPEC_BENCH_ARGS)
 
 # Two files of llama.cpp as a library of their own: with -DGGML_RPC=on all of llama.cpp would be built again.
 rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc

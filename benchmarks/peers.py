@@ -1,11 +1,19 @@
-"""specgen against llama.cpp's own speculative programs, in interleaved runs.
+r"""specgen against llama.cpp's own speculative programs and other engines, in interleaved runs.
 
-`make peers` builds them.
+`make peers` builds llama.cpp's programs. The other engines are those of Python environments:
 
-    python -m benchmarks.peers -m 7b.gguf -md 1b.gguf -md 0.5b.gguf -N 1 --json out.json
+    python -m venv openvino && openvino/bin/pip install openvino-genai
+    python -m venv ik && ik/bin/pip install ik-llama-cpp-python
+    python -m benchmarks.peers -m 7b.gguf -md 1b.gguf -md 0.5b.gguf -N 1 --json out.json \
+        --openvino openvino/bin/python --ik-llama ik/bin/python
 
-Prints the lines of `specgen bench` for plain decoding, specgen with each draft, and llama.cpp's
-programs in the settings that people use most. What their figures mean (llama-cpp-python 0.3.36):
+Prints the lines of `specgen bench` for plain decoding, specgen with each draft, and the others in
+the settings that people use most; what is missing is skipped. OpenVINO reads only some weight types
+(`benchmarks/requantise.py` makes others). ik-llama-cpp-python has no drafts.
+
+A program that idles while others run may lose its weights from memory, and its cores sleep: each
+contender generates some tokens before its turn. What the figures of llama.cpp's programs mean
+(llama-cpp-python 0.3.36):
 
 - `llama-speculative-simple` starts its clock when both models have decoded the prompt except for
   its last token, and counts all tokens after it; the printed figure is comparable to specgen's.
@@ -17,16 +25,27 @@ programs in the settings that people use most. What their figures mean (llama-cp
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+from benchmarks.worker_client import (
+    WARM_UP_PROMPT,
+    EngineWorker,
+    WorkerCommand,
+    WorkerError,
+    running_worker,
+)
 from specgen.errors import SpecgenError
 from specgen.llama import default_threads
 from specgen.llama.mtp_layers import why_no_mtp
@@ -48,6 +67,8 @@ _DRAFT_ROOM = 64
 #: The last lines are sometimes lost, since the programs do not wait for the thread that writes
 #: their log.
 _N_TRIES = 3
+#: The context of other engines: enough for the prompts of `specgen bench` and of Spec-Bench.
+_ENGINE_N_CTX = 4096
 _NUMBER = r"(-?\d[\d.]*|-?inf|-?nan)"
 _SPEED = rf"{{}}\s+{_NUMBER} tokens in\s+{_NUMBER} seconds, speed:\s+{_NUMBER} t/s"
 _COUNT = rf"\bn_{{}}\s*=\s*{_NUMBER}"
@@ -242,27 +263,147 @@ def peers_of(session: Session, drafts: Mapping[str, Path]) -> list[PeerContender
     return found
 
 
+# --- other engines ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """Another engine, and how it is used."""
+
+    name: str
+    #: Its name in `benchmarks/engine_worker.py`, and that of the option with its Python.
+    engine: str
+    #: Its own settings there.
+    choices: Mapping[str, Any]
+
+
+ENGINE_SETTINGS = (
+    EngineSetting("OpenVINO", "openvino", {"prompt_lookup": False}),
+    EngineSetting("OpenVINO prompt lookup", "openvino", {"prompt_lookup": True}),
+    EngineSetting("ik_llama.cpp", "ik-llama", {"repack": False}),
+    EngineSetting("ik_llama.cpp repacked", "ik-llama", {"repack": True}),
+)
+
+
+class EngineContender:
+    """Another engine, in a process of its own.
+
+    Like llama.cpp's programs, it gets its prompts from the models of a session.
+    """
+
+    def __init__(self, name: str, worker: EngineWorker, session: Session) -> None:
+        self.name = name
+        self._worker = worker
+        self._loaded = session
+
+    def answer(self, prompt: str) -> Outcome:
+        """Warm up, and answer.
+
+        Raises:
+            WorkerError: If the process ended.
+        """
+        self._worker.warm_up(self._tokens_of(WARM_UP_PROMPT))
+        figures = self._worker.answer(prompt, self._tokens_of(prompt))
+        vocabulary = self._loaded.target.vocabulary
+        token_ids = tuple(token for token in figures["token_ids"] if not vocabulary.is_end(token))
+        text = b"".join(map(vocabulary.token_bytes, token_ids)).decode("utf-8", "replace")
+        return Outcome(
+            text=text,
+            n_tokens=figures["n_tokens"],
+            finish_reason=None,
+            tokens_per_s=figures["tokens_per_s"],
+            time_to_first_token_s=figures["time_to_first_token_s"],
+            token_ids=token_ids,
+        )
+
+    def _tokens_of(self, prompt: str) -> tuple[int, ...]:
+        return tuple(self._loaded.prompts.of_text(prompt, now=NOW).tokens)
+
+
+def engines_of(
+    session: Session,
+    pythons: Mapping[str, Path | None],
+    stack: contextlib.ExitStack,
+) -> Iterator[EngineContender]:
+    """Yield contenders for the engines that are there; a line tells about each that is not.
+
+    Args:
+        session: The session whose target the engines load.
+        pythons: The Pythons of the engines' environments; None for an engine that is left out.
+        stack: Ends the processes.
+    """
+    options = session.options
+    for setting in ENGINE_SETTINGS:
+        python = pythons[setting.engine]
+        if python is None:
+            skip(setting.name, f"--{setting.engine} names no Python")
+            continue
+        settings = {
+            "target": str(options.target),
+            "max_tokens": options.generation.max_tokens,
+            "n_threads": default_threads(),
+            "n_ctx": _ENGINE_N_CTX,
+            **setting.choices,
+        }
+        command = WorkerCommand(setting.engine, python, checkout=None)
+        try:
+            worker = stack.enter_context(running_worker(command, settings))
+        except WorkerError as error:
+            skip(setting.name, error.message)
+            continue
+        print(f"{setting.name}: version {worker.about['version']}", file=sys.stderr)
+        yield EngineContender(setting.name, worker, session)
+
+
+def skip(name: str, why: str) -> None:
+    """Tell that a contender is left out."""
+    print(f"{name} is skipped: {why}", file=sys.stderr)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
 def main() -> None:
     parser = parser_of(__doc__, max_tokens=128, drafts=True)
     parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
     parser.add_argument("-N", "--count", type=int, help="prompts of each category")
+    for engine in dict.fromkeys(setting.engine for setting in ENGINE_SETTINGS):
+        parser.add_argument(f"--{engine}", type=Path, help="the Python of its environment")
     asked = parser.parse_args()
     prompts = bench_prompts(asked.prompts, asked.count)
-    sources: dict[str, DraftSource] = {path.name: path for path in asked.draft} | {"ngram": "ngram"}
+    with contextlib.ExitStack() as stack:
+        compare(_contenders(asked, stack), prompts, asked.json)
+
+
+def _contenders(asked: argparse.Namespace, stack: contextlib.ExitStack) -> list[Contender]:
+    """Return plain decoding, specgen's drafts, and all others that are there."""
     plain = opened(asked.target, "none", asked.max_tokens)
+    others: list[PeerContender | EngineContender] = []
     try:
-        peers = peers_of(plain, {path.name: path for path in asked.draft})
+        others += peers_of(plain, {path.name: path for path in asked.draft})
     except PeerError as error:
-        sys.exit(f"{error.message}\nhint: {error.hint}")
-    contenders = [
-        contender_of("plain", plain),
-        *(
-            contender_of(draft, opened(asked.target, source, asked.max_tokens))
-            for draft, source in sources.items()
-        ),
-        *(Contender(0.0, each.name, each.answer) for each in peers),
+        skip("llama.cpp", f"{error.message} ({error.hint})")
+    others += engines_of(plain, {"openvino": asked.openvino, "ik-llama": asked.ik_llama}, stack)
+    if not others:
+        sys.exit("there is nothing to compare with")
+    sources: dict[str, DraftSource] = {path.name: path for path in asked.draft} | {"ngram": "ngram"}
+    own = [contender_of("plain", plain)]
+    for draft, source in sources.items():
+        own.append(contender_of(draft, opened(asked.target, source, asked.max_tokens)))
+    return [
+        *map(warmed_up_each_time, own),
+        *(Contender(0.0, each.name, each.answer) for each in others),
     ]
-    compare(contenders, prompts, asked.json)
+
+
+def warmed_up_each_time(contender: Contender) -> Contender:
+    """Return a contender that generates some tokens before each of its turns."""
+    return replace(contender, answer=partial(_warm_up_and_answer, contender))
+
+
+def _warm_up_and_answer(contender: Contender, prompt: str) -> Outcome:
+    contender.warm_up()
+    return contender.answer(prompt)
 
 
 def compare(

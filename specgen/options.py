@@ -337,7 +337,7 @@ class ContextOptions:
         "Threads for decoding.",
         min=1,
         max=1024,
-        show_default="what `specgen tune` found best, or physical cores",
+        show_default="what `specgen tune` found best, or the physical cores that it may use",
     )
     n_threads_batch: int | None = _machine(
         None,
@@ -467,9 +467,9 @@ class GenerationOptions:
     max_tokens: int = _answer(
         -1,
         "--max-tokens --predict --n-predict -n",
-        "Maximum number of tokens to generate; -1 goes on until the text ends or the context is "
-        "full.",
-        min=-1,
+        "Maximum number of tokens to generate; -1 (or -2) goes on until the text ends or the "
+        "context is full.",
+        min=-2,
     )
     stop: tuple[str, ...] = _answer(
         (),

@@ -17,11 +17,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import not_utf8, read_text
+from specgen.cli.inputs import STDIO, name_of, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
-from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
+from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.option_fields import utf8
+from specgen.system.files import decode_lines
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
@@ -70,11 +71,12 @@ def chat(
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
-    files_text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.calibration import calibrate
     from specgen.session.choose_models import name_of
-    from specgen.session.conversation import Chat, check_template
+    from specgen.session.conversation import Chat
     from specgen.session.engine import Engine
+    from specgen.session.prompts.chat import SubstituteTemplate, check_template
     from specgen.session.prompts.thoughts import showing_thoughts
     from specgen.train.online_learning import Learner
 
@@ -85,8 +87,16 @@ def chat(
         stop = Interrupt(ends_process=False)
         with without_echo():  # what the user types during loading becomes the first message
             session = stack.enter_context(
-                opened(wanted, setup.machine.kernels, output, check_template)
+                opened(
+                    wanted,
+                    setup.machine.kernels,
+                    output,
+                    check=lambda session: check_template(session.target),
+                )
             )
+            substitute = SubstituteTemplate.of(session.target)
+            if substitute is not None:
+                output.note(substitute.notice(session.target))
             calibration_notice = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
             engine.notify(calibration_notice)
@@ -366,7 +376,7 @@ class _Dialogue:
         figures = totals(len(self._chat.answers), self._chat.answers)
         n_used = finished.n_prompt_tokens + finished.n_tokens
         context = f"{n_used} of {self._chat.n_ctx} tokens of context in use"
-        say(f"in all: {', '.join(figures)}, {context}")
+        say(f"so far: {', '.join(figures)}, {context}")
 
     def quit(self, _argument: str) -> None:
         """End the conversation (also /bye, /exit)."""
@@ -445,16 +455,10 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
     A backslash at the end of a line continues the message on the next one.
 
     Raises:
-        PromptError: If a line is not UTF-8.
+        PromptError: If a line is not text.
     """
     message = ""
-    encoding = "utf-8-sig"  # the first line may begin with a byte order mark
-    for number, raw in enumerate(stream, start=1):
-        try:
-            line = raw.decode(encoding).rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise not_utf8("standard input", error, number) from None
-        encoding = "utf-8"
+    for line in decode_lines(stream, name_of(STDIO), PromptError):
         if line.endswith("\\"):
             message += f"{line[:-1]}\n"
             continue

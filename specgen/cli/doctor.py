@@ -105,19 +105,25 @@ def _show_section(
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     """Return the texts of the report by their headings and labels."""
     from specgen.system.folders import cache_folder, config_folder, data_folder
-    from specgen.system.quantities import human_bytes
+    from specgen.system.quantities import counted, human_bytes
 
     machine = report.machine
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     total = human_bytes(machine.memory_bytes)
     available = human_bytes(machine.available_bytes)
+    about_machine = {
+        "system": machine.system,
+        "CPU": f"{machine.cpu}, {cores}",
+        "memory": f"{total}, {available} available",
+        "Python": machine.python,
+    }
+    if machine.core_limit:
+        n_cores = counted(machine.n_usable_cores, "core")
+        about_machine["limit on cores"] = f"{n_cores}: {machine.core_limit}"
+    if machine.memory_limit:
+        about_machine["limit on memory"] = machine.memory_limit
     return {
-        "Machine": {
-            "system": machine.system,
-            "CPU": f"{machine.cpu}, {cores}",
-            "memory": f"{total}, {available} available",
-            "Python": machine.python,
-        },
+        "Machine": about_machine,
         "Software": _software(report),
         "Files": {
             "cache": folder_line(cache_folder()),

@@ -11,28 +11,13 @@ from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.option_fields import utf8
+from specgen.system.files import decode_text
+from specgen.text.built_in_templates import BUILT_IN
 
 #: The file name that stands for standard input or output.
 STDIO = Path("-")
 #: The time until a note says that the end of standard input is awaited.
 PATIENCE_S = 2.0
-#: Chat templates by llama.cpp's names; the templates of other families are in their models' files.
-BUILT_IN = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "llama3": "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    "gemma": "{% set first = messages[0] if messages[0].role == 'system' else none %}"
-    "{% for m in messages %}{% if m.role != 'system' %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
-    "{% if loop.index0 == 1 and first %}{{ first.content | trim }}\n\n{% endif %}"
-    "{{ m.content | trim }}<end_of_turn>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    "phi3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-}
 
 
 def read_prompt(
@@ -101,10 +86,10 @@ def _read_source(source: Path | str, note: Callable[[str], None]) -> tuple[str, 
             return "the question", utf8(source)
         except ValueError as error:
             raise PromptError(f"the prompt: {error}") from None
-    text = _read_stdin(note) if source == STDIO else read_text(source)
+    text = _read_stdin(note) if source == STDIO else read_input(source)
     if text.endswith("\n"):
         text = text.removesuffix("\n").removesuffix("\r")
-    return _name_of(source), text
+    return name_of(source), text
 
 
 def _read_stdin(note: Callable[[str], None]) -> str:
@@ -117,12 +102,12 @@ def _read_stdin(note: Callable[[str], None]) -> str:
     timer.daemon = True
     timer.start()
     try:
-        return read_text(STDIO)
+        return read_input(STDIO)
     finally:
         timer.cancel()
 
 
-def _name_of(path: Path) -> str:
+def name_of(path: Path) -> str:
     """Return the name of a file in messages."""
     return "standard input" if path == STDIO else str(path)
 
@@ -139,41 +124,18 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise PromptError(f"{_name_of(path)}: cannot be read: {reason}") from error
+        raise PromptError(f"{name_of(path)}: cannot be read: {reason}") from error
 
 
-def read_text(path: Path | None, *, with_mark: bool = False) -> str:
-    """Return the text of a UTF-8 file or of standard input; "" if the path is None.
-
-    Args:
-        path: The file.
-        with_mark: Whether to keep a byte order mark at the beginning.
+def read_input(path: Path | None) -> str:
+    """Return the text of a file or of standard input; "" if the path is None.
 
     Raises:
-        PromptError: If it cannot be read, or is not UTF-8.
+        PromptError: If it cannot be read, or is not text.
     """
     if path is None:
         return ""
-    data = read_bytes(path)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line_number = data[: error.start].count(b"\n") + 1
-        raise not_utf8(_name_of(path), error, line_number) from None
-    if not with_mark:
-        text = text.removeprefix("\ufeff")
-    return text
-
-
-def not_utf8(
-    name: str,
-    error: UnicodeDecodeError,
-    line_number: int,
-) -> PromptError:
-    """Return the error that says at which line the text with this name is not UTF-8."""
-    byte = error.object[error.start]
-    message = f"{name} is not UTF-8: byte {byte:#04x} on line {line_number}"
-    return PromptError(message, "convert it first, for example with iconv -f LATIN1 -t UTF-8")
+    return decode_text(read_bytes(path), name_of(path), PromptError)
 
 
 def is_terminal() -> bool:
@@ -202,7 +164,7 @@ def read_template(given: str) -> str:
         template = BUILT_IN[given]
     else:
         path = _template_file(given)
-        template = _template_in_model(path) if path.suffix == ".gguf" else read_text(path)
+        template = _template_in_model(path) if path.suffix == ".gguf" else read_input(path)
     problem = check_syntax(template)
     if problem:
         excerpt = given.partition("\n")[0][:60]

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, TextIO
 from specgen.errors import UsageError
 from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
-from specgen.system.progress import Progress, ProgressView
+from specgen.system.machine import process_age_s
+from specgen.system.progress import Kind, Progress, ProgressView
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -249,13 +250,16 @@ class Output:
         return self.newline and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
+    def measuring(self, kind: Kind = "counts") -> Iterator[tuple[Progress, Interrupt]]:
         """Yield a callback that shows the progress of a measurement, and the flag that ends it.
 
         The flag is set by a signal.
+
+        Args:
+            kind: What the progress counts.
         """
         stream = None if self.quiet or self.verbose > 0 else sys.stderr
-        with contextlib.closing(ProgressView(stream)) as view, Interrupt() as stop:
+        with contextlib.closing(ProgressView(stream, kind=kind)) as view, Interrupt() as stop:
             yield view.show, stop
 
 
@@ -272,6 +276,9 @@ def show_answer(
     """
     from specgen.session.engine import generate
 
+    # What the session has not counted: imports, finding the models, and making the prompt.
+    uncounted_s = process_age_s() - sum(session.setup_s.values())
+    session.setup_s["starting_s"] = max(0.0, uncounted_s)
     with Interrupt() as interrupt:
         events = generate(
             session,

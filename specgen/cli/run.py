@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
 from specgen.cli.inputs import read_prompt
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output, show_answer
+
+if TYPE_CHECKING:
+    from specgen.session.session import Session
 
 
 @flags.takes_options
@@ -49,7 +53,15 @@ def run(
         setup = replace(setup, answer=showing_thoughts(setup.answer))
         output = replace(output, thinks=True)
     wanted = setup.wanted_session(quiet=output.quiet)
-    with opened(wanted, setup.machine.kernels, output) as session:
+
+    def check(session: Session) -> None:
+        """Refuse a model with an invalid chat template, unless the prompt is used as it is."""
+        from specgen.session.prompts.chat import check_template
+
+        if template.chat is not False:
+            check_template(session.target)
+
+    with opened(wanted, setup.machine.kernels, output, check) as session:
         asked = session.prompts.of_text(text, chat=template.chat, system=template.system)
         code, _ = show_answer(session, asked, output)
     return code

@@ -22,7 +22,7 @@ from specgen.drafters.suffix_index import (
     split_texts,
 )
 from specgen.errors import OutputError, UsageError
-from specgen.system.files import locked
+from specgen.system.files import locked, read_text
 from specgen.text.vocabulary import Vocabulary
 
 #: Larger files in a folder are ignored.
@@ -161,16 +161,11 @@ def _texts(file: _CorpusFile) -> list[str]:
     """
     path = file.path
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        if not file.is_named:
-            return []
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"{path}: {reason or error}") from error
-    if "\0" in text:
-        if not file.is_named:
-            return []
-        raise UsageError(f"{path}: not UTF-8 text")
+        text = read_text(path, str(path), UsageError)
+    except UsageError:
+        if file.is_named:
+            raise
+        return []
     if path.suffix.lower() not in _RECORD_SUFFIXES:
         return [text]
     try:

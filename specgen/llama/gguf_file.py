@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -23,11 +24,23 @@ if TYPE_CHECKING:
 #: Types of values in gguf.h.
 _STRING = 8
 _ARRAY = 9
-#: The functions of gguf.h that read 32-bit numbers, by the number of their type.
+#: The functions of gguf.h that read numbers of 16 and 32 bits, by the number of their type.
 _NUMBER_READERS: dict[int | None, str] = {
+    2: "gguf_get_val_u16",
     4: "gguf_get_val_u32",
     5: "gguf_get_val_i32",
     6: "gguf_get_val_f32",
+}
+#: The functions of gguf.h that read any single value that is not a text, by the number of its type.
+_VALUE_READERS: dict[int | None, str] = {
+    0: "gguf_get_val_u8",
+    1: "gguf_get_val_i8",
+    3: "gguf_get_val_i16",
+    **_NUMBER_READERS,
+    7: "gguf_get_val_bool",
+    10: "gguf_get_val_u64",
+    11: "gguf_get_val_i64",
+    12: "gguf_get_val_f64",
 }
 #: `architecture_of` searches this many bytes at the beginning of a file.
 _N_SEARCHED_BYTES = 4096
@@ -109,6 +122,20 @@ class GgufMetadata:
         value: bytes = self.get("gguf_get_val_str", key) or b""
         return value.decode("utf-8", "replace")
 
+    def single_values(self) -> dict[str, Any]:
+        """Return all values but lists, by key: texts, booleans, and numbers that are finite."""
+        values: dict[str, Any] = {}
+        for index in range(native.gguf_get_n_kv(self.handle)):
+            key = native.gguf_get_key(self.handle, index).decode("utf-8", "replace")
+            value_type = self.get("gguf_get_kv_type", key)
+            if value_type == _STRING:
+                values[key] = self.text(key)
+            elif value_type in _VALUE_READERS:
+                value = self.get(_VALUE_READERS[value_type], key)
+                if math.isfinite(value):
+                    values[key] = value
+        return values
+
     def texts(self, key: str) -> Iterator[bytes]:
         """Yield the texts of an array; none if the file does not have it."""
         n = self.length(key)
@@ -118,6 +145,22 @@ class GgufMetadata:
         get_text = native.gguf_get_arr_str
         for number in range(n):
             yield get_text(self.handle, index, number) or b""
+
+    @property
+    def n_tensors(self) -> int:
+        """The number of tensors."""
+        return int(native.gguf_get_n_tensors(self.handle))
+
+    @property
+    def end_of_tensors(self) -> int:
+        """The size that the file needs to have all of its tensors, in bytes."""
+        end = int(native.gguf_get_data_offset(self.handle))
+        start = end
+        for index in range(self.n_tensors):
+            offset = int(native.gguf_get_tensor_offset(self.handle, index))
+            size = int(native.gguf_get_tensor_size(self.handle, index))
+            end = max(end, start + offset + size)
+        return end if self.n_tensors else 0
 
     def tensors(self) -> Iterator[GgufTensor]:
         """Yield the tensors of the file."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.file_check import check_file
+from specgen.llama.file_check import check_file, check_weights
 from specgen.llama.gguf_file import opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp, native
@@ -342,6 +342,7 @@ class LlamaModel:
 
     def _check_usable(self) -> None:
         """Raise `ModelFileError` if the model cannot generate text, or would hang llama.cpp."""
+        check_weights(self.file)
         architecture = self.architecture
         n_rotated = self.metadata(f"{architecture}.rope.dimension_count")
         if n_rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:

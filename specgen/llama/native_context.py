@@ -10,7 +10,7 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.options import ContextOptions
-from specgen.system.machine import available_memory_bytes, logical_cores, physical_cores
+from specgen.system.machine import available_memory_bytes, usable_cores, usable_memory
 from specgen.system.quantities import human_bytes
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -152,9 +152,11 @@ class _Opening:
         needed = self._needed_bytes(n_sequences, n_snapshots=0)
         available = self._available_bytes()
         if needed > available:
+            limit = usable_memory().limit
             raise MemoryLimitError(
                 f"{self._model.name}: a context of {self._size.n_ctx} tokens needs about "
-                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free",
+                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free"
+                f"{f' ({limit})' if limit else ''}",
                 hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
             )
         handle = self._make(n_sequences, n_snapshots=0)
@@ -250,5 +252,5 @@ def _max_snapshots(model: LlamaModel) -> int:
 
 @functools.cache
 def default_threads() -> int:
-    """Return the number of physical cores: hyper-threads do not help matrix products."""
-    return physical_cores() or logical_cores()
+    """Return the number of physical cores that this process can keep busy."""
+    return usable_cores().amount

@@ -69,9 +69,7 @@ def check_model_path(path: Path) -> None:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            names = sorted(str(file) for file in path.glob("*.gguf"))
-            hint = f"name the file: {', '.join(names[:3])}" if names else "it holds no .gguf file"
-            raise ModelFileError(f"{path}: a directory, not a model file", hint)
+            raise ModelFileError(f"{path}: a directory, not a model file", _hint_in(path))
         if not stat.S_ISREG(mode):  # reading a pipe would block
             hint = "give the path of a .gguf file"
             raise ModelFileError(f"{path}: a pipe or a device, not a model file", hint)
@@ -90,6 +88,16 @@ def check_model_path(path: Path) -> None:
             f"{path}: the model is split into {len(parts)} files; missing: {', '.join(missing)}",
             "put all of its files into one folder",
         )
+
+
+def _hint_in(folder: Path) -> str:
+    """Return what to give instead of a folder."""
+    names = sorted(str(file) for file in folder.glob("*.gguf"))
+    if names:
+        return f"name the file: {', '.join(names[:3])}"
+    if any(folder.glob("*.safetensors")):
+        return "llama.cpp's convert_hf_to_gguf.py turns its safetensors files into GGUF"
+    return "it holds no .gguf file"
 
 
 def parts_of(file: _File) -> list[_File]:

@@ -244,7 +244,8 @@ class Chat:
 
         def prompt(n_left_out: int) -> Prompt:
             messages = conversation.messages(n_left_out)
-            return self._session.prompts.of_messages(messages, now=self._now)
+            prompts = replace(self._session.prompts, substitutes_template=True)
+            return prompts.of_messages(messages, now=self._now)
 
         def n_tokens(n_left_out: int) -> int:
             return len(prompt(n_left_out).tokens)
@@ -328,16 +329,3 @@ class Chat:
         if kept_parts:
             message += f" ({' and '.join(kept_parts)} kept)"
         return message
-
-
-def check_template(session: Session) -> None:
-    """Check that a conversation with the target is possible.
-
-    Raises:
-        UsageError: If the target has no chat template.
-    """
-    if session.target.chat_template() is None:
-        raise UsageError(
-            f"a conversation needs a chat template, and {session.target.name} has none",
-            hint="`specgen run` continues a text without a template",
-        )

@@ -100,9 +100,12 @@ class DrafterFactory:
             else:
                 cascade = Cascade(None, drafter, text_state)
         n_branches = session.n_branches_max
+        generation = settings.generation
+        if prompt.stop and not generation.ignore_eos:
+            generation = replace(generation, stop=(*generation.stop, *prompt.stop))
         return AnswerState(
             vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
-            options=settings.generation,
+            options=generation,
             n_ctx=n_ctx,
             cascade=cascade,
             policy=self._policy(len(prompt.tokens), settings),

@@ -28,7 +28,6 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
-from specgen.method.cost_table import CostTable
 from specgen.method.drafter import never
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
@@ -101,6 +100,7 @@ class Engine:
         self._prepare = prepare
         self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
+        started_s = session.clock()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
             target, _ = self._resources.enter_context(
@@ -120,6 +120,7 @@ class Engine:
             self._prefixes = PrefixReuse(session, target)
             self._resources.callback(self._prefixes.close)
             self.notify(self._prefixes.notice)
+            session.count_setup(session.clock() - started_s)
             on_error.pop_all()
 
     @classmethod
@@ -351,9 +352,12 @@ class Engine:
 
         Its slot takes over the known prefix of its prompt, and the state of its answer is made.
         """
+        was_idle = not self.n_busy
         request = self._scheduler.take_next()
         if request is None:
             return []
+        if was_idle:
+            self._measure_again()
         slot = request.slot
         assert slot is not None, "it was given one"
         request.load = LoadOfOthers()
@@ -381,6 +385,17 @@ class Engine:
             ]
             events += self._pass_on(request, prompt_event, *notices)
         return events
+
+    def _measure_again(self) -> None:
+        """Measure the costs of drafting again if they are rough and some minutes old."""
+        draft = self._session.draft
+        if draft is None:
+            return
+        costs = self._session.costs
+        if not costs.are_outdated() and not costs.are_outdated(draft.timed):
+            return
+        with contextlib.suppress(MemoryLimitError, BackendError):  # the rough costs remain
+            self.notify(calibrate(self._session))
 
     def _prompt_event(self, request: Request) -> PromptEvent:
         """Return the first event of an answer: its prompt, its models and its settings."""
@@ -482,26 +497,27 @@ class Engine:
     def _summary(self, request: Request) -> FinishedEvent:
         """Return the summary of a finished answer.
 
-        If other programs kept the machine busy meanwhile, the costs of its decodes are not written
-        to disk.
+        If other programs kept the machine busy meanwhile, what its decodes changed in the costs is
+        not written to disk, unless the costs are rough anyway.
         """
         answer = request.running
         costs = self._session.costs
-        # With an empty table, the summary does not compare the answer with plain decoding: costs
-        # from a busy machine would mislead.
-        table = CostTable()
-        if not costs.was_busy:
-            table = costs.table(n_past=answer.n_prompt)
-        finished = self._loop.finish(answer, table)
-        if request.load is not None:
-            # The first answer after loading reports how long loading took.
-            setup_s: dict[str, Any] = dict(self._session.setup_s)
-            self._session.setup_s.clear()
-            finished = replace(finished, others_share=request.load.share, **setup_s)
-            if is_busy(finished.others_share):
-                draft = self._session.draft
-                costs.do_not_keep(None, None if draft is None else draft.timed)
-        return finished
+        others_share = request.load.share if request.load is not None else None
+        was_busy = is_busy(others_share)
+        if was_busy:
+            draft = self._session.draft
+            costs.do_not_keep(None, None if draft is None else draft.timed)
+        finished = self._loop.finish(
+            answer,
+            costs.table(n_past=answer.n_prompt),
+            is_rough=was_busy or costs.are_rough(),
+        )
+        if request.load is None:  # the answer has not begun
+            return finished
+        # The first answer after loading reports how long loading took.
+        setup_s: dict[str, Any] = dict(self._session.setup_s)
+        self._session.setup_s.clear()
+        return replace(finished, others_share=others_share, **setup_s)
 
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups and for learning, if the options ask for that.

@@ -98,7 +98,7 @@ def _read() -> dict[str, Any]:
     """Return the content of drafts.json, which always has an object named "drafts"."""
     path = saved_drafts_file()
     try:
-        document: object = json.loads(path.read_text(encoding="utf-8"))
+        document: object = json.loads(path.read_bytes())
     except FileNotFoundError:
         document = {}
     except OSError as error:

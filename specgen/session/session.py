@@ -17,6 +17,7 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
 from specgen.llama.file_check import check_file
 from specgen.llama.gguf_file import GgufMetadata
+from specgen.llama.kernels.packed_weights import PackedWeights
 from specgen.llama.library import has_gpu
 from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
@@ -98,7 +99,11 @@ class Session:
         #: The seconds spent on loading, packing and measuring, by the fields of `FinishedEvent`
         #: that report them. The first answer reports them and empties this.
         self.setup_s: defaultdict[str, float] = defaultdict(float)
+        #: The new packed weights by the name of their model. They are written when it is closed.
+        self.packed: dict[str, PackedWeights] = {}
         self._resources = contextlib.ExitStack()
+        #: What is called after the models are closed.
+        self._after_close = contextlib.ExitStack()
         #: Releases the weights that were read ahead.
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
@@ -127,6 +132,11 @@ class Session:
     def close(self) -> None:
         """Close the models. Continuing an unfinished answer raises `BackendError` from then on."""
         self._resources.close()
+        self._after_close.close()
+
+    def call_after_close(self, callback: Callable[[], None]) -> None:
+        """Call a function once, after the models are closed."""
+        self._after_close.callback(callback)
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -167,9 +177,22 @@ class Session:
 
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
         """Count the time since `started_s` as loading a model, or as packing its weights."""
+        field = "loading_s"
         packed = model.loaded.packed
-        is_packed = packed is not None and packed.n_new_bytes > 0
-        self.setup_s["packing_s" if is_packed else "loading_s"] += self.clock() - started_s
+        if packed is not None and packed.n_new_bytes > 0:
+            field = "packing_s"
+            self.packed[model.name] = packed
+        self.setup_s[field] += self.clock() - started_s
+
+    def count_rest(self, started_s: float) -> None:
+        """Count what the session has not counted of the time since `started_s` as loading."""
+        rest_s = self.clock() - started_s - sum(self.setup_s.values())
+        if rest_s > 0.0:
+            self.count_setup(rest_s)
+
+    def count_setup(self, seconds: float) -> None:
+        """Count some time as loading, or as loading and packing if weights were packed."""
+        self.setup_s["packing_s" if self.setup_s["packing_s"] > 0.0 else "loading_s"] += seconds
 
     def _open_ngrams(self) -> LoadedDraft:
         ngrams = open_draft("ngram", self._draft_setup)

@@ -131,7 +131,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     assert [each["n_drafted"] != 0 for each in found] == [True, False, False, True]
     assert "is on" in texts[3]
     assert "never asked" not in texts[3]
-    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "in all: 3 answers"):
+    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "so far: 3 answers,"):
         assert words in result.err
 
 
@@ -158,7 +158,6 @@ def test_an_invalid_line_is_reported_and_the_conversation_continues(
 
 
 def test_input_that_cannot_start_a_conversation_is_refused(chat: Chat, tmp_path: Path) -> None:
-    assert "needs a chat template" in chat(target="plain", draft="none", lines="x\n").err
     bad = chat(lines=b"the cat\ncaf\xe9\nmore\n")
     assert bad.code == 3
     assert "byte 0xe9 on line 2" in bad.err
@@ -166,6 +165,16 @@ def test_input_that_cannot_start_a_conversation_is_refused(chat: Chat, tmp_path:
     assert chat(lines="").code == 0
     assert "is not a valid name" in chat("--session", "a/b", lines="x\n").err
     assert "cannot be read" in chat("--file", str(tmp_path / "no"), lines="x\n").err
+
+
+def test_a_model_without_a_template_gets_a_named_one(chat: Chat) -> None:
+    result = chat(target="plain", draft="none", lines="x\ny\n")
+    assert result.code == 0
+    assert "a conversation needs a chat template" in result.err
+    assert "chatml is used; --chat-template takes another" in result.err
+    named = chat("--chat-template", "chatml", target="plain", draft="none", lines="x\ny\n")
+    assert result.out == named.out
+    assert "--chat-template" not in named.err
 
 
 def test_turns_that_do_not_fit_the_context_are_left_out_with_a_notice(chat: Chat) -> None:

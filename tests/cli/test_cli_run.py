@@ -19,9 +19,9 @@ import pytest
 from llama_cpp import llama_cpp
 
 import specgen.cli.app
-from specgen.cli.inputs import BUILT_IN
 from specgen.events import FinishedEvent
 from specgen.session.prompts.template import Message, render
+from specgen.text.built_in_templates import BUILT_IN
 from tests.helpers.cli import Cli, complaint, ended, events_of, spawn
 from tests.helpers.common import posix
 
@@ -91,6 +91,11 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, "-", stdin=PROMPT.encode() + b"\r\n").out == expected
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
+    # PowerShell's `>` and its pipes.
+    for codec in ("utf-16", "utf-16-le"):
+        file.write_bytes(f"{PROMPT}\r\n".encode(codec))
+        assert cli(*arguments, "-f", str(file)).out == expected
+        assert cli(*arguments, "-", stdin=file.read_bytes()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
     # As with other tools, the model may come before the prompt.
     assert cli(*arguments[1:], PROMPT).out == expected
@@ -242,7 +247,7 @@ def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
         (["-j", '{"$ref": "http://example.com/schema"}'], "http://example.com/schema"),
         (["--grammar-file", str(tmp_path / "none")], "--grammar-file"),
         (["--grammar-file", str(tmp_path)], "--grammar-file"),
-        (["--grammar-file", str(binary)], "it is not UTF-8"),
+        (["--grammar-file", str(binary)], "is not UTF-8: byte 0xff on line 1"),
         (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
         (["-j", '{"type": "string", "not": {}}'], "no grammar can enforce"),
         (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
@@ -348,6 +353,8 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "empty" in complaint(cli(*model, "-", stdin=b""), 3)
     assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
     assert "0xe9 on line 1" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
+    assert "NUL byte on line 2" in complaint(cli(*model, "-", stdin=b"a\nb\0c"), 3)
+    assert "is not text" in complaint(cli(*model, "-f", cli.model("target")), 3)
     assert "UTF-8" in complaint(cli(*model, "caf\udce9"), 3)
     assert "No such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
     assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)
@@ -367,8 +374,8 @@ def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "missing.gguf", "no such file"),
         (Path("user/repo:Q4_K_M"), "a model on the hub is hf:user/repo:Q4_K_M"),
         (tmp_path, "a directory"),
-        (text, "not a GGUF file"),
-        (cut, "cannot load"),
+        (text, "a text file, not a model: it begins with 'hello'"),
+        (cut, "an unfinished download: it has 50.0 kB of"),
         (Path(cli.model("bert")), "generates text"),
     ):
         assert message in complaint(cli("-m", str(path), PROMPT), 4)

@@ -114,7 +114,7 @@ def running(
         engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
         opened = OpenedModel(session, engine, between_answers=between_answers)
         name = options.alias or session.target.name.removesuffix(".gguf")
-        entry = ModelEntry(name, lambda _turns, _interrupted: opened)
+        entry = ModelEntry(name, lambda _turns, _interrupted: opened, options=session.options)
         pool = stack.enter_context(ModelPool([entry], options.limits, note=note))
         pool.load(name)
         server, thread, http = stack.enter_context(answering(pool, options))

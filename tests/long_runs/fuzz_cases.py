@@ -22,6 +22,7 @@ from specgen.cli.app import command_line
 from tests.helpers.conversations import LETTERS
 from tests.helpers.sessions import write_models
 from tests.helpers.strict_templates import STRICT
+from tests.helpers.wrong_files import WRONG_FILES
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
 from tests.tiny import CHATML_TEMPLATE, TinyConfig
@@ -288,6 +289,52 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
         for draft in (base.model("draft"), "none")
     )
     return Case(fast, stdin=stdin, same_as=plain)
+
+
+@_kind
+def model_kind(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A file that is no model, as target or draft: it is refused, damaged or not."""
+    other = folder / "other.gguf"
+    WRONG_FILES[chance.choice([*WRONG_FILES])].write(other)
+    command = base.run(base.model("target"), other)
+    if chance.random() < 0.5:
+        command = base.run(other, base.model("draft"))
+    if chance.random() < 0.5:
+        # An answer would be a finding.
+        return Case(command, codes=frozenset({4}), text=b"refused")
+    data = other.read_bytes()
+    other.write_bytes(_flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance))
+    return Case(command)
+
+
+#: Encodings of text files, with and without a byte order mark.
+_CODECS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1")
+_TEXTS = (PROMPT, "le café est dans la maison\r\nthe cat\r\n", "猫在房子里。\n猫在 the house\n")
+
+
+@_kind
+def text_kind(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A text file in some encoding says what it says in UTF-8, or is refused."""
+    option = chance.choice(["-f", "--grammar-file", "--lookup-file"])
+    text = chance.choice(_TEXTS)
+    if option == "--grammar-file":
+        text = f"root ::= {json.dumps(text, ensure_ascii=False)}"
+    data = text.encode(chance.choice(_CODECS), "replace")
+    is_changed = chance.random() < 0.4
+    if is_changed:
+        data = _flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance)
+    (folder / "odd.txt").write_bytes(data)
+    (folder / "plain.txt").write_bytes(text.encode())
+    target = base.model("target")
+    if option == "--lookup-file":
+        return Case(base.run(target, "ngram", option, "odd.txt"), text=base.text)
+    more = [] if option == "-f" else [PROMPT]
+    odd, plain = (
+        (*base.run(target, "ngram")[:-1], option, name, *more) for name in ("odd.txt", "plain.txt")
+    )
+    # What latin-1 cannot write is another text.
+    says_the_same = not is_changed and b"?" not in data
+    return Case(odd, same_as=plain if says_the_same else None)
 
 
 #: Commands whose options are tried: how often, what they need at least, and their arguments.

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
-from specgen.serve.formats.figures import answer_figures
+from specgen.serve.formats.figures import answer_figures, vllm_metrics
 from specgen.serve.formats.llama_server import read_infill
 from specgen.serve.formats.messages import error_body
 from specgen.serve.formats.parsed_request import Kind
@@ -90,13 +90,37 @@ def test_the_figures_of_several_answers_add_up() -> None:
     assert both["timings"]["predicted_per_second"] == 2.0
 
 
-@pytest.mark.parametrize(("others_share", "is_known"), [(None, True), (0.1, True), (0.4, False)])
-def test_a_busy_machine_knows_no_gain(others_share: float | None, is_known: bool) -> None:
+def test_vllm_counts_drafts_by_how_many_of_their_tokens_were_accepted() -> None:
+    """Of five drafts, two were rejected, one was accepted up to its first token, two up to the
+    third; in all, they had twelve tokens.
+    """
+    answer = dataclasses.replace(
+        FINISHED,
+        n_drafted=12,
+        n_accepted=7,
+        drafted_by_depth=(5, 4, 2),
+        accepted_by_depth=(3, 2, 2),
+    )
+    assert vllm_metrics(answer) == {
+        "mean_acceptance_length": 2.4,
+        "draft_acceptance_rate": 7 / 12,
+        "acceptance_histogram": [2, 1, 0, 2],
+        "num_accepted_draft_tokens": 7,
+        "num_draft_tokens": 12,
+        "num_spec_steps": 5,
+    }
+    none = dataclasses.replace(FINISHED, n_drafted=0, drafted_by_depth=(), accepted_by_depth=())
+    assert vllm_metrics(none) is None
+
+
+@pytest.mark.parametrize("is_rough", [False, True])
+def test_a_busy_machine_knows_a_rough_gain(is_rough: bool) -> None:
     gain: Any = {"estimated_speedup": 1.5, "estimated_speedup_range": (1.4, 1.6)}
-    answer = dataclasses.replace(FINISHED, **gain, others_share=others_share)
+    answer = dataclasses.replace(FINISHED, **gain, estimate_is_rough=is_rough)
     drafts = answer_figures([answer])["speculative"]
-    expected = (1.5, [1.4, 1.6]) if is_known else (None, None)
-    assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == expected
+    assert (drafts["estimated_speedup"], drafts["estimated_speedup_range"]) == (1.5, [1.4, 1.6])
+    assert drafts["estimate_is_rough"] == is_rough
+    assert not answer_figures([answer, answer])["speculative"]["estimate_is_rough"]
 
 
 def test_the_bytes_of_a_token_are_not_those_of_its_character() -> None:

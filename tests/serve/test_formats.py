@@ -107,6 +107,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
 def test_lengths_and_ends() -> None:
     for name, n in (("max_tokens", 0), ("max_completion_tokens", 9), ("n_predict", -1)):
         assert chat(**{name: n}).generation.max_tokens == n
+        assert chat(**{name: -2}).generation.max_tokens == -1  # as llama.cpp's server takes it
     assert chat(stop="x").generation.stop == ("x",)
     assert chat(stop=["x", "yz"]).generation.stop == ("x", "yz")
     assert chat(stop=[]).generation.stop == ()
@@ -123,6 +124,9 @@ def test_other_spellings_of_values() -> None:
         ({"5": -1, "the": False}, ((5, -1.0), ("the", -1e30))),
     ):
         assert chat(logit_bias=biases).biases == pairs
+    for breakers in (["\n", ":"], '["\\n", ":"]'):  # SillyTavern sends the list as a text
+        assert chat(dry_sequence_breakers=breakers).sampling.dry_breakers == ("\n", ":")
+    assert chat(dry_sequence_breakers="[").sampling.dry_breakers == ("[",)
     for form in ("deepseek-legacy", "parsed", "auto"):
         assert chat(reasoning_format=form).splits_reasoning
     for how in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
@@ -197,6 +201,29 @@ def test_a_format_becomes_a_grammar() -> None:
     ):
         assert asked.generation.grammar is not None
         assert json.loads(asked.generation.grammar.text)["const"] == 7
+
+
+def test_a_guide_becomes_a_grammar() -> None:
+    """The fields of vLLM's servers, older and newer, and the names of others."""
+    schema = {"const": 7}
+    for kind, value, text in (
+        ("json", schema, '"const": 7'),
+        ("json", json.dumps(schema), '"const": 7'),
+        ("grammar", 'root ::= "a"', "root"),
+        ("regex", "a/b|\\d", "/a\\/b|\\d/"),
+        ("choice", ["yes", 'n"o'], '"yes" | "n\\"o"'),
+    ):
+        for body in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
+            request = chat(**body)
+            assert request.generation.grammar is not None
+            assert text in request.generation.grammar.text
+            assert request.warnings == ()
+    assert chat(json_schema=json.dumps(schema)) == chat(json_schema=schema)
+    request = chat(guided_json={"uniqueItems": True}, guided_decoding_backend="x")
+    assert fields(request) == ["guided_json"]
+    excluded = chat(guided_choice=["a"], tools=[tool("a")])
+    with pytest.raises(BodyError, match="excludes tools"):
+        with_call_form(excluded, TEMPLATE)
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -466,7 +493,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"logit_bias": {"5": "x"}}, "logit_bias[0][1]"),
     (chat, {"logit_bias": [[5]]}, "logit_bias[0][1]"),
     (chat, {"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
-    (chat, {"max_completion_tokens": -2}, "max_completion_tokens"),
+    (chat, {"max_completion_tokens": -3}, "max_completion_tokens"),
     (chat, {"stop": [1]}, "stop[0]"),
     (chat, {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
     (chat, {"n": 2}, "n"),
@@ -484,6 +511,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"response_format": {"type": "json_schema"}}, "response_format"),
     (chat, {"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
     (chat, {"grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
+    (chat, {"json_schema": {"$ref": "#"}}, "json_schema"),
+    (chat, {"guided_json": "{"}, "guided_json"),
+    (chat, {"guided_regex": "["}, "guided_regex"),
+    (chat, {"guided_regex": "(?<=a)b"}, "guided_regex"),
+    (chat, {"guided_regex": "(a{100}){1000}"}, "guided_regex"),
+    (chat, {"guided_choice": []}, "guided_choice"),
+    (chat, {"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+    (chat, {"structured_outputs": {"choice": 1}}, "structured_outputs.choice"),
     (chat, {"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
     (responding, {"previous_response_id": "resp_1"}, "previous_response_id"),
     (responding, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),

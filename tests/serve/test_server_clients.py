@@ -408,6 +408,11 @@ FIELDS_WITHIN: dict[str, list[Any]] = {
         *([[each, 1]] for each in ODD),
     ],
     "prompt": [[[each, "x", 1]] for each in ODD] + [["x", each] for each in ODD],
+    "structured_outputs": [
+        {name: each} for each in ODD for name in ("json", "regex", "choice", "grammar")
+    ],
+    "functions": [[each] for each in ODD] + [[{"name": each, "parameters": each}] for each in ODD],
+    "context": [[each] for each in ODD],
     "chat_template_kwargs": [{"enable_thinking": each, "x": each} for each in ODD],
 }
 BODIES: dict[str, dict[str, Any]] = {
@@ -433,7 +438,8 @@ FIELD_NAMES = """
     xtc_probability mirostat samplers thinking enable_thinking think reasoning reasoning_effort
     reasoning_format continue_final_message add_generation_prompt cache_prompt return_progress
     response_fields t_max_predict_ms options images raw content tokens with_pieces add_special
-    include metadata model
+    include metadata model functions function_call guided_json guided_regex guided_choice
+    guided_grammar structured_outputs context
 """
 
 
@@ -443,7 +449,7 @@ def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -
     draws, cases = random.Random(path), list[tuple[str, Any]]()
     for name in FIELD_NAMES.split():
         cases += [(name, value) for value in (*ODD, *FIELDS_WITHIN.get(name, ()))]
-    for name, value in draws.sample(cases, 60):
+    for name, value in draws.sample(cases, 70):
         found = server.post(path, **{"max_tokens": 2, **BODIES[path], name: value})
         assert found.status_code in (200, 400), (name, value, found.text)
         assert found.status_code == 200 or found.json()["error"], (name, value)

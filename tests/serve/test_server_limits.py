@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -49,6 +50,42 @@ def test_a_body_that_is_too_large(server: Running) -> None:
         yield from [b" " * 50_000] * 5
 
     assert server.http.post("/v1/completions", content=pieces()).status_code == 413
+
+
+def test_images_do_not_count(server: Running) -> None:
+    """They are left out, wherever they are and however the client escapes base64."""
+    text = {"type": "text", "text": "hi"}
+    for image in ("abcd" * 100_000, "ab/d" * 100_000):
+        url = f"data:image/png;base64,{image}"
+        parts = [text, {"type": "image_url", "image_url": {"url": url}}]
+        body = json.dumps({"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+        for content in (body, body.replace("/", "\\/")):
+            found = server.http.post("/v1/chat/completions", content=content)
+            assert found.status_code == 200, found.text
+    many = b" " + b"abcd" * 1_000_000
+    assert server.http.post("/v1/completions", content=many).status_code == 413
+    for prompt in ("a few words " * 20_000, "x" * 200_000):
+        found = server.post("/v1/completions", prompt=prompt)
+        assert found.status_code == 413
+        assert "200000 bytes" in found.json()["error"]["message"]
+        assert "--limit-body" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_a_body_in_another_encoding_of_unicode(server: Running, encoding: str) -> None:
+    body = json.dumps({"prompt": "é", "max_tokens": 0, "echo": True}, ensure_ascii=False)
+    found = server.http.post("/v1/completions", content=body.encode(encoding))
+    assert found.json()["choices"][0]["text"] == "é"
+
+
+def test_a_compressed_body(server: Running) -> None:
+    body = gzip.compress(b'{"prompt": "x"}')
+    found = server.http.post("/v1/completions", content=body, headers={"Content-Encoding": "gzip"})
+    assert found.status_code == 415
+    assert found.headers["Accept-Encoding"] == "identity"
+    assert "gzip" in found.json()["error"]["message"]
+    same = {"Content-Encoding": "identity"}
+    assert server.http.post("/v1/completions", content="{}", headers=same).status_code == 400
 
 
 def test_a_prompt_that_is_too_long(server: Running) -> None:
@@ -177,9 +214,16 @@ def test_pages_from_elsewhere(server: Running) -> None:
     get = server.http.get
     own = server.url.removeprefix("http://")
     assert get("/v1/models", headers={"Origin": server.url}).status_code == 200
-    assert get("/v1/models", headers={"Origin": "https://example.org"}).status_code == 403
+    found = get("/v1/models", headers={"Origin": "https://example.org"})
+    assert found.status_code == 403
+    assert "--cors-origin" in found.json()["error"]["message"]
     assert get("/v1/models", headers={"Origin": "http://["}).status_code == 403
-    assert get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "128.0.0.1"):
+        found = get("/v1/models", headers={"Host": host})
+        assert found.status_code == 403
+        assert "--cors-origin" in found.json()["error"]["message"]
+    for host in ("127.0.0.2", "127.1.2.3:80", "localhost.", "Localhost:80", "x.localhost", "[::1]"):
+        assert get("/v1/models", headers={"Host": host}).status_code == 200, host
     assert get("/v1/models", headers={"Host": own}).status_code == 200
     assert get("/v1/models", headers={"Host": f"localhost:{own.split(':')[1]}"}).status_code == 200
     assert "access-control-allow-origin" not in get("/v1/models").headers
@@ -267,6 +311,48 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
         assert _is_closed(kept)
 
 
+def test_health_checks_of_http_1_0(server: Running) -> None:
+    """As haproxy's `option httpchk` and old monitors send them: without a Host."""
+    for head in (b"GET /health HTTP/1.0\r\n\r\n", b"OPTIONS / HTTP/1.0\r\n\r\n"):
+        with _connected(server) as checker:
+            checker.sendall(head)
+            status = _all_of(checker).split(b"\r\n")[0]
+        assert status.split()[1] == (b"200" if b"GET" in head else b"405")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_half_closes_gets_its_answer(server: Running, streams: bool) -> None:
+    with _connected(server) as client:
+        with server.standing_still():
+            _ask(client, prompt="x", max_tokens=4, stream=streams)
+            client.shutdown(socket.SHUT_WR)
+            wait_until(lambda: server.metric("requests_processing") == 1, "the answer")
+            time.sleep(0.2)
+        answer = _all_of(client)
+    assert b" 200 " in answer
+    assert b"timings" in answer
+
+
+def test_a_client_that_closes_is_gone(server: Running) -> None:
+    """Also before the first token, when it looks like one that has half-closed."""
+    asked: Any = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
+    with server.standing_still():
+        with _connected(server) as client:
+            _ask(client, **asked)
+            wait_until(lambda: server.metric("requests_processing") == 1, "the answer")
+        wait_until(lambda: not server.server.server_state.tasks, "the end of the request")
+
+
+def test_a_client_that_half_closes_too_early(server: Running) -> None:
+    """Its body can never be complete."""
+    with _connected(server) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        )
+        client.shutdown(socket.SHUT_WR)
+        assert _is_closed(client)
+
+
 def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path) -> None:
     options = ServerOptions(port=0, limits=Limits(n_connections=3))
     with (
@@ -330,6 +416,14 @@ def test_long_preparations_hold_up_no_short_one(
         finally:
             go_on.set()
         assert [each.result().status_code for each in waiting] == [200] * 8
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    data = b""
+    while piece := connection.recv(1000):
+        data += piece
+    return data
 
 
 def _is_closed(connection: socket.socket) -> bool:

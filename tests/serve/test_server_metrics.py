@@ -51,6 +51,21 @@ def test_they_are_the_sums_of_all_answers(server: Running) -> None:
     assert "_created" not in server.http.get("/metrics").text
 
 
+def test_vllm_has_the_same_counts_under_its_own_names(server: Running) -> None:
+    for prompt in PROMPTS:
+        server.post("/v1/completions", prompt=prompt)
+    wait_until(lambda: server.metric("requests_processing") == 0, "the last answer")
+    text = server.http.get("/metrics").text
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        own = server.metric(f"spec_decode_num_{name}_total")
+        line = f'vllm:spec_decode_num_{name}_total{{engine="0",model_name="target"}} {own}'
+        assert line in text.splitlines()
+        assert own > 0
+    first = server.metric('spec_decode_num_accepted_tokens_per_pos_total{position="0"}')
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert f'{name}{{engine="0",model_name="target",position="0"}} {first}' in text.splitlines()
+
+
 def test_slots_tell_what_they_do(server: Running) -> None:
     assert [slot["is_processing"] for slot in server.http.get("/slots").json()] == [False, False]
     with (

@@ -269,6 +269,27 @@ def test_the_wish_for_drafts_is_honoured_and_echoed(server: Running) -> None:
             assert len(found["drafted_by_position"]) <= 1
 
 
+def test_drafts_are_also_reported_as_vllm_reports_them(server: Running) -> None:
+    """Whole, and in a stream's last chunk; one that has several choices has no such figures."""
+    body = server.post("/v1/chat/completions", messages=MESSAGES).json()
+    found = body["metrics"]["speculative_decoding"]
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == found["num_spec_steps"] > 0
+    accepted = sum(n_accepted * n for n_accepted, n in enumerate(histogram))
+    assert accepted == found["num_accepted_draft_tokens"] == body["timings"]["draft_n_accepted"]
+    assert found["num_draft_tokens"] == body["timings"]["draft_n"]
+
+    streamed = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+    lines = server.post("/v1/chat/completions", **streamed).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert [chunk for chunk in chunks if "metrics" in chunk] == [chunks[-1]]
+
+    assert "metrics" not in server.post("/v1/chat/completions", messages=MESSAGES, n=2).json()
+    plain = {"messages": MESSAGES, "speculative": {"draft": False}}
+    assert "metrics" not in server.post("/v1/chat/completions", **plain).json()
+
+
 def test_events_tell_where_tokens_come_from(server: Running) -> None:
     kinds, text, names = set(), "", []
     with server.http.stream(

@@ -99,6 +99,72 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("choice", [{"name": "weather"}, "auto"])
+def test_functions_are_called_in_their_older_form(client: openai.OpenAI, choice: Any) -> None:
+    """As clients from before `tools` send and read them, whole and streamed."""
+    asked: Any = {
+        "model": "any",
+        "messages": MESSAGES,
+        "functions": [each["function"] for each in TOOLS],
+        "function_call": choice,
+    }
+    if choice == "auto":
+        asked["extra_body"] = {"grammar": ""}
+        answer = client.chat.completions.create(**asked, max_tokens=2)
+        assert answer.choices[0].message.content
+        return
+    (given,) = client.chat.completions.create(**asked).choices
+    assert given.finish_reason == "function_call"
+    assert (given.message.content, given.message.tool_calls) == (None, None)
+    assert given.message.function_call is not None
+    assert given.message.function_call.name == "weather"
+    arguments = given.message.function_call.arguments
+    assert json.loads(arguments)["unit"] in ("C", "F")
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    calls = [each.choices[0].delta.function_call for each in chunks]
+    first, *others = filter(None, calls)
+    assert (first.name, first.arguments) == ("weather", "")
+    assert "".join(each.arguments or "" for each in others) == arguments
+    assert chunks[-1].choices[0].finish_reason == "function_call"
+    told = [
+        *MESSAGES,
+        {"role": "assistant", "function_call": given.message.function_call.model_dump()},
+        {"role": "function", "name": "weather", "content": "hot"},
+    ]
+    asked["messages"] = told
+    assert client.chat.completions.create(**asked).choices[0].message.function_call
+
+
+GUIDES: list[tuple[str, Any, set[str]]] = [
+    ("regex", "[ab]/[cd]", {"a/c", "a/d", "b/c", "b/d"}),
+    ("regex", "^x$", {"x"}),
+    ("choice", ["a cat", 'a "dog"\n'], {"a cat", 'a "dog"\n'}),
+    ("json", {"enum": [7, 8]}, {"7", "8"}),
+    ("grammar", 'root ::= "a" | "b"', {"a", "b"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "texts"), GUIDES)
+def test_guided_answers(server: Running, kind: str, value: Any, texts: set[str]) -> None:
+    for body in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
+        asked = {**body, "temperature": 1.0, "seed": 3}
+        chat = server.post("/v1/chat/completions", messages=MESSAGES, **asked).json()
+        assert chat["choices"][0]["message"]["content"] in texts
+        assert "warnings" not in chat
+        text = server.post("/v1/completions", prompt="the cat", **asked).json()
+        assert text["choices"][0]["text"] in texts
+
+
+def test_a_schema_without_end_is_refused_or_ignored_in_words(server: Running) -> None:
+    schema: Any = {"$ref": "#"}
+    found = server.post("/v1/chat/completions", messages=MESSAGES, json_schema=schema)
+    assert found.status_code == 400
+    assert "$ref leads back to it" in found.json()["error"]["message"]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked: Any = {"messages": MESSAGES, "response_format": form, "max_tokens": 2}
+    assert "without end" in server.post("/v1/chat/completions", **asked).json()["warnings"][0]
+
+
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     with tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server, server.client as client:
         asked = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3}

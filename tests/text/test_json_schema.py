@@ -413,6 +413,44 @@ def test_a_lenient_grammar_enforces_the_rest(
         jsonschema.validate(json.loads(followed(vocabulary, grammar, seed)), rest)
 
 
+_ENDLESS = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+        {**_ENDLESS, "$ref": "#/$defs/a"},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+    ],
+)
+def test_a_schema_without_end_is_refused_in_words(schema: dict[str, Any]) -> None:
+    text = json.dumps(schema)
+    with pytest.raises(UsageError, match="leads back to it without end"):
+        schema_grammar(text)
+    grammar, left_out = lenient_schema_grammar(text)
+    assert json.loads(grammar.text) == {"type": "object"}
+    assert "without end" in left_out[0]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**_ENDLESS, "type": "object"},
+        {"properties": {"a": {"$ref": "#"}}},
+        {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"$ref": "#/elsewhere/a", "elsewhere": {"a": {"type": "string"}}},
+    ],
+)
+def test_a_schema_that_may_end_is_followed(schema: dict[str, Any]) -> None:
+    assert lenient_schema_grammar(json.dumps(schema))[1] == ()
+
+
 @pytest.mark.parametrize(
     "schema", ['{"enum": []}', '{"$ref": "#/a"}', '{"$ref": "https://example.com/x.json"}']
 )

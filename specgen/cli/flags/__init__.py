@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.cli.flags.typer_groups import REQUIRED as REQUIRED
 from specgen.cli.flags.typer_groups import argument as argument
 from specgen.cli.flags.typer_groups import extends as extends
 from specgen.cli.flags.typer_groups import group as group
 from specgen.cli.flags.typer_groups import takes_options as takes_options
-from specgen.cli.inputs import BUILT_IN, read_template, read_variables
+from specgen.cli.inputs import read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -36,6 +36,8 @@ from specgen.options import (
     staged,
 )
 from specgen.sampler_options import SamplerOptions
+from specgen.system.files import read_text
+from specgen.text.built_in_templates import BUILT_IN
 
 # --- models
 
@@ -356,28 +358,17 @@ def answer(
     return options
 
 
-def text_in(
-    path: Path,
-    option: str,
-    encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig",
-) -> str:
+def text_in(path: Path, option: str) -> str:
     """Return the text of a file that an option names.
 
     Args:
         path: The file.
         option: The option, for messages.
-        encoding: The encoding of the file; UTF-8 may begin with a byte order mark.
 
     Raises:
-        UsageError: If the file cannot be read, or has another encoding.
+        UsageError: If the file cannot be read, or is not text.
     """
-    try:
-        return path.read_text(encoding)
-    except OSError as error:
-        reason = error.strerror
-    except UnicodeDecodeError:
-        reason = f"it is not {encoding.removesuffix('-sig')}"
-    raise UsageError(f"{option} {path}: cannot be read: {reason}")
+    return read_text(path, f"{option} {path}", UsageError)
 
 
 #: The options of `answer` for a grammar only.

@@ -29,6 +29,8 @@ class AnswerContext:
     created: int
     #: The name of the model.
     model: str
+    #: The tokens of each prompt, for formats that return them.
+    prompt_tokens: Sequence[Sequence[int]] = ()
 
 
 class AnswerWriter(ABC):

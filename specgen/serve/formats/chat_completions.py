@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.events import Piece
+from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.conversation_builder import (
     ConversationBuilder,
     ends_with_partial_answer,
@@ -93,10 +94,14 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
         continues = _continues_last_message(fields)
     elif fields.continue_final_message or fields.add_generation_prompt is False:
         warnings.append("messages: not continued, because the last one is not the assistant's text")
+    writer = ChatCompletionWriter
+    if body.get("functions") and not body.get("tools"):
+        writer = FunctionCallWriter
+        fields = fields.model_copy(update={"parallel_tool_calls": False})
     request = fields.parsed_chat(
         messages,
         defaults,
-        ChatCompletionWriter,
+        writer,
         warnings,
     )
     request = replace(
@@ -193,3 +198,29 @@ class ChatCompletionWriter(OpenAIWriter):
 
     def _logprobs_of(self, _number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
         return {"content": logprob_entries(pieces, self._first.generation.logprobs)}
+
+
+class FunctionCallWriter(ChatCompletionWriter):
+    """Writes the call of an answer in OpenAI's older form, for requests with ``functions``."""
+
+    def _delta_field(self, delta: Json) -> Json:
+        return super()._delta_field(_with_function_call(delta))
+
+    def _answer_field(self, number: int) -> Json:
+        message = super()._answer_field(number)["message"]
+        return {"message": _with_function_call(message)}
+
+    def _ending(self, answer: Answer) -> Json:
+        ending = super()._ending(answer)
+        if ending["finish_reason"] == "tool_calls":
+            ending["finish_reason"] = "function_call"
+        return ending
+
+
+def _with_function_call(message: Json) -> Json:
+    """Return a message or a delta with its call, if it has one, in the older form."""
+    if "tool_calls" not in message:
+        return message
+    (call,) = message["tool_calls"]  # these requests allow only one
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**others, "function_call": call["function"]}

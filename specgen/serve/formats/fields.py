@@ -6,10 +6,22 @@ warning; a request is refused only if a known field has an invalid value.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from specgen.serve.formats.request_errors import BodyError, shown
 
@@ -20,6 +32,26 @@ Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 #: A JSON schema that is an object.
 Schema: TypeAlias = dict[str, Any]
 
+
+def _parsed_if_json(value: Any) -> Any:
+    """Return the value of a JSON text; anything else as it is, for pydantic to judge."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _checked_schema(value: Any) -> Any:
+    if not isinstance(value, (dict, bool)):
+        raise ValueError("a JSON schema is an object or a boolean")  # noqa: TRY004 - for pydantic
+    return value
+
+
+#: Lets the text of a JSON value stand for the value, as some clients send it.
+OR_JSON_TEXT = BeforeValidator(_parsed_if_json)
+#: A JSON schema of any kind, or the text of one.
+AnySchema: TypeAlias = Annotated[Any, BeforeValidator(_checked_schema), OR_JSON_TEXT]
+
 #: Unknown fields that do not change the answer: they are ignored without a warning.
 _SILENTLY_IGNORED = frozenset(
     [
@@ -29,6 +61,7 @@ _SILENTLY_IGNORED = frozenset(
         "cache_prompt",
         "client_metadata",
         "context_management",
+        "guided_decoding_backend",
         "id",
         "id_slot",
         "keep_alive",
@@ -50,6 +83,10 @@ _SILENTLY_IGNORED = frozenset(
         "user",
     ]
 )
+#: How similar an unknown field is to the known one that it may stand for, from 0 to 1.
+_MIN_SIMILARITY = 0.8
+#: The maximum number of unknown fields that an error names.
+_MAX_NAMED = 3
 _MODEL = TypeVar("_MODEL", bound="Fields")
 
 
@@ -74,8 +111,20 @@ class Fields(BaseModel):
 
         A field of several items of a list gets only one warning.
         """
-        names = dict.fromkeys(self.ignored())
-        return [f"{name[:100]}: ignored, since specgen has no such field" for name in names]
+        known_names = [*self.names()]
+        return [
+            f"{name[:100]}: ignored, since specgen has no such field{_meant(name, known_names)}"
+            for name in dict.fromkeys(self.ignored())
+        ]
+
+    @classmethod
+    def names(cls) -> Iterator[str]:
+        """Yield the names that the fields may have in a body."""
+        for name, info in cls.model_fields.items():
+            alias = info.validation_alias
+            choices = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+            for choice in choices:
+                yield str(choice.path[0]) if isinstance(choice, AliasPath) else choice
 
     def ignored(self) -> Iterator[str]:
         """Yield the dotted names of ignored fields whose values might have changed the answer."""
@@ -91,6 +140,12 @@ class Fields(BaseModel):
                     yield from (f"{name}.{inner}" for inner in value.ignored())
 
 
+def _meant(name: str, known_names: Sequence[str]) -> str:
+    """Return the known field that an unknown one may stand for, as the end of a sentence."""
+    similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_MIN_SIMILARITY)
+    return f" (did you mean {similar_names[0]}?)" if similar_names else ""
+
+
 def parse(model: type[_MODEL], body: Json) -> _MODEL:
     """Read a body as a pydantic model.
 
@@ -101,11 +156,13 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
         return model.model_validate(body)
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
-    reason = first_error["msg"]
+    reason = first_error["msg"].removeprefix("Value error, ")
     if first_error["type"] == "model_type":  # pydantic's message names a Python class
         reason = "Input should be an object"
     if first_error["type"] != "missing":
         reason += f"; it is {shown(first_error['input'])}"
+    elif len(first_error["loc"]) == 1:
+        reason += unknown_fields(model, body)
     place = ""
     for key in first_error["loc"]:
         if isinstance(key, int):
@@ -114,6 +171,32 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
             place += f".{key}"
     # Pydantic marks a wrong key of an object with "[key]".
     raise BodyError(place.removesuffix(".[key]").removeprefix("."), reason)
+
+
+def unknown_fields(
+    model: type[Fields],
+    body: Json,
+    other_names: Sequence[str] = (),
+) -> str:
+    """Name the fields of a body that a model does not have, as the end of a sentence.
+
+    It is for errors about a missing field, whose name may be misspelled.
+
+    Args:
+        model: The model of the body.
+        body: The body.
+        other_names: Fields of other models that may be meant.
+
+    Returns:
+        The end of the sentence; empty if all fields are known.
+    """
+    known_names = [*model.names(), *other_names]
+    unknown_names = [name for name in body if name not in {*known_names, *_SILENTLY_IGNORED}]
+    if not unknown_names:
+        return ""
+    label = "unknown field" if len(unknown_names) == 1 else "unknown fields"
+    named = [f"{name[:100]}{_meant(name, known_names)}" for name in unknown_names[:_MAX_NAMED]]
+    return f"; {label}: {', '.join(named)}"
 
 
 # --- contents of messages -------------------------------------------------------------------------

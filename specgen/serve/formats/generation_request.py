@@ -26,12 +26,13 @@ from pydantic import (
 from specgen.errors import UsageError
 from specgen.options import Grammar, SamplerOptions
 from specgen.sampler_options import LARGEST_FACTOR
-from specgen.serve.formats.fields import Fields, Integer, Schema
+from specgen.serve.formats.fields import OR_JSON_TEXT, AnySchema, Fields, Integer, Schema
 from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest, SpeculativeWishes
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tools import ToolChoiceField, ToolField, chosen_tools, functions_of
 from specgen.session.prompts.template import OWN_VARIABLES, Message
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
+from specgen.text.grammar.patterns import choice_grammar, pattern_grammar
 
 # --- samplers -------------------------------------------------------------------------------------
 
@@ -55,6 +56,11 @@ def _bias_pairs(value: Any) -> Any:
     return tuple(pairs)
 
 
+def as_list(value: Any) -> Any:
+    """Return a list of a single text; anything else as it is, for pydantic to judge."""
+    return [value] if isinstance(value, str) else value
+
+
 #: A token id, or a text that stands for all of its tokens; and their bias. A bias of False means
 #: that they are never chosen.
 _Bias = tuple[
@@ -64,7 +70,7 @@ _Bias = tuple[
 #: The types of the fields that differ from those of their options.
 _SAMPLER_TYPES: dict[str, Any] = {
     "logit_bias": Annotated[tuple[_Bias, ...], BeforeValidator(_bias_pairs)],
-    "dry_breakers": tuple[str, ...],
+    "dry_breakers": Annotated[tuple[str, ...], BeforeValidator(as_list), OR_JSON_TEXT],
     "top_k": Annotated[int, BeforeValidator(lambda k: 0 if k == -1 else k)],
 }
 
@@ -112,7 +118,7 @@ class AnswerFormat(Fields):
     """The form that an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Schema | bool | None = Field(
+    schema_: AnySchema | None = Field(
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
     #: Whether a schema that no grammar can enforce is refused. False also allows objects to have
@@ -130,31 +136,40 @@ class AnswerFormat(Fields):
         Raises:
             BodyError: If the schema is missing.
         """
+        schema: Schema | bool | None = self.schema_
         match self.type:
             case "text":
                 return None
             case "json_object":  # llama.cpp's server takes a schema here
-                return self.schema_ or {"type": "object"}
+                return schema or {"type": "object"}
             case "json_schema":
-                if self.schema_ is None:
+                if schema is None:
                     raise BodyError(where, "it has no schema")
-                return self.schema_
+                return schema
+
+
+def _guided(kind: str, *other_names: str) -> Any:
+    """Declare a field with vLLM's older and newer names for a form of answers, and other names."""
+    names = AliasChoices(f"guided_{kind}", AliasPath("structured_outputs", kind), *other_names)
+    return Field(None, validation_alias=names)
 
 
 class GenerationRequest(SamplerFields):
     """The fields of all endpoints that generate text: when an answer ends, and its form."""
 
-    #: The maximum number of tokens to generate; -1 for no limit.
-    max_tokens: Annotated[Integer, Field(ge=-1)] | None = Field(
-        None,
-        validation_alias=AliasChoices(
-            "max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"
-        ),
+    #: The maximum number of tokens to generate; -1, or llama.cpp's -2, for no limit.
+    max_tokens: Annotated[Integer, Field(ge=-2), AfterValidator(lambda n: max(n, -1))] | None = (
+        Field(
+            None,
+            validation_alias=AliasChoices(
+                "max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"
+            ),
+        )
     )
     #: Texts before which the answer ends.
     stop: Annotated[
         tuple[str, ...],
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        BeforeValidator(as_list),
         AfterValidator(lambda texts: tuple(filter(None, texts))),
     ] = Field((), validation_alias=AliasChoices("stop", "stop_sequences"))
     #: Whether the end-of-text token is never chosen.
@@ -162,7 +177,15 @@ class GenerationRequest(SamplerFields):
     #: A grammar in GBNF that the answer follows.
     grammar: str | None = None
     #: A JSON schema that the answer conforms to.
-    json_schema: Schema | bool | None = None
+    json_schema: AnySchema | None = None
+    #: vLLM: a grammar, as in `grammar`.
+    guided_grammar: str | None = _guided("grammar", "ebnf")
+    #: vLLM: a JSON schema. Parts of it that no grammar can enforce are left out.
+    guided_json: AnySchema | None = _guided("json")
+    #: vLLM: a regular expression that the whole answer matches.
+    guided_regex: str | None = _guided("regex", "regex")
+    #: vLLM: texts, one of which the answer is.
+    guided_choice: tuple[str, ...] | None = _guided("choice")
     #: More variables for the chat template.
     chat_template_kwargs: dict[str, Any] = {}
     #: Whether the answer is streamed.
@@ -235,9 +258,13 @@ class GenerationRequest(SamplerFields):
         form_schema = None
         if self.form is not None:
             form_schema = self.form.schema_of(self.form_field)
-        possible_grammars = {
+        possible_grammars: dict[str, Any] = {
             "grammar": self.grammar or None,
+            "guided_grammar": self.guided_grammar or None,
+            "guided_regex": self.guided_regex,
+            "guided_choice": self.guided_choice,
             "json_schema": self.json_schema,
+            "guided_json": self.guided_json,
             self.form_field: form_schema,
         }
         names = [name for name, value in possible_grammars.items() if value is not None]
@@ -245,19 +272,39 @@ class GenerationRequest(SamplerFields):
             return None, []
         if len(names) > 1:
             raise BodyError(names[1], f"{names[0]} is given as well")
-        if self.grammar:
-            return Grammar("gbnf", self.grammar), []
         name = names[0]
-        schema_json = json.dumps(possible_grammars[name])
-        # Only `form` has a field that allows parts of the schema to be left out.
-        must_enforce_all = form_schema is None or self.form is None or self.form.strict
+        value = possible_grammars[name]
         try:
-            if must_enforce_all:
-                return schema_grammar(schema_json), []
-            is_open = self.form is not None and self.form.strict is False
-            grammar, left_out = lenient_schema_grammar(schema_json, is_open=is_open)
+            match name:
+                case "grammar" | "guided_grammar":
+                    return Grammar("gbnf", value), []
+                case "guided_regex":
+                    return pattern_grammar(value), []
+                case "guided_choice":
+                    return choice_grammar(value), []
+            return self._schema_grammar(name, value)
         except UsageError as error:
             raise BodyError(name, error.message) from None
+
+    def _schema_grammar(self, name: str, schema: Schema | bool) -> tuple[Grammar, list[str]]:
+        """Return the grammar of a JSON schema, and warnings about the parts it cannot enforce.
+
+        Args:
+            name: The name of the field with the schema.
+            schema: The schema.
+
+        Raises:
+            UsageError: If it is not valid, or if all of it must be enforced and cannot be.
+        """
+        schema_json = json.dumps(schema)
+        strict: bool | None = None
+        if name == "json_schema":
+            strict = True
+        elif name == self.form_field and self.form is not None:
+            strict = self.form.strict
+        if strict:
+            return schema_grammar(schema_json), []
+        grammar, left_out = lenient_schema_grammar(schema_json, is_open=strict is False)
         if not left_out:
             return grammar, []
         return grammar, [f"{name}: no grammar can enforce {', '.join(left_out)}"]
@@ -269,10 +316,12 @@ class GenerationRequest(SamplerFields):
 class ChatRequest(GenerationRequest):
     """The fields of all endpoints for conversations: tools, and how much the model thinks."""
 
-    #: The tools that the model knows.
-    tools: list[ToolField] = []
+    #: The tools that the model knows. OpenAI's older name is ``functions``.
+    tools: list[ToolField] = Field([], validation_alias=AliasChoices("tools", "functions"))
     #: Which of the tools it may or must call.
-    tool_choice: ToolChoiceField | None = None
+    tool_choice: ToolChoiceField | None = Field(
+        None, validation_alias=AliasChoices("tool_choice", "function_call")
+    )
     #: Whether an answer may have several calls.
     parallel_tool_calls: bool = True
     #: Whether the model thinks before it answers.

@@ -13,6 +13,7 @@ from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tool_calls.form_probe import form_of
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.session.prompts import template_of
+from specgen.session.prompts.chat import SubstituteTemplate, template_problem
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 
 if TYPE_CHECKING:
@@ -28,11 +29,31 @@ def for_model(request: ParsedRequest, model: LlamaModel) -> ParsedRequest:
     """Return the request with everything that depends on the model.
 
     Raises:
+        UsageError: If its chat template is not valid.
         BodyError: If the model cannot honour a field.
     """
+    if request.kind == "chat":
+        request = _with_checked_template(request, model)
     template = template_of(model, has_tools=True)
     request = with_call_form(request, template, model.vocabulary.has_control)
     return _with_token_biases(request, model.vocabulary)
+
+
+def _with_checked_template(request: ParsedRequest, model: LlamaModel) -> ParsedRequest:
+    """Return a chat with a warning if the model has no chat template for it.
+
+    Raises:
+        UsageError: If a template has a syntax error.
+    """
+    problem = template_problem(model)
+    if problem:
+        raise UsageError(f"{problem}; the server's option --chat-template takes another")
+    substitute = SubstituteTemplate.of(model)
+    has_template = template_of(model, has_tools=request.tools is not None) is not None
+    if substitute is None or has_template or not request.needs_template:
+        return request
+    warning = f"messages: {substitute.notice(model)}"
+    return replace(request, warnings=(*request.warnings, warning))
 
 
 def with_call_form(
@@ -91,7 +112,7 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
     generation = request.generation
     assert form is not None
     assert tools is not None
-    if generation.grammar is not None and generation.grammar.form == "gbnf":
+    if generation.grammar is not None and generation.grammar.form != "json_schema":
         raise BodyError("grammar", "it excludes tools; use a JSON schema instead")
     if tools.must_call and generation.ignore_eos:
         raise BodyError("ignore_eos", "a text that follows a grammar must be able to end")

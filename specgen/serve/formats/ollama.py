@@ -8,6 +8,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -17,10 +19,11 @@ from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.chat_completions import read_chat
 from specgen.serve.formats.completions import read_completion
 from specgen.serve.formats.delta import Delta
-from specgen.serve.formats.fields import Fields, Json, Schema, parse
+from specgen.serve.formats.fields import Fields, Integer, Json, Schema, parse
 from specgen.serve.formats.figures import own_figures
 from specgen.serve.formats.openai_common import logprob_entries
 from specgen.serve.formats.parsed_request import Defaults, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError
 
 # --- requests -------------------------------------------------------------------------------------
 
@@ -82,6 +85,8 @@ class OllamaGenerateRequest(OllamaRequest):
     images: list[Any] = []
     #: Whether the text is continued as it is, without the chat template.
     raw: bool = False
+    #: The tokens of an earlier request and its answer, which the prompt follows.
+    context: tuple[Integer, ...] = ()
 
 
 def read_ollama_chat(body: Json, defaults: Defaults) -> ParsedRequests:
@@ -107,24 +112,37 @@ def read_ollama_generate(body: Json, defaults: Defaults) -> ParsedRequests:
         BodyError: If a field cannot be honoured.
     """
     fields = parse(OllamaGenerateRequest, body)
+    if fields.raw and fields.context:
+        raise BodyError("context", "with raw, the prompt must contain the whole conversation")
     if not fields.prompt:
         requests = _loading_only(fields, defaults)
     elif fields.raw or fields.suffix:
         text_body = fields.openai_body(prompt=fields.prompt, suffix=fields.suffix)
         requests = read_completion(text_body, defaults)
     else:
-        messages: list[Json] = []
-        if fields.system:
-            messages.append({"role": "system", "content": fields.system})
-        messages.append(
-            {
-                "role": "user",
-                "content": fields.prompt,
-                "images": fields.images,
-            }
-        )
-        requests = read_chat(fields.openai_body(messages=messages), defaults)
-    return _for_ollama(requests, answer_field="response")
+        chat_body = fields.openai_body(messages=_generate_messages(fields))
+        requests = read_chat(chat_body, defaults)
+    requests = tuple(
+        replace(request, earlier_tokens=fields.context, needs_template=False)
+        for request in requests
+    )
+    has_context = bool(fields.prompt) and not fields.raw
+    return _for_ollama(requests, answer_field="response", has_context=has_context)
+
+
+def _generate_messages(fields: OllamaGenerateRequest) -> list[Json]:
+    """Return the conversation that the prompt is turned into."""
+    messages: list[Json] = []
+    if fields.system:
+        messages.append({"role": "system", "content": fields.system})
+    messages.append(
+        {
+            "role": "user",
+            "content": fields.prompt,
+            "images": fields.images,
+        }
+    )
+    return messages
 
 
 def _loading_only(fields: OllamaRequest, defaults: Defaults) -> ParsedRequests:
@@ -138,10 +156,63 @@ def _loading_only(fields: OllamaRequest, defaults: Defaults) -> ParsedRequests:
 
 
 def _for_ollama(
-    requests: ParsedRequests, *, answer_field: Literal["message", "response"]
+    requests: ParsedRequests,
+    *,
+    answer_field: Literal["message", "response"],
+    has_context: bool = False,
 ) -> ParsedRequests:
-    writer = functools.partial(OllamaWriter, answer_field=answer_field)
+    writer = functools.partial(OllamaWriter, answer_field=answer_field, has_context=has_context)
     return tuple(replace(request, n=1, writer=writer) for request in requests)
+
+
+# --- unloading ------------------------------------------------------------------------------------
+
+#: Matches a duration of no time: ``0``, ``0s``, ``0h0m``.
+_NO_TIME = re.compile(r"-?(?:0+(?:\.0*)?[a-zµ]*)+")
+
+
+def unloads(body: Json) -> bool:
+    """Return whether a request asks for the model to be unloaded after it."""
+    keep_alive = body.get("keep_alive")
+    if isinstance(keep_alive, str):
+        return _NO_TIME.fullmatch(keep_alive) is not None
+    return type(keep_alive) in (int, float) and keep_alive == 0
+
+
+def unload_answer(
+    path: str,
+    body: Json,
+    model: str,
+) -> Json | None:
+    """Return the response to a request that does nothing but unload the model.
+
+    Args:
+        path: The path of the endpoint.
+        body: The body of the request.
+        model: The name of the model.
+
+    Returns:
+        None if the request wants an answer first.
+    """
+    answer: Json
+    if path == "/api/chat" and not body.get("messages"):
+        answer = {"message": {"role": "assistant", "content": ""}}
+    elif path == "/api/generate" and not body.get("prompt"):
+        answer = {"response": ""}
+    else:
+        return None
+    return {
+        "model": model,
+        "created_at": _timestamp(time.time()),
+        **answer,
+        "done": True,
+        "done_reason": "unload",
+    }
+
+
+def _timestamp(seconds: float) -> str:
+    """Return a time in seconds since 1970 as Ollama writes it."""
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc).isoformat()
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -153,15 +224,24 @@ class OllamaWriter(AnswerWriter):
     Args:
         context: The context of all writers.
         answer_field: The field of the answer: ``message`` in a chat, otherwise ``response``.
+        has_context: Whether the last line has the tokens of the prompt and the answer, with which
+            the next request can go on.
     """
 
     form: ClassVar[Literal["lines"]] = "lines"
 
     def __init__(
-        self, context: AnswerContext, *, answer_field: Literal["message", "response"]
+        self,
+        context: AnswerContext,
+        *,
+        answer_field: Literal["message", "response"],
+        has_context: bool = False,
     ) -> None:
         super().__init__(context)
         self._answer_field = answer_field
+        self._has_context = has_context
+        #: The tokens of the answer.
+        self._tokens: list[int] = []
         #: The log-probabilities of the answer.
         self._logprobs: list[Json] = []
 
@@ -185,6 +265,8 @@ class OllamaWriter(AnswerWriter):
     ) -> list[Json]:
         """Return a line for each addition. Calls are sent with the last line, when complete."""
         lines: list[Json] = []
+        if event is not None:
+            self._tokens += (piece.token_id for piece in event.pieces)
         for delta in deltas:
             if delta.kind == "content":
                 lines.append(self._line(delta.text, ""))
@@ -212,7 +294,7 @@ class OllamaWriter(AnswerWriter):
         if thought:
             answer["thinking"] = thought
         if calls:
-            answer["tool_calls"] = [_call_object(call) for call in calls]
+            answer["tool_calls"] = [_call_object(number, call) for number, call in enumerate(calls)]
         if self._answer_field == "message":
             answer = {
                 "message": {
@@ -223,10 +305,9 @@ class OllamaWriter(AnswerWriter):
             }
         else:
             answer["response"] = text
-        created = datetime.datetime.fromtimestamp(self._context.created, datetime.timezone.utc)
         return {
             "model": self._context.model,
-            "created_at": created.isoformat(),
+            "created_at": _timestamp(self._context.created),
             **answer,
             "done": False,
         }
@@ -241,6 +322,9 @@ class OllamaWriter(AnswerWriter):
         figures = self._figures()
         prompt_ns = int(1e6 * figures["timings"]["prompt_ms"])
         answer_ns = int(1e6 * figures["timings"]["predicted_ms"])
+        conversation: Json = {}
+        if self._has_context:
+            conversation["context"] = [*self._context.prompt_tokens[0], *self._tokens]
         return {
             "done": True,
             "done_reason": reason,
@@ -250,12 +334,18 @@ class OllamaWriter(AnswerWriter):
             "prompt_eval_duration": prompt_ns,
             "eval_count": figures["usage"]["completion_tokens"],
             "eval_duration": answer_ns,
+            **conversation,
             **own_figures(figures),
         }
 
 
-def _call_object(call: Delta) -> Json:
-    return {"function": {"name": call.name, "arguments": json.loads(call.text)}}
+def _call_object(number: int, call: Delta) -> Json:
+    function = {
+        "index": number,
+        "name": call.name,
+        "arguments": json.loads(call.text),
+    }
+    return {"function": function}
 
 
 def ollama_embeddings(

@@ -15,7 +15,7 @@ from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json
-from specgen.serve.formats.figures import own_figures
+from specgen.serve.formats.figures import own_figures, vllm_metrics
 from specgen.serve.formats.generation_request import GenerationRequest
 from specgen.serve.formats.parsed_request import ParsedRequest
 
@@ -128,6 +128,17 @@ class OpenAIWriter(AnswerWriter):
             **self._figures(),
         }
 
+    def _figures(self, number: int | None = None) -> Json:
+        """Return the figures of all APIs, and those that vLLM has in this one."""
+        figures = super()._figures(number)
+        finished = [answer.finished for answer in self._answers]
+        # Like vLLM's, they describe a single answer.
+        if len(finished) == 1 and finished[0] is not None:
+            metrics = vllm_metrics(finished[0])
+            if metrics is not None:
+                figures["metrics"] = {"speculative_decoding": metrics}
+        return figures
+
     def _head(self, object_type: str) -> Json:
         """Return the fields that all chunks and whole responses begin with."""
         return {
@@ -144,7 +155,7 @@ class OpenAIWriter(AnswerWriter):
             "index": number,
             **self._answer_field(number),
             "logprobs": self._logprobs[number] if self._has_logprobs else None,
-            **_ending(self._answers[number]),
+            **self._ending(self._answers[number]),
         }
 
     def _chunk(
@@ -170,7 +181,7 @@ class OpenAIWriter(AnswerWriter):
         return {**self._head(self.chunk_type), "choices": [choice]}
 
     def _ending_chunk(self, number: int) -> Json:
-        return self._chunk(number, {}, _ending(self._answers[number]))
+        return self._chunk(number, {}, self._ending(self._answers[number]))
 
     def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
         """Return a chunk with the progress of the prefill, if the request wants it."""
@@ -229,13 +240,12 @@ class OpenAIWriter(AnswerWriter):
         chunks[-1] |= figures
         return chunks
 
-
-def _ending(answer: Answer) -> Json:
-    """Return the fields of a choice that say why its answer ended."""
-    ending: Json = {"finish_reason": answer.finish_reason}
-    if answer.finish_reason == "stop" and answer.stop_string is not None:
-        ending["stop_reason"] = answer.stop_string
-    return ending
+    def _ending(self, answer: Answer) -> Json:
+        """Return the fields of a choice that say why its answer ended."""
+        ending: Json = {"finish_reason": answer.finish_reason}
+        if answer.finish_reason == "stop" and answer.stop_string is not None:
+            ending["stop_reason"] = answer.stop_string
+        return ending
 
 
 def _delta_object(delta: Delta) -> Json:

@@ -61,6 +61,10 @@ class ParsedRequest:
     #: Whether the last message is the beginning of the answer.
     continues: bool = False
     text: str = ""
+    #: Tokens that come before the prompt: those of an earlier request and its answer.
+    earlier_tokens: tuple[int, ...] = ()
+    #: Whether a chat needs a chat template. Otherwise a model without one gets the texts alone.
+    needs_template: bool = True
     #: The tokens of the prompt, with texts among them.
     tokens: tuple[int | str, ...] | None = None
     #: The gap in a text that the answer fills.
@@ -112,7 +116,10 @@ class ParsedRequest:
             PromptError: If the prompt is empty, too long, or not valid.
         """
         if self.kind == "chat":
-            return self._chat_prompt(prompts, now)
+            prompt = self._chat_prompt(prompts, now)
+            if self.earlier_tokens:
+                prompt = prompts.after(self.earlier_tokens, prompt)
+            return prompt
         if self.tokens is not None:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
@@ -126,6 +133,9 @@ class ParsedRequest:
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
         """Render the prompt of a chat, perhaps with the beginning of the answer."""
+        if not self.needs_template and prompts.target.chat_template() is None:
+            text = "\n\n".join(message.content for message in self.messages)
+            return prompts.of_text(text, chat=False)
         tools: list[dict[str, Any]] = []
         if self.tools is not None:
             tools += (function.definition for function in self.tools.functions)
@@ -134,7 +144,7 @@ class ParsedRequest:
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
             messages = messages[:-1]
-        prompt = prompts.of_messages(
+        prompt = replace(prompts, substitutes_template=True).of_messages(
             messages,
             now=now,
             tools=tools,

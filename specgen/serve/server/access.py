@@ -15,7 +15,6 @@ from specgen.serve.server.options import is_loopback
 
 #: Paths that need no key: the health checks, and the page, which asks for the key.
 _OPEN_PATHS = ("/health", "/v1/health", "/")
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class AccessCheck:
@@ -44,10 +43,9 @@ class AccessCheck:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._origins = origins
-        #: The host names that a request may be for; None for any.
-        self._allowed_hosts: set[str] | None = None
-        if is_loopback(host) and not keys:
-            self._allowed_hosts = {host.lower(), *_LOOPBACK_NAMES}
+        self._host = host.lower()
+        #: Whether a request may be for any host name.
+        self._allows_any_host = bool(keys) or not is_loopback(host)
 
     async def __call__(
         self,
@@ -74,16 +72,23 @@ class AccessCheck:
             return None
         if origin.partition("://")[2] == headers.get("host", ""):  # the server's own page
             return None
-        message = f"pages of {origin} may not use this server"
+        message = f"pages of {origin} may not use this server; --cors-origin lets them"
         return RequestError(403, message, "origin_not_allowed")
 
     def _host_error(self, headers: Headers) -> RequestError | None:
-        """Return the error if the request is for a host name that is not allowed."""
+        """Return the error if the request is for a host name that is not allowed.
+
+        A request without a name, as in HTTP/1.0, does not come from a page.
+        """
         host = headers.get("host", "")
         name = re.sub(r":[0-9]*\Z", "", host).strip("[]").lower()  # without the port
-        if self._allowed_hosts is None or name in self._allowed_hosts:
+        if self._allows_any_host or name in ("", self._host) or _is_loopback_name(name):
             return None
-        return RequestError(403, f"this server does not answer for {host!r}", "host_not_allowed")
+        message = (
+            f"this server does not answer for {host!r}: use localhost, or start it with "
+            "--api-key-file, which allows any name (--cors-origin is for pages of other origins)"
+        )
+        return RequestError(403, message, "host_not_allowed")
 
     def _needs_key(self, method: str, path: str) -> bool:
         if not self._keys or method == "OPTIONS":
@@ -112,3 +117,9 @@ class AccessCheck:
             "invalid_api_key",
             headers=response_headers,
         )
+
+
+def _is_loopback_name(name: str) -> bool:
+    """Return whether a host name can only be this machine's: no page can make it its own."""
+    name = name.removesuffix(".")
+    return name.endswith(".localhost") or is_loopback(name)

@@ -34,15 +34,17 @@ from specgen.serve.formats.ollama import (
     ollama_embeddings,
     read_ollama_chat,
     read_ollama_generate,
+    unload_answer,
+    unloads,
 )
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.draining_server import DrainingServer
-from specgen.serve.server.endpoints import tokens
+from specgen.serve.server.endpoints import ollama_info, tokens
 from specgen.serve.server.endpoints.embeddings import embed
 from specgen.serve.server.endpoints.generation import Reader, generate
-from specgen.serve.server.endpoints.server_info import ServerInfo, show_model
+from specgen.serve.server.endpoints.server_info import ServerInfo
 from specgen.serve.server.http import read_json, refusal, while_connected
 from specgen.serve.server.jobs import ServedModel
 from specgen.serve.server.metrics import ServerMetrics
@@ -94,7 +96,6 @@ _QUERIES: Mapping[str, Callable[[ServedModel, Json], Json]] = {
     "/apply-template": tokens.apply_template,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
-    "/api/show": show_model,
 }
 
 #: GET: tells something about the server. The value is a method of `ServerInfo`.
@@ -111,8 +112,12 @@ _INFO: Mapping[str, Callable[[ServerInfo, HttpRequest], Awaitable[Response]]] = 
     "/slots": ServerInfo.slots,
     "/tokenizer_info": ServerInfo.tokenizer_info,
     "/api/version": ServerInfo.ollama_version,
-    "/api/tags": ServerInfo.ollama_models,
-    "/api/ps": ServerInfo.loaded_ollama_models,
+}
+
+#: GET: tells something about the models in Ollama's form. The value makes the response.
+_OLLAMA_INFO: Mapping[str, Callable[[ModelPool, HttpRequest], Awaitable[Response]]] = {
+    "/api/tags": ollama_info.list_models,
+    "/api/ps": ollama_info.list_loaded_models,
 }
 
 #: Answers a request with a model that generates text, or one for embeddings.
@@ -156,6 +161,10 @@ class Server:
         routes: list[BaseRoute] = []
         for path, show in _INFO.items():
             routes.append(Route(path, partial(show, info)))
+        for path, list_models in _OLLAMA_INFO.items():
+            routes.append(Route(path, partial(list_models, self._pool)))
+        show_model = partial(ollama_info.show_model, self._pool, self._limits)
+        routes.append(Route("/api/show", show_model, methods=["POST"]))
         for path, read in _GENERATION.items():
             routes.append(self._post(path, partial(generate, read, self._limits)))
         for path, write in _EMBEDDINGS.items():
@@ -175,7 +184,7 @@ class Server:
         """Return a route to an endpoint that uses the model named in the body.
 
         The handler has a lease of the model until it returns its response. After that, unfinished
-        answers keep the model loaded.
+        answers keep the model loaded. Requests of Ollama's API may ask to unload it then.
 
         Args:
             path: The path.
@@ -187,6 +196,12 @@ class Server:
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
             pooled = self._pool.find(body.get("model"))
+            unloads_after = path.startswith("/api/") and unloads(body)
+            if unloads_after:
+                answer = unload_answer(path, body, pooled.entry.name)
+                if answer is not None:  # nothing else is asked for
+                    await self._pool.unload(pooled)
+                    return JSONResponse(answer)
             if pooled.entry.embeds != embeds:
                 raise _wrong_model_error(pooled.entry.name, embeds=embeds)
             model = await while_connected(request.receive, self._pool.lease(pooled))
@@ -194,6 +209,8 @@ class Server:
                 return await handler(model, request, body)
             finally:
                 self._pool.release(pooled)
+                if unloads_after:
+                    await self._pool.unload(pooled)
 
         return Route(path, respond, methods=["POST"])
 

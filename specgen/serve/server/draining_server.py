@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -21,6 +22,8 @@ from specgen.system.quantities import counted
 _BACKLOG = 128
 #: The time for sending the last data of answers that were cut off, in seconds.
 _FLUSH_S = 5.0
+#: The time between two looks at whether a half-closed connection was reset, in seconds.
+_RESET_CHECK_S = 0.05
 
 
 class DrainingServer(uvicorn.Server):
@@ -105,7 +108,7 @@ def _config(
     return uvicorn.Config(
         app,
         # uvicorn takes a class and makes the instances itself, so the limit is a class variable.
-        http=type("Protocol", (_TimedProtocol,), {"head_s": limits.client_s}),
+        http=type("Protocol", (_ServerProtocol,), {"head_s": limits.client_s}),
         ws="none",
         backlog=_BACKLOG,
         limit_concurrency=limits.n_connections,
@@ -120,8 +123,8 @@ def _config(
     )
 
 
-class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for receiving the head of a request.
+class _ServerProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit for receiving the head of a request, and half-closed connections.
 
     A connection that exceeds the limit is closed. The time starts with the connection, and again
     after each response.
@@ -154,3 +157,36 @@ class _TimedProtocol(H11Protocol):
 
         if self.head_s > 0:
             self.loop.call_later(self.head_s, close_if_idle)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep a connection open on which the client sends no more, until its request is answered.
+
+        A client that has gone looks the same at first. It is told apart by a "100 Continue", which
+        all clients skip: the system of a client that has gone resets the connection.
+
+        Returns:
+            Whether the connection stays open. It is closed if no request is complete, or if the
+            response has begun: a client that only half-closes does so right after its request.
+        """
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_started:
+            return False
+        cycle.keep_alive = False
+        if cycle.scope["http_version"] != "1.0":  # clients of HTTP/1.0 do not know such responses
+            probe = self.conn.send(h11.InformationalResponse(status_code=100, headers=[]))
+            self.transport.write(probe or b"")
+        self._abort_if_reset(cycle)
+        return True
+
+    def _abort_if_reset(self, cycle: RequestResponseCycle) -> None:
+        """Check from now on whether the client has reset the connection, until it is answered.
+
+        The event loop does not tell, since it no longer reads from a half-closed connection.
+        """
+        if cycle.response_complete or self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_RESET_CHECK_S, self._abort_if_reset, cycle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -27,8 +28,10 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
-        RequestError: If the body is too large, not complete in time, or not a JSON object.
+        RequestError: If the body is compressed, too large, not complete in time, or not a JSON
+            object.
     """
+    _check_uncompressed(request)
     try:
         reading = _read_body(request, limits.body_bytes)
         data = await asyncio.wait_for(reading, limits.client_s or None)
@@ -42,29 +45,93 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
         raise RequestError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
+    if len(data) > limits.body_bytes > 0 and len(data) - _image_size(body) > limits.body_bytes:
+        raise _too_large(f"{limits.body_bytes} bytes besides images")
     return body
+
+
+def _check_uncompressed(request: Request) -> None:
+    """Raise `RequestError` if the body of a request is compressed."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"the body is compressed ({encoding[:40]}): send it without Content-Encoding"
+        raise RequestError(
+            415,
+            message,
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
+
+
+#: A run of base64 characters that is too long for most texts: a part of an image or another file.
+#: Some clients escape slashes.
+_ENCODED_RUN = re.compile(rb"[A-Za-z0-9+/=_\\-]{512,}")
+#: How many times the limit a body may have with its images. They are replaced by a remark later.
+_MAX_WITH_IMAGES = 16
+#: The size of the blocks whose images are found. Shorter pieces of a body are joined.
+_BLOCK_BYTES = 64 * 1024
+#: The fields that contain images and other files, in the formats of all APIs.
+_FILE_FIELDS = frozenset(["data", "file_data", "image", "image_url", "images", "url"])
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Return a body; raise `RequestError` if it has more than `max_bytes` bytes (0 for no limit).
 
-    A body that is too large is refused before it is read if its size is announced.
+    Images do not count, since they are left out. Here that is whatever looks like one; when the
+    body is parsed, the caller knows better. A body that is too large even with images is refused
+    before it is read if its size is announced.
     """
-    error = RequestError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
+    if max_bytes == 0:
+        return await request.body()
+    max_bytes_with_images = _MAX_WITH_IMAGES * max_bytes
     announced_size = request.headers.get("content-length", "")
     is_number = announced_size.isascii() and announced_size.isdigit()
-    if is_number and int(announced_size) > max_bytes > 0:
-        raise error
+    if is_number and int(announced_size) > max_bytes_with_images:
+        raise _too_large(f"{max_bytes_with_images} bytes")
     data = bytearray()
+    n_checked = 0  # the bytes whose images were found
+    n_text_bytes = 0  # those among them that belong to no image
     async for chunk in request.stream():
         data += chunk
-        if len(data) > max_bytes > 0:
-            raise error
+        if len(data) > max_bytes_with_images:
+            raise _too_large(f"{max_bytes_with_images} bytes")
+        # The stream ends with an empty chunk.
+        if len(data) - n_checked >= _BLOCK_BYTES or not chunk:
+            n_text_bytes += len(_ENCODED_RUN.sub(b"", data[n_checked:]))
+            n_checked = len(data)
+        if n_text_bytes > max_bytes:
+            raise _too_large(f"{max_bytes} bytes besides images")
     return bytes(data)
 
 
+def _image_size(body: Any) -> int:
+    """Return the number of characters of all images and other files in a body."""
+    n_characters = 0
+    pending = [("", body)]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += ((name, item) for item in value)
+        elif isinstance(value, str) and name in _FILE_FIELDS:
+            n_characters += len(value)
+    return n_characters
+
+
+def _too_large(size: str) -> RequestError:
+    message = f"the body has more than {size}; the server's option --limit-body allows more"
+    return RequestError(413, message, code="request_too_large")
+
+
 def _parse_json(data: bytes) -> Any:
-    """Parse JSON, and replace lone surrogates; raise `ValueError` if it is not valid."""
+    """Parse JSON, and replace lone surrogates; raise `ValueError` if it is not valid.
+
+    A byte order mark before it is skipped, and UTF-16 and UTF-32 are converted.
+    """
+    encoding = json.detect_encoding(data)
+    if encoding != "utf-8":
+        data = data.decode(encoding).encode()
     try:
         return from_json(data, allow_inf_nan=False)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -13,6 +13,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from specgen.errors import SpecgenError
 from specgen.events import (
@@ -46,6 +48,13 @@ _COUNTERS = (
     ("answers", "Answers by how they ended.", "finish_reason"),
     ("model_loads", "Number of times the model was loaded.", ""),
 )
+#: Names that vLLM has for some of these counters; its benchmarks look for nothing else.
+_VLLM_NAMES = {
+    f"{_DRAFTS}_drafts": "vllm:spec_decode_num_drafts",
+    f"{_DRAFTS}_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    f"{_DRAFTS}_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    f"{_DRAFTS}_accepted_tokens_per_pos": "vllm:spec_decode_num_accepted_tokens_per_pos",
+}
 _GAUGES = (
     ("estimated_gain", "How many times as fast as plain decoding, by measured costs."),
     ("requests_processing", "Answers in the making."),
@@ -87,6 +96,8 @@ class ServerMetrics:
                 text,
                 buckets=_BUCKETS,
             )
+        for name, vllm_name in _VLLM_NAMES.items():
+            self._registry.register(_VllmCounter(self.figures[name], vllm_name))
 
     def _add(self, kind: Any, name: str, text: str, label: str = "", **settings: Any) -> None:
         """Add a figure of all models.
@@ -111,6 +122,24 @@ class ServerMetrics:
     def text(self) -> bytes:
         """Return all figures in Prometheus's format."""
         return generate_latest(self._registry)
+
+
+class _VllmCounter(Collector):
+    """A counter once more, under the name and with the labels that it has in vLLM."""
+
+    def __init__(self, counter: Counter, name: str) -> None:
+        self._counter = counter
+        self._name = name
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the counter with its value of now."""
+        for family in self._counter.collect():
+            copy = CounterMetricFamily(self._name, family.documentation)
+            for sample in family.samples:
+                labels = {"engine": "0", **sample.labels}
+                labels["model_name"] = labels.pop("model")
+                copy.add_sample(f"{self._name}_total", labels, sample.value)
+            yield copy
 
 
 class Metrics:

@@ -8,13 +8,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
+from specgen.options import SessionOptions
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
 from specgen.serve.server.metrics import Metrics, ServerMetrics
@@ -24,6 +25,8 @@ from specgen.system.quantities import human_bytes
 #: The states of a model, in the words of llama.cpp's server with several models.
 ModelStatus: TypeAlias = Literal["unloaded", "loading", "loaded"]
 LoadedModel: TypeAlias = ServedModel | ServedEmbedder
+#: The tag of Ollama's that a name without a tag stands for.
+_LATEST = ":latest"
 _log = logging.getLogger("specgen.serve.server")
 
 
@@ -39,6 +42,8 @@ class ModelEntry:
     n_bytes: int = 0
     #: Whether it makes embeddings. Otherwise it generates text.
     embeds: bool = False
+    #: The options with which it is loaded, for descriptions of a model that is not loaded.
+    options: SessionOptions | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +122,8 @@ class ModelPool:
         self._providing = asyncio.Lock()
         #: Set when a model may have become idle, or a request no longer waits.
         self._changed = asyncio.Event()
+        #: The tasks that unload models once they are idle.
+        self._unloading: set[asyncio.Task[None]] = set()
         #: The event loop of the coroutines; None until a request has waited.
         self._loop: asyncio.AbstractEventLoop | None = None
         #: Whether a model cannot be loaded until another one is idle.
@@ -149,13 +156,24 @@ class ModelPool:
         """
         if len(self.models) == 1:
             return next(iter(self.models.values()))
-        if isinstance(name, str) and name in self.models:
-            return self.models[name]
+        pooled = self.named(name) if isinstance(name, str) else None
+        if pooled is not None:
+            return pooled
         names = ", ".join(self.models)
         if name is None:
             raise RequestError(400, f"name a model: {names}", "invalid_value", "model")
         message = f"there is no model {name!r}; there are {names}"
         raise RequestError(404, message, "model_not_found", "model")
+
+    def named(self, name: str) -> PooledModel | None:
+        """Return the model of a name; None if there is none.
+
+        Ollama's clients may add the tag ``latest`` to a name, or leave it out.
+        """
+        for spelling in (name, name.removesuffix(_LATEST), name + _LATEST):
+            if spelling in self.models:
+                return self.models[spelling]
+        return None
 
     @property
     def failure(self) -> BaseException | None:
@@ -243,6 +261,40 @@ class ModelPool:
         """End a lease. The model stays loaded while its answers are generated."""
         pooled.n_leases -= 1
         self._changed.set()
+
+    @contextlib.contextmanager
+    def holding_loaded(self) -> Iterator[list[PooledModel]]:
+        """Yield the loaded models, which stay loaded in the block."""
+        held = [pooled for pooled in self.models.values() if pooled.model is not None]
+        for pooled in held:
+            pooled.n_leases += 1
+        try:
+            yield held
+        finally:
+            for pooled in held:
+                self.release(pooled)
+
+    async def unload(self, pooled: PooledModel) -> None:
+        """Unload a model if it is idle, or else as soon as it is, unless it is asked for before."""
+        if not pooled.is_idle:
+            task = asyncio.ensure_future(self._unload_later(pooled))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+            return
+        async with self._providing:
+            if pooled.is_idle:
+                await self._unload(pooled)
+        self._changed.set()
+
+    async def _unload_later(self, pooled: PooledModel) -> None:
+        """Unload a model once it is idle, unless another request comes before that."""
+        self._loop = asyncio.get_running_loop()
+        last_request = pooled.last_request
+        while pooled.model is not None and not pooled.is_idle:
+            self._changed.clear()
+            await self._changed.wait()
+        if pooled.is_idle and pooled.last_request == last_request:
+            await self.unload(pooled)
 
     def _refuse(self, pooled: PooledModel, error: RequestError) -> None:
         """Give an error to all requests that wait for a model."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.drafters.kinds import refuse_draft
-from specgen.errors import MemoryLimitError, ModelFileError, SpecgenError, UsageError
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
 from specgen.llama.file_check import check_file
@@ -29,6 +29,8 @@ from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
+from specgen.session.prompts.chat import SubstituteTemplate
+from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import correct, read_toml
 from specgen.system.quantities import counted, human_bytes
@@ -76,6 +78,7 @@ class ModelLoader:
         wanted = model.find(model.models)
         target = wanted.options.target
         name = name or target.name.removesuffix(".gguf")
+        self._note_invalid_template(name, wanted.options)
         if pooling_of(target) is not None:
             if model.models.draft is not None:
                 raise UsageError(f"{name} is an embedding model: leave out --draft")
@@ -111,7 +114,7 @@ class ModelLoader:
                 stops,
             )
 
-        return ModelEntry(name, open_model, n_bytes)
+        return ModelEntry(name, open_model, n_bytes, options=wanted.options)
 
     def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
         """Return an entry of the pool for an embedding model."""
@@ -134,6 +137,7 @@ class ModelLoader:
             open_embedder,
             n_bytes,
             embeds=True,
+            options=options,
         )
 
     def _open(
@@ -185,12 +189,35 @@ class ModelLoader:
             )
             for notice in engine.take_notices():
                 reporter.note(notice)
+            substitute = SubstituteTemplate.of(session.target)
+            if substitute is not None:
+                reporter.note(substitute.notice(session.target))
             learner = stack.enter_context(Learner(session, engine, reporter.note))
 
             def between_answers(begins: bool) -> None:
                 learner.between_answers(begins=begins)
 
             return OpenedModel(session, engine, stack.pop_all(), between_answers)
+
+    def _note_invalid_template(self, name: str, options: SessionOptions) -> None:
+        """Write a note if the chat template in a model's file has a syntax error."""
+        if options.target_context.chat_template is not None:  # it is checked already
+            return
+        templates: list[str] = []
+        with contextlib.suppress(BackendError), GgufMetadata(options.target) as metadata:
+            templates = [
+                str(value)
+                for key, value in metadata.single_values().items()
+                if key.startswith("tokenizer.chat_template")
+            ]
+        for template in templates:
+            problem = check_syntax(template)
+            if problem:
+                self.reporter.note(
+                    f"{name}: its chat template is not valid, so requests for chats will fail: "
+                    f"{problem}; --chat-template takes another"
+                )
+                return
 
     def _check_memory(self, name: str, n_bytes: int) -> None:
         """Raise `MemoryLimitError` if a model needs more than `memory_bytes`."""
@@ -332,7 +359,12 @@ def _in_folder(
 
 
 def _check_loads(path: Path) -> None:
-    """Raise `ModelFileError` if llama.cpp cannot load a model; its weights are not tried."""
+    """Raise `ModelFileError` if a file is not a model that can be served.
+
+    Its metadata, its vocabulary and its size are checked; its weights are not loaded.
+    """
+    check_file(path)
+    refuse_draft(path)
     model_class = LlamaModel if pooling_of(path) is None else EmbeddingModel
     model_class(path, vocabulary_only=True).close()
 

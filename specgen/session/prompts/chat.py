@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from specgen.errors import PromptError
+from specgen.errors import ModelFileError, PromptError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.marked_text import unmarked
+from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.prompts.template import Message, render
 from specgen.session.prompts.template_fit import render_fitted
 from specgen.session.prompts.tokens import (
@@ -20,11 +21,15 @@ from specgen.session.prompts.tokens import (
     tokenize,
     tokenize_marked,
 )
+from specgen.text.built_in_templates import BUILT_IN
 
 #: The tools that a model may call, in the format of OpenAI's API.
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 #: The name of the second template that some model files have, for conversations with tools.
 _TOOL_TEMPLATE = "tool_use"
+_CHATML = "chatml"
+#: The mark at the end of a turn in ChatML.
+_CHATML_END = "<|im_end|>"
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
@@ -36,6 +41,59 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
     """
     named = model.chat_template(_TOOL_TEMPLATE) if has_tools else None
     return named or model.chat_template()
+
+
+@dataclass(frozen=True, slots=True)
+class SubstituteTemplate:
+    """The chat template that conversations use if the model has no default one."""
+
+    name: str
+    text: str
+    #: Texts that end an answer, since the model may have no such tokens.
+    stop: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: LlamaModel) -> SubstituteTemplate | None:
+        """Return the substitute for a model; None if it has a default template.
+
+        It is the model's template for tools, if it has one, or else ChatML, as in llama.cpp.
+        """
+        if model.chat_template() is not None:
+            return None
+        tool_template = model.chat_template(_TOOL_TEMPLATE)
+        if tool_template is not None:
+            return SubstituteTemplate(_TOOL_TEMPLATE, tool_template)
+        return SubstituteTemplate(_CHATML, BUILT_IN[_CHATML], stop=(_CHATML_END,))
+
+    def notice(self, model: LlamaModel) -> str:
+        """Return a sentence for the user about what the substitute replaces."""
+        return (
+            f"a conversation needs a chat template, and {model.name} has no default one: "
+            f"{self.name} is used; --chat-template takes another"
+        )
+
+
+def template_problem(model: LlamaModel) -> str:
+    """Return a description of the first syntax error in a model's templates; empty if none."""
+    for name in (None, _TOOL_TEMPLATE):
+        template = model.chat_template(name)
+        problem = check_syntax(template) if template else ""
+        if problem:
+            return f"{model.name}: its chat template is not valid: {problem}"
+    return ""
+
+
+def check_template(model: LlamaModel) -> None:
+    """Check that a model's chat templates have no syntax error.
+
+    Raises:
+        ModelFileError: If one has.
+    """
+    problem = template_problem(model)
+    if problem:
+        raise ModelFileError(
+            problem, "--chat-template takes another; `specgen run --raw` uses none"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +116,13 @@ class ChatTurns:
     #: More variables for templates.
     variables: Mapping[str, Any]
 
-    def rendered(self, model: LlamaModel, n_ctx: int | None = None) -> RenderedChat | None:
+    def rendered(
+        self,
+        model: LlamaModel,
+        n_ctx: int | None = None,
+        *,
+        substitute: SubstituteTemplate | None = None,
+    ) -> RenderedChat | None:
         """Render and tokenize the conversation for a model.
 
         Only the template can write control tokens: the name of one in a message stays plain text.
@@ -66,15 +130,18 @@ class ChatTurns:
         Args:
             model: The model, whose own template and vocabulary are used.
             n_ctx: A text that certainly has more tokens is refused; None refuses none.
+            substitute: The template to use if the model has none.
 
         Returns:
-            The text and its tokens; None if the model has no chat template.
+            The text and its tokens; None if there is no chat template.
 
         Raises:
             PromptError: If the template fails, or the text is too long.
         """
         has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
         template = template_of(model, has_tools=has_tools)
+        if template is None and substitute is not None:
+            template = substitute.text
         if template is None:
             return None
         vocabulary = model.vocabulary

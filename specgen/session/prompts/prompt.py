@@ -9,7 +9,8 @@ from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.llama import LlamaModel
-from specgen.session.prompts.chat import ChatTurns, Tools, template_of
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.session.prompts.chat import ChatTurns, SubstituteTemplate, Tools, template_of
 from specgen.session.prompts.template import Message
 from specgen.session.prompts.thoughts import begun_in, thoughts_after
 from specgen.session.prompts.tokens import check_length, tokenize, tokens_of
@@ -19,6 +20,7 @@ from specgen.text.grammar.free_text import ThoughtMarks
 _HARMONY_END = "<|start|>assistant"
 #: What such a model writes before the text of its answer.
 _HARMONY_FINAL = "<|channel|>final<|message|>"
+_GIVE_TEMPLATE = "give one with --chat-template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Prompt:
     skipped_prefix: range = range(0)
     #: More tokens that end the answer, besides the target's end-of-text tokens.
     ends: frozenset[int] = frozenset()
+    #: Texts that end the answer, besides those of the request.
+    stop: tuple[str, ...] = ()
     #: The marks around the thoughts that the answer may have; None if it has none.
     thoughts: ThoughtMarks | None = None
     #: The user's first message, which identifies a conversation; empty without a conversation.
@@ -69,6 +73,9 @@ class Prompts:
     n_ctx: int | None = None
     #: More variables for chat templates.
     variables: Mapping[str, Any] = field(default_factory=dict)
+    #: Whether conversations use a `SubstituteTemplate` if the target has no chat template. The
+    #: caller then shows its notice.
+    substitutes_template: bool = False
 
     def of_text(
         self,
@@ -104,7 +111,7 @@ class Prompts:
             option = "--chat" if chat else "--system"
             raise UsageError(
                 f"{option} needs a chat template, and {self.target.name} has none",
-                hint=f"leave {option} out: the prompt is then continued as it is",
+                hint=f"{_GIVE_TEMPLATE}, or leave {option} out to continue the prompt as it is",
             )
         check_length(self.target.vocabulary, text, self.n_ctx)
         return Prompt.of(text, tokenize(self.target.vocabulary, text, parse_special=True))
@@ -133,12 +140,16 @@ class Prompts:
             raise PromptError("the conversation has no messages", hint="give at least one")
         now = now or datetime.datetime.now().astimezone()
         chat = ChatTurns(messages, now, tools, {**self.variables, **(variables or {})})
-        rendered = chat.rendered(self.target, self.n_ctx)
+        substitute = SubstituteTemplate.of(self.target) if self.substitutes_template else None
+        rendered = chat.rendered(self.target, self.n_ctx, substitute=substitute)
         if rendered is None:
             raise UsageError(
-                f"a conversation needs a chat template, and {self.target.name} has none"
+                f"a conversation needs a chat template, and {self.target.name} has none",
+                hint=_GIVE_TEMPLATE,
             )
-        template = template_of(self.target, has_tools=bool(tools)) or ""
+        template = template_of(self.target, has_tools=bool(tools))
+        if template is None:
+            template = "" if substitute is None else substitute.text
         draft_tokens: tuple[int, ...] | None = None
         if self.own_draft is not None:
             draft_tokens = chat.draft_tokens(self.own_draft)
@@ -147,6 +158,7 @@ class Prompts:
             Prompt.of(rendered.text, rendered.tokens),
             skipped_prefix=chat.skipped_prefix(self.target.vocabulary, rendered),
             draft_tokens=draft_tokens,
+            stop=() if substitute is None else substitute.stop,
             thoughts=thoughts_after(rendered.text, template),
             subject=next(user_messages, ""),
         )
@@ -173,6 +185,33 @@ class Prompts:
             own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
             draft_tokens = (*draft_tokens, *own)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
+
+    def after(self, earlier: Sequence[int], prompt: Prompt) -> Prompt:
+        """Return a prompt that continues an earlier one and its answer.
+
+        Args:
+            earlier: The tokens of the earlier prompt and its answer.
+            prompt: The prompt; its own beginning-of-text token is left out.
+
+        Raises:
+            PromptError: If a token is not in the vocabulary of the target.
+        """
+        vocabulary = self.target.vocabulary
+        vocabulary.check(earlier)
+        tokens = _without_bos(vocabulary, prompt.tokens)
+        earlier_text = self._text_of(earlier)
+        draft_tokens = prompt.draft_tokens
+        if draft_tokens is not None and self.own_draft is not None:
+            own = self.own_draft.vocabulary
+            earlier_draft_tokens = own.tokenize(earlier_text, add_special=True, parse_special=False)
+            draft_tokens = (*earlier_draft_tokens, *_without_bos(own, draft_tokens))
+        return replace(
+            prompt,
+            text=earlier_text + prompt.text,
+            tokens=(*earlier, *tokens),
+            draft_tokens=draft_tokens,
+            skipped_prefix=range(0),
+        )
 
     def continued(self, prompt: Prompt, beginning: Message) -> Prompt:
         """Return a prompt with the beginning of the model's turn appended, for it to go on.
@@ -211,3 +250,9 @@ class Prompts:
         """Return the text of tokens of the target, in which control tokens are empty."""
         data = b"".join(map(self.target.vocabulary.token_bytes, tokens))
         return data.decode(errors="replace")
+
+
+def _without_bos(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Sequence[int]:
+    """Return tokens without a beginning-of-text token at their beginning."""
+    bos = vocabulary.special_tokens()["bos"]
+    return tokens[1:] if tokens and tokens[0] == bos else tokens

@@ -18,6 +18,7 @@ from specgen.options import Grammar
 from specgen.text.grammar.closed_objects import close_objects
 from specgen.text.grammar.llguidance_grammar import problem_following, validate
 from specgen.text.grammar.schema_choices import ChoiceWriter
+from specgen.text.grammar.schema_ends import may_end
 from specgen.text.grammar.schema_parts import (
     CONSTRAINTS,
     IN_PLACE,
@@ -40,6 +41,7 @@ _IGNORED_FORMATS = frozenset(
         *("json-pointer", "relative-json-pointer", "regex"),
     ]
 )
+_ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 #: Patterns for llguidance's messages.
 _IGNORES_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _IGNORES_FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?$")
@@ -80,13 +82,17 @@ def lenient_schema_grammar(
         is_open: Whether to leave objects open unless the schema closes them.
 
     Returns:
-        The grammar, and the names of what it does not enforce, such as keywords. If llguidance
-        refuses the whole schema, the grammar allows any object, and the only name tells why.
+        The grammar, and the names of what it does not enforce, such as keywords. If the whole
+        schema cannot be enforced, the grammar allows any object, and the only name tells why.
 
     Raises:
         UsageError: If the text is not a schema.
     """
     root = _parse(schema)
+    if not may_end(root):
+        return _ANY_OBJECT, (
+            "it: its $ref leads back to it without end, so no value conforms to it",
+        )
     left_out: list[str] = []
     for part in list(parts(root)):
         _leave_out_unknown_type(part, root, left_out)
@@ -100,8 +106,7 @@ def lenient_schema_grammar(
     grammar = Grammar("json_schema", json.dumps(root))
     is_refused, messages = validate(grammar)
     if is_refused:
-        any_object = Grammar("json_schema", '{"type": "object"}')
-        return any_object, (f"it ({_readable('; '.join(messages))})",)
+        return _ANY_OBJECT, (f"it ({_readable('; '.join(messages))})",)
     for message in messages:
         left_out += _names_in(message)
     return grammar, tuple(dict.fromkeys(left_out))  # without duplicates

@@ -93,11 +93,11 @@ def resolved(root: Part, schema: Any) -> Any:
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
-        schema = _referenced(root, schema["$ref"])
+        schema = referenced(root, schema["$ref"])
     return {}
 
 
-def _referenced(root: Part, reference: str) -> Any:
+def referenced(root: Part, reference: str) -> Any:
     """Return what a JSON pointer, such as ``#/$defs/name``, refers to; `{}` if there is nothing."""
     base, _, pointer = reference.partition("#")
     if base not in ("", root.get("$id"), root.get("id")):

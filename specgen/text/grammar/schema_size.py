@@ -14,7 +14,7 @@ from specgen.text.grammar.schema_parts import Part, properties, required
 #: The maximum number of parts in a schema: its values, the characters of its patterns with
 #: repetitions written out, and a tenth of each `multipleOf`. For larger schemas llguidance takes
 #: minutes, or fails in the middle of an answer.
-_MAX_PARTS = 10_000
+MAX_PARTS = 10_000
 #: The divisor for `multipleOf`.
 _MULTIPLES_PER_PART = 10
 #: The maximum number of optional properties in an object. With more of them llguidance ends the
@@ -36,7 +36,7 @@ def check_size(schema: Part) -> None:
     #: Whether a value may have to conform to several schemas, and so to several `multipleOf`.
     joins_schemas = False
     for keyword, value in _values_within(schema):
-        n_parts += 1 + sum(map(_pattern_size, _patterns(keyword, value)))
+        n_parts += 1 + sum(map(pattern_size, _patterns(keyword, value)))
         if isinstance(value, dict):
             _check_optional_properties(value)
             if "allOf" in value or ("$ref" in value and len(value) > 1):
@@ -46,9 +46,9 @@ def check_size(schema: Part) -> None:
     # A multiple of several numbers is a multiple of their least common multiple.
     total = math.lcm(*multiples) if joins_schemas else sum(multiples)
     n_parts += total // _MULTIPLES_PER_PART
-    if n_parts > _MAX_PARTS:
+    if n_parts > MAX_PARTS:
         raise UsageError(
-            f"the JSON schema is too large: more than {_MAX_PARTS} parts, counting the repetitions "
+            f"the JSON schema is too large: more than {MAX_PARTS} parts, counting the repetitions "
             "in patterns as if written out, and a tenth of each multipleOf"
         )
 
@@ -89,12 +89,12 @@ def _patterns(keyword: str, value: Any) -> list[str]:
     return []
 
 
-def _pattern_size(pattern: str) -> int:
+def pattern_size(pattern: str) -> int:
     """Count the characters and classes of a pattern, with repetitions written out.
 
     Nested repetitions can make this number astronomical, so counting stops at a limit.
     """
-    limit = 10 * _MAX_PARTS  # far too large for any schema
+    limit = 10 * MAX_PARTS  # far too large for any schema
     group_sizes = [0]  # of the open groups, the outermost first
     last_size = 0  # of the last item, which a repetition would repeat
     for match in _PATTERN_ITEM.finditer(pattern):

@@ -65,6 +65,7 @@ async def generate(
         identity=uuid.uuid4().hex,
         created=int(time.time()),
         model=model.name,
+        prompt_tokens=[answer.prompt.tokens for answer in job.answers],
     )
     writer: AnswerWriter = requests[0].writer(context)
     streams = requests[0].streams

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import time
-from collections.abc import Iterable
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -12,12 +10,9 @@ from starlette.responses import JSONResponse, Response
 from specgen import __version__
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.request_errors import RequestError
-from specgen.serve.formats.tool_calls.form_probe import form_of
+from specgen.serve.server.capabilities import capabilities_of
 from specgen.serve.server.jobs import ServedModel
-from specgen.serve.server.model_pool import LoadedModel, ModelPool, PooledModel
-from specgen.session.prompts import template_of
-from specgen.session.prompts.infill import InfillTokens
-from specgen.session.prompts.thoughts import writes_thoughts
+from specgen.serve.server.model_pool import ModelPool, PooledModel
 from specgen.session.request import Slot
 from specgen.system.files import as_json
 
@@ -59,35 +54,10 @@ class ServerInfo:
     async def model(self, request: HttpRequest) -> Response:
         """Return one model, by its name in the path."""
         name = request.path_params["model"]
-        pooled = self._pool.models.get(name)
+        pooled = self._pool.named(name)
         if pooled is None:
             raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
         return JSONResponse(_model_entry(pooled, self._started))
-
-    async def ollama_models(self, _request: HttpRequest) -> Response:
-        """Return all models, in Ollama's form."""
-        return self._ollama_list(self._pool.models.values())
-
-    async def loaded_ollama_models(self, _request: HttpRequest) -> Response:
-        """Return the loaded models, in Ollama's form."""
-        loaded = [pooled for pooled in self._pool.models.values() if pooled.model is not None]
-        return self._ollama_list(loaded)
-
-    def _ollama_list(self, models: Iterable[PooledModel]) -> Response:
-        """Return a list of models in Ollama's form."""
-        started = datetime.datetime.fromtimestamp(self._started, datetime.timezone.utc)
-        entries = [
-            {
-                "name": pooled.entry.name,
-                "model": pooled.entry.name,
-                "size": pooled.entry.n_bytes,
-                "modified_at": started.isoformat(),
-                "digest": "",
-                "details": {"format": "gguf"},
-            }
-            for pooled in models
-        ]
-        return JSONResponse({"models": entries})
 
     async def metrics(self, _request: HttpRequest) -> Response:
         """Return figures in Prometheus's format."""
@@ -128,24 +98,6 @@ class ServerInfo:
         return JSONResponse(content)
 
 
-def show_model(model: ServedModel, _body: Json) -> Json:
-    """Return the description of a model, in Ollama's form."""
-    architecture = model.target.architecture
-    return {
-        "capabilities": _capabilities(model),
-        "details": {
-            "format": "gguf",
-            "family": architecture,
-            "families": [architecture],
-        },
-        "model_info": {
-            "general.architecture": architecture,
-            "general.basename": model.name,
-            f"{architecture}.context_length": model.engine.n_ctx,
-        },
-    }
-
-
 def _model_entry(pooled: PooledModel, created: int) -> Json:
     """Return a model's entry in a list of models.
 
@@ -163,7 +115,7 @@ def _model_entry(pooled: PooledModel, created: int) -> Json:
     model = pooled.model
     if model is not None:
         n_ctx = model.engine.n_ctx if isinstance(model, ServedModel) else model.embedder.n_ctx
-        entry["capabilities"] = _capabilities(model)
+        entry["capabilities"] = capabilities_of(model.target)
         entry["max_model_len"] = n_ctx
         entry["meta"] = {
             "n_vocab": model.target.vocabulary.n_tokens,
@@ -171,22 +123,6 @@ def _model_entry(pooled: PooledModel, created: int) -> Json:
             "n_ctx_train": model.target.n_ctx_train,
         }
     return entry
-
-
-def _capabilities(model: LoadedModel) -> list[str]:
-    """Return what a model can do, in Ollama's words, and ``chat`` if it has a template."""
-    if not isinstance(model, ServedModel):
-        return ["embedding"]
-    target = model.target
-    template = template_of(target, has_tools=True) or ""
-    abilities = {
-        "completion": True,
-        "chat": bool(template),
-        "tools": form_of(template, target.vocabulary.has_control) is not None,
-        "thinking": writes_thoughts(template),
-        "insert": InfillTokens.of(target.vocabulary) is not None,
-    }
-    return [name for name, is_able in abilities.items() if is_able]
 
 
 def _settings(model: ServedModel) -> Json:

@@ -51,7 +51,7 @@ export class ModelMenu {
     this.nContext = properties.default_generation_settings?.n_ctx ?? null;
     offerDrafts(draft !== "none");
     if (!hasChatTemplate) {
-      showNotice("This model has no chat template: it can continue texts, but not chat.");
+      showNotice("This model has no chat template: it may not follow the form of a chat.");
     }
   }
 }
