@@ -21,6 +21,7 @@ from specgen.method.answer_loop import AnswerLoop
 from specgen.session import conversation
 from tests.helpers.cli import Result, Specgen, models_of, spawn
 from tests.helpers.common import ROOT, posix
+from tests.helpers.strict_templates import STRICT
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
 
@@ -73,6 +74,20 @@ def test_each_line_is_a_turn_and_only_answers_are_on_stdout(chat: Chat, draft: s
     assert "\x1b" not in plain.out
     found = chat(lines=lines, draft=draft)
     assert (found.code, found.out) == (0, plain.out)
+
+
+def test_a_chat_goes_on_after_an_empty_answer(chat: Chat, tmp_path: Path) -> None:
+    """It is kept if it ended before its first token, and Ministral's template refuses it."""
+    file = tmp_path / "chat.json"
+    turns = (conversation.Turn("a", ""), conversation.Turn("b", "c"))
+    conversation.save_conversation(file, conversation.Conversation(turns=turns))
+    found = chat(
+        "--json", "--chat-template", STRICT["Ministral"], lines=f"/load {file}\nd\n", draft="none"
+    )
+    assert found.code == 0
+    assert prompts(found) == [
+        "<|user|>a\n\nb<|end|>\n<|assistant|>c<|end|>\n<|user|>d<|end|>\n<|assistant|>"
+    ]
 
 
 def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new(

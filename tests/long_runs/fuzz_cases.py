@@ -19,7 +19,9 @@ import gguf
 from typer.core import TyperOption as Option
 
 from specgen.cli.app import command_line
+from tests.helpers.conversations import LETTERS
 from tests.helpers.sessions import write_models
+from tests.helpers.strict_templates import STRICT
 from tests.helpers.wrong_files import WRONG_FILES
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
@@ -461,6 +463,52 @@ def environments(base: Base, folder: Path, chance: random.Random) -> Case:
         "forget": ("draft", "forget"),
     }[command]
     return Case(arguments, codes=codes, environment=changed)
+
+
+def _odd_conversation(chance: random.Random) -> list[dict[str, Any]]:
+    """Messages of an API in an order that nobody plans, with texts that nobody types."""
+    messages: list[dict[str, Any]] = []
+    ids = [""]
+    for letter in chance.choices(LETTERS, k=chance.randint(1, 7)):
+        text = chance.choice([PROMPT, PROMPT, *_ODD_TEXTS[:12]])
+        match letter:
+            case "S" | "U" | "A":
+                role = {"S": "system", "U": "user", "A": "assistant"}[letter]
+                messages.append({"role": role, "content": text})
+            case "E":
+                messages.append(
+                    {"role": "assistant", "content": chance.choice([None, "", " \n", []])}
+                )
+            case "C":
+                ids = [f"id{len(messages)}.{n}" for n in range(chance.choice([1, 1, 2, 3]))]
+                look = {"name": "look", "arguments": chance.choice(['{"a": 1}', "{}", ""])}
+                message = {
+                    "role": "assistant",
+                    "content": chance.choice([None, "", text]),
+                    "tool_calls": [
+                        {"id": each, "type": "function", "function": look} for each in ids
+                    ],
+                    "reasoning_content": chance.choice([None, "why"]),
+                }
+                messages.append(message)
+            case "T":
+                answered = chance.choice(ids)
+                messages.append({"role": "tool", "tool_call_id": answered, "content": text})
+    return messages
+
+
+@_kind
+def shapes(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Conversations that were interrupted, for templates that refuse them: all are answered."""
+    (folder / "strict.jinja").write_text(chance.choice([*STRICT.values()]), encoding="utf-8")
+    lines = [json.dumps({"messages": _odd_conversation(chance)}) for _ in range(8)]
+    stdin = "".join(f"{line}\n" for line in lines).encode()
+    draft = chance.choice(["ngram", str(base.model("draft"))])
+    arguments = (
+        *("batch", "-m", str(base.model("target")), "-md", draft, *_EXACT, "-c", "512"),
+        *("--chat-template", "strict.jinja", "-", "-"),
+    )
+    return Case(arguments, stdin=stdin, codes=frozenset())
 
 
 def make_case(

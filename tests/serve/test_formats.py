@@ -140,7 +140,7 @@ def test_other_spellings_of_values() -> None:
     assert read("chat", messages=turns).messages == (
         Message("user", "hi"),
         Message("assistant", "", (ToolCall("", "f", {"a": 1}),)),
-        Message("tool", "x", name="f"),
+        Message("tool", "x", tool_call_id="", name="f"),
     )
 
 

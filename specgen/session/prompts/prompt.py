@@ -135,8 +135,10 @@ class Prompts:
 
         Raises:
             UsageError: If the target has no template.
-            PromptError: If the template refuses the messages, or they are empty or too long.
+            PromptError: If there are no messages, the template refuses them, or they are too long.
         """
+        if not messages:
+            raise PromptError("the conversation has no messages", hint="give at least one")
         now = now or datetime.datetime.now().astimezone()
         chat = ChatTurns(messages, now, tools, {**self.variables, **(variables or {})})
         substitute = SubstituteTemplate.of(self.target) if self.substitutes_template else None
