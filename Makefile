@@ -104,7 +104,7 @@ fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged file
 soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (SOAK_ARGS="--minutes 10 -- -m FILE")
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.server_soak $(SOAK_ARGS)
 
-templates: $(VENV)/.installed-dev ## How calls and thoughts of every chat template are read that llama.cpp ships (TEMPLATES=FOLDER)
+templates: $(VENV)/.installed-dev ## How calls and thoughts of every chat template that llama.cpp ships are read, and interrupted conversations fitted to it (TEMPLATES=FOLDER)
 	$(BIN)/python -m tests.long_runs.templates $(TEMPLATES)
 
 schemas: $(VENV)/.installed-dev ## How real JSON schemas are enforced (SCHEMAS=FOLDER, the maskbench/data of guidance-ai/jsonschemabench)

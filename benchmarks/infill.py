@@ -131,7 +131,7 @@ def _specgen(
     for name, draft in drafts_of(asked.draft).items():
         loaded = stack.enter_context(opened(asked.target, draft, asked.max_tokens, measurements))
         _fill(loaded, first, "")
-        if loaded.costs.was_busy:  # what is measured then may say that no draft pays
+        if loaded.costs.are_rough():  # what is measured then may say that no draft pays
             sys.exit(f"other work slowed the measurement of {name!r}: run it on an idle machine")
         yield name, partial(_fill, loaded)
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
 
-from specgen.errors import UsageError
+from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event
+from specgen.option_values import (
+    all_names,
+    checked_value,
+    required,
+    shown_value,
+    with_own_names,
+)
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -20,9 +28,11 @@ from specgen.options import (
     Grammar,
     KernelChoice,
     KernelOptions,
+    SamplerName,
     SamplerOptions,
     staged,
 )
+from specgen.serve.formats.chat_completions import read_conversation
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_models
 from specgen.session.engine import Engine
@@ -31,41 +41,115 @@ from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.session.session import Session
+from specgen.system.folders import note_about_folders
 from specgen.text.grammar.json_schema import schema_grammar
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: The prompt for an answer: a user's message, a conversation, or a finished `Prompt`.
-Asked: TypeAlias = "str | Sequence[Message] | Prompt"
+#: The prompt for an answer: a user's message, a conversation, or a finished `Prompt`. The messages
+#: of a conversation may also be objects in the form of OpenAI's API.
+Asked: TypeAlias = "str | Iterable[Message | Mapping[str, Any]] | Prompt"
+_OPTIONS = TypeVar("_OPTIONS", SamplerOptions, GenerationOptions, ContextOptions)
 
 
-class AnswerOptions(TypedDict, total=False):
+class AnswerDefaults(TypedDict, total=False):
+    """The options of answers that `load` takes, too. One that is None counts as left out.
+
+    They have the names, limits and defaults of `SamplerOptions` and `GenerationOptions`. Other
+    names that llama.cpp's programs or OpenAI's API use are accepted as well, such as ``temp``,
+    ``n_predict`` and ``repetition_penalty``.
+    """
+
+    #: The maximum number of tokens; -1 for no limit but the context size.
+    max_tokens: int | None
+    #: A string, or several, that end the answer. They are not part of it.
+    stop: str | Sequence[str] | None
+    #: Whether to never choose an end-of-text token.
+    ignore_eos: bool | None
+    #: Report the log-probability of each token, and of this many of the most likely ones.
+    logprobs: int | None
+    #: The temperature of sampling; 0 chooses the most likely token each time.
+    temperature: float | None
+    #: The seed of sampling: the same seed gives the same text.
+    seed: int | None
+    #: Keep only this many of the most likely tokens; 0 keeps all.
+    top_k: int | None
+    #: Keep only the most likely tokens whose probabilities add up to this.
+    top_p: float | None
+    #: Drop tokens that are less than this times as likely as the most likely one.
+    min_p: float | None
+    #: The samplers to use, in order.
+    samplers: str | Sequence[SamplerName] | None
+    #: Biases of tokens, by their ids; minus infinity excludes a token.
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None
+    #: The number of last tokens that the penalties look at; -1 for all.
+    repeat_last_n: int | None
+    #: Divide the logits of tokens that have already occurred by this.
+    repeat_penalty: float | None
+    #: Subtract this from the logits of tokens that have already occurred.
+    presence_penalty: float | None
+    #: Subtract this from a token's logit for each time that it has occurred.
+    frequency_penalty: float | None
+    #: DRY: the penalty for extending a repetition; 0 is off.
+    dry_multiplier: float | None
+    #: DRY: the factor by which the penalty grows with each repeated token.
+    dry_base: float | None
+    #: DRY: repetitions of fewer tokens are not penalised.
+    dry_allowed_length: int | None
+    #: DRY: the number of last tokens to look at; -1 for all.
+    dry_last_n: int | None
+    #: DRY: repetitions end at these texts.
+    dry_breakers: str | Sequence[str] | None
+    #: Keep only the most typical tokens whose probabilities add up to this.
+    typical_p: float | None
+    #: Keep only tokens with logits within this many standard deviations of the largest.
+    top_n_sigma: float | None
+    #: XTC: the probability that the most likely tokens are excluded.
+    xtc_probability: float | None
+    #: XTC: exclude all tokens at least this likely, except the least likely of them.
+    xtc_threshold: float | None
+    #: Dynamic temperature: how far it moves up and down.
+    dynatemp_range: float | None
+    #: Dynamic temperature: the exponent of the entropy.
+    dynatemp_exponent: float | None
+    #: Options of samplers. An option may also be given by its name, but not both ways.
+    sampling: SamplerOptions | None
+    #: Options about when an answer ends. The same holds for them.
+    generation: GenerationOptions | None
+    #: A grammar (GBNF) that the answer follows.
+    grammar: str | None
+    #: A JSON schema that the answer follows.
+    json_schema: str | bool | Mapping[str, Any] | None
+
+
+class AnswerOptions(AnswerDefaults, total=False):
     """The options of one answer. Options that are left out are those that were given to `load`."""
 
-    #: The maximum number of tokens; if negative, there is no limit but the context size.
-    max_tokens: int
-    #: Strings that end the answer. They are not part of it.
-    stop: Sequence[str]
-    #: The temperature of sampling; 0 chooses the most likely token each time.
-    temperature: float
-    #: The seed of sampling: the same seed gives the same text.
-    seed: int
-    #: The options of all samplers; `temperature` and `seed` take precedence.
-    sampling: SamplerOptions
-    #: A grammar (GBNF) that the answer follows.
-    grammar: str
-    #: A JSON schema that the answer follows.
-    json_schema: str | Mapping[str, Any]
-    #: Whether to never choose an end-of-text token.
-    ignore_eos: bool
-    #: Report the log-probability of each token, and of this many of the most likely ones.
-    logprobs: int
     #: A system message; the prompt must be a text.
-    system: str
+    system: str | None
     #: Whether a text is a user's turn in the model's chat template (True) or is continued as it is
     #: (False). By default, the template is used if the model has one.
-    chat: bool
+    chat: bool | None
+
+
+#: The own names of options, by any of their names.
+_SAMPLER_NAMES = all_names(SamplerOptions)
+_GENERATION_NAMES = all_names(GenerationOptions)
+#: Those that `load` takes.
+_LOAD_NAMES = {
+    **_SAMPLER_NAMES,
+    **_GENERATION_NAMES,
+    **{name: name for name in ("sampling", "generation", "grammar", "json_schema")},
+}
+#: Those that an answer takes.
+_NAMES = _LOAD_NAMES | {"system": "system", "chat": "chat"}
+#: How to give an option that belongs elsewhere, by any of its names.
+_ELSEWHERE = {
+    name: f"{argument}={options.__name__}({own_name}=...)"
+    for argument, options in (("drafting", DraftOptions), ("context", ContextOptions))
+    for name, own_name in all_names(options).items()
+}
 
 
 def load(
@@ -74,13 +158,12 @@ def load(
     *,
     n_ctx: int | None = None,
     n_parallel: int = 1,
-    sampling: SamplerOptions | None = None,
-    generation: GenerationOptions | None = None,
     drafting: DraftOptions | None = None,
     context: ContextOptions | None = None,
     draft_context: ContextOptions | None = None,
     kernels: KernelChoice = "auto",
     note: Callable[[str], None] = lambda _text: None,
+    **defaults: Unpack[AnswerDefaults],
 ) -> Model:
     """Load a target and its draft. Close the result, or use it as a context manager.
 
@@ -90,17 +173,16 @@ def load(
         draft: A file, a name or a hub reference as for the target, ``ngram``, or ``none``. In a
             list, each draft drafts for the one before it. None chooses a draft as `specgen run`
             does.
-        n_ctx: The maximum number of tokens of a prompt and its answer. None is 4096, or the size
-            that the target was trained with if that is smaller.
+        n_ctx: The maximum number of tokens of a prompt and its answer; 0 is the size that the
+            target was trained with. None is 4096, or that size if it is smaller.
         n_parallel: The number of answers that can be generated at once, each in a context of
             `n_ctx` tokens.
-        sampling: How tokens are chosen.
-        generation: When an answer ends.
         drafting: How much is drafted, and how drafts are verified.
         context: How the target is loaded and its context is made.
         draft_context: The same for the draft.
         kernels: Which CPU kernels are used.
         note: Receives the notes that the command line would print, such as why a draft was chosen.
+        **defaults: The options of answers that do not have their own.
 
     Raises:
         ModelFileError: If a file cannot be used.
@@ -110,27 +192,63 @@ def load(
         MemoryLimitError: If a model does not fit into memory.
         UsageError: If an option is invalid.
     """
-    drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
-    choice = staged(str(target), [str(each) for each in drafts], None)
-    sources = find_models(choice, quiet=True)
+    target_name = _file_or_name("target", target)
+    if not callable(note):
+        raise UsageError(f"note: give a function, not {shown_value(note)}")
+    if drafting is None:
+        drafting = DraftOptions()
+    required("drafting", DraftOptions, drafting)
+    contexts = _contexts(n_ctx, context, draft_context)
+    n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
+    kernel_options = KernelOptions(checked_value("kernels", KernelChoice, kernels))
+    parameters = inspect.signature(load).parameters
+    defaults = cast("AnswerDefaults", _own_names(defaults, _LOAD_NAMES, parameters))
+    sampling = _sampling(SamplerOptions(), defaults)
+    generation = _generation(GenerationOptions(), defaults)
+    sources = find_models(staged(target_name, _draft_names(draft), None), quiet=True)
     wanted = WantedSession.of(
         sources,
-        sampling=sampling or SamplerOptions(),
-        drafting=drafting or DraftOptions(),
-        answer=generation or GenerationOptions(),
-        contexts=Contexts(context or ContextOptions(), draft_context or ContextOptions()),
+        sampling=sampling,
+        drafting=drafting,
+        answer=generation,
+        contexts=contexts,
     )
-    _, kernel_note = start_kernels(KernelOptions(kernels))
-    if kernel_note is not None:
-        note(kernel_note)
+    _, kernel_note = start_kernels(kernel_options)
+    for each in (note_about_folders(), kernel_note):
+        if each is not None:
+            note(each)
     with contextlib.ExitStack() as on_error:
         session = open_session(wanted, Reporter(note), clock=time.perf_counter)
         on_error.callback(session.close)
         calibration_notice = calibrate(session)
-        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx)
+        engine = Engine(session, n_parallel=n_parallel)
         engine.notify(calibration_notice)
         on_error.pop_all()
     return Model(session, engine)
+
+
+def _draft_names(draft: Any) -> list[str]:
+    """Return the files or names of drafts; raise `UsageError` if they are something else."""
+    if draft is None:
+        return []
+    drafts = [draft] if isinstance(draft, (str, Path)) else _items("draft", draft)
+    return [_file_or_name("draft", each) for each in drafts]
+
+
+def _contexts(
+    n_ctx: int | None,
+    context: ContextOptions | None,
+    draft_context: ContextOptions | None,
+) -> Contexts:
+    """Return the options of both contexts.
+
+    Raises:
+        UsageError: If one is invalid, or the context size is given twice.
+    """
+    by_name = {} if n_ctx is None else {"n_ctx": n_ctx}
+    target = _merged(ContextOptions(), "context", context, by_name)
+    draft = _merged(ContextOptions(), "draft_context", draft_context, {})
+    return Contexts(target, draft)
 
 
 class Model:
@@ -183,16 +301,15 @@ class Model:
         return answer
 
     def stream(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[str]:
-        """Yield the text of one answer in pieces, as it is generated.
+        """Queue a request, and yield the text of its answer in pieces as it is generated.
 
         Raises what `generate` raises.
         """
-        for event in self.events(prompt, **options):
-            if isinstance(event, CommittedEvent) and event.text:
-                yield event.text
+        events = self.events(prompt, **options)
+        return (event.text for event in events if isinstance(event, CommittedEvent) and event.text)
 
     def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
-        """Yield the events of one answer as it is generated: drafts, verdicts, tokens, figures.
+        """Queue a request, and yield the events of its answer: drafts, verdicts, tokens, figures.
 
         Raises what `generate` raises.
         """
@@ -209,7 +326,15 @@ class Model:
             PromptError: If a prompt is empty, too long, or refused by the chat template.
             UsageError: If an option is invalid.
         """
-        answers = [self.submit(prompt, **options) for prompt in prompts]
+        if isinstance(prompts, (str, Mapping, Prompt)):
+            raise UsageError(f"prompts: give a list of prompts, not {shown_value(prompts)}")
+        answers: list[Request] = []
+        try:
+            answers += (self.submit(prompt, **options) for prompt in _items("prompts", prompts))
+        except SpecgenError:
+            for answer in answers:
+                self.cancel(answer)
+            raise
         while not all(answer.is_done for answer in answers):
             self.engine.step()
         return answers
@@ -224,17 +349,12 @@ class Model:
             PromptError: If the prompt is empty, too long, or refused by the chat template.
             UsageError: If an option is invalid.
         """
-        system = options.get("system")
-        chat = options.get("chat")
-        prompts = self._session.prompts
-        if isinstance(prompt, str):
-            prompt = prompts.of_text(prompt, chat=chat, system=system)
-        elif system is not None or chat is not None:
-            raise UsageError("system and chat need a prompt that is a text")
-        elif not isinstance(prompt, Prompt):
-            prompt = prompts.of_messages(prompt)
+        options = cast("AnswerOptions", _own_names(options, _NAMES))
+        defaults = self._session.options
         return self.engine.insert(
-            prompt, sampling=self._sampling(options), generation=self._generation(options)
+            self._prompt(prompt, options),
+            sampling=_sampling(defaults.sampler, options),
+            generation=_generation(defaults.generation, options),
         )
 
     def cancel(self, answer: Request) -> None:
@@ -244,34 +364,188 @@ class Model:
         """
         self.engine.cancel(answer)
 
-    def _sampling(self, options: AnswerOptions) -> SamplerOptions:
-        """Return the sampling options of an answer."""
-        sampling = options.get("sampling", self._session.options.sampler)
-        return replace(sampling, **_given(options, "temperature", "seed"))
-
-    def _generation(self, options: AnswerOptions) -> GenerationOptions:
-        """Return the options about when an answer ends and which form it has.
+    def _prompt(self, asked: Asked, options: AnswerOptions) -> Prompt:
+        """Return the prompt that a caller asked for.
 
         Raises:
-            UsageError: If options exclude each other, or the schema is invalid.
+            PromptError: If it is empty, too long, or refused by the chat template.
+            UsageError: If it is none, or an option needs another one.
         """
-        given = _given(options, "max_tokens", "ignore_eos", "logprobs")
-        if "grammar" in options and "json_schema" in options:
-            raise UsageError("grammar and json_schema exclude each other")
-        if "grammar" in options:
-            given["grammar"] = Grammar("gbnf", options["grammar"])
-        schema = options.get("json_schema")
-        if schema is not None:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            given["grammar"] = schema_grammar(text)
-        if "stop" in options:
-            given["stop"] = tuple(options["stop"])
-        generation = replace(self._session.options.generation, **given)
-        if generation.grammar is not None and generation.ignore_eos:
-            raise UsageError("ignore_eos and a grammar, whose text ends, exclude each other")
-        return generation
+        system = checked_value("system", str | None, options.get("system"))
+        chat = checked_value("chat", bool | None, options.get("chat"))
+        prompts = self._session.prompts
+        if isinstance(asked, str):
+            return prompts.of_text(asked, chat=chat, system=system)
+        if system is not None or chat is not None:
+            raise UsageError("system and chat need a prompt that is a text")
+        if isinstance(asked, Prompt):
+            return asked
+        return prompts.of_messages(_messages(asked))
 
 
-def _given(options: AnswerOptions, *names: str) -> dict[str, Any]:
-    """Return the options with these names that the caller gave."""
-    return {name: value for name, value in options.items() if name in names}
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def _messages(asked: Any) -> Sequence[Message]:
+    """Return a conversation whose messages may be objects in OpenAI's form.
+
+    Raises:
+        PromptError: If it is empty.
+        UsageError: If it is not a conversation.
+    """
+    if isinstance(asked, (Mapping, Message)):
+        raise UsageError(f"prompt: give a list of messages, not {shown_value(asked)}")
+    if not isinstance(asked, Iterable) or isinstance(asked, (bytes, bytearray)):
+        raise UsageError(f"prompt: give a text or messages, not {shown_value(asked)}")
+    messages = list(asked)
+    if not messages:
+        raise PromptError("the prompt is empty", hint="give some messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, (Mapping, Message)):
+            raise UsageError(
+                f"messages[{number}]: give a message, not {shown_value(message)}",
+                hint="generate_all answers several prompts",
+            )
+    if all(isinstance(message, Message) for message in messages):
+        return messages
+    return read_conversation([_as_object(message) for message in messages])
+
+
+def _as_object(message: Message | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in OpenAI's form."""
+    if not isinstance(message, Message):
+        return dict(message)
+    calls = [
+        {"id": call.identity, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    return {
+        "role": message.role,
+        "content": message.content,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning,
+    }
+
+
+def _items(name: str, values: Any) -> list[Any]:
+    """Return the items of an iterable that is not a text.
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Iterable):
+        raise UsageError(f"{name}: give a list, not {shown_value(values)}")
+    return list(values)
+
+
+def _file_or_name(name: str, value: Any) -> str:
+    """Return the text of a file or a name.
+
+    Raises:
+        UsageError: If it is neither, or empty.
+    """
+    text = str(checked_value(name, str | Path, value))
+    if not text:
+        raise UsageError(f"{name}: give a file or a name, not {shown_value(text)}")
+    return text
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _own_names(
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
+    other_names: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return options by their own names, as `with_own_names` does.
+
+    Raises:
+        UsageError: If there is no such option, or one is given twice.
+    """
+    for name in given:
+        if name not in names and name in _ELSEWHERE:
+            raise UsageError(f"{name} is not an option of answers: give load {_ELSEWHERE[name]}")
+    return with_own_names(given, names, other_names)
+
+
+def _sampling(defaults: SamplerOptions, given: AnswerDefaults) -> SamplerOptions:
+    """Return how the tokens of an answer are sampled.
+
+    Raises:
+        UsageError: If an option is invalid, or given twice.
+    """
+    by_name = _given(_SAMPLER_NAMES, given)
+    return _merged(defaults, "sampling", given.get("sampling"), by_name)
+
+
+def _generation(defaults: GenerationOptions, given: AnswerDefaults) -> GenerationOptions:
+    """Return when an answer ends, and which form it has.
+
+    Raises:
+        UsageError: If an option is invalid, given twice, or excludes another one.
+    """
+    by_name = _given(_GENERATION_NAMES, given)
+    grammar = checked_value("grammar", str | None, given.get("grammar"))
+    schema = given.get("json_schema")
+    if grammar is not None and schema is not None:
+        raise UsageError("grammar and json_schema exclude each other; give one of them")
+    if grammar is not None:
+        by_name["grammar"] = Grammar("gbnf", grammar)
+    if schema is not None:
+        by_name["grammar"] = schema_grammar(_schema_text(schema))
+    generation = _merged(defaults, "generation", given.get("generation"), by_name)
+    if generation.grammar is not None and generation.ignore_eos:
+        raise UsageError("ignore_eos and a grammar, whose text ends, exclude each other")
+    return generation
+
+
+def _schema_text(schema: Any) -> str:
+    """Return a JSON schema as text; raise `UsageError` if it is not one."""
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, (Mapping, bool)):
+        raise UsageError(f"json_schema: give an object, not {shown_value(schema)}")
+    try:
+        return json.dumps(schema if isinstance(schema, bool) else dict(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"json_schema: it is not JSON: {error}") from None
+
+
+def _given(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the given options that have one of these names."""
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _merged(
+    defaults: _OPTIONS,
+    argument: str,
+    options: _OPTIONS | None,
+    by_name: Mapping[str, Any],
+) -> _OPTIONS:
+    """Return options that were given as an object, by their names, or both.
+
+    Args:
+        defaults: The options without any of that.
+        argument: The argument with the object, for messages.
+        options: The object; None if it was not given.
+        by_name: The options that were given by their names.
+
+    Raises:
+        UsageError: If an option is invalid, or has another value in the object.
+    """
+    if options is None:
+        return replace(defaults, **by_name)
+    required(argument, type(defaults), options)
+    merged = replace(options, **by_name)
+    unset = type(defaults)()
+    for name in by_name:
+        value = getattr(merged, name)
+        other = getattr(options, name)
+        if other not in (value, getattr(unset, name)):
+            raise UsageError(
+                f"{name} is {shown_value(value)}, but {shown_value(other)} in {argument}; "
+                "give it once"
+            )
+    return merged

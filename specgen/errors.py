@@ -40,7 +40,7 @@ class UsageError(SpecgenError, exit_code=2):
 
 
 class PromptError(SpecgenError, exit_code=3):
-    """The prompt is empty, unreadable, not UTF-8, or longer than the context."""
+    """The prompt is empty, unreadable, not text, or longer than the context."""
 
 
 class PromptLengthError(PromptError):

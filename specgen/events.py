@@ -339,17 +339,33 @@ class FinishedEvent(_Event, event="finished"):
     rounds_by_tokens: tuple[int, ...] = ()
     #: Whether the answer ended where its grammar allows the end.
     ends_grammar: bool = False
-    #: The share of all cores' time that other programs took; null if it was not measured.
+    #: The share of the cores' time that other programs took, on the cores that specgen may use;
+    #: null if it was not measured.
     others_share: float | None = None
-    #: Seconds of loading the models, before the first answer; not part of wall_s.
+    #: Seconds of loading the models and opening their contexts, before the first answer; not part
+    #: of wall_s.
     loading_s: float = 0.0
-    #: Seconds of loading and packing the models, before the first answer; not part of wall_s.
+    #: The same, if weights of the models were packed.
     packing_s: float = 0.0
     #: Seconds of measuring what drafting costs, before the first answer; not part of wall_s.
     measuring_s: float = 0.0
     #: `estimated_speedup` minus and plus two standard errors, from the times of this answer's
     #: decodes; the margin is at least 10%.
     estimated_speedup_range: tuple[float, float] | None = None
+    #: Whether the speed-up is rough, because other programs kept the machine busy during the answer
+    #: or while the costs of decodes were measured.
+    estimate_is_rough: bool = False
+    #: Seconds of the command before the first answer that are none of the above: finding and
+    #: downloading models, testing the kernels, and making the prompt; not part of wall_s.
+    starting_s: float = 0.0
+
+    @property
+    def n_positions(self) -> int:
+        """The number of drafted positions, of which `acceptance_rate` is the accepted share.
+
+        Branches of a tree share their positions, so there may be fewer than drafted tokens.
+        """
+        return sum(self.drafted_by_depth)
 
 
 Event: TypeAlias = (

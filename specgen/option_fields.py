@@ -2,6 +2,7 @@
 
 `specgen/options.py` and `specgen/sampler_options.py` declare most of them, and
 `specgen/cli/flags/typer_groups.py` turns the fields into options of the command line.
+`specgen/option_values.py` checks their values, wherever these come from.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any
+
+#: The maximum for factors and biases. Logits are float32, so that values near its largest number
+#: (3e38) would give infinities.
+LARGEST_FACTOR = 1e30
 
 
 def option(
@@ -21,6 +26,8 @@ def option(
     min: float | None = None,  # noqa: A002
     max: float | None = None,  # noqa: A002
     parse: Callable[[Any], Any] | None = None,
+    check: Callable[[Any], Any] | None = None,
+    aliases: str | None = None,
     show_default: str | bool | None = None,
     envvar: str | None = None,
     autocompletion: Callable[[str], list[str]] | None = None,
@@ -39,6 +46,10 @@ def option(
         max: The maximum value.
         parse: Converts the given text to the value; if the field is a tuple, converts a tuple of
             texts. It raises `ValueError` with a message for the user.
+        check: Takes a value of the right type within the limits, and returns it in its usual form.
+            It raises `ValueError` with a message for the user.
+        aliases: More names of the option in programs and in requests, separated by spaces. Its
+            long names on the command line are among them already.
         show_default: The default in words, or False to show no default.
         envvar: An environment variable that sets the option.
         autocompletion: Takes the beginning of a value, and returns the values that a shell
@@ -54,6 +65,8 @@ def option(
         "min": min,
         "max": max,
         "parse": parse,
+        "check": check,
+        "aliases": aliases,
         "show_default": show_default,
         "envvar": envvar,
         "autocompletion": autocompletion,

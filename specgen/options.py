@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from specgen.errors import UsageError
 from specgen.option_fields import option, utf8
+from specgen.option_values import Options
 from specgen.sampler_options import DEFAULT_SAMPLERS as DEFAULT_SAMPLERS
 from specgen.sampler_options import SamplerName as SamplerName
 from specgen.sampler_options import SamplerOptions as SamplerOptions
@@ -62,6 +63,27 @@ class TreeShape:
     kind: Literal["auto", "off", "levels", "walks"]
     #: For ``levels``, the number of children at each depth; for ``walks``, their number and length.
     numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the shape.
+
+        Raises:
+            UsageError: If there is no such shape.
+        """
+        numbers: Any = self.numbers  # whatever the caller gave
+        match self.kind, numbers:
+            case ("auto" | "off", ()) | ("walks", (int(), int())):
+                is_shape = True
+            case "levels", (int(), *_):
+                is_shape = True
+            case _:
+                is_shape = False
+        if not is_shape or not all(isinstance(n, int) and n > 0 for n in numbers):
+            raise UsageError(
+                f"TreeShape({self.kind!r}, {numbers!r}) is not a shape",
+                hint='DraftOptions also accepts "auto", "off", "3,2,1" and "4x5"',
+            )
+        object.__setattr__(self, "numbers", tuple(numbers))
 
     @property
     def is_fixed(self) -> bool:
@@ -123,8 +145,12 @@ _lookup = partial(option, panel="Other texts")
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """How much is drafted in a round, and how drafts are verified."""
+class DraftOptions(Options):
+    """How much is drafted in a round, and how drafts are verified.
+
+    Raises:
+        UsageError: If a value is invalid, or two options contradict each other.
+    """
 
     policy: PolicyName = _drafting(
         "cost",
@@ -238,6 +264,24 @@ class DraftOptions:
         "Keep prompts and answers in the cache folder, and draft from them.",
     )
 
+    def check_together(self) -> None:
+        """Check that the lengths of n-grams, and those of drafts, do not contradict each other."""
+        shortest = self.ngram_min
+        longest = self.ngram_max
+        if shortest is not None and longest is not None and shortest > longest:
+            raise UsageError(
+                f"the shortest n-gram ({shortest}) is longer than the longest one ({longest})",
+                hint="give a smaller --ngram-min, or a larger --ngram-max",
+            )
+        shape = self.tree
+        n_max = self.max_tokens
+        if shape.is_fixed and n_max is not None and n_max < shape.n_nodes:
+            raise UsageError(
+                f"a draft of the shape {shape} has {shape.n_nodes} tokens, but at most {n_max} "
+                "are to be drafted",
+                hint="use a smaller shape, or leave --draft-max out",
+            )
+
     @property
     def n_max(self) -> int:
         """The maximum number of tokens in a draft."""
@@ -314,8 +358,12 @@ _machine = partial(option, panel="Machine")
 
 
 @dataclass(frozen=True, slots=True)
-class ContextOptions:
-    """How a model is loaded, and how its context is created."""
+class ContextOptions(Options):
+    """How a model is loaded, and how its context is created.
+
+    Raises:
+        UsageError: If a value is invalid.
+    """
 
     n_ctx: int | None = _machine(
         None,
@@ -337,7 +385,7 @@ class ContextOptions:
         "Threads for decoding.",
         min=1,
         max=1024,
-        show_default="what `specgen tune` found best, or physical cores",
+        show_default="what `specgen tune` found best, or the physical cores that it may use",
     )
     n_threads_batch: int | None = _machine(
         None,
@@ -365,7 +413,7 @@ class ContextOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelOptions:
+class KernelOptions(Options):
     """Which kernels compute on the CPU, and whether weights packed for specgen's are stored."""
 
     choice: KernelChoice = _machine(
@@ -415,7 +463,7 @@ _prompt = partial(option, panel="Prompt")
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixOptions:
+class PrefixOptions(Options):
     """Which prefixes of prompts are stored on disk, so that the next process can skip them."""
 
     kept: Literal["shared", "all", "off"] = _prompt(
@@ -457,12 +505,27 @@ class Grammar:
     bare_start: str = ""
 
 
+def _checked_stops(stops: Sequence[str]) -> Sequence[str]:
+    """Return the texts that end an answer.
+
+    Raises:
+        ValueError: If one is empty or not UTF-8. The error has the message for the user.
+    """
+    if "" in stops:
+        raise ValueError("a text is empty: every answer would end before it began")
+    return tuple(utf8(stops))
+
+
 _answer = partial(option, panel="Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationOptions:
-    """When an answer ends, and what is reported about it."""
+class GenerationOptions(Options):
+    """When an answer ends, and what is reported about it.
+
+    Raises:
+        UsageError: If a value is invalid.
+    """
 
     max_tokens: int = _answer(
         -1,
@@ -470,13 +533,17 @@ class GenerationOptions:
         "Maximum number of tokens to generate; -1 (or -2) goes on until the text ends or the "
         "context is full.",
         min=-2,
+        check=lambda n: max(n, -1),
+        aliases="max_completion_tokens max_output_tokens",
     )
     stop: tuple[str, ...] = _answer(
         (),
         "--stop --reverse-prompt -r",
         "End the answer before this text; may be repeated.",
         metavar="TEXT",
-        parse=utf8,
+        parse=_checked_stops,
+        check=_checked_stops,
+        aliases="stop_sequences",
     )
     ignore_eos: bool = _answer(False, "--ignore-eos", "Never choose an end-of-text token.")
     logprobs: int | None = _answer(
@@ -487,6 +554,7 @@ class GenerationOptions:
         max=100,
         metavar="N",
         show_default="none",
+        aliases="n_probs top_logprobs",
     )
     #: The grammar that the answer follows, if there is one.
     grammar: Grammar | None = None
@@ -551,7 +619,7 @@ def staged(
 
 
 @dataclass(frozen=True, slots=True)
-class SessionOptions:
+class SessionOptions(Options):
     """Everything that decides what a session does."""
 
     #: The model file of the target.

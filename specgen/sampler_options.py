@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
-from specgen.option_fields import option, utf8
+from specgen.option_fields import LARGEST_FACTOR, option, utf8
+from specgen.option_values import Options
 
 #: The samplers by their names in llama.cpp, in its order.
 SamplerName: TypeAlias = Literal[
@@ -40,9 +42,6 @@ _ALIASES: dict[str, SamplerName] = {
 _ALIASES |= {
     name.replace("_", separator): name for name in DEFAULT_SAMPLERS for separator in ("_", "-", "")
 }
-#: The maximum for factors and biases. Logits are float32, so that values near its largest number
-#: (3e38) would give infinities.
-LARGEST_FACTOR = 1e30
 #: llama.cpp's escapes in sequence breakers.
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
@@ -55,19 +54,38 @@ def _parse_bias(text: str) -> tuple[int, float]:
     match = re.fullmatch(r"(\d+)([+-].+)", text)
     if match is not None:
         with contextlib.suppress(ValueError):
-            token_id = int(match[1])
-            bias = float(match[2])
-            if bias == -math.inf or abs(bias) <= LARGEST_FACTOR:
-                return token_id, bias
+            return int(match[1]), float(match[2])
     raise ValueError(f"{text} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS, such as 15043+1 or 15043-inf")
+
+
+def _checked_biases(biases: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Return biases if the samplers can add them to logits.
+
+    Raises:
+        ValueError: If they cannot. The error has the message for the user.
+    """
+    for token_id, bias in biases:
+        if token_id < 0:
+            raise ValueError(f"there is no token {token_id}")
+        # Also refuses NaN, for which every comparison is false.
+        if bias != -math.inf and not abs(bias) <= LARGEST_FACTOR:
+            limits = f"between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}, or -inf"
+            raise ValueError(f"give a bias {limits}, not {bias}")
+    return biases
 
 
 def _parse_breakers(texts: Sequence[str]) -> tuple[str, ...]:
     """Parse sequence breakers, with escapes as in llama.cpp; "none" means no breakers.
 
+    A single text may also be a JSON list, as some programs send it.
+
     Raises:
         ValueError: If a breaker is empty or not UTF-8. The error has the message for the user.
     """
+    if len(texts) == 1 and texts[0].startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            listed = json.loads(texts[0])
+            return tuple(map(str, listed))
     if "" in texts:
         raise ValueError("a breaker is empty; for no breakers at all, give none")
     if "none" in texts:
@@ -83,8 +101,12 @@ _more_sampling = partial(option, panel="Sampling: more of llama.cpp's samplers")
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """How tokens are sampled from logits, with llama.cpp's names and meanings."""
+class SamplerOptions(Options):
+    """How tokens are sampled from logits, with llama.cpp's names and meanings.
+
+    Raises:
+        UsageError: If a value is invalid.
+    """
 
     temperature: float = _sampling(
         0.0,
@@ -96,7 +118,8 @@ class SamplerOptions:
         40,
         "--top-k",
         "Keep only the k most likely tokens; 0 keeps all.",
-        min=0,
+        min=-1,
+        check=lambda k: max(k, 0),  # in other programs, -1 keeps all
     )
     top_p: float = _sampling(
         0.95,
@@ -135,6 +158,7 @@ class SamplerOptions:
         "Make a token more or less likely, such as 15043+1 or 15043-inf; may be repeated.",
         metavar="TOKEN_ID(+|-)BIAS",
         parse=_parse_biases,
+        check=_checked_biases,
     )
     repeat_last_n: int = _repetition(
         64,
@@ -147,6 +171,7 @@ class SamplerOptions:
         "--repeat-penalty",
         "Divide the logits of tokens that have already occurred by this; 1 is off.",
         min=0.01,
+        aliases="repetition_penalty",
     )
     presence_penalty: float = _repetition(
         0.0,
@@ -192,6 +217,7 @@ class SamplerOptions:
         metavar="TEXT",
         show_default=r"\n : \" *",
         parse=_parse_breakers,
+        aliases="dry_sequence_breakers",
     )
     typical_p: float = _more_sampling(
         1.0,

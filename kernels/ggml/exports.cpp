@@ -6,6 +6,7 @@
 #include "ggml/ggml_internals.h"
 #include "ggml/operators.h"
 #include "instruction_sets/choose_kernels.h"
+#include "packed/allowance.h"
 #include "packed/packed_file.h"
 #include "packed/packed_weights.h"
 #include "packed/worker_weights.h"
@@ -76,6 +77,11 @@ EXPORTED double specgen_kernels_likeliest(float *row, int64_t n, int n_best, int
 }
 
 // --- packed weights ---
+
+// Packing and reading ahead use no more than this: see `Allowance`.
+EXPORTED void specgen_kernels_allow(unsigned n_threads, uint64_t memory_bytes) {
+    allowance = {n_threads, static_cast<size_t>(memory_bytes)};
+}
 
 // From now on, workers of this process keep quantised weights packed.
 EXPORTED void specgen_kernels_serve() {

@@ -15,6 +15,8 @@
 #include <fstream>
 #include <vector>
 
+#include "packed/allowance.h"
+
 thread_local PackedFile *packed_file = nullptr;
 
 namespace {
@@ -150,8 +152,11 @@ void *PackedFile::take_memory(size_t size) {
 // because meanwhile the process cannot map anything else.
 void PackedFile::read_ahead(char *memory, size_t size) {
 #ifdef __linux__
-    const double most_bytes = 0.75 * sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (static_cast<double>(size) > most_bytes) return;
+    double usable_bytes = static_cast<double>(allowance.memory_bytes);
+    if (usable_bytes == 0) {
+        usable_bytes = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    }
+    if (static_cast<double>(size) > 0.75 * usable_bytes) return;
     constexpr int populate_read = 22;  // MADV_POPULATE_READ, since Linux 5.14
     static constexpr size_t piece = 8 << 20;
     reader_ = std::thread([this, memory, size] {

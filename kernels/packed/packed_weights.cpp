@@ -14,6 +14,7 @@
 
 #include "ggml/tensor_types.h"
 #include "instruction_sets/choose_kernels.h"
+#include "packed/allowance.h"
 #include "packed/packed_file.h"
 
 namespace {
@@ -152,8 +153,8 @@ void pack(const ggml_tensor *weights, const char *rows, char *packed) {
     const size_t bytes = ggml_api.nbytes(weights);
     // Starting a thread takes about 20 us, in which another one packs about 20 KB.
     const size_t useful = 1 + bytes / (256 << 10);
-    const unsigned n_threads = static_cast<unsigned>(
-        std::min<size_t>(std::max(1U, std::thread::hardware_concurrency()), useful));
+    const unsigned n_threads =
+        static_cast<unsigned>(std::min<size_t>(std::max(1U, allowance.n_threads), useful));
     std::vector<std::thread> others;
     for (unsigned i = 1; i < n_threads; i++) {
         try {

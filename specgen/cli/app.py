@@ -18,7 +18,7 @@ import typer.main
 from specgen import __version__
 from specgen.cli.command import Command
 from specgen.cli.streams import end_process, flush_or_abandon_stdout, output_errors
-from specgen.cli.typer_messages import COMMAND_LINE_ERROR, in_words
+from specgen.cli.typer_messages import COMMAND_LINE_ERROR, reason
 from specgen.errors import (
     EXIT_INTERRUPTED,
     MemoryLimitError,
@@ -211,11 +211,12 @@ def _user_error(error: Any) -> SpecgenError | None:
 
 def _usage_error(error: Any) -> UsageError:
     """Return one of Typer's errors in our words, with the wrong value and a hint."""
-    message = in_words(error.format_message())
-    if hasattr(error.__cause__, "errors"):  # pydantic's error has the value, its message does not
-        for detail in error.__cause__.errors():
-            message = message.replace(": it is not ", f": {detail['input']!r} is not ")
-    message = " ".join(message.split())  # in one line
+    message = " ".join(error.format_message().split())  # in one line
+    why = reason(error)
+    if why is not None:
+        parameter = error.param
+        name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
+        message = f"{name}: {why}"
     context = getattr(error, "ctx", None)
     command = "specgen" if context is None else context.command_path
     hint = f"see `{command} --help`"

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import REQUIRED, argument, option
-from specgen.cli.inputs import STDIO, read_bytes
+from specgen.cli.inputs import STDIO, name_of, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
@@ -98,12 +99,14 @@ def batch(
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, None if is_stream else destination)
-    from specgen.serve.batch.lines import read_lines
+    from specgen.serve.batch.lines import notes_on, read_lines
     from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
-    name = "standard input" if source == STDIO else str(source)
+    name = name_of(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
+    for note in islice(notes_on(lines), _MAX_LISTED_LINES):
+        output.note(f"{name}: {note}")
     cluster = _ray_cluster(ray, setup.machine, cpus_per_worker, gpus_per_worker)
     wanted = setup.wanted_session(quiet=output.quiet)
     kernels = setup.machine.kernels

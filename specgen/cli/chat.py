@@ -17,11 +17,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import not_utf8, read_text
+from specgen.cli.inputs import STDIO, name_of, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
-from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
+from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.option_fields import utf8
+from specgen.system.files import decode_lines, path_of
 from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def chat(
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
-    files_text = "".join(f"{file}:\n\n{read_text(file).rstrip()}\n\n" for file in files or ())
+    files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
     from specgen.session.calibration import calibrate
     from specgen.session.choose_models import name_of
     from specgen.session.conversation import Chat
@@ -332,7 +333,7 @@ class _Dialogue:
         from specgen.session.conversation import save_conversation
 
         try:
-            save_conversation(Path(file).expanduser(), self._chat.conversation)
+            save_conversation(path_of(file), self._chat.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
         say(f"saved to {file}")
@@ -341,7 +342,7 @@ class _Dialogue:
         """Continue the conversation in a file."""
         from specgen.session.conversation import read_conversation
 
-        self._chat.change(read_conversation(Path(file).expanduser()))
+        self._chat.change(read_conversation(path_of(file)))
         say(_greeting(self._chat.conversation))
         self._recall()
 
@@ -375,7 +376,7 @@ class _Dialogue:
         figures = totals(len(self._chat.answers), self._chat.answers)
         n_used = finished.n_prompt_tokens + finished.n_tokens
         context = f"{n_used} of {self._chat.n_ctx} tokens of context in use"
-        say(f"in all: {', '.join(figures)}, {context}")
+        say(f"so far: {', '.join(figures)}, {context}")
 
     def quit(self, _argument: str) -> None:
         """End the conversation (also /bye, /exit)."""
@@ -423,6 +424,9 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 
 # --- messages, from a person at a terminal or from a pipe
 
+#: Shown at a first Ctrl-C before any message is typed.
+_HOW_TO_LEAVE = "another Ctrl-C, Ctrl-D or /quit ends the conversation"
+
 
 def _messages(are_typed: bool) -> Iterator[str]:
     """Return the messages of a person at a terminal, or those in a pipe."""
@@ -435,6 +439,7 @@ def _messages(are_typed: bool) -> Iterator[str]:
 
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
+    was_told_how_to_leave = False
     while True:
         print(
             "> ",
@@ -442,9 +447,17 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
             file=sys.stderr,
             flush=True,
         )
-        line = stream.readline()
+        try:
+            line = stream.readline()
+        except KeyboardInterrupt:  # the terminal has dropped what was typed
+            if was_told_how_to_leave:
+                return
+            was_told_how_to_leave = True
+            say(f"\n{_HOW_TO_LEAVE}")
+            continue
         if not line:
             return
+        was_told_how_to_leave = False
         yield line
 
 
@@ -454,16 +467,10 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
     A backslash at the end of a line continues the message on the next one.
 
     Raises:
-        PromptError: If a line is not UTF-8.
+        PromptError: If a line is not text.
     """
     message = ""
-    encoding = "utf-8-sig"  # the first line may begin with a byte order mark
-    for number, raw in enumerate(stream, start=1):
-        try:
-            line = raw.decode(encoding).rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise not_utf8("standard input", error, number) from None
-        encoding = "utf-8"
+    for line in decode_lines(stream, name_of(STDIO), PromptError):
         if line.endswith("\\"):
             message += f"{line[:-1]}\n"
             continue
@@ -479,7 +486,8 @@ def typed_messages() -> Iterator[str]:
     """Yield the messages that a person types, in an editor with a history and completion.
 
     A backslash at the end of a line starts another line, and so does Alt-Enter; pasted text stays
-    one message. Ctrl-C clears the line; Ctrl-D on an empty one ends the messages.
+    one message. Ctrl-C clears the line. On an empty one, it tells how to leave, and a second one
+    ends the messages, as does Ctrl-D.
     """
     with without_echo():  # the import takes a while, and the editor shows what is typed meanwhile
         from prompt_toolkit import PromptSession
@@ -498,14 +506,23 @@ def typed_messages() -> Iterator[str]:
             # Answers may go into a pipe; what is typed must be visible even then.
             output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
+    was_told_how_to_leave = False
     while True:
         try:
             with _ending_by_signals(session):
                 message = session.prompt()
         except KeyboardInterrupt:
+            if session.default_buffer.text:
+                was_told_how_to_leave = False
+                continue
+            if was_told_how_to_leave:
+                return
+            was_told_how_to_leave = True
+            say(_HOW_TO_LEAVE)
             continue
         except EOFError:
             return
+        was_told_how_to_leave = False
         if message.strip():
             yield message
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import typer.core
@@ -13,6 +12,7 @@ from specgen.cli.help_pages import write_examples, write_options
 from specgen.cli.llama_cpp_options import translated
 from specgen.cli.typer_messages import COMMAND_LINE_ERROR
 from specgen.cli.user_defaults import user_defaults
+from specgen.system.files import named_file
 
 
 class Command(typer.core.TyperCommand):
@@ -99,7 +99,7 @@ def _model_given_first(
 
 def _is_model(word: str) -> bool:
     """Return whether a word is a GGUF file, looks like one, or names a model in the registry."""
-    if word.endswith(".gguf") and Path(word).is_file():
+    if word.endswith(".gguf") and named_file(word):
         return True
     # A misspelt file such as model.ggfu must be an error, not a prompt.
     if re.fullmatch(r"\S+\.gg\w+", word):

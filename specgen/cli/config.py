@@ -10,6 +10,7 @@ from specgen.cli.command import Command
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.cli.user_defaults import config_file, option_keys
+from specgen.system.files import NOWHERE, named_path
 
 #: Our names for where a value comes from, by Typer's.
 _SOURCE_NAMES = {"COMMANDLINE": "flag", "DEFAULT_MAP": "file"}
@@ -21,7 +22,10 @@ class ConfigCommand(Command):
     def invoke(self, ctx: Any) -> int:
         """Print a line for each option that may be in the file."""
         path = config_file()
-        if path.exists():
+        if path.is_relative_to(NOWHERE):
+            reason = "there is no home directory that can be used"
+            print(f"# {reason}: SPECGEN_CONFIG names the folder of config.toml")
+        elif named_path(path):
             print(f"# {path}")
         else:
             print(f"# {path} (there is no such file)")

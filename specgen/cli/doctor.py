@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,24 +104,30 @@ def _show_section(
 def _sections(report: DoctorReport) -> Mapping[str, Mapping[str, str]]:
     """Return the texts of the report by their headings and labels."""
     from specgen.system.folders import cache_folder, config_folder, data_folder
-    from specgen.system.quantities import human_bytes
+    from specgen.system.quantities import counted, human_bytes
 
     machine = report.machine
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
     total = human_bytes(machine.memory_bytes)
     available = human_bytes(machine.available_bytes)
+    about_machine = {
+        "system": machine.system,
+        "CPU": f"{machine.cpu}, {cores}",
+        "memory": f"{total}, {available} available",
+        "Python": machine.python,
+    }
+    if machine.core_limit:
+        n_cores = counted(machine.n_usable_cores, "core")
+        about_machine["limit on cores"] = f"{n_cores}: {machine.core_limit}"
+    if machine.memory_limit:
+        about_machine["limit on memory"] = machine.memory_limit
     return {
-        "Machine": {
-            "system": machine.system,
-            "CPU": f"{machine.cpu}, {cores}",
-            "memory": f"{total}, {available} available",
-            "Python": machine.python,
-        },
+        "Machine": about_machine,
         "Software": _software(report),
         "Files": {
             "cache": folder_line(cache_folder()),
             "packed weights": _packed_weights_line(),
-            "configuration": str(config_folder()),
+            "configuration": folder_line(config_folder()),
             "data": folder_line(data_folder()),
         },
     }
@@ -169,9 +174,10 @@ def _packed_weights_line() -> str:
 
 def folder_line(folder: Path) -> str:
     """Return the path of a folder, with a remark if specgen cannot write to it."""
-    from specgen.system.files import existing_parent
+    from specgen.system.files import NOWHERE, is_writable
 
-    existing = existing_parent(folder)  # specgen creates the rest of the path when it needs it
-    if existing.is_dir() and os.access(existing, os.W_OK):
+    if folder.is_relative_to(NOWHERE):
+        return "none: there is no home directory that can be used, so nothing is kept"
+    if is_writable(folder):
         return str(folder)
     return f"{folder}: cannot be written, so nothing is kept there"

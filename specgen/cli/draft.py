@@ -28,6 +28,7 @@ from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
 from specgen.session.choose_models import find_models, find_target, name_of
+from specgen.system.files import named_file
 from specgen.system.folders import cache_folder, data_folder
 from specgen.system.machine import is_busy
 from specgen.system.quantities import human_bytes
@@ -182,7 +183,7 @@ def find(
     prompts = wanted.trials.chosen()
     output = wanted.output
     for file in files or ():
-        if not file.is_file():
+        if named_file(file) is None:
             raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
     if save:

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
-from specgen.cli.inputs import STDIO, read_text
+from specgen.cli.inputs import STDIO, name_of, read_bytes, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
+from specgen.system.files import (
+    TextEncoding,
+    decode_text,
+    encoding_of,
+    replace_bytes,
+    write_errors,
+)
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
@@ -68,7 +75,7 @@ def fim(
         suffix_file,
         in_place=in_place,
     )
-    context = {str(path): read_text(path) for path in context_files or ()}
+    context = {str(path): read_input(path) for path in context_files or ()}
     if not file_gap.prefix and not file_gap.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill
@@ -113,8 +120,8 @@ class _FileGap:
     suffix: str
     #: The file with the gap, or with the text before it; None if there is no such file.
     path: Path | None = None
-    #: The file's byte order mark; "" if it has none.
-    mark: str = ""
+    #: How the file is encoded.
+    encoding: TextEncoding = TextEncoding("utf-8")
 
     def write(self, middle: str) -> None:
         """Write the middle into the file, with the file's line ends.
@@ -122,18 +129,16 @@ class _FileGap:
         Raises:
             OutputError: If the file cannot be written, or has changed since it was read.
         """
-        from specgen.system.files import replace_bytes, write_errors
-
         assert self.path is not None
         if "\r\n" in self.prefix + self.suffix:
             middle = re.sub("\r?\n", "\r\n", middle)
-        text_as_read = self.mark + self.prefix + self.suffix
-        new_text = self.mark + self.prefix + middle + self.suffix
+        bytes_as_read = self.encoding.encode(self.prefix + self.suffix)
+        new_bytes = self.encoding.encode(self.prefix + middle + self.suffix)
         with write_errors(self.path):
-            if self.path.read_bytes() != text_as_read.encode():
+            if self.path.read_bytes() != bytes_as_read:
                 what = "the file has changed meanwhile; the middle was not written into it"
                 raise OutputError(f"{self.path}: {what}")
-            replace_bytes(self.path, new_text.encode("utf-8", "replace"))
+            replace_bytes(self.path, new_bytes)
 
 
 def _find_gap(
@@ -162,7 +167,7 @@ def _find_gap(
     if prefix_file == suffix_file == STDIO:
         raise UsageError("--prefix-file and --suffix-file cannot both be standard input")
     path = None if prefix_file == STDIO else prefix_file
-    return _FileGap(read_text(prefix_file), read_text(suffix_file), path)
+    return _FileGap(read_input(prefix_file), read_input(suffix_file), path)
 
 
 def _gap_at(place: str) -> _FileGap:
@@ -172,9 +177,8 @@ def _gap_at(place: str) -> _FileGap:
         hint = "give FILE:LINE or FILE:LINE:COLUMN"
         raise UsageError(f"{place!r} is not a place in a file", hint)
     path = Path(location["file"])
-    text_with_mark = read_text(path, with_mark=True)
-    text = text_with_mark.removeprefix("\ufeff")
-    mark = text_with_mark.removesuffix(text)
+    data = read_bytes(path)
+    text = decode_text(data, name_of(path), PromptError)
     lines = text.split("\n")
     line_number = int(location["line"])
     if not 1 <= line_number <= len(lines):
@@ -188,7 +192,7 @@ def _gap_at(place: str) -> _FileGap:
         raise PromptError(f"{path}: {what}")
     line_start = sum(len(line) + 1 for line in lines[: line_number - 1])
     gap_start = line_start + column - 1
-    return _FileGap(text[:gap_start], text[gap_start:], path, mark)
+    return _FileGap(text[:gap_start], text[gap_start:], path, encoding_of(data))
 
 
 def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
@@ -213,7 +217,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     n_room = n_ctx - n_middle
     if n_room < n_ctx // 4:
         room = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
-        hint = f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens"
+        hint = session.fitting_hint(2 * max_tokens, "a smaller --max-tokens")
         raise UsageError(f"--max-tokens {max_tokens} leaves {room}", hint)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"

@@ -51,6 +51,8 @@ _COMMON_OPTIONS = re.compile(
 )
 #: The help of a command with at most this many options always shows all of them.
 _MAX_OPTIONS_SHOWN = 20
+#: The default at the end of an option's help: words in parentheses, or a value. A range may follow.
+_DEFAULT = re.compile(r"default: (?:\((?P<words>.*)\)|(?P<value>[^;\]]*))[^()]*$", re.DOTALL)
 #: The maximum width of the column with the options' names.
 _MAX_NAMES_WIDTH = 26
 
@@ -122,13 +124,25 @@ def _full_row(option: Any, context: Any) -> tuple[str, str]:
 
 
 def _short_row(option: Any, context: Any) -> tuple[str, str]:
-    """Return the first one-letter name and the readable one, and the text's first sentence."""
+    """Return the first one-letter name and the readable one; the first sentence and the default."""
     if _is_argument(option):
         return _full_row(option, context)
     names = [name for name in option.opts if not name.startswith("--")][:1]  # one of -x, if any
     names.append("/".join([option.opts[0], *option.secondary_opts]))
-    sentence = re.split(r"[.:] ", option.help)[0]
-    return f"{', '.join(names)} {option.metavar or ''}".rstrip(), sentence.removesuffix(".")
+    text = re.split(r"[.:] ", option.help)[0].removesuffix(".")
+    default = _short_default(option, context)
+    if default:
+        text += f" (default: {default})"
+    return f"{', '.join(names)} {option.metavar or ''}".rstrip(), text
+
+
+def _short_default(option: Any, context: Any) -> str:
+    """Return an option's default as Typer shows it, its first clause; "" if it shows none."""
+    _, text = option.get_help_record(context)
+    shown = _DEFAULT.search(text)
+    if shown is None:
+        return ""
+    return re.split("[,;] ", shown["words"] or shown["value"])[0]
 
 
 def _is_argument(option: Any) -> bool:

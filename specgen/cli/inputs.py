@@ -11,12 +11,15 @@ from typing import Any
 
 from specgen.errors import PromptError, UsageError
 from specgen.option_fields import utf8
+from specgen.system.files import decode_text, named_file
 from specgen.text.built_in_templates import BUILT_IN
 
 #: The file name that stands for standard input or output.
 STDIO = Path("-")
 #: The time until a note says that the end of standard input is awaited.
 PATIENCE_S = 2.0
+#: The number of characters of a template that a message shows.
+_N_SHOWN = 60
 
 
 def read_prompt(
@@ -60,7 +63,7 @@ def _prompt_sources(question: str | None, files: Sequence[Path]) -> list[Path | 
     Returns:
         A path for a file or standard input, and a text for the question.
     """
-    if question is not None and question.endswith(".gguf") and Path(question).is_file():
+    if question is not None and question.endswith(".gguf") and named_file(question):
         raise UsageError(f"the prompt is the name of a model: {question}", "-md names the draft")
     sources: list[Path | str] = [*files]
     if question == "-":
@@ -85,10 +88,10 @@ def _read_source(source: Path | str, note: Callable[[str], None]) -> tuple[str, 
             return "the question", utf8(source)
         except ValueError as error:
             raise PromptError(f"the prompt: {error}") from None
-    text = _read_stdin(note) if source == STDIO else read_text(source)
+    text = _read_stdin(note) if source == STDIO else read_input(source)
     if text.endswith("\n"):
         text = text.removesuffix("\n").removesuffix("\r")
-    return _name_of(source), text
+    return name_of(source), text
 
 
 def _read_stdin(note: Callable[[str], None]) -> str:
@@ -101,12 +104,12 @@ def _read_stdin(note: Callable[[str], None]) -> str:
     timer.daemon = True
     timer.start()
     try:
-        return read_text(STDIO)
+        return read_input(STDIO)
     finally:
         timer.cancel()
 
 
-def _name_of(path: Path) -> str:
+def name_of(path: Path) -> str:
     """Return the name of a file in messages."""
     return "standard input" if path == STDIO else str(path)
 
@@ -123,41 +126,18 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise PromptError(f"{_name_of(path)}: cannot be read: {reason}") from error
+        raise PromptError(f"{name_of(path)}: cannot be read: {reason}") from error
 
 
-def read_text(path: Path | None, *, with_mark: bool = False) -> str:
-    """Return the text of a UTF-8 file or of standard input; "" if the path is None.
-
-    Args:
-        path: The file.
-        with_mark: Whether to keep a byte order mark at the beginning.
+def read_input(path: Path | None) -> str:
+    """Return the text of a file or of standard input; "" if the path is None.
 
     Raises:
-        PromptError: If it cannot be read, or is not UTF-8.
+        PromptError: If it cannot be read, or is not text.
     """
     if path is None:
         return ""
-    data = read_bytes(path)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line_number = data[: error.start].count(b"\n") + 1
-        raise not_utf8(_name_of(path), error, line_number) from None
-    if not with_mark:
-        text = text.removeprefix("\ufeff")
-    return text
-
-
-def not_utf8(
-    name: str,
-    error: UnicodeDecodeError,
-    line_number: int,
-) -> PromptError:
-    """Return the error that says at which line the text with this name is not UTF-8."""
-    byte = error.object[error.start]
-    message = f"{name} is not UTF-8: byte {byte:#04x} on line {line_number}"
-    return PromptError(message, "convert it first, for example with iconv -f LATIN1 -t UTF-8")
+    return decode_text(read_bytes(path), name_of(path), PromptError)
 
 
 def is_terminal() -> bool:
@@ -186,12 +166,16 @@ def read_template(given: str) -> str:
         template = BUILT_IN[given]
     else:
         path = _template_file(given)
-        template = _template_in_model(path) if path.suffix == ".gguf" else read_text(path)
+        template = _template_in_model(path) if path.suffix == ".gguf" else read_input(path)
     problem = check_syntax(template)
     if problem:
-        excerpt = given.partition("\n")[0][:60]
-        raise UsageError(f"--chat-template {excerpt}: not a template of Jinja: {problem}")
+        raise UsageError(f"--chat-template {_excerpt(given)}: not a template of Jinja: {problem}")
     return template
+
+
+def _excerpt(given: str) -> str:
+    """Return the beginning of a template's text or name, for messages."""
+    return given.partition("\n")[0][:_N_SHOWN]
 
 
 def _template_file(given: str) -> Path:
@@ -201,14 +185,14 @@ def _template_file(given: str) -> Path:
 
     model = load_registry().models.get(given)
     if model is None:
-        path: Path | None = Path(given).expanduser()
+        path = named_file(given)
         problem = "no file"
     else:
         path = locate(model)
         problem = "not on this disk: `specgen models pull` fetches it"
-    if path is None or not path.is_file():
+    if path is None:
         hint = f"give a file of Jinja or GGUF, a model's name, or {', '.join(BUILT_IN)}"
-        raise UsageError(f"--chat-template {given}: {problem}", hint)
+        raise UsageError(f"--chat-template {_excerpt(given)}: {problem}", hint)
     return path
 
 

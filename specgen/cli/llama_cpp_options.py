@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from specgen.errors import UsageError
+from specgen.system.files import named_path
 
 #: Options for what specgen does by default: those of all commands (""), and those of some. They
 #: take no values, except --color.
@@ -180,7 +180,7 @@ class _Translation:
         value = self._rest.pop(0)
         self.words.append(value)
         # In llama.cpp, --draft takes a number of tokens.
-        if name == "--draft" and value.isdigit() and not Path(value).exists():
+        if name == "--draft" and value.isdigit() and not named_path(value):
             hint = f"--draft-max {value} drafts {value} tokens at most"
             raise UsageError(f"--draft {value}: not a model", hint)
 

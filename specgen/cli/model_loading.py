@@ -142,13 +142,15 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
     """
     from specgen.llama.native_end import report_native_failures
     from specgen.session.open import start_kernels
+    from specgen.system.folders import note_about_folders
 
     report_native_failures(sys.stdout.flush)
     status, note = start_kernels(wanted)
     if note and status.hint:
         note += f"\nhint: {status.hint}"
-    if note:
-        output.note(note)
+    for each in (note_about_folders(), note):
+        if each is not None:
+            output.note(each)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import stat
 import sys
 import textwrap
 from collections.abc import Generator, Iterator, Mapping
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, TextIO
 from specgen.errors import UsageError
 from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
-from specgen.system.progress import Progress, ProgressView
+from specgen.system.machine import process_age_s
+from specgen.system.progress import Kind, Progress, ProgressView
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ class Output:
     newline: bool = _output(
         True,
         "--newline/--no-newline",
-        "In a pipe, end the answer with a line break.",
+        "In a pipe or a file, end the answer with a line break.",
         show_default="newline; in fim no-newline",
     )
     quiet: bool = _output(False, "--quiet -q", "Print only errors on standard error.")
@@ -244,18 +244,19 @@ class Output:
         # With 2>&1, the summary needs a line of its own.
         if stderr_stat is not None and os.path.samestat(stdout_stat, stderr_stat):
             return self.newline or self.has_summary
-        # A pipe gets a line break, a file exactly the answer.
-        mode = stdout_stat.st_mode
-        return self.newline and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
+        return self.newline
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
+    def measuring(self, kind: Kind = "counts") -> Iterator[tuple[Progress, Interrupt]]:
         """Yield a callback that shows the progress of a measurement, and the flag that ends it.
 
         The flag is set by a signal.
+
+        Args:
+            kind: What the progress counts.
         """
         stream = None if self.quiet or self.verbose > 0 else sys.stderr
-        with contextlib.closing(ProgressView(stream)) as view, Interrupt() as stop:
+        with contextlib.closing(ProgressView(stream, kind=kind)) as view, Interrupt() as stop:
             yield view.show, stop
 
 
@@ -272,6 +273,9 @@ def show_answer(
     """
     from specgen.session.engine import generate
 
+    # What the session has not counted: imports, finding the models, and making the prompt.
+    uncounted_s = process_age_s() - sum(session.setup_s.values())
+    session.setup_s["starting_s"] = max(0.0, uncounted_s)
     with Interrupt() as interrupt:
         events = generate(
             session,

@@ -18,9 +18,10 @@ from specgen.cli.output import Interrupt, Output
 from specgen.errors import UsageError
 from specgen.options import parse_size
 from specgen.serve.server.options import Limits, ServedOptions, ServerOptions, bound_socket, url_of
-from specgen.system.machine import look_at_machine
+from specgen.system.machine import usable_memory
+from specgen.system.quantities import human_bytes
 
-#: The default of --memory, as a share of the machine's memory.
+#: The default of --memory, as a share of the memory that this process may use.
 _MEMORY_SHARE = 0.8
 #: Options of the whole server, which the table of a model cannot set.
 _SERVER_WIDE_OPTIONS = {"kernels", "packed-cache"}
@@ -51,7 +52,7 @@ def serve(
         "With --models: how much memory loaded models may use, for example 24GB or 24GiB.",
         metavar="SIZE",
         parse=_memory_size,
-        show_default=f"{_MEMORY_SHARE:.0%} of the machine's memory",
+        show_default=f"{_MEMORY_SHARE:.0%} of the memory of the machine or the container",
     ),
     learn_across: bool = _server(
         False,
@@ -109,7 +110,11 @@ def serve(
             use_kernels(kernels, output)
         else:
             use_kernels(kernels, output)  # before reading models: kernels decide which files work
-            max_bytes = memory or _MEMORY_SHARE * look_at_machine().memory_bytes
+            usable = usable_memory()
+            max_bytes = memory or _MEMORY_SHARE * usable.amount
+            if max_bytes > usable.amount:
+                why = usable.limit or f"this machine has {human_bytes(usable.amount)}"
+                output.note(f"--memory {human_bytes(int(max_bytes))} is too much: {why}")
             loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
             entries = read_models(models, options_of, loader)
             output.note(f"serving {', '.join(entry.name for entry in entries)}")

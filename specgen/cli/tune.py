@@ -10,7 +10,7 @@ from specgen.cli import flags
 from specgen.cli.draft import show_search
 from specgen.cli.flags.trials import COMPARISON, Comparison, check_drafts
 from specgen.cli.model_loading import opened
-from specgen.errors import UsageError
+from specgen.errors import OutputError, UsageError
 from specgen.options import ModelChoice
 from specgen.system.machine import is_busy
 
@@ -77,6 +77,7 @@ def _save_measurements(session: Session, search: Search | None) -> str:
     Returns:
         A sentence on what was kept, or why nothing was.
     """
+    from specgen.system.files import write_errors
     from specgen.system.folders import measurements_file
 
     if search is None or search.is_interrupted:
@@ -84,10 +85,10 @@ def _save_measurements(session: Session, search: Search | None) -> str:
     if is_busy(search.others_share):
         return "nothing was kept, because the machine was busy"
     try:
-        session.measurements.write()
-    except OSError as error:
-        reason = error.strerror or error
-        return f"nothing was kept: {measurements_file()} cannot be written: {reason}"
+        with write_errors(measurements_file()):
+            session.measurements.write()
+    except OutputError as error:
+        return f"nothing was kept: {error.message}"
     results = [
         f"{chosen.n_single} threads for a token of {name} and {chosen.n_batch} for a batch"
         for name, chosen in search.threads.items()

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 import typer
+
+from specgen.option_values import described
 
 #: The base class of Typer's errors for wrong command lines, which has no public name.
 COMMAND_LINE_ERROR: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
-#: Patterns of pydantic's messages about a value, which Typer passes on, and our messages.
-_MESSAGES = (
-    (r"Input should be a valid integer.*", "it is not a whole number"),
-    (r"Input should be a valid number.*", "it is not a number"),
-    (r"Input should be a valid boolean.*", "it is not true or false"),
-    (r"Input should be greater than or equal to (\S+)", r"give \1 or more"),
-    (r"Input should be less than or equal to (\S+)", r"give \1 or less"),
-    (r"Value error, (.*?)\.?$", r"\1"),
-)
 
 
-def in_words(message: str) -> str:
-    """Return a message of Typer with the parts that come from pydantic in our words."""
-    for pattern, replacement in _MESSAGES:
-        message = re.sub(pattern, replacement, message)
-    return message
+def reason(error: Any) -> str | None:
+    """Return why Typer refused a value; None if pydantic, with which it checks, did not."""
+    if not hasattr(error.__cause__, "errors"):
+        return None
+    first_error = error.__cause__.errors(include_url=False)[0]
+    return described(first_error).removesuffix(".")

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import typer
 
-from specgen.cli.typer_messages import in_words
+from specgen.cli.typer_messages import reason
 from specgen.errors import UsageError
-from specgen.system.files import read_toml
+from specgen.system.files import named_path, read_toml
 
 #: Commands that answer prompts, and the one that shows their options, take all defaults.
 _ANSWERING_COMMANDS = ("run", "chat", "fim", "batch", "serve", "config")
@@ -74,7 +74,7 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: If anything in the file is wrong, even if it does not concern this command.
     """
     path = config_file()
-    if not path.exists():
+    if named_path(path) is None:
         return {}
     document = read_toml(path)
     if not document:
@@ -124,7 +124,10 @@ def checked(
             raise typer.BadParameter("give one value")
         return option.process_value(context, texts[0])
     except typer.BadParameter as error:
-        raise UsageError(f"{where} = {', '.join(texts)}: {in_words(error.message)}") from None
+        why = reason(error)
+        if why is None:
+            why = f"{error.message}, not {', '.join(texts)}"
+        raise UsageError(f"{where}: {why}") from None
 
 
 def _text_of(value: Any) -> str:

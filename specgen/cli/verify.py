@@ -85,7 +85,7 @@ def verify(
 
     with (
         opened(wanted, machine.kernels, output) as session,
-        output.measuring() as (progress, stop),
+        output.measuring("run") as (progress, stop),
     ):
         # A prompt fits if the context has room for this many tokens after it, too.
         n_extra_tokens = 1
@@ -94,7 +94,7 @@ def verify(
         prompts, skipped = fitting_prompts(session, texts, chat, n_extra_tokens)
         if check == "both":
             output.note(
-                f"the sampling test ({n_draws * len(ways)} draws) runs last and takes longest: "
+                f"the sampling test ({n_draws * len(ways)} samples) runs last and takes longest: "
                 "--draws makes it shorter, --check greedy leaves it out"
             )
         greedy, sampled = run_checks(

@@ -56,7 +56,7 @@ def worker(
         "Threads.",
         min=1,
         max=512,
-        show_default="physical cores",
+        show_default="the physical cores that it may use",
     ),
     cache: bool = option(
         False, "--cache", "Keep large tensors on this disk, so that a model is sent only once."

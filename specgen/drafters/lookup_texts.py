@@ -22,7 +22,7 @@ from specgen.drafters.suffix_index import (
     split_texts,
 )
 from specgen.errors import OutputError, UsageError
-from specgen.system.files import locked
+from specgen.system.files import locked, path_of, read_text
 from specgen.text.vocabulary import Vocabulary
 
 #: Larger files in a folder are ignored.
@@ -123,9 +123,9 @@ def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
         UsageError: If the path does not exist, or is neither a file nor a folder.
     """
     try:
-        path = path.expanduser().resolve(strict=True)
+        path = path_of(str(path)).resolve(strict=True)
         about = path.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, no home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = error.strerror if isinstance(error, OSError) else None
         raise UsageError(f"{path}: {reason or error}") from error
     if stat.S_ISREG(about.st_mode):
@@ -161,16 +161,11 @@ def _texts(file: _CorpusFile) -> list[str]:
     """
     path = file.path
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        if not file.is_named:
-            return []
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"{path}: {reason or error}") from error
-    if "\0" in text:
-        if not file.is_named:
-            return []
-        raise UsageError(f"{path}: not UTF-8 text")
+        text = read_text(path, str(path), UsageError)
+    except UsageError:
+        if file.is_named:
+            raise
+        return []
     if path.suffix.lower() not in _RECORD_SUFFIXES:
         return [text]
     try:

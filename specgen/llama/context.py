@@ -199,6 +199,7 @@ class LlamaBackend:
             return self._decode_row_by_row(batch)
 
         # 1. Write the rows where llama.cpp reads them.
+        self._check_positions(batch)
         n_wanted = self._native_batch.fill(batch)
 
         # 2. Let llama.cpp compute them, for a draft perhaps only with the output matrix's rows of
@@ -216,6 +217,19 @@ class LlamaBackend:
         if n_wanted == 0:
             return np.empty((0, self.n_vocab), np.float32)
         return self._view(llama_cpp.llama_get_logits(self.handle), n_wanted, self.n_vocab)
+
+    def _check_positions(self, batch: Batch) -> None:
+        """Raise `BackendError` for a position that the model has not learned.
+
+        llama.cpp would end the process.
+        """
+        n_positions = 1 + max(batch.positions, default=0)
+        n_most = self.model.limited_n_ctx(n_positions)
+        if n_positions > n_most:
+            raise BackendError(
+                f"{self.model.name}: a text of {n_positions} tokens, but it has learned only "
+                f"{n_most} positions"
+            )
 
     def _decodes_row_by_row(self, batch: Batch) -> bool:
         """Whether a small batch is faster in single rows, since the device replays their graph.

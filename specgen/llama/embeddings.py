@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
+from specgen.llama.file_check import check_weights
 from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel, pooling_in
@@ -26,6 +27,7 @@ class EmbeddingModel(LlamaModel):
     """A model that makes embeddings; loading another model raises `ModelFileError`."""
 
     def _check_usable(self) -> None:
+        check_weights(self.file)
         if self.pooling is None:
             raise ModelFileError(f"{self.path}: not an embedding model")
         if self.vocabulary.kind == 0:

@@ -11,19 +11,66 @@ from pathlib import Path
 from specgen import __version__
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.gguf_file import GgufMetadata
-from specgen.models.files import check_model_path
+from specgen.models.file_kinds import (
+    N_HEAD_BYTES,
+    OTHER_BYTE_ORDER,
+    FileKind,
+    has_other_byte_order,
+    kind_of,
+    piece_of_file,
+)
+from specgen.models.files import check_model_path, parts_of
 from specgen.system.files import KeptResults, digest_of, version_of
+from specgen.system.quantities import human_bytes
 
 _GGUF_MAGIC = b"GGUF"
-#: Types of GGUF files that are not models: a description and a hint for each.
-_NOT_MODELS = {
-    "adapter": (
-        "a LoRA adapter, not a model",
-        "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
+_ADAPTER = FileKind(
+    "a LoRA adapter, not a model",
+    "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
+)
+_MMPROJ = FileKind(
+    "an encoder of images or sound (mmproj)",
+    "give the model that it belongs to",
+)
+_IMATRIX = FileKind(
+    "an importance matrix (imatrix), which is for quantizing a model",
+    "give the model that it belongs to",
+)
+_CONTROL_VECTOR = FileKind(
+    "a control vector, not a model",
+    "give the model that it belongs to; specgen applies no control vectors",
+)
+_IMAGE_MODEL = FileKind(
+    "a model of images or video, not of text",
+    "use it with ComfyUI or stable-diffusion.cpp, and give specgen a language model",
+)
+_VOCABULARY = FileKind(
+    "a vocabulary without weights",
+    "give the model itself: such files are for llama.cpp's tests of tokenizers",
+)
+#: Kinds of GGUF files that are not models, by their metadata "general.type".
+_KINDS_BY_TYPE = {"adapter": _ADAPTER, "mmproj": _MMPROJ, "imatrix": _IMATRIX}
+#: Kinds of GGUF files that are not models, by their architecture.
+_KINDS_BY_ARCHITECTURE = {
+    "clip": _MMPROJ,
+    "controlvector": _CONTROL_VECTOR,
+    "imatrix": _IMATRIX,
+    # As ComfyUI-GGUF names them.
+    **dict.fromkeys(
+        (
+            *("aura", "cosmos", "flux", "hidream", "hyvid", "ltxv", "lumina2"),
+            *("qwen_image", "sd1", "sd3", "sdxl", "wan"),
+        ),
+        _IMAGE_MODEL,
     ),
-    "mmproj": ("an encoder of images or sound (mmproj)", "give the model that it belongs to"),
 }
+#: The beginnings of the names of tensors of image models, whose files may lack an architecture.
+_IMAGE_TENSORS = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
 _FETCH_AGAIN = "fetch or convert the model again"
+#: Only the weights of files of at least this size are searched for zeros.
+_MIN_SEARCHED_BYTES = 1 << 20
+#: The number of places in the second half of a file that are searched for other bytes than zeros.
+_N_PLACES = 16
 _LARGEST_FLOAT = 3.4e38
 #: The minimum and the maximum of some metadata. Other values end the process in llama.cpp.
 _BOUNDS = {
@@ -59,7 +106,8 @@ def check_file(path: Path) -> None:
     """
     check_model_path(path)
     try:
-        _check_magic(path)
+        for part in parts_of(path):
+            _check_magic(part)
         if checked_key(path) not in _passed.read():
             check_metadata(path)
     except OSError as error:
@@ -68,15 +116,19 @@ def check_file(path: Path) -> None:
 
 def _check_magic(path: Path) -> None:
     """Raise `ModelFileError` if a file does not begin as a GGUF file does."""
+    piece = piece_of_file(path.name)
+    if piece is not None:
+        raise _error_for(path, piece)
     with path.open("rb") as file:
-        magic = file.read(len(_GGUF_MAGIC))
-    if not magic:
-        raise ModelFileError(f"{path}: the file is empty", "fetch it again")
-    if magic != _GGUF_MAGIC:
-        raise ModelFileError(
-            f"{path}: not a GGUF file (it begins with {magic.decode('latin-1')!r})",
-            "llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
-        )
+        head = file.read(N_HEAD_BYTES)
+    if not head.startswith(_GGUF_MAGIC):
+        raise _error_for(path, kind_of(head))
+    if has_other_byte_order(head):
+        raise _error_for(path, OTHER_BYTE_ORDER)
+
+
+def _error_for(path: Path, kind: FileKind) -> ModelFileError:
+    return ModelFileError(f"{path}: {kind.description}", kind.hint)
 
 
 def check_metadata(path: Path) -> None:
@@ -85,19 +137,95 @@ def check_metadata(path: Path) -> None:
     Raises:
         ModelFileError: As `check_file` does.
     """
+    parts = parts_of(path)
     try:
         metadata = GgufMetadata(path)
     except BackendError:
         # llama.cpp will report the reason, without ending the process, when it loads the file.
         return
     with metadata:
-        file_type = metadata.text("general.type")
-        if file_type in _NOT_MODELS:
-            description, hint = _NOT_MODELS[file_type]
-            raise ModelFileError(f"{path}: {description}", hint)
+        kind = _kind_in(metadata, n_parts=len(parts))
+        if kind is not None:
+            raise _error_for(path, kind)
         _check_tokens(path, metadata)
         _check_values(path, metadata)
+    for part in parts:
+        _check_complete(part)
     _passed.add({checked_key(path): True})
+
+
+def _kind_in(metadata: GgufMetadata, n_parts: int) -> FileKind | None:
+    """Return what a GGUF file is that is not a model; None if it may be one.
+
+    Args:
+        metadata: The metadata of the file, or of the first file of a model.
+        n_parts: The number of files of the model by its name.
+    """
+    architecture = metadata.text("general.architecture")
+    kind = _KINDS_BY_TYPE.get(metadata.text("general.type"))
+    kind = kind or _KINDS_BY_ARCHITECTURE.get(architecture)
+    if kind is not None:
+        return kind
+    if metadata.text("adapter.type"):
+        return _ADAPTER
+    if any(tensor.name.startswith(_IMAGE_TENSORS) for tensor in metadata.tensors()):
+        return _IMAGE_MODEL
+    n_declared = metadata.number("split.count")
+    if n_declared > 1 and n_parts == 1:
+        number = metadata.number("split.no") + 1
+        name = f"NAME-{number:05d}-of-{n_declared:05d}.gguf"
+        return FileKind(
+            f"file {number} of {n_declared} of a split model, but its name does not say so",
+            f"put all files into one folder and name them like {name}, and give the first",
+        )
+    # The first file of a split model may have no tensors.
+    if n_parts == 1 and metadata.n_tensors == 0:
+        return _VOCABULARY
+    return None
+
+
+def _check_complete(path: Path) -> None:
+    """Raise `ModelFileError` if a GGUF file ends before its last tensor."""
+    try:
+        metadata = GgufMetadata(path)
+    except BackendError:
+        return
+    with metadata:
+        needed_bytes = metadata.end_of_tensors
+    n_bytes = path.stat().st_size
+    if n_bytes < needed_bytes:
+        raise ModelFileError(
+            f"{path}: an unfinished download: it has {human_bytes(n_bytes)} of "
+            f"{human_bytes(needed_bytes)}",
+            "fetch the file again",
+        )
+
+
+def check_weights(path: Path) -> None:
+    """Check that the second half of a model's file is not zeros.
+
+    Some programs reserve the room for a download first, so that an unfinished one has its size.
+
+    Raises:
+        ModelFileError: If it is.
+    """
+    for part in parts_of(path):
+        if _ends_with_zeros(part):
+            what = "the second half of the file has only zeros: an unfinished download"
+            raise ModelFileError(f"{part}: {what}", "fetch the file again")
+
+
+def _ends_with_zeros(path: Path) -> bool:
+    """Return whether the second half of a file is zeros, as far as some places tell."""
+    n_bytes = path.stat().st_size
+    if n_bytes < _MIN_SEARCHED_BYTES:
+        return False
+    with path.open("rb") as file:
+        for place in range(_N_PLACES):
+            file.seek(n_bytes - N_HEAD_BYTES - place * n_bytes // (2 * _N_PLACES))
+            if any(file.read(N_HEAD_BYTES)):
+                return False
+    return True
 
 
 def _check_tokens(path: Path, metadata: GgufMetadata) -> None:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 #: Types of values in gguf.h.
 _STRING = 8
 _ARRAY = 9
-#: The functions of gguf.h that read 32-bit numbers, by the number of their type.
+#: The functions of gguf.h that read numbers of 16 and 32 bits, by the number of their type.
 _NUMBER_READERS: dict[int | None, str] = {
+    2: "gguf_get_val_u16",
     4: "gguf_get_val_u32",
     5: "gguf_get_val_i32",
     6: "gguf_get_val_f32",
@@ -34,7 +35,6 @@ _NUMBER_READERS: dict[int | None, str] = {
 _VALUE_READERS: dict[int | None, str] = {
     0: "gguf_get_val_u8",
     1: "gguf_get_val_i8",
-    2: "gguf_get_val_u16",
     3: "gguf_get_val_i16",
     **_NUMBER_READERS,
     7: "gguf_get_val_bool",
@@ -42,6 +42,8 @@ _VALUE_READERS: dict[int | None, str] = {
     11: "gguf_get_val_i64",
     12: "gguf_get_val_f64",
 }
+#: The embeddings of positions, in architectures that learn them, such as GPT-2.
+_POSITIONS = "position_embd.weight"
 #: `architecture_of` searches this many bytes at the beginning of a file.
 _N_SEARCHED_BYTES = 4096
 
@@ -146,6 +148,22 @@ class GgufMetadata:
         for number in range(n):
             yield get_text(self.handle, index, number) or b""
 
+    @property
+    def n_tensors(self) -> int:
+        """The number of tensors."""
+        return int(native.gguf_get_n_tensors(self.handle))
+
+    @property
+    def end_of_tensors(self) -> int:
+        """The size that the file needs to have all of its tensors, in bytes."""
+        end = int(native.gguf_get_data_offset(self.handle))
+        start = end
+        for index in range(self.n_tensors):
+            offset = int(native.gguf_get_tensor_offset(self.handle, index))
+            size = int(native.gguf_get_tensor_size(self.handle, index))
+            end = max(end, start + offset + size)
+        return end if self.n_tensors else 0
+
     def tensors(self) -> Iterator[GgufTensor]:
         """Yield the tensors of the file."""
         tensor = native.ggml_get_first_tensor(self._tensors)
@@ -172,6 +190,18 @@ def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
     with ExitStack() as resources:
         parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
         yield parts[0], [tensor for part in parts for tensor in part.tensors()]
+
+
+def has_learned_positions(file: Path) -> bool:
+    """Return whether a model has an embedding for each position of its training context.
+
+    Then it cannot compute later positions: llama.cpp ends the process.
+
+    Raises:
+        BackendError: If it is not a GGUF file.
+    """
+    with opened_parts(file) as (_, tensors):
+        return any(tensor.name == _POSITIONS for tensor in tensors)
 
 
 def architecture_of(path: Path) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.llama.file_check import check_file
-from specgen.llama.gguf_file import opened_parts
+from specgen.llama.file_check import check_file, check_weights
+from specgen.llama.gguf_file import GgufMetadata, has_learned_positions, opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp, native
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
@@ -290,6 +290,18 @@ class LlamaModel:
         if n_answers > 1 and why is not None:
             raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
+    # --- the context
+
+    def limited_n_ctx(self, n_ctx: int) -> int:
+        """Return a size of a context, reduced to the number of positions if these are learned."""
+        if n_ctx > self.n_ctx_train > 0 and self._has_learned_positions:
+            return self.n_ctx_train
+        return n_ctx
+
+    @cached_property
+    def _has_learned_positions(self) -> bool:
+        return has_learned_positions(self.file)
+
     # --- memory
 
     def cache_bytes(
@@ -300,17 +312,37 @@ class LlamaModel:
     ) -> int:
         """Estimate the size of the KV cache for a context of `n_ctx` tokens.
 
-        llama.cpp describes only the first layer, so all layers are assumed to be like it. The
-        estimate is too low for hybrid models that begin with a recurrent layer.
+        If the file does not give the number of heads for each layer, all layers are assumed to be
+        like the first.
         """
-        n_heads = int(llama_cpp.llama_model_n_head(self.handle))
-        n_kv_heads = int(llama_cpp.llama_model_n_head_kv(self.handle))
-        head_size = self.n_embd // max(1, n_heads)
+        head_size = self.n_embd // self._n_heads
         key_size = self.number("attention.key_length") or head_size
         value_size = self.number("attention.value_length") or head_size
         key_bytes = key_size * CACHE_TYPES[type_k].bytes_per_value
         value_bytes = value_size * CACHE_TYPES[type_v].bytes_per_value
-        return int(n_ctx * self.n_layer * n_kv_heads * (key_bytes + value_bytes))
+        return int(n_ctx * self._n_kv_heads * (key_bytes + value_bytes))
+
+    @cached_property
+    def _n_heads(self) -> int:
+        """The number of heads of queries in a layer with attention; 1 if no layer has any."""
+        n_in_first_layer = int(llama_cpp.llama_model_n_head(self.handle))
+        return n_in_first_layer or max([1, *self._in_each_layer("attention.head_count")])
+
+    @cached_property
+    def _n_kv_heads(self) -> int:
+        """The number of heads of keys and values in all layers together."""
+        n_in_first_layer = int(llama_cpp.llama_model_n_head_kv(self.handle))
+        if n_in_first_layer > 0:
+            return self.n_layer * n_in_first_layer
+        return sum(self._in_each_layer("attention.head_count_kv"))
+
+    def _in_each_layer(self, key: str) -> list[int]:
+        """Return a number of each layer, which llama.cpp has for the first layer only.
+
+        It is empty if the file has the same number for all layers.
+        """
+        with GgufMetadata(self.file) as metadata:
+            return metadata.array(f"{self.architecture}.{key}", ctypes.c_int32)
 
     def state_bytes(self) -> int:
         """Estimate the size of the recurrent state of a sequence; 0 if the model has none."""
@@ -342,6 +374,7 @@ class LlamaModel:
 
     def _check_usable(self) -> None:
         """Raise `ModelFileError` if the model cannot generate text, or would hang llama.cpp."""
+        check_weights(self.file)
         architecture = self.architecture
         n_rotated = self.metadata(f"{architecture}.rope.dimension_count")
         if n_rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:

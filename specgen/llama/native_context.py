@@ -10,7 +10,7 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.options import ContextOptions
-from specgen.system.machine import available_memory_bytes, logical_cores, physical_cores
+from specgen.system.machine import available_memory_bytes, usable_cores, usable_memory
 from specgen.system.quantities import human_bytes
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -19,6 +19,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 CONTEXT_OVERHEAD_BYTES = 100 * 2**20
 #: Architectures with snapshots whose graphs have room for only a few (see `_max_snapshots`).
 _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+#: The maximum number of cells: llama.cpp's positions are of type int32.
+_MAX_CELLS = 2**31 - 1
 #: More snapshots than any context asks for.
 _UNLIMITED_SNAPSHOTS = 2**31
 
@@ -98,6 +100,12 @@ def open_context(
             f"--cache-type-v {options.cache_type_v} needs flash attention",
             "leave out --flash-attn off, or use --cache-type-v f16",
         )
+    if size.n_ctx > _MAX_CELLS:
+        raise MemoryLimitError(
+            f"{model.name}: a context of {size.n_ctx} tokens is larger than llama.cpp's largest, "
+            f"{_MAX_CELLS} tokens",
+            hint="use a smaller --ctx-size",
+        )
     opening = _Opening(model, options, size)
     if opening.has_states:
         # llama.cpp aborts unless n_snapshots + 1 < n_rows.
@@ -152,9 +160,11 @@ class _Opening:
         needed = self._needed_bytes(n_sequences, n_snapshots=0)
         available = self._available_bytes()
         if needed > available:
+            limit = usable_memory().limit
             raise MemoryLimitError(
                 f"{self._model.name}: a context of {self._size.n_ctx} tokens needs about "
-                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free",
+                f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free"
+                f"{f' ({limit})' if limit else ''}",
                 hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
             )
         handle = self._make(n_sequences, n_snapshots=0)
@@ -250,5 +260,5 @@ def _max_snapshots(model: LlamaModel) -> int:
 
 @functools.cache
 def default_threads() -> int:
-    """Return the number of physical cores: hyper-threads do not help matrix products."""
-    return physical_cores() or logical_cores()
+    """Return the number of physical cores that this process can keep busy."""
+    return usable_cores().amount

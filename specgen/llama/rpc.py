@@ -31,6 +31,7 @@ from specgen.llama.library import (
 from specgen.llama.native_end import abort_listeners, watch_aborts
 from specgen.options import Workers
 from specgen.system.llama_build import LIBRARY, REINSTALL, Device, stamp_of
+from specgen.system.machine import available_memory_bytes, usable_memory
 from specgen.system.processes import left_running
 from specgen.system.quantities import human_bytes
 from specgen.system.worker_probe import check_protocol, lost_among, probe
@@ -384,13 +385,17 @@ def offered_devices(memory_bytes: int | None) -> dict[int, Device]:
     These are all GPUs or, without one, the CPU.
 
     Args:
-        memory_bytes: The maximum memory of each device that clients see; None: all of it.
+        memory_bytes: The maximum memory of each device that clients see; None: all of it, on the
+            CPU all that this process may use.
     """
     load_rpc()
     kinds = {handle: device_of(handle).kind for handle in native_devices()}
     offered = [handle for handle, kind in kinds.items() if kind not in ("cpu", "accelerator")]
     if not offered:
         offered = [handle for handle, kind in kinds.items() if kind == "cpu"]
+        if usable_memory().limit:  # GGML reports the memory of the whole machine
+            available_bytes = available_memory_bytes()
+            memory_bytes = min(memory_bytes or available_bytes, available_bytes)
     if memory_bytes is not None:
         for handle in offered:
             _limit_memory(handle, memory_bytes)

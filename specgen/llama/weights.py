@@ -256,7 +256,10 @@ def _load_error(file: Path, reason: str) -> SpecgenError:
         )
     hint = "if the download was cut short, fetch the file again; else upgrade specgen"
     if "unknown model architecture" in reason:
-        hint = "this llama.cpp is older than the model: upgrade specgen"
+        hint = (
+            "upgrade specgen, if its llama.cpp is older than the model; else the file is for "
+            "another program"
+        )
     return ModelFileError(f"{file}: llama.cpp cannot load this model: {reason}", hint)
 
 

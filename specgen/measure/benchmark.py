@@ -23,7 +23,7 @@ from specgen.measure.prompts import NOW, BenchPrompt
 from specgen.method.drafter import never
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.choose_models import find_models
-from specgen.system.files import as_json
+from specgen.system.files import as_json, named_path
 from specgen.system.quantities import measured_gain
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _split_stages(draft: str) -> tuple[str, ...]:
     """Split what the user gave with `--draft` at plus signs; an empty text has no stages."""
     if not draft:
         return ()
-    if Path(draft).expanduser().exists():  # a plus sign may be part of a file's name
+    if named_path(draft):  # a plus sign may be part of a file's name
         return (draft,)
     stages = tuple(draft.split("+"))
     if not all(stages):

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from specgen import __version__, errors
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions
-from specgen.system.files import as_json
+from specgen.system.files import as_json, named_file, scratch_folder
 from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
 from specgen.system.machine import Machine, look_at_machine
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
@@ -301,7 +300,7 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
 
     options = ContextOptions(n_gpu_layers=-1 if place == "GPU" else 0)
     if file is None:
-        with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
+        with scratch_folder("specgen-doctor-") as folder:
             tiny = Path(folder) / "tiny.gguf"
             write_tiny_model(tiny)
             # One thread: on a busy machine, waiting for others takes far longer than the work.
@@ -332,7 +331,7 @@ def _kernel_problem(path: Path) -> str:
     from specgen.system.folders import cache_folder
 
     kernels = choose_kernels(wanted_in(os.environ), cache_folder())
-    if kernels.computes != "specgen" or kernels.path is None or not path.is_file():
+    if kernels.computes != "specgen" or kernels.path is None or named_file(path) is None:
         return ""
     return KernelTests(kernels.path, cache_folder()).problem_of(path, rerun=True)
 

@@ -25,6 +25,7 @@ from specgen.errors import BackendError
 from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 from specgen.measure.goodness_of_fit import GTest, g_test
 from specgen.measure.prompts import evenly_chosen
+from specgen.measure.run_progress import RunProgress, StepProgress
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
 from specgen.method.drafter import never
@@ -59,6 +60,15 @@ N_SEARCHED = 48
 _N_QUEUED_DRAWS = 60
 #: The number of prompts that are searched for a place to draw from.
 _N_SEARCHED_PROMPTS = 3
+#: The names of the first and of the last greedy step, for the progress.
+_PLAIN_STEP = "greedy, plain decoding"
+_AT_ONCE_STEP = f"greedy, {N_AT_ONCE} answers at once"
+#: How long an answer without a limit is expected to be, for the progress.
+_EXPECTED_TOKENS = 256
+#: The time of a draw, in tokens of an answer.
+_DRAW_TOKENS = 2.5
+#: The time that the search for a place takes for each prompt, in draws.
+_SEARCH_DRAWS = 50
 #: The probability of a false alarm in any of the sampled checks.
 _FALSE_ALARM_RATE = 1e-4
 
@@ -66,8 +76,6 @@ _FALSE_ALARM_RATE = 1e-4
 WayName: TypeAlias = Literal[PolicyName, "forced"]
 CheckName: TypeAlias = Literal["both", "greedy", "sampled"]
 CheckOutcome: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
-#: A function that receives the number of finished answers or draws of a check, and of all of them.
-CheckProgress: TypeAlias = Callable[[int, int], None]
 
 
 def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
@@ -112,7 +120,7 @@ def run_checks(
         check: Which checks to run.
         sampling: The sampler options of the sampled check.
         n_draws: The number of draws with each way.
-        progress: Receives the name of a check, how much of it is done, and the total.
+        progress: Receives the name of a check, how much work of all checks is done, and the total.
         interrupted: Whether to stop.
 
     Returns:
@@ -120,14 +128,17 @@ def run_checks(
     """
     greedy: list[GreedyResult] = []
     sampled: list[SampledResult] = []
-
-    def progress_of(check_name: str, way: WayName) -> CheckProgress:
-        how = "a draft in each round" if way == "forced" else f"--policy {way}"
-        return partial(progress, f"{check_name}, {how}")
+    steps = _planned_steps(
+        session,
+        prompts,
+        ways,
+        check,
+        n_draws,
+    )
+    run = RunProgress(steps, progress)
 
     if check != "sampled":
-        progress("greedy, plain decoding", 0, 1)
-        plain = plain_texts(session, prompts, interrupted)
+        plain = plain_texts(session, prompts, interrupted, run.step(_PLAIN_STEP))
         check_texts = partial(
             check_greedy,
             session,
@@ -136,16 +147,16 @@ def run_checks(
         )
         for way, drafting in ways.items():
             session.change_drafting(drafting)
-            greedy += check_texts(prompts, way=way, progress=progress_of("greedy", way))
+            step = run.step(_step_name("greedy", way))
+            greedy += check_texts(prompts, way=way, progress=step)
         # Again with several answers at once, if the session can do that.
         if not session.why_one_sequence:
             last_way = [*ways][-1]
-            repeated_numbers = evenly_chosen(prompts, _N_REPEATED_PROMPTS)
             greedy += check_texts(
-                {number: prompts[number] for number in repeated_numbers},
+                _repeated_prompts(prompts),
                 way=last_way,
                 n_at_once=N_AT_ONCE,
-                progress=progress_of("greedy", last_way),
+                progress=run.step(_AT_ONCE_STEP),
             )
 
     if check != "greedy" and not interrupted():
@@ -160,11 +171,47 @@ def run_checks(
                 seed=max(0, sampling.seed),
                 way=way,
                 interrupted=interrupted,
-                progress=progress_of("sampled", way),
+                progress=run.step(_step_name("sampled", way)),
             )
             if result is not None:
                 sampled.append(result)
     return tuple(greedy), tuple(sampled)
+
+
+def _planned_steps(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    check: CheckName,
+    n_draws: int,
+) -> dict[str, int]:
+    """Return the steps of all checks in their order, with the expected work of each in tokens."""
+    max_tokens = session.options.generation.max_tokens
+    answer_tokens = max_tokens if max_tokens >= 0 else _EXPECTED_TOKENS
+    steps: dict[str, int] = {}
+    if check != "sampled":
+        steps[_PLAIN_STEP] = len(prompts) * answer_tokens
+        for way in ways:
+            steps[_step_name("greedy", way)] = len(prompts) * answer_tokens
+        if not session.why_one_sequence:
+            steps[_AT_ONCE_STEP] = len(_repeated_prompts(prompts)) * answer_tokens
+    if check != "greedy":
+        n_searched = min(len(prompts), _N_SEARCHED_PROMPTS)
+        for way in ways:
+            n_draw_times = n_draws + n_searched * _SEARCH_DRAWS
+            steps[_step_name("sampled", way)] = round(n_draw_times * _DRAW_TOKENS)
+    return steps
+
+
+def _step_name(check: CheckName, way: WayName) -> str:
+    """Return the name of a check with a way to draft, for the progress."""
+    how = "a draft in each round" if way == "forced" else f"--policy {way}"
+    return f"{check}, {how}"
+
+
+def _repeated_prompts(prompts: Mapping[int, Prompt]) -> dict[int, Prompt]:
+    """Return the prompts that are answered again, several at once."""
+    return {number: prompts[number] for number in evenly_chosen(prompts, _N_REPEATED_PROMPTS)}
 
 
 # --- greedy
@@ -220,6 +267,7 @@ def plain_texts(
     session: Session,
     prompts: Mapping[int, Prompt],
     interrupted: Callable[[], bool] = never,
+    progress: StepProgress = lambda _done, _total: None,
 ) -> dict[int, list[int]]:
     """Return the tokens of plain decoding's answers by prompt number; fewer if interrupted."""
     max_tokens = session.options.generation.max_tokens
@@ -231,8 +279,11 @@ def plain_texts(
         interrupted,
         draft=False,
     )
-    tokens = [tokens_of(answer.events) for answer in answers]
-    return dict(zip(prompts, tokens, strict=False))
+    texts: list[list[int]] = []
+    for answer in answers:
+        texts.append(tokens_of(answer.events))
+        progress(len(texts), len(prompts))
+    return dict(zip(prompts, texts, strict=False))
 
 
 def check_greedy(
@@ -243,7 +294,7 @@ def check_greedy(
     way: WayName | None = None,
     n_at_once: int = 1,
     interrupted: Callable[[], bool] = never,
-    progress: CheckProgress = lambda _done, _total: None,
+    progress: StepProgress = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
     """Compare greedy answers with drafts to plain decoding's answers.
 
@@ -640,7 +691,7 @@ def check_sampled(
     seed: int = 0,
     way: WayName | None = None,
     interrupted: Callable[[], bool] = never,
-    progress: CheckProgress = lambda _done, _total: None,
+    progress: StepProgress = lambda _done, _total: None,
 ) -> SampledResult | None:
     """Draw one token many times with drafts, and test the draws against the target's distribution.
 
@@ -655,7 +706,8 @@ def check_sampled(
         seed: The seed of the first draw.
         way: The name of the way to draft, for the result; None for the session's policy.
         interrupted: Whether to stop.
-        progress: Receives the number of finished draws, and of all draws.
+        progress: Receives the number of finished draws, and of all draws. The search in a prompt
+            counts as `_SEARCH_DRAWS`.
 
     Returns:
         The result; None if nothing was drafted, or if interrupted.
@@ -665,7 +717,8 @@ def check_sampled(
     """
     calibrate(session, interrupted)
     places: list[_Place] = []
-    for number, prompt in prompts.items():
+    n_total = n_draws + _SEARCH_DRAWS * len(prompts)
+    for n_searched, (number, prompt) in enumerate(prompts.items(), start=1):
         places += _places(
             session,
             number,
@@ -673,6 +726,7 @@ def check_sampled(
             seed,
             interrupted,
         )
+        progress(n_searched * _SEARCH_DRAWS, n_total)
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.visibility)
@@ -684,7 +738,7 @@ def check_sampled(
         n_draws,
         seed,
         interrupted,
-        progress,
+        lambda n_done: progress(n_total - n_draws + n_done, n_total),
     )
     if draws is None:
         return None
@@ -783,7 +837,7 @@ def _draw(
     n_draws: int,
     seed: int,
     interrupted: Callable[[], bool],
-    progress: CheckProgress,
+    progress: Callable[[int], None],
 ) -> _Draws | None:
     """Draw the token at a place `n_draws` times.
 
@@ -794,7 +848,7 @@ def _draw(
         n_draws: The number of draws.
         seed: The seed of the first draw.
         interrupted: Whether to stop.
-        progress: Receives the number of finished draws, and of all draws.
+        progress: Receives the number of finished draws.
 
     Returns:
         The draws; None if interrupted.
@@ -840,7 +894,7 @@ def _draw(
                 return None
             for request in requests:
                 draws.add(request, position=len(forced))
-            progress(n_done + n_queued, n_draws)
+            progress(n_done + n_queued)
     return draws
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specgen.errors import PromptError
+from specgen.system.files import read_text
 
 T = TypeVar("T")
 
@@ -86,12 +87,8 @@ def read_bench_prompts(path: Path) -> list[BenchPrompt]:
     Raises:
         PromptError: If the file cannot be read, has no prompts, or has an invalid line.
     """
-    try:
-        # Not `splitlines`, which also splits at characters that JSON allows within a string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise PromptError(f"{path}: cannot be read: {reason}") from error
+    # Not `splitlines`, which also splits at characters that JSON allows within a string.
+    lines = read_text(path, str(path), PromptError).split("\n")
     stripped = enumerate(map(str.strip, lines), 1)
     numbered_lines = [(line_number, line) for line_number, line in stripped if line]
     if not numbered_lines:

@@ -15,7 +15,7 @@ from specgen.llama import default_threads
 from specgen.method.drafter import never
 from specgen.session.calibration import begin_text, short_context, time_batch
 from specgen.session.measurement_store import Threads
-from specgen.system.machine import logical_cores, usable_cores
+from specgen.system.machine import usable_threads
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend
@@ -68,8 +68,7 @@ def tune_threads(
         return {}
     progress(f"threads for {model.name}", 0, 1)
     default = default_threads()
-    n_logical = logical_cores()
-    counts = thread_counts(default, n_logical, usable_cores() or n_logical)
+    counts = thread_counts(default, usable_threads().amount)
     with session.contexts(short_context(session), drafts=is_draft) as (target, drafts):
         if is_draft and not drafts:  # the draft has no context of its own
             return {}
@@ -87,23 +86,18 @@ def tune_threads(
     return {model.name: fastest}
 
 
-def thread_counts(
-    n_cores: int,
-    n_logical: int,
-    n_usable: int,
-) -> list[int]:
+def thread_counts(n_cores: int, n_threads_max: int) -> list[int]:
     """Return the thread counts to try, in ascending order.
 
-    These are the multiples of an eighth of the cores, from a quarter to all, and the numbers of
-    all logical and of all usable cores.
+    These are the multiples of an eighth of the cores, from a quarter to all, and the number of
+    threads that can run at once.
 
     Args:
-        n_cores: The default number of threads, which is the number of physical cores.
-        n_logical: The number of logical cores.
-        n_usable: The number of logical cores that this process may use.
+        n_cores: The default number of threads, which is the number of usable physical cores.
+        n_threads_max: The number of threads of this process that can run at once.
     """
     shares = {n_cores * eighths // 8 for eighths in range(2, 9)} - {0}
-    return sorted({*shares, n_logical, max(1, min(n_usable, n_logical))})
+    return sorted({*shares, n_threads_max})
 
 
 def measure_threads(

@@ -115,16 +115,27 @@ class AnswerLoop(Loop):
         if answer.failure is not None:
             raise answer.failure
 
-    def finish(self, answer: AnswerState, costs: CostTable) -> FinishedEvent:
+    def finish(
+        self,
+        answer: AnswerState,
+        costs: CostTable,
+        *,
+        is_rough: bool = False,
+    ) -> FinishedEvent:
         """Return the summary of a finished answer.
 
         If tokens were drafted, and the answer is long enough, it includes an estimate of the
-        speed-up over plain decoding. This is based on `costs`, the costs of the target's batches.
+        speed-up over plain decoding.
+
+        Args:
+            answer: The answer.
+            costs: The costs of the target's batches, from which the speed-up is estimated.
+            is_rough: Whether the machine was busy meanwhile, or while the costs were measured.
         """
         plain_token_s = None
         if answer.stats.n_drafted and answer.n_answer >= _MIN_COMPARED_TOKENS:
             plain_token_s = answer.stats.priced_token_s(costs)
-        return answer.finished_event(self.now_s, plain_token_s)
+        return answer.finished_event(self.now_s, plain_token_s, is_rough=is_rough)
 
     # --- prefill --------------------------------------------------------------------------------
 

@@ -411,18 +411,25 @@ class AnswerState:
             target_s=result.target_s,
         )
 
-    def finished_event(self, time_s: float, plain_token_s: float | None) -> FinishedEvent:
+    def finished_event(
+        self,
+        time_s: float,
+        plain_token_s: float | None,
+        *,
+        is_rough: bool = False,
+    ) -> FinishedEvent:
         """Return the summary of the answer, with its counts, times and estimated speed-up.
 
         Args:
             time_s: The time of the event.
             plain_token_s: The estimated seconds per token without drafting; None if unknown.
+            is_rough: Whether the speed-up is only a rough estimate, since the machine was busy.
         """
         stats = self.stats
         n_tokens = len(self.tokens) - self.n_prompt
         ended_by_token = n_tokens > self.n_answer  # only an end token is missing in `n_answer`
         tokens_per_s = stats.speed(n_tokens)
-        estimate = self._estimate_speedup(tokens_per_s, plain_token_s)
+        estimate = self._estimate_speedup(tokens_per_s, plain_token_s, is_rough=is_rough)
         plain_token_s = estimate.plain_token_s
         speedup_range = None
         if estimate.speedup is not None:
@@ -445,6 +452,7 @@ class AnswerState:
             estimated_speedup_range=speedup_range,
             estimated_whole_speedup=stats.whole_speedup(n_tokens, plain_token_s),
             estimate=estimate.source,
+            estimate_is_rough=is_rough and estimate.speedup is not None,
             **stats.figures(),
         )
 
@@ -452,6 +460,8 @@ class AnswerState:
         self,
         tokens_per_s: float | None,
         plain_token_s: float | None,
+        *,
+        is_rough: bool,
     ) -> _SpeedupEstimate:
         """Compare the answer's speed with plain decoding, as far as both are known."""
         if not plain_token_s:
@@ -459,8 +469,11 @@ class AnswerState:
         if not tokens_per_s:
             return _SpeedupEstimate(plain_token_s, source=_ESTIMATE)
         speedup = tokens_per_s * plain_token_s
-        max_speedup = _LEEWAY * (self.stats.mean_accepted_length or math.inf)
-        if speedup > max_speedup:
+        # More is impossible: a pass of the target never takes less than plain decoding of a token.
+        limit = self.stats.mean_accepted_length or math.inf
+        if is_rough and speedup > limit:
+            return _SpeedupEstimate(limit / tokens_per_s, limit, _ESTIMATE)
+        if speedup > _LEEWAY * limit:
             # Plain decoding was measured while the machine was slower than it is now.
             return _SpeedupEstimate(None, source=_NOT_KNOWN)
         return _SpeedupEstimate(plain_token_s, speedup, _ESTIMATE)

@@ -28,9 +28,11 @@ from specgen.models.transfer import (
     check_room,
     download_file,
     lock_download,
+    no_folder,
     writing_below,
 )
 from specgen.options import SourceChoice
+from specgen.system.files import NOWHERE
 from specgen.system.progress import ProgressView
 from specgen.system.quantities import human_bytes
 
@@ -304,7 +306,10 @@ def _writing_to_cache() -> Iterator[None]:
     if logger.level == logging.WARNING:  # its default
         logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="huggingface_hub")
-    with writing_below(hub.cache_of_hub(), "HF_HOME"):
+    cache = hub.cache_of_hub()
+    if cache == NOWHERE:  # huggingface_hub would make a folder with the name "~"
+        raise no_folder("HF_HOME")
+    with writing_below(cache, "HF_HOME"):
         yield
 
 

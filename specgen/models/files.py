@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from specgen.errors import ModelFileError
+from specgen.system.files import named_file
 
 _File = TypeVar("_File", bound=PurePath)
 #: The name of one of the files of a large model: "name-00002-of-00003.gguf".
@@ -36,10 +37,10 @@ class FileIdentity:
 def identify(path: Path) -> FileIdentity | None:
     """Return the identity of a model file; None if there is no such file, or it is unreadable."""
     try:
-        sizes = [part.stat().st_size for part in parts_of(path) if part.is_file()]
+        sizes = [part.stat().st_size for part in parts_of(path) if named_file(part)]
     except OSError:
         return None
-    if not sizes or not path.is_file():
+    if not sizes or named_file(path) is None:
         return None
     return FileIdentity(path.name, sum(sizes))
 
@@ -69,9 +70,7 @@ def check_model_path(path: Path) -> None:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            names = sorted(str(file) for file in path.glob("*.gguf"))
-            hint = f"name the file: {', '.join(names[:3])}" if names else "it holds no .gguf file"
-            raise ModelFileError(f"{path}: a directory, not a model file", hint)
+            raise ModelFileError(f"{path}: a directory, not a model file", _hint_in(path))
         if not stat.S_ISREG(mode):  # reading a pipe would block
             hint = "give the path of a .gguf file"
             raise ModelFileError(f"{path}: a pipe or a device, not a model file", hint)
@@ -90,6 +89,16 @@ def check_model_path(path: Path) -> None:
             f"{path}: the model is split into {len(parts)} files; missing: {', '.join(missing)}",
             "put all of its files into one folder",
         )
+
+
+def _hint_in(folder: Path) -> str:
+    """Return what to give instead of a folder."""
+    names = sorted(str(file) for file in folder.glob("*.gguf"))
+    if names:
+        return f"name the file: {', '.join(names[:3])}"
+    if any(folder.glob("*.safetensors")):
+        return "llama.cpp's convert_hf_to_gguf.py turns its safetensors files into GGUF"
+    return "it holds no .gguf file"
 
 
 def parts_of(file: _File) -> list[_File]:

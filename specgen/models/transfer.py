@@ -13,7 +13,7 @@ from typing import Any
 from specgen.errors import FetchError
 from specgen.models.files import file_sha256, size_of
 from specgen.models.network_errors import requests_to, without_secrets
-from specgen.system.files import existing_parent
+from specgen.system.files import NOWHERE, existing_parent
 from specgen.system.progress import ProgressView
 from specgen.system.quantities import human_bytes
 
@@ -178,6 +178,8 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if folder.is_relative_to(NOWHERE):
+            raise no_folder(variable) from error
         if error.errno in _DISK_FULL:
             raise FetchError(
                 f"the disk that holds {folder} is full",
@@ -188,6 +190,14 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
             f"cannot write to {error.filename or folder}: {error.strerror or error}",
             f"make it writable, or set {variable} to a folder that is",
         ) from error
+
+
+def no_folder(variable: str) -> FetchError:
+    """Return the error of a download that could only go to `NOWHERE`."""
+    return FetchError(
+        "there is no folder for downloads, because there is no home directory that can be used",
+        f"set {variable} to a folder that can be written",
+    )
 
 
 def lock_download(
@@ -205,14 +215,17 @@ def lock_download(
         progress: Shows that note.
 
     Returns:
-        A context manager that releases the lock at the end of its block.
+        A context manager that releases the lock at the end of its block. Without a lock, if its
+        folder cannot be written: the download may go to another one, or else fails as well.
     """
     import filelock
 
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(lock_file)
     try:
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
         return lock.acquire(timeout=0)
     except filelock.Timeout:
         progress.note(f"another process is downloading {name}; waiting for it")
         return lock.acquire()
+    except OSError:
+        return nullcontext()

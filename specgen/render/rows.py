@@ -122,6 +122,14 @@ STYLES: Mapping[str, Style] = {
     "aside": Style(color="red", dim=True),
     "faint": Style(dim=True),
 }
+#: What is added to a mark's style where there are no colours. Almost every terminal has bold and
+#: underlined text; not every one can strike text through.
+_ATTRIBUTES_FOR_COLOURS: Mapping[str, Style] = {
+    "corrected": Style(bold=True),
+    "bonus": Style(bold=True, underline=True),
+    "forced": Style(italic=True),
+    "rejected": Style(dim=True),
+}
 #: The escape codes before and after a stretch of text, by its mark.
 Pens: TypeAlias = Mapping[str, tuple[str, str]]
 
@@ -129,16 +137,14 @@ Pens: TypeAlias = Mapping[str, tuple[str, str]]
 def styles_on(console: Console) -> Mapping[str, Style]:
     """Return the style of each mark on this console.
 
-    If colours are turned off (NO_COLOR), the other attributes remain. In that case corrected and
-    bonus tokens are bold, and rejected text is also dimmed, since not every terminal can strike
-    text through.
+    If colours are turned off (NO_COLOR), the other attributes remain, and those of
+    `_ATTRIBUTES_FOR_COLOURS` are added, so that no two kinds of tokens look the same.
     """
     if not console.no_color:
         return STYLES
     styles = dict(STYLES)
-    for mark in ("corrected", "bonus"):
-        styles[mark] += Style(bold=True)
-    styles["rejected"] += STYLES["faint"]
+    for mark, attributes in _ATTRIBUTES_FOR_COLOURS.items():
+        styles[mark] += attributes
     return {mark: style.without_color for mark, style in styles.items()}
 
 

@@ -51,8 +51,11 @@ def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
     """
     # For Rich an empty FORCE_COLOR would mean that the stream is not a terminal.
     ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
-    if stream.isatty():  # ask the terminal for its size, which can change
-        ignored |= {"COLUMNS", "LINES"}
+    for name in ("COLUMNS", "LINES"):
+        # Ask a terminal for its size, which can change. Elsewhere Rich takes any number, even 0.
+        value = environ.get(name, "")
+        if stream.isatty() or not value.isdecimal() or int(value) == 0:
+            ignored.add(name)
     return TerminalConsole(
         file=stream,
         markup=False,

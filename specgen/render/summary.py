@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -11,8 +12,15 @@ from rich.text import Text
 from specgen.events import FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.rows import LEGEND, clean_line, styles_on
 from specgen.render.streams import say
-from specgen.system.machine import busy_text, is_busy
-from specgen.system.quantities import counted, gain_text, seconds_text, three_digits, times_text
+from specgen.system.machine import ROUGH, busy_text, is_busy
+from specgen.system.quantities import (
+    counted,
+    gain_text,
+    rough_gain_text,
+    seconds_text,
+    three_digits,
+    times_text,
+)
 
 #: The characters of the histogram, by height.
 _BARS = "▁▂▃▄▅▆▇█"
@@ -76,13 +84,13 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
         finished: The figures of the answer.
         draft: The draft's name; "none" for plain decoding, None if unknown.
     """
-    n_tokens = counted(finished.n_tokens, "token")
-    line = _listed(f"{n_tokens} in {seconds_text(finished.wall_s)}", _speed(finished))
+    speed = _speed(finished)
+    line = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}{speed}"
     if finished.finish_reason != "stop":
         line += f" ({_end(finished)})"
     if draft != "none" and finished.n_rounds:
         line += _gain_clause(finished)
-    if finished.prompt_s > _LONG_S:
+    if finished.prompt_s > _LONG_S and not speed:
         line += f"; {seconds_text(finished.prompt_s)} of it for prefill"
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
         line += f"; before that: {_startup_times(finished)}"
@@ -94,11 +102,11 @@ def _gain_clause(finished: FinishedEvent) -> str:
     speedups = _speedup_range(finished)
     if not finished.n_drafted and speedups is None:
         return ", nothing was drafted"
-    if is_busy(finished.others_share):
-        return "; the speed-up is not known, since the machine was busy"
-    if speedups is not None:
-        return f": {gain_text(*speedups)}"
-    return ""
+    if speedups is None:
+        return ""
+    if finished.estimate_is_rough:
+        return f": {rough_gain_text(statistics.fmean(speedups), ROUGH)}"
+    return f": {gain_text(*speedups)}"
 
 
 def summary_items(
@@ -154,8 +162,7 @@ def _prompt_text(finished: FinishedEvent) -> str:
 
 
 def _drafts_text(finished: FinishedEvent) -> str:
-    # Branches of a tree share their positions, so there may be fewer than drafted tokens.
-    n_positions = sum(finished.drafted_by_depth)
+    n_positions = finished.n_positions
     parts = []
     if finished.acceptance_rate is not None:
         parts.append(f"acceptance rate {finished.acceptance_rate:.0%}")
@@ -183,7 +190,10 @@ def _histogram(rounds_by_tokens: Sequence[int]) -> str:
 
 def _startup_times(finished: FinishedEvent) -> str:
     """Return how long loading and measuring took before the answer; empty if they took no time."""
+    if finished.loading_s + finished.packing_s + finished.measuring_s == 0.0:
+        return ""
     times = {
+        "starting": finished.starting_s,
         "loading": finished.loading_s,
         "loading and packing": finished.packing_s,
         "measuring what drafting costs": finished.measuring_s,
@@ -208,11 +218,17 @@ def _time_shares(finished: FinishedEvent) -> str:
 
 
 def _speed(finished: FinishedEvent) -> str:
-    """Return the speed in words; empty if it is unknown, or if the answer is too short."""
+    """Return a clause with the time to the first token, and the speed after it.
+
+    It is empty if one of these is unknown, or if the answer is too short.
+    """
     speed = finished.tokens_per_s
-    if not speed or finished.n_tokens < _MIN_TIMED_TOKENS:
+    first_s = finished.time_to_first_token_s
+    if not speed or first_s is None or finished.n_tokens < _MIN_TIMED_TOKENS:
         return ""
-    return f"{three_digits(speed)} tokens/s"
+    # If a grammar forces the first tokens, the prefill comes after them.
+    first_s = max(first_s, finished.prompt_s)
+    return f", {seconds_text(first_s)} to the first token, then {three_digits(speed)} tokens/s"
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
@@ -246,12 +262,11 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
         draft: The draft's name; None if unknown.
     """
     speedups = _speedup_range(finished)
-    others_share = finished.others_share
-    if others_share is not None and is_busy(others_share) and (speedups or finished.n_drafted):
-        return busy_text(others_share)
     if speedups is None:
         return finished.estimate  # why there is no estimate
     parts = []
+    if finished.others_share is not None and is_busy(finished.others_share):
+        parts.append(busy_text(finished.others_share))
     decoding_speedups = finished.estimated_speedup_range or speedups
     if decoding_speedups != speedups:
         parts.append(f"after the first token {times_text(*decoding_speedups)} times")
@@ -259,7 +274,7 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
         parts.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s without drafts")
     if finished.estimate:
         parts.append(f"estimated {finished.estimate}")
-    if gain_text(*speedups).startswith("slower"):
+    if gain_text(*speedups).startswith("slower") and not finished.estimate_is_rough:
         ngrams = "" if draft == "ngram" else ", `--draft ngram`"
         parts.append(f"try `--draft none`{ngrams} or a smaller `--draft-max`")
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from rich.text import Text
 from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.quantities import counted
+from specgen.system.quantities import counted, duration
 
 #: Names up to this width are never wrapped to make room for figures.
 _NAME_COLUMNS = 24
@@ -297,10 +297,13 @@ def totals(n_answers: int, answers: Sequence[FinishedEvent | BatchStats]) -> lis
     def total(name: str) -> int:
         return sum(getattr(each, name) for each in answers)
 
-    texts = [f"{counted(n_answers, 'answer')} of {counted(total('n_tokens'), 'token')}"]
-    n_drafted = total("n_drafted")
-    if n_drafted:
-        texts.append(f"{total('n_accepted') / n_drafted:.0%} of the draft accepted")
+    first_text = f"{counted(n_answers, 'answer')}, {counted(total('n_tokens'), 'token')}"
+    if n_answers > 1:
+        first_text += " in all"
+    texts = [first_text]
+    n_positions = total("n_positions")
+    if n_positions:
+        texts.append(f"{total('n_accepted') / n_positions:.0%} of the draft accepted")
     n_cached = total("n_cached_tokens")
     if n_cached:
         texts.append(f"{n_cached / total('n_prompt_tokens'):.0%} of the prompts from the cache")
@@ -333,12 +336,3 @@ def notes_on_figures(others_share: float | None) -> list[str]:
     if others_share is None or not is_busy(others_share):
         return []
     return [f"{busy_text(others_share)}: run it again when the machine is idle"]
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words, rounded to seconds, minutes or tenths of hours."""
-    if seconds < 90.0:
-        return f"{seconds:.0f} s"
-    if seconds < 5400.0:
-        return f"{seconds / 60.0:.0f} min"
-    return f"{seconds / 3600.0:.1f} h"

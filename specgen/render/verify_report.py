@@ -42,19 +42,19 @@ def _lines(report: VerifyReport) -> Iterator[_ReportLine]:
     yield from _heading(report)
     yield from _greedy_part(report)
     yield from _sampled_part(report)
+    yield 0, _verdict_line(report)
 
 
 # --- the parts of the report
 
 
 def _heading(report: VerifyReport) -> Iterator[_ReportLine]:
-    """Yield the outcome of all checks, and the settings."""
-    yield 0, _outcome(report)
-    for line in report.instead:
-        yield 2, line
+    """Yield the settings, and what could not be checked as the user asked for it."""
     max_tokens = counted(report.draft_max, "token")
     settings = f"at most {max_tokens} per draft, verifier {report.verifier}"
     yield 0, f"{report.target} with drafts from {report.draft}: {settings}"
+    for line in report.instead:
+        yield 2, line
     if report.kernels:
         yield 0, f"computed by {report.kernels}"
     if report.unequal_rows:
@@ -95,18 +95,47 @@ def _sampled_part(report: VerifyReport) -> Iterator[_ReportLine]:
 # --- lines
 
 
-def _outcome(report: VerifyReport) -> Text:
-    """Return the outcome of all checks in a sentence."""
+def _verdict_line(report: VerifyReport) -> Text:
+    """Return the verdict on all checks in a sentence."""
+    checked = _checked(report)
     if report.verdict == "defect":
-        return Text("Not lossless: at least one defect.", _DEFECT_STYLE)
+        failed = ", ".join(_failures(report))
+        return Text(f"FAIL: the output differs from the target's own in {failed}", _DEFECT_STYLE)
     if report.verdict == "interrupted":
-        return Text("Interrupted: no defect in what was checked.", "bold")
+        return Text(f"INTERRUPTED: no difference found in {checked} so far", "bold")
     if report.verdict == "nothing drafted":
         undrafted = ", ".join(report.undrafted)
-        return Text(f"Nothing was drafted, so nothing was checked: {undrafted}.", _DEFECT_STYLE)
+        reason = f"nothing was drafted, so nothing was checked: {undrafted}"
+        return Text(f"FAIL: {reason}", _DEFECT_STYLE)
+    n_near_ties = sum(result.difference is not None for result in report.greedy)
+    found = "no difference found"
+    if n_near_ties:
+        near_ties = counted(n_near_ties, "near-tie")
+        found = f"no difference found that rounding does not explain ({near_ties})"
     if report.instead:
-        return Text("Lossless, but not all was checked that was asked for.", "bold")
-    return Text("Lossless: no defect found.", "bold green")
+        rest = "but not everything was checked as asked (see above)"
+        return Text(f"PASS: {found} in {checked}, {rest}", "bold")
+    return Text(f"PASS: {found} in {checked}", "bold green")
+
+
+def _checked(report: VerifyReport) -> str:
+    """Return what was checked: the number of answers and of samples."""
+    parts: list[str] = []
+    if report.check != "sampled":
+        parts.append(counted(len(report.greedy), "answer"))
+    if report.check != "greedy":
+        parts.append(counted(sum(result.n_draws for result in report.sampled), "sample"))
+    return " and ".join(parts)
+
+
+def _failures(report: VerifyReport) -> Iterator[str]:
+    """Yield how many answers, and how many tests of samples, show a defect."""
+    n_answers = sum(result.is_defect for result in report.greedy)
+    if n_answers:
+        yield f"{n_answers} of {counted(len(report.greedy), 'answer')}"
+    n_tests = sum(result.is_defect for result in report.sampled)
+    if n_tests:
+        yield f"{n_tests} of {counted(len(report.sampled), 'sampling test')}"
 
 
 def _greedy_counts(results: Sequence[GreedyResult]) -> str:
@@ -156,14 +185,15 @@ def _sampled_line(result: SampledResult) -> Text:
         conclusion = ("defect", _DEFECT_STYLE)
     elif result.test.n_cells == 1:
         conclusion = ("no test: only one token is likely", "")
-    draws = f"{result.n_draws} draws in {result.test.n_cells} cells"
+    samples = f"{counted(result.n_draws, 'sample')} in {result.test.n_cells} cells"
     p_value = f"p = {result.test.p_value:.2g} (a defect up to {result.level:.1g})"
     impossible = ""
     if result.n_impossible:
-        n_impossible = counted(result.n_impossible, "draw")
+        n_impossible = counted(result.n_impossible, "sample")
         impossible = f", {n_impossible} of tokens to which the target gives probability 0"
     return Text.assemble(
-        f"prompt {result.prompt}, after token {result.n_answer}: {draws}, {p_value}{impossible}: ",
+        f"prompt {result.prompt}, after token {result.n_answer}: ",
+        f"{samples}, {p_value}{impossible}: ",
         conclusion,
         f"; {_acceptance([result])}",
     )

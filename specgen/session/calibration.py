@@ -40,6 +40,8 @@ _N_DENSE = 8
 _N_REPEATS = 3
 #: The total decode time of a calibration, in seconds. It can be short, since answers refine costs.
 _BUDGET_S = 2.0
+#: The same on a busy machine, where even the longer time would give rough costs only.
+_BUSY_BUDGET_S = 0.5
 #: The minimum share of that time for a draft model.
 _DRAFT_SHARE = 0.25
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
@@ -75,8 +77,7 @@ def calibrate(
         status: Shows the user what is being done.
 
     Returns:
-        A notice for the user if the machine was too busy, so that the next run will measure again;
-        else "".
+        A notice for the user if the machine was busy, so that the costs are rough; else "".
 
     Raises:
         BackendError: If a batch cannot be decoded.
@@ -90,10 +91,12 @@ def calibrate(
         return ""
     with status("measuring what drafting costs"):
         measure_costs(session, interrupted)
-    if session.costs.was_busy:
+    # At once: after an answer on a busy machine, the costs would not be written any more.
+    session.measurements.save()
+    if session.costs.are_rough():
         return (
             "the machine was busy while the costs of drafting were measured: "
-            "they will be measured again"
+            "they are rough, and will be measured again in some minutes"
         )
     return ""
 
@@ -101,9 +104,9 @@ def calibrate(
 def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> None:
     """Measure decode costs that are not known yet, in short contexts opened for that purpose.
 
-    Costs that were measured while the machine was busy are used by this process, but not written
-    to disk. They may suggest that no draft pays; nothing would be drafted from then on, so no
-    decode would ever correct them.
+    Costs that were measured while the machine was busy are rough: they are used for some minutes
+    only, and then measured again. They may suggest that no draft pays; nothing would be drafted
+    from then on, so no decode would ever correct them.
 
     Raises:
         BackendError: If a batch cannot be decoded.
@@ -116,36 +119,42 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
         return
     started_s = session.clock()
     load = LoadOfOthers()
+
+    def budget_s() -> float:
+        """Return the decode time for all models, which depends on the load so far."""
+        return _BUSY_BUDGET_S if is_busy(load.share) else _BUDGET_S
+
     sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
+    measured: list[Key | None] = []
     with session.contexts(short_context(session)) as (target, drafts):
         has_draft = bool(drafts) and timed is not None
-        target_budget_s = _BUDGET_S
-        if has_draft:
-            target_budget_s *= 1.0 - _DRAFT_SHARE
+        target_share = 1.0 - _DRAFT_SHARE if has_draft else 1.0
         decode_s_before = target.decode_s
-        _time_missing(
-            costs.table(),
-            target,
-            sizes,
-            target_budget_s,
-            session.n_rows_max,
-            interrupted,
-        )
-        if has_draft:
+        if not _is_current(session, None, session.n_rows_max):
+            measured.append(None)
+            _time_missing(
+                costs.table(),
+                target,
+                sizes,
+                lambda: target_share * budget_s(),
+                session.n_rows_max,
+                interrupted,
+                is_new=costs.are_outdated(),
+            )
+        if has_draft and not _is_current(session, timed):
             # The draft also gets the time that the target did not use.
-            left_s = _BUDGET_S - (target.decode_s - decode_s_before)
-            draft_budget_s = max(_DRAFT_SHARE * _BUDGET_S, left_s)
+            target_s = target.decode_s - decode_s_before
+            measured.append(timed)
             _time_missing(
                 costs.table(timed),
                 drafts[0],
                 _DRAFT_SIZES,
-                draft_budget_s,
+                lambda: max(_DRAFT_SHARE * budget_s(), budget_s() - target_s),
                 1,
                 interrupted,
+                is_new=costs.are_outdated(timed),
             )
-    costs.was_busy = is_busy(load.share)
-    if costs.was_busy:
-        costs.do_not_keep(None, timed)
+    costs.mark(*measured, are_rough=is_busy(load.share))
     session.setup_s["measuring_s"] += session.clock() - started_s
 
 
@@ -157,7 +166,7 @@ def target_costs(session: Session, interrupted: Callable[[], bool] = never) -> C
         MemoryLimitError: If there is no memory for the contexts.
         KeyboardInterrupt: If `interrupted` returned True.
     """
-    if not _is_measured(session.costs.table()):
+    if not _is_current(session, None):
         measure_costs(session, interrupted)
     return session.costs.table()
 
@@ -171,8 +180,20 @@ def _is_measured(table: CostTable, n_rows: int = 1) -> bool:
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
 
+def _is_current(session: Session, model: Key | None, n_rows: int = 1) -> bool:
+    """Return whether a model was calibrated, and need not be calibrated again.
+
+    Args:
+        session: The session, with its cost tables.
+        model: The key of a draft's costs; None for the target.
+        n_rows: The number of rows of the largest batch that has to be known.
+    """
+    table = session.costs.table(model)
+    return _is_measured(table, n_rows) and not session.costs.are_outdated(model)
+
+
 def is_pair_measured(session: Session, draft: Key | None) -> bool:
-    """Return whether the target and a draft were calibrated.
+    """Return whether the target and a draft were calibrated, and need not be calibrated again.
 
     The target's costs have to cover the largest batch of a round.
 
@@ -180,9 +201,9 @@ def is_pair_measured(session: Session, draft: Key | None) -> bool:
         session: The session, with its cost tables.
         draft: The key of the draft's costs; None if the draft has no model to time.
     """
-    if not _is_measured(session.costs.table(), session.n_rows_max):
+    if not _is_current(session, None, session.n_rows_max):
         return False
-    return draft is None or _is_measured(session.costs.table(draft))
+    return draft is None or _is_current(session, draft)
 
 
 def known_costs(session: Session, draft: Key) -> PairCosts | None:
@@ -291,19 +312,19 @@ def _time_missing(
     table: CostTable,
     backend: Backend,
     sizes: Sequence[int],
-    budget_s: float,
+    budget_s: Callable[[], float],
     n_rows: int,
     interrupted: Callable[[], bool],
+    *,
+    is_new: bool,
 ) -> None:
-    """Time the batch sizes that a table lacks, unless it already covers `n_rows` rows.
+    """Time the batch sizes that a table lacks, or all of them if it is new.
 
     If the budget runs out before a batch of `n_rows` rows was timed, its cost is extrapolated. If
     `measure_sizes` raises, the table is unchanged.
     """
-    if _is_measured(table, n_rows):
-        return
     # A few decodes may have left costs in a table that was never calibrated: time all its sizes.
-    is_new = not _is_measured(table)
+    is_new = is_new or not _is_measured(table)
     # One row is always timed again, so that the other sizes are compared with a current figure.
     sizes_to_time = [size for size in sizes if is_new or size == 1 or size not in table.known]
     for size, seconds in measure_sizes(backend, sizes_to_time, budget_s, interrupted).items():
@@ -315,7 +336,7 @@ def _time_missing(
 def measure_sizes(
     backend: Backend,
     sizes: Iterable[int],
-    budget_s: float,
+    budget_s: Callable[[], float],
     interrupted: Callable[[], bool] = never,
 ) -> dict[int, float]:
     """Time batches of several sizes.
@@ -325,7 +346,8 @@ def measure_sizes(
     Args:
         backend: The model's context. It is empty before and after.
         sizes: The numbers of rows.
-        budget_s: No batch is started after this many seconds of decoding, once two sizes are timed.
+        budget_s: Called before each batch. None is started after this many seconds of decoding,
+            once `MIN_SIZES` sizes are timed: a table with fewer would be measured again.
         interrupted: Checked between decodes.
 
     Returns:
@@ -341,7 +363,7 @@ def measure_sizes(
     ordered = sorted(sizes, key=lambda size: (not _is_power_of_two(size), size))
     for _ in range(_N_REPEATS):
         for size in ordered:
-            if len(samples) > 1 and backend.decode_s - decode_s_before > budget_s:
+            if len(samples) >= MIN_SIZES and backend.decode_s - decode_s_before > budget_s():
                 break
             if interrupted():
                 raise KeyboardInterrupt

@@ -11,10 +11,17 @@ from pathlib import Path
 from specgen.drafters.kinds import WORDS, is_word
 from specgen.errors import ModelFileError, UsageError
 from specgen.models.files import FileIdentity, heads_file, identity_of
-from specgen.models.hub_names import PREFIX, locate, looks_like_reference, parse_reference
+from specgen.models.hub_names import (
+    PREFIX,
+    check_no_address,
+    locate,
+    looks_like_reference,
+    parse_reference,
+)
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.saved_drafts import SavedDraft, saved_draft
+from specgen.system.files import named_file, named_path, path_of
 from specgen.system.folders import cache_folder
 
 #: Fetches the model with a name in the registry or on the hub, and returns its path.
@@ -22,8 +29,6 @@ Fetch = Callable[[str], Path]
 #: The general draft is used for targets of at least this many times its size: a draft that is not
 #: much faster than the target cannot pay.
 _MIN_RATIO = 4
-#: Unlike `Path.exists`, this is False for a name that is too long.
-_exists = os.path.exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ def _named_draft(
 ) -> DraftSource:
     """Return the draft that the user named: a model's file, or a word such as ``ngram``."""
     words = ("none", *WORDS)
-    is_model = name in registry.models or _exists(Path(name))
+    is_model = name in registry.models or named_path(name) is not None
     # The words that are listed to users always win. Other words, which plugins may accept, are
     # words only if no model has that name.
     if name not in words and (is_model or not is_word(name)):
@@ -143,7 +148,7 @@ def _named_draft(
         return mtp_of(target) or name
     if name == "heads":
         heads = heads_file(cache_folder(), identity_of(target))
-        if not _exists(heads):
+        if named_path(heads) is None:
             hint = f"`specgen draft make -m {target}` makes them"
             raise UsageError(f"--draft heads: none were made for {target.name}", hint)
         return heads
@@ -179,19 +184,22 @@ def find_model(
         others: More words to suggest if the name is unknown and similar to one of them.
 
     Raises:
-        UnknownModelError: If the name is not in the registry.
+        UnknownModelError: If the name is not in the registry, or is an address.
         ModelFileError: If the name looks like one on the hub without ``hf:``, and is no file.
         FetchError: If the model cannot be fetched.
     """
     if name.startswith(PREFIX):
         return fetch(name)
-    path = Path(name).expanduser()
+    path = path_of(name)
+    exists = named_path(name) is not None
+    if not exists:
+        check_no_address(name)
     separators = (os.sep, os.altsep or os.sep)
     looks_like_path = name.endswith(".gguf") or any(each in name for each in separators)
     # A name in the registry wins over a file of that name. A missing file is reported later, when
     # it is opened.
-    if name and name not in registry.models and (looks_like_path or _exists(path)):
-        if looks_like_reference(name) and not _exists(path):
+    if name and name not in registry.models and (looks_like_path or exists):
+        if looks_like_reference(name) and not exists:
             raise ModelFileError(f"{name}: no such file", f"a model on the hub is {PREFIX}{name}")
         return path
     if path.suffix:  # perhaps a misspelt file name: suggest the files beside it, too
@@ -246,7 +254,7 @@ def choose_drafts(
     if saved is not None:
         if saved.draft == "none":
             return (DraftChoice("none", f"not drafting, {by}", is_measured=True),)
-        if isinstance(saved.draft, Path) and not saved.draft.is_file():
+        if isinstance(saved.draft, Path) and named_file(saved.draft) is None:
             missing_note = (
                 f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
             )

@@ -255,7 +255,7 @@ class Chat:
             raise PromptError(
                 f"the message, with the system message and files, has {n_alone} tokens; "
                 f"the context has {self.n_ctx}",
-                hint=f"use --ctx-size {n_alone + 1} or more, or a shorter message",
+                hint=self._session.fitting_hint(n_alone + 1, "a shorter message"),
             )
         n_before = self._n_left_out
         if n_before < last and n_tokens(n_before) > self.n_ctx - self._n_reserved:

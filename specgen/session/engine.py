@@ -28,8 +28,8 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
-from specgen.method.cost_table import CostTable
 from specgen.method.drafter import never
+from specgen.option_values import checked_value, required, shown_value
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.calibration import Status, calibrate, no_status
 from specgen.session.drafter_factory import DrafterFactory
@@ -83,8 +83,9 @@ class Engine:
             MemoryLimitError: If the contexts do not fit into memory.
             UsageError: If `n_parallel` is below 1, or more than the shape of drafts allows.
         """
-        if n_parallel < 1:
-            raise UsageError(f"{n_parallel} answers at once: give 1 or more")
+        required("session", Session, session)
+        n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
+        n_ctx = checked_value("n_ctx", int | None, n_ctx, {"min": 1})
         max_parallel = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > max_parallel:
             raise UsageError(
@@ -93,7 +94,7 @@ class Engine:
                 hint="--tree off allows more",
             )
         #: The maximum number of tokens of one prompt and its answer.
-        self.n_ctx = n_ctx if n_ctx is not None else session.usual_n_ctx
+        self.n_ctx = session.usual_n_ctx if n_ctx is None else session.target.limited_n_ctx(n_ctx)
         #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
         self.stepping = threading.RLock()
         self._session = session
@@ -101,6 +102,7 @@ class Engine:
         self._prepare = prepare
         self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
+        started_s = session.clock()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
             target, _ = self._resources.enter_context(
@@ -116,10 +118,13 @@ class Engine:
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             #: The draft model's context, and those of the models that draft for it.
             self.drafts = self._open_drafts()
-            self._notices.extend(session.notices(self.n_ctx))
+            wanted_sizes = [session.options.target_context.n_ctx, n_ctx]
+            n_wanted = max((size for size in wanted_sizes if size is not None), default=None)
+            self._notices.extend(session.notices(self.n_ctx, n_wanted))
             self._prefixes = PrefixReuse(session, target)
             self._resources.callback(self._prefixes.close)
             self.notify(self._prefixes.notice)
+            session.count_setup(session.clock() - started_s)
             on_error.pop_all()
 
     @classmethod
@@ -207,13 +212,17 @@ class Engine:
             verifier: How drafts are verified.
 
         Raises:
-            PromptError: If the prompt is empty, or longer than the context.
+            PromptError: If the prompt is empty, has a token that the target lacks, or is longer
+                than the context.
             UsageError: If an option is invalid.
             BackendError: If the engine is closed.
         """
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompts.of_text(prompt)
+        if not isinstance(prompt, Prompt):
+            raise UsageError(f"prompt: give a text or a Prompt, not {shown_value(prompt)}")
+        self._check_tokens(prompt)
         if len(prompt.tokens) > self.n_ctx:
             raise PromptError(
                 f"the prompt has {len(prompt.tokens)} tokens, but the context has {self.n_ctx}",
@@ -237,6 +246,25 @@ class Engine:
             drafts=draft,
         )
 
+    def _check_tokens(self, prompt: Prompt) -> None:
+        """Check the tokens of a prompt, which the caller may have made.
+
+        Raises:
+            PromptError: If there are none, or one that the target lacks.
+            UsageError: If they are not a tuple of numbers.
+        """
+        tokens: Any = prompt.tokens
+        are_numbers = all(hasattr(kind, "__index__") for kind in set(map(type, tokens)))
+        if not isinstance(tokens, tuple) or not are_numbers:
+            raise UsageError(f"tokens: give a tuple of numbers, not {shown_value(tokens)}")
+        if not prompt.tokens:
+            raise PromptError("the prompt is empty", hint="give something to continue")
+        n_tokens = self._session.target.vocabulary.n_tokens
+        for token in (min(prompt.tokens), max(prompt.tokens)):
+            if not 0 <= token < n_tokens:
+                name = self._session.target.name
+                raise PromptError(f"there is no token {token}: {name} has {n_tokens} tokens")
+
     def cancel(self, request: Request) -> FinishedEvent | None:
         """End an answer with the text that it has so far. Any thread may do that.
 
@@ -246,6 +274,7 @@ class Engine:
             The summary of a request that was still waiting: it leaves the queue at once. None for
             any other request.
         """
+        required("request", Request, request)
         request.is_cancelled = True
         if not self._scheduler.drop(request):
             return None
@@ -324,7 +353,12 @@ class Engine:
         Raises:
             SpecgenError: If the answer failed. If a worker was lost, a summary of the text so far
                 is yielded first.
+            UsageError: If the request belongs to another engine.
         """
+        required("request", Request, request)
+        with self.stepping:  # no request is between the queue and its slot
+            if not request.is_done and not self._scheduler.has(request):
+                raise UsageError("the request belongs to another engine")
         try:
             while True:
                 # Read before the events are taken: another thread may finish the answer meanwhile.
@@ -351,9 +385,12 @@ class Engine:
 
         Its slot takes over the known prefix of its prompt, and the state of its answer is made.
         """
+        was_idle = not self.n_busy
         request = self._scheduler.take_next()
         if request is None:
             return []
+        if was_idle:
+            self._measure_again()
         slot = request.slot
         assert slot is not None, "it was given one"
         request.load = LoadOfOthers()
@@ -381,6 +418,17 @@ class Engine:
             ]
             events += self._pass_on(request, prompt_event, *notices)
         return events
+
+    def _measure_again(self) -> None:
+        """Measure the costs of drafting again if they are rough and some minutes old."""
+        draft = self._session.draft
+        if draft is None:
+            return
+        costs = self._session.costs
+        if not costs.are_outdated() and not costs.are_outdated(draft.timed):
+            return
+        with contextlib.suppress(MemoryLimitError, BackendError):  # the rough costs remain
+            self.notify(calibrate(self._session))
 
     def _prompt_event(self, request: Request) -> PromptEvent:
         """Return the first event of an answer: its prompt, its models and its settings."""
@@ -413,7 +461,7 @@ class Engine:
         with self._fail_on_error([request]):
             events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_cancelled)
             self._store_prefix(request)
-            request.events.extend(events)
+            request.add_events(events)
             events += self._complete(request)
         return events
 
@@ -437,7 +485,7 @@ class Engine:
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in participants}
         for event in events:
-            requests[event.sequence].events.append(event)
+            requests[event.sequence].add_events([event])
         if request_to_prefill is not None:
             self._store_prefix(request_to_prefill)
         for request in participants:
@@ -482,26 +530,27 @@ class Engine:
     def _summary(self, request: Request) -> FinishedEvent:
         """Return the summary of a finished answer.
 
-        If other programs kept the machine busy meanwhile, the costs of its decodes are not written
-        to disk.
+        If other programs kept the machine busy meanwhile, what its decodes changed in the costs is
+        not written to disk, unless the costs are rough anyway.
         """
         answer = request.running
         costs = self._session.costs
-        # With an empty table, the summary does not compare the answer with plain decoding: costs
-        # from a busy machine would mislead.
-        table = CostTable()
-        if not costs.was_busy:
-            table = costs.table(n_past=answer.n_prompt)
-        finished = self._loop.finish(answer, table)
-        if request.load is not None:
-            # The first answer after loading reports how long loading took.
-            setup_s: dict[str, Any] = dict(self._session.setup_s)
-            self._session.setup_s.clear()
-            finished = replace(finished, others_share=request.load.share, **setup_s)
-            if is_busy(finished.others_share):
-                draft = self._session.draft
-                costs.do_not_keep(None, None if draft is None else draft.timed)
-        return finished
+        others_share = request.load.share if request.load is not None else None
+        was_busy = is_busy(others_share)
+        if was_busy:
+            draft = self._session.draft
+            costs.do_not_keep(None, None if draft is None else draft.timed)
+        finished = self._loop.finish(
+            answer,
+            costs.table(n_past=answer.n_prompt),
+            is_rough=was_busy or costs.are_rough(),
+        )
+        if request.load is None:  # the answer has not begun
+            return finished
+        # The first answer after loading reports how long loading took.
+        setup_s: dict[str, Any] = dict(self._session.setup_s)
+        self._session.setup_s.clear()
+        return replace(finished, others_share=others_share, **setup_s)
 
     def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
         """Store a finished text for lookups and for learning, if the options ask for that.
@@ -581,7 +630,7 @@ class Engine:
 
     def _pass_on(self, request: Request, *events: Event) -> list[Event]:
         """Queue events for `stream`, and return them."""
-        request.events.extend(events)
+        request.add_events(events)
         return list(events)
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:

@@ -114,7 +114,7 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
     path = folder / ANSWERS
     try:
         return _parsed(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error

@@ -25,6 +25,7 @@ from specgen.method.cost_table import CostTable
 from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import read_object, replace_json
+from specgen.system.machine import wall_time_s
 
 #: Decodes cost more in a fuller context, so each model has several cost tables, one per "depth":
 #: depth 0 is for contexts with fewer than 512 tokens, depth 1 for fewer than 1024, 2 for 2048, ...
@@ -37,7 +38,11 @@ _COSTS = "costs"
 _ACCEPTANCE = "chances"
 _NGRAMS = "ngrams"
 _THREADS = "threads"
-_KINDS = (_COSTS, _ACCEPTANCE, _NGRAMS, _THREADS)
+#: Costs that were measured on a busy machine.
+_ROUGH = "rough"
+_KINDS = (_COSTS, _ACCEPTANCE, _NGRAMS, _THREADS, _ROUGH)
+#: Rough costs are used for so many seconds. Then they are measured again.
+_ROUGH_LIFETIME_S = 300.0
 
 _Value = TypeVar("_Value")
 #: Makes a cost table from the seconds of batches, by their numbers of rows.
@@ -85,16 +90,24 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 class MeasurementStore:
     """All measured costs, acceptance rates and thread counts, in memory and in a file."""
 
-    def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        file: Path | None = None,
+        machine: Mapping[str, Any] | None = None,
+        wall_clock: Callable[[], float] = wall_time_s,
+    ) -> None:
         """Read the file.
 
         Args:
             file: The JSON file; None stores everything for this process only.
             machine: Everything about the machine that affects what decodes cost. It is part of the
                 keys, so that entries of other machines are neither used nor changed.
+            wall_clock: Returns seconds since 1970. Rough costs of other processes are used only if
+                they are recent.
         """
         self._file = file
         self._machine = dict(machine or {})
+        self._wall_clock = wall_clock
         #: The entries of the file as it was read, by kind and key.
         self._file_entries = _read(file)
         # What this process uses and refines, by key.
@@ -106,6 +119,9 @@ class MeasurementStore:
         self._forgotten: set[str] = set()
         #: Keys of cost tables that must not be written to the file.
         self._not_saved: set[str] = set()
+        #: When rough costs were measured, in seconds since 1970, by the keys of their tables.
+        self._rough_since_s: dict[str, float] = {}
+        self._read_rough()
 
     # --- costs --------------------------------------------------------------------------------
 
@@ -133,6 +149,11 @@ class MeasurementStore:
         if table is None:
             known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
             table = kind(known.known)
+            if keys[depth] in self._rough_since_s:
+                # A size that is set later than at the start is corrected faster by decodes.
+                table = kind({})
+                for size, seconds in known.known.items():
+                    table.set_seconds(size, seconds)
             self._tables[keys[depth]] = table
         if depth > 0:
             self._extend(table, keys, depth)
@@ -146,18 +167,72 @@ class MeasurementStore:
         for key in self._cost_keys(model, context):
             self._tables.pop(key, None)
             self._file_entries[_COSTS].pop(key, None)
+            self._file_entries[_ROUGH].pop(key, None)
             self._forgotten.add(key)
             self._not_saved.discard(key)
+            self._rough_since_s.pop(key, None)
 
     def do_not_keep_costs(self, model: Path, context: ContextOptions) -> None:
-        """Use a model's costs in this process only: they were measured on a busy machine."""
+        """Do not write what decodes on a busy machine change in a model's costs.
+
+        Rough costs are written as such, however.
+        """
         self._not_saved.update(self._cost_keys(model, context))
+
+    # --- rough costs --------------------------------------------------------------------------
+
+    def mark_costs(
+        self,
+        model: Path,
+        context: ContextOptions,
+        *,
+        are_rough: bool,
+    ) -> None:
+        """Note that a model's costs were just measured.
+
+        Args:
+            model: The model's file.
+            context: The options of its context.
+            are_rough: Whether the machine was busy. Such costs are kept for some minutes only.
+        """
+        now_s = self._wall_clock()
+        for key in self._cost_keys(model, context):
+            if are_rough:
+                self._rough_since_s[key] = now_s
+            else:
+                self._rough_since_s.pop(key, None)
+                self._file_entries[_ROUGH].pop(key, None)
+                self._not_saved.discard(key)
+
+    def are_costs_rough(self, model: Path, context: ContextOptions) -> bool:
+        """Return whether a model's costs were measured on a busy machine."""
+        return self._cost_keys(model, context)[0] in self._rough_since_s
+
+    def are_costs_outdated(self, model: Path, context: ContextOptions) -> bool:
+        """Return whether a model's costs are rough, and old enough to be measured again."""
+        since_s = self._rough_since_s.get(self._cost_keys(model, context)[0])
+        return since_s is not None and not self._is_recent(since_s)
+
+    def _is_recent(self, since_s: float) -> bool:
+        """Return whether rough costs of a time may be used; a time in the future is an error."""
+        return 0.0 <= self._wall_clock() - since_s < _ROUGH_LIFETIME_S
+
+    def _read_rough(self) -> None:
+        """Use the recent rough costs of the file, where there are no others."""
+        for key, value in self._file_entries[_ROUGH].items():
+            entry = _valid(_ROUGH_COSTS, value)
+            is_wanted = entry is not None and key not in self._file_entries[_COSTS]
+            if entry is not None and is_wanted and self._is_recent(entry.since_s):
+                self._rough_since_s[key] = entry.since_s
 
     def _table(self, key: str) -> CostTable:
         """Return the table in use, or the one in the file; an empty one if there is neither."""
         if key in self._tables:
             return self._tables[key]
         batch_s = _valid(_SECONDS, self._file_entries[_COSTS].get(key)) or {}
+        if not batch_s and key in self._rough_since_s:
+            rough = _valid(_ROUGH_COSTS, self._file_entries[_ROUGH].get(key))
+            batch_s = rough.batch_s if rough is not None else {}
         # A batch cannot cost more than a larger one. If it seems to, it was timed while other
         # programs were running: take the cost of the larger one.
         sizes = sorted(batch_s, reverse=True)
@@ -275,9 +350,12 @@ class MeasurementStore:
         if self._file is None:
             return
         document = _read(self._file)
+        own_entries = self._own_entries()
         for key in self._forgotten:
             document[_COSTS].pop(key, None)
-        for kind, own in self._own_entries().items():
+        for key in (*self._forgotten, *own_entries[_COSTS]):
+            document[_ROUGH].pop(key, None)
+        for kind, own in own_entries.items():
             others = {key: entry for key, entry in document[kind].items() if key not in own}
             # The order in the file is that of the last change, so the first entries are the oldest.
             latest_last = [*others.items(), *own.items()]
@@ -288,8 +366,11 @@ class MeasurementStore:
         """Return the entries that this process measured or refined, by kind and key."""
         own: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
         for key, table in self._tables.items():
-            if table and key not in self._not_saved:
-                seconds = {n_rows: round(size_s, 7) for n_rows, size_s in table.known.items()}
+            seconds = {n_rows: round(size_s, 7) for n_rows, size_s in table.known.items()}
+            since_s = self._rough_since_s.get(key)
+            if since_s is not None and seconds:
+                own[_ROUGH][key] = {"since_s": round(since_s, 3), "batch_s": seconds}
+            elif seconds and key not in self._not_saved:
                 own[_COSTS][key] = seconds
         for key, by_origin in self._acceptance.items():
             judged = {
@@ -344,8 +425,6 @@ class SessionCosts:
     def __init__(self, options: SessionOptions, measurements: MeasurementStore) -> None:
         self._options = options
         self._measurements = measurements
-        #: Whether other programs took much of the machine's time while costs were measured.
-        self.was_busy = False
         #: The kind of the target's tables, which depends on the device that it runs on.
         self.kind: _TableKind = CostTable
 
@@ -368,9 +447,22 @@ class SessionCosts:
         self._measurements.forget_costs(*self._file_and_options(draft))
 
     def do_not_keep(self, *drafts: Key | None) -> None:
-        """Use the costs of these models in this process only: do not write them to the file."""
+        """Do not write what decodes on a busy machine change in the costs of these models."""
         for draft in drafts:
             self._measurements.do_not_keep_costs(*self._file_and_options(draft))
+
+    def mark(self, *drafts: Key | None, are_rough: bool) -> None:
+        """Note that the costs of these models were just measured, on a busy machine or not."""
+        for draft in drafts:
+            self._measurements.mark_costs(*self._file_and_options(draft), are_rough=are_rough)
+
+    def are_rough(self, draft: Key | None = None) -> bool:
+        """Return whether a model's costs were measured on a busy machine."""
+        return self._measurements.are_costs_rough(*self._file_and_options(draft))
+
+    def are_outdated(self, draft: Key | None = None) -> bool:
+        """Return whether a model's costs are rough, and old enough to be measured again."""
+        return self._measurements.are_costs_outdated(*self._file_and_options(draft))
 
     def _file_and_options(self, draft: Key | None) -> tuple[Path, ContextOptions]:
         """Return the model file and the context options that identify a model in the store."""
@@ -410,10 +502,22 @@ _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Bins = Annotated[
     list[Annotated[_Number, Field(ge=0.0, le=1e12)]], Field(min_length=N_BINS, max_length=N_BINS)
 ]
-_SECONDS = TypeAdapter(
-    dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
-)
+_Seconds = dict[Annotated[int, Field(ge=1, le=10**6)], Annotated[_Number, Field(gt=0.0)]]
+_SECONDS = TypeAdapter(_Seconds)
 _THREAD_COUNTS = TypeAdapter(Threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _RoughCosts:
+    """Costs that were measured on a busy machine."""
+
+    #: When they were measured, in seconds since 1970.
+    since_s: _Number
+    #: The seconds of batches, by the number of rows.
+    batch_s: _Seconds
+
+
+_ROUGH_COSTS = TypeAdapter(_RoughCosts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
@@ -41,10 +42,11 @@ from specgen.session.calibration import (
 )
 from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
-from specgen.session.opening_notes import notes_about
+from specgen.session.opening_notes import notes_about, notes_after_closing
 from specgen.session.session import Session
+from specgen.system.control_groups import group_limits
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
-from specgen.system.machine import look_at_machine, usable_cores
+from specgen.system.machine import allowed_processors, look_at_machine
 
 #: Checks a session with a loaded target: raises a `SpecgenError` if it does not suit the caller.
 Check = Callable[[Session], object]
@@ -168,6 +170,7 @@ def open_session(
     if measurements is None:
         measurements = open_measurements()
 
+    started_s = clock()
     draft_note = ""
     with contextlib.ExitStack() as on_error, reporter.status(message):
         session = Session(
@@ -182,6 +185,7 @@ def open_session(
             check(session)
         if is_draft_automatic:
             draft_note = use_first(session, wanted.drafts)
+        session.count_rest(started_s)
         on_error.pop_all()
 
     if draft_note:
@@ -189,6 +193,12 @@ def open_session(
     never_drafts = bool(wanted.drafts) and options.draft == "none"
     for note in notes_about(session, options, never_drafts=never_drafts):
         reporter.note(note)
+
+    def note_written_files() -> None:
+        for note in notes_after_closing(session):
+            reporter.note(note)
+
+    session.call_after_close(note_written_files)
     return session
 
 
@@ -199,14 +209,22 @@ def open_measurements() -> MeasurementStore:
     """
     built = build()
     machine = look_at_machine()
-    about = {
+    processors = allowed_processors()
+    about: dict[str, Any] = {
         "llama_cpp_python": built.version,
         "features": built.system_info,
         "devices": [device.description for device in built.devices],
-        "cores": [machine.n_physical_cores, machine.n_logical_cores, usable_cores()],
+        "cores": [
+            machine.n_physical_cores,
+            machine.n_logical_cores,
+            None if processors is None else len(processors),
+        ],
         "cpu": machine.cpu,
         "kernels": computing(),
     }
+    quota = group_limits().cpu_quota
+    if quota is not None:  # without a quota, the keys are those of earlier versions
+        about["cpu_quota"] = quota
     return MeasurementStore(measurements_file(), about)
 
 

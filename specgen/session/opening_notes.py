@@ -1,4 +1,4 @@
-"""Notes for the user about a session that was just opened, one sentence each."""
+"""Notes for the user about a session that was just opened or closed, one sentence each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
 from specgen.system.folders import cache_folder, packed_folder
-from specgen.system.machine import logical_cores
+from specgen.system.machine import usable_threads
 from specgen.system.quantities import human_bytes
 
 
@@ -37,13 +37,7 @@ def notes_about(
         yield from _unused_drafting_options(options.drafting)
     yield from layers_without_gpu(options.target_context, options.draft_context)
     yield from _unused_template_variables(session, options.target_context)
-    n_threads = options.target_context.n_threads or 0
-    n_cores = logical_cores()
-    if n_threads > n_cores:
-        yield (
-            f"-t {n_threads} is slower than -t {n_cores}: "
-            f"this machine runs {n_cores} threads at once"
-        )
+    yield from _thread_notes(options.target_context)
     for draft in session.models[1:]:
         yield from _size_notes(session.target, draft)
 
@@ -58,21 +52,33 @@ def layers_without_gpu(target: ContextOptions, draft: ContextOptions) -> Iterato
             )
 
 
+def notes_after_closing(session: Session) -> Iterator[str]:
+    """Yield a note for each model of a closed session whose packed weights are on the disk now."""
+    for name, packed in session.packed.items():
+        if packed.written_bytes:
+            yield (
+                f"{name}: its weights were packed for this machine, and "
+                f"{human_bytes(packed.written_bytes)} are stored in {packed_folder()}, "
+                "so the next start is quick (--packed-cache off stores none)"
+            )
+
+
+def _thread_notes(context: ContextOptions) -> Iterator[str]:
+    """Yield a note for each number of threads that is larger than what can run at once."""
+    usable = usable_threads()
+    why = usable.limit or f"this machine runs {usable.amount} threads at once"
+    for name, n_threads in (("-t", context.n_threads), ("-tb", context.n_threads_batch)):
+        if n_threads is not None and n_threads > usable.amount:
+            yield f"{name} {n_threads} is slower than {name} {usable.amount}: {why}"
+
+
 def _kernel_notes(model: LlamaModel) -> Iterator[str]:
-    """Yield a note if specgen's kernels failed for a model, or if its weights were just packed."""
+    """Yield a note if specgen's kernels failed for a model."""
     problem = model.loaded.kernel_problem
     if problem:
         yield (
             f"{model.name}: computed with llama.cpp's kernels, because specgen's failed in a trial "
             f"({problem}); please report this (`specgen doctor -m` tries again)"
-        )
-        return
-    packed = model.loaded.packed
-    if packed is not None and packed.n_new_bytes and not packed.lacks_room:
-        yield (
-            f"{model.name}: its weights were packed for this machine, and "
-            f"{human_bytes(packed.n_new_bytes)} are stored in {packed_folder()}, "
-            "so the next start is quick (--packed-cache off stores none)"
         )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specgen.drafters.interface import CacheSlot
 from specgen.errors import SpecgenError, UsageError
-from specgen.events import Event, FinishedEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent, Piece
 from specgen.llama import LlamaModel
 from specgen.method.answer_state import AnswerState
+from specgen.option_values import checked_value, required, shown_value
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, split_thought
@@ -104,8 +106,12 @@ class RequestSettings:
         Raises:
             UsageError: If an option is invalid.
         """
-        sampling = sampling or self.sampling
-        generation = generation or self.generation
+        if sampling is None:
+            sampling = self.sampling
+        if generation is None:
+            generation = self.generation
+        required("sampling", SamplerOptions, sampling)
+        required("generation", GenerationOptions, generation)
         drafting = self._changed_drafting(n_drafted_max, verifier)
         if thoughts is not None:
             grammar = generation.grammar
@@ -149,6 +155,7 @@ class RequestSettings:
         if verifier is not None:
             drafting = replace(drafting, verifier=verifier)
         if n_drafted_max is not None:
+            n_drafted_max = int(checked_value("n_drafted_max", int, n_drafted_max, {"min": 0}))
             if drafting.tree.is_fixed:
                 raise UsageError(
                     f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
@@ -172,7 +179,7 @@ def _sampler(
     for token, _ in options.logit_bias:
         if not 0 <= token < vocabulary.n_tokens:
             raise UsageError(
-                f"--logit-bias: there is no token {token}: "
+                f"logit_bias: there is no token {token}: "
                 f"{model.name} has {vocabulary.n_tokens} tokens"
             )
     if ignore_eos:
@@ -197,7 +204,7 @@ class Slot(CacheSlot):
     used_last: int = -1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """A request for one answer of an engine: waiting, being served, or done."""
 
@@ -223,6 +230,25 @@ class Request:
     load: LoadOfOthers | None = None
     #: Events that `Engine.stream` has not yielded yet.
     events: deque[Event] = field(default_factory=deque)
+    #: The tokens of the answer so far with their log-probabilities; empty unless the option
+    #: `logprobs` asks for them.
+    logprobs: list[Piece] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return one line: the state, the prompt and the answer, both cut."""
+        shown = f"Request {self.index} ({self.state}): {shown_value(self.prompt.text)}"
+        if self.failure is not None:
+            return f"<{shown} -> {type(self.failure).__name__}: {self.failure.message}>"
+        if self.finished is None:
+            return f"<{shown}>"
+        return f"<{shown} -> {shown_value(self.text)}, {self.finished.n_tokens} tokens>"
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        """Queue events for `Engine.stream`, and keep the log-probabilities that are wanted."""
+        for event in events:
+            self.events.append(event)
+            if isinstance(event, CommittedEvent) and self.settings.generation.logprobs is not None:
+                self.logprobs.extend(event.pieces)
 
     @property
     def state(self) -> Literal["waiting", "prefill", "decoding", "done"]:

@@ -18,7 +18,7 @@ from specgen.drafters.kinds import is_word
 from specgen.errors import UsageError
 from specgen.models.files import FileIdentity
 from specgen.options import DraftSource
-from specgen.system.files import correct, replace_json, write_errors
+from specgen.system.files import correct, named_path, replace_json, write_errors
 from specgen.system.folders import config_folder
 from specgen.system.quantities import measured_gain
 
@@ -97,10 +97,10 @@ def save_draft(target: FileIdentity, saved: SavedDraft) -> None:
 def _read() -> dict[str, Any]:
     """Return the content of drafts.json, which always has an object named "drafts"."""
     path = saved_drafts_file()
+    document: object = {}
     try:
-        document: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        document = {}
+        if named_path(path):
+            document = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # ValueError: also if it is not UTF-8

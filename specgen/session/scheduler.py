@@ -114,6 +114,11 @@ class Scheduler:
             self._waiting.append(request)
         return request
 
+    def has(self, request: Request) -> bool:
+        """Return whether a request is waiting here, or being served."""
+        with self._lock:
+            return request in self._waiting or request in self.busy
+
     def drop(self, request: Request) -> bool:
         """Remove a request from the queue, and return whether it was there."""
         with self._lock:

@@ -17,9 +17,11 @@ from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
 from specgen.llama.file_check import check_file
 from specgen.llama.gguf_file import GgufMetadata
+from specgen.llama.kernels.packed_weights import PackedWeights
 from specgen.llama.library import has_gpu
 from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
+from specgen.option_values import required
 from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.measurement_store import MeasurementStore, SessionCosts
@@ -86,6 +88,7 @@ class Session:
             PairError: If the draft cannot draft for the target.
             UsageError: If an option is invalid for the target.
         """
+        required("options", SessionOptions, options)
         self.options = options
         self.clock = clock
         self.measurements = measurements if measurements is not None else MeasurementStore()
@@ -98,7 +101,11 @@ class Session:
         #: The seconds spent on loading, packing and measuring, by the fields of `FinishedEvent`
         #: that report them. The first answer reports them and empties this.
         self.setup_s: defaultdict[str, float] = defaultdict(float)
+        #: The new packed weights by the name of their model. They are written when it is closed.
+        self.packed: dict[str, PackedWeights] = {}
         self._resources = contextlib.ExitStack()
+        #: What is called after the models are closed.
+        self._after_close = contextlib.ExitStack()
         #: Releases the weights that were read ahead.
         self._ahead = self._resources.enter_context(contextlib.ExitStack())
         with contextlib.ExitStack() as on_error:
@@ -127,6 +134,11 @@ class Session:
     def close(self) -> None:
         """Close the models. Continuing an unfinished answer raises `BackendError` from then on."""
         self._resources.close()
+        self._after_close.close()
+
+    def call_after_close(self, callback: Callable[[], None]) -> None:
+        """Call a function once, after the models are closed."""
+        self._after_close.callback(callback)
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -167,9 +179,22 @@ class Session:
 
     def _count_loading(self, model: LlamaModel, started_s: float) -> None:
         """Count the time since `started_s` as loading a model, or as packing its weights."""
+        field = "loading_s"
         packed = model.loaded.packed
-        is_packed = packed is not None and packed.n_new_bytes > 0
-        self.setup_s["packing_s" if is_packed else "loading_s"] += self.clock() - started_s
+        if packed is not None and packed.n_new_bytes > 0:
+            field = "packing_s"
+            self.packed[model.name] = packed
+        self.setup_s[field] += self.clock() - started_s
+
+    def count_rest(self, started_s: float) -> None:
+        """Count what the session has not counted of the time since `started_s` as loading."""
+        rest_s = self.clock() - started_s - sum(self.setup_s.values())
+        if rest_s > 0.0:
+            self.count_setup(rest_s)
+
+    def count_setup(self, seconds: float) -> None:
+        """Count some time as loading, or as loading and packing if weights were packed."""
+        self.setup_s["packing_s" if self.setup_s["packing_s"] > 0.0 else "loading_s"] += seconds
 
     def _open_ngrams(self) -> LoadedDraft:
         ngrams = open_draft("ngram", self._draft_setup)
@@ -319,7 +344,8 @@ class Session:
     @property
     def usual_n_ctx(self) -> int:
         """The size of the target's context, in tokens, that does not depend on a prompt."""
-        return usual_n_ctx(self.options.target_context.n_ctx, self.target.n_ctx_train)
+        wanted = self.options.target_context.n_ctx
+        return self.target.limited_n_ctx(usual_n_ctx(wanted, self.target.n_ctx_train))
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """Return the size of the target's context for one prompt and its answer, in tokens.
@@ -334,7 +360,7 @@ class Session:
             PromptError: If the prompt does not fit.
         """
         n_ctx = self.usual_n_ctx
-        hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
+        hint = self.fitting_hint(n_prompt + 1, "a shorter prompt")
         if self.options.target_context.n_ctx is None:
             n_ctx = self._needed_n_ctx(n_prompt, max_tokens)
             n_train = self.target.n_ctx_train
@@ -344,6 +370,18 @@ class Session:
                 f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
             )
         return n_ctx
+
+    def fitting_hint(self, n_tokens: int, otherwise: str) -> str:
+        """Return the hint if the context has no room for a text of `n_tokens` tokens.
+
+        Args:
+            n_tokens: The number of tokens.
+            otherwise: What to use in place of a larger context: "a shorter prompt".
+        """
+        n_most = self.target.limited_n_ctx(n_tokens)
+        if n_most < n_tokens:
+            return f"{self.target.name} has learned only {n_most} positions: use {otherwise}"
+        return f"use --ctx-size {n_tokens} or more, or {otherwise}"
 
     def _needed_n_ctx(self, n_prompt: int, max_tokens: int | None) -> int:
         """Return the context size that a prompt, its answer and a draft need.
@@ -443,11 +481,21 @@ class Session:
                 stack.callback(context.close)
             yield contexts
 
-    def notices(self, n_ctx: int) -> Iterator[str]:
-        """Yield notices for the user before the first answer in contexts of `n_ctx` tokens."""
+    def notices(self, n_ctx: int, n_wanted: int | None = None) -> Iterator[str]:
+        """Yield notices for the user before the first answer.
+
+        Args:
+            n_ctx: The size of the target's context.
+            n_wanted: The size that the user gave, if any.
+        """
         if self.draft is not None:
             yield from self._draft_notices(self.draft)
         n_train = self.target.n_ctx_train
+        if n_wanted is not None and n_wanted > self.target.limited_n_ctx(n_wanted):
+            yield (
+                f"{self.target.name} has learned only {n_train} positions, so the context has "
+                f"{n_ctx} tokens and not {n_wanted}"
+            )
         if 0 < n_train < n_ctx:
             yield (
                 f"{self.target.name} was trained with {n_train} tokens of context, but the context "

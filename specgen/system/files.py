@@ -1,7 +1,8 @@
-"""Replace or lock files; read and write JSON; read the user's TOML."""
+"""Replace or lock files; read and write JSON; read the user's texts and TOML."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import errno
@@ -12,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,6 +22,11 @@ from specgen.errors import OutputError, SpecgenError, UsageError
 
 # --- replacing files ------------------------------------------------------------------------------
 
+#: A folder in memory, which Linux has even if all disks are read-only.
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the folder in it has a random name
+#: In place of a folder in a home directory that is missing or may not be entered, as in containers
+#: and services. Nothing can be in it, and nothing can be written to it.
+NOWHERE = Path(os.devnull, "specgen")
 #: The suffix of new files. If their process is killed, they are left behind.
 NEW = ".new"
 
@@ -104,7 +111,11 @@ def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             hint = "make room on the disk"
-        raise OutputError(f"{path}: cannot be written: {error.strerror}", hint) from error
+        reason = error.strerror
+        if path.is_relative_to(NOWHERE):
+            path = Path(path.name)
+            reason = "there is no home directory that can be used"
+        raise OutputError(f"{path}: cannot be written: {reason}", hint) from error
 
 
 @contextlib.contextmanager
@@ -138,6 +149,31 @@ def locked(
 # --- about files ----------------------------------------------------------------------------------
 
 
+def path_of(text: str) -> Path:
+    """Return the path that a text names, with the home folder in place of ``~`` or ``~USER``.
+
+    If there is no such folder, nothing is replaced.
+    """
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - `Path.expanduser` may raise
+
+
+def named_path(name: str | Path) -> Path | None:
+    """Return the path that a text names, if a file or a folder is there; else None.
+
+    Every "is this text a file?" is asked here or of `named_file`. A text that cannot be a path (it
+    is too long, or has a NUL) names none, and neither does one in a folder that the user may not
+    enter.
+    """
+    path = path_of(name) if isinstance(name, str) else name
+    return path if os.path.exists(path) else None  # noqa: PTH110 - `Path.exists` may raise
+
+
+def named_file(name: str | Path) -> Path | None:
+    """Return the path that a text names, if a file is there; else None, as in `named_path`."""
+    path = path_of(name) if isinstance(name, str) else name
+    return path if os.path.isfile(path) else None  # noqa: PTH113 - `Path.is_file` may raise
+
+
 def version_of(file: Path) -> tuple[int, int, int]:
     """Return a file's inode, size and time of its last change (in nanoseconds).
 
@@ -153,7 +189,26 @@ def version_of(file: Path) -> tuple[int, int, int]:
 def existing_parent(path: Path) -> Path:
     """Return the path itself if it exists, else the nearest folder above it that does."""
     candidates = (path, *path.absolute().parents)
-    return next(candidate for candidate in candidates if candidate.exists())
+    return next(candidate for candidate in candidates if named_path(candidate) is not None)
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether files can be written below a folder, which need not exist yet."""
+    existing = existing_parent(folder)
+    return named_file(existing) is None and os.access(existing, os.W_OK | os.X_OK)
+
+
+def scratch_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder that is deleted at the end of a `with` block.
+
+    Raises:
+        OutputError: If no folder can be written.
+    """
+    # The system's folder for such files may be read-only, as in containers.
+    for parent in (None, MEMORY_FOLDER):
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
+    raise OutputError("no folder for temporary files can be written", "TMPDIR names such a folder")
 
 
 def make_room(
@@ -268,6 +323,199 @@ class KeptResults:
             replace_json(self._file, {"results": dict(latest)})
 
 
+# --- texts ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextEncoding:
+    """How a text file is encoded."""
+
+    #: Python's name of the encoding.
+    codec: str
+    #: The byte order mark at the beginning of the file; empty if it has none.
+    mark: bytes = b""
+
+    def encode(self, text: str) -> bytes:
+        """Return a text as the content of such a file; lone surrogates become question marks."""
+        return self.mark + text.encode(self.codec, "replace")
+
+
+_UTF_8 = TextEncoding("utf-8")
+#: The encodings that a byte order mark tells. The mark of UTF-32 begins with that of UTF-16.
+_MARKED_ENCODINGS = (
+    TextEncoding("utf-8", codecs.BOM_UTF8),
+    TextEncoding("utf-32-le", codecs.BOM_UTF32_LE),
+    TextEncoding("utf-32-be", codecs.BOM_UTF32_BE),
+    TextEncoding("utf-16-le", codecs.BOM_UTF16_LE),
+    TextEncoding("utf-16-be", codecs.BOM_UTF16_BE),
+)
+#: The number of bytes from which UTF-16 without a mark is recognized.
+_N_SAMPLE_BYTES = 1 << 16
+#: Control characters that texts may have: tab, line break, form feed, carriage return, escape.
+_TEXT_CONTROLS = frozenset("\t\n\f\r\x1b")
+#: Unicode's categories of characters that texts do not have: control, surrogate, unassigned.
+_BINARY_CATEGORIES = frozenset({"Cc", "Cs", "Cn"})
+
+
+def encoding_of(data: bytes) -> TextEncoding:
+    """Return how a text is encoded, given its content or its first line.
+
+    UTF-16, which PowerShell writes, is recognized without a byte order mark, too. Any other text is
+    taken for UTF-8.
+    """
+    for encoding in _MARKED_ENCODINGS:
+        if data.startswith(encoding.mark):
+            return encoding
+    sample = data[:_N_SAMPLE_BYTES]
+    if b"\0" in sample:
+        for codec in ("utf-16-le", "utf-16-be"):
+            if _is_utf_16(sample, codec):
+                return TextEncoding(codec)
+    return _UTF_8
+
+
+def _is_utf_16(sample: bytes, codec: str) -> bool:
+    """Return whether the beginning of a file is text in UTF-16, and not a text with stray NULs."""
+    # A line of a stream may end within a line break of UTF-16.
+    if len(sample) % 2 and not sample.endswith(b"\n"):
+        return False
+    try:
+        # Incrementally, since the sample may end within a character.
+        text = codecs.getincrementaldecoder(codec)().decode(sample)
+    except UnicodeDecodeError:
+        return False
+    has_ascii = any(char.isascii() for char in text)
+    has_binary = any(
+        unicodedata.category(char) in _BINARY_CATEGORIES
+        for char in set(text).difference(_TEXT_CONTROLS)
+    )
+    n_misread = sum(_is_misread_ascii(ord(char)) for char in text)
+    return has_ascii and not has_binary and 2 * n_misread < len(text)
+
+
+def _is_misread_ascii(code_point: int) -> bool:
+    """Return whether a character in UTF-16 may be two characters of ASCII.
+
+    Fewer than half of the characters of Chinese are like that. Symbols and Japanese kana are left
+    out, since texts may consist of them.
+    """
+    high, low = divmod(code_point, 256)
+    return 0x31 <= high < 127 and 32 <= low < 127
+
+
+class TextDecoder:
+    """Decodes a text that comes in pieces. The first piece must be a whole line at least."""
+
+    def __init__(self, name: str, error_class: type[SpecgenError]) -> None:
+        """Begin a text.
+
+        Args:
+            name: The name of the text in messages.
+            error_class: The class of the error to raise if it is not text.
+        """
+        self._name = name
+        self._error_class = error_class
+        #: How the text is encoded; None before the first piece.
+        self._encoding: TextEncoding | None = None
+        self._decoder: codecs.IncrementalDecoder | None = None
+        #: The number of line breaks in the pieces so far.
+        self._n_breaks = 0
+
+    def decode(self, data: bytes, *, final: bool = False) -> str:
+        """Return the text of a piece, without a byte order mark.
+
+        Args:
+            data: The piece.
+            final: Whether it is the last one.
+
+        Raises:
+            SpecgenError: If it is not valid in its encoding, or has NULs, as binary files have.
+        """
+        if self._encoding is None or self._decoder is None:
+            self._encoding = encoding_of(data)
+            self._decoder = codecs.getincrementaldecoder(self._encoding.codec)()
+            data = data[len(self._encoding.mark) :]
+        codec = self._encoding.codec
+        try:
+            text = self._decoder.decode(data, final)
+        except UnicodeDecodeError as error:
+            before = error.object[: error.start].decode(codec, "ignore")
+            if codec == "utf-8" and b"\0" in error.object:
+                before = error.object[: error.object.index(b"\0")].decode(codec, "ignore")
+                raise self._nul_error(before) from None
+            name = codec.upper().removesuffix("-LE").removesuffix("-BE")
+            raise self._error_class(
+                f"{self._name} is not {name}: byte {error.object[error.start]:#04x} "
+                f"on line {self._line_after(before)}",
+                "convert it first, for example with iconv -f LATIN1 -t UTF-8",
+            ) from None
+        before, nul, _ = text.partition("\0")
+        if nul:
+            raise self._nul_error(before)
+        self._n_breaks += text.count("\n")
+        return text
+
+    def _nul_error(self, before: str) -> SpecgenError:
+        """Return the error for a NUL after a text, which continues the pieces so far."""
+        return self._error_class(
+            f"{self._name} is not text: it has a NUL byte on line {self._line_after(before)}",
+            "give a text file, in UTF-8 or UTF-16",
+        )
+
+    def _line_after(self, text: str) -> int:
+        """Return the number of the line that follows a text, which continues the pieces so far."""
+        return self._n_breaks + text.count("\n") + 1
+
+
+def decode_text(data: bytes, name: str, error_class: type[SpecgenError]) -> str:
+    """Return the text in the content of a file: UTF-8, or UTF-16, with or without a mark.
+
+    Args:
+        data: The content.
+        name: The name of the file in messages.
+        error_class: The class of the error to raise if it is not text.
+    """
+    return TextDecoder(name, error_class).decode(data, final=True)
+
+
+def decode_lines(
+    stream: Iterable[bytes],
+    name: str,
+    error_class: type[SpecgenError],
+) -> Iterator[str]:
+    """Yield the lines of a text as they come, without their line breaks.
+
+    Args:
+        stream: The lines as bytes: what is between two line feeds.
+        name: The name of the stream in messages.
+        error_class: The class of the error to raise at a line that is not text.
+    """
+    decoder = TextDecoder(name, error_class)
+    rest = ""
+    for raw in stream:
+        # In UTF-16, a raw line may end in the middle of the line break.
+        *lines, rest = (rest + decoder.decode(raw)).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield rest
+
+
+def read_text(path: Path, name: str, error_class: type[SpecgenError]) -> str:
+    """Return the text of a file that the user named.
+
+    Args:
+        path: The file.
+        name: Its name in messages, which may begin with the option that names it.
+        error_class: The class of the error to raise if it cannot be read, or is not text.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise error_class(f"{name}: cannot be read: {error.strerror or error}") from error
+    return decode_text(data, name, error_class)
+
+
 # --- TOML -----------------------------------------------------------------------------------------
 
 
@@ -282,14 +530,11 @@ def read_toml(file: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
 
+    text = read_text(file, str(file), UsageError)
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror or error}") from error
+        return tomllib.loads(text)
     except RecursionError as error:
         raise UsageError(f"{file} is nested too deeply", correct(file)) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8: {error}", correct(file)) from error
     except ValueError as error:
         raise UsageError(f"{file} is not TOML: {error}", correct(file)) from error
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from specgen.system.quantities import human_bytes
+from specgen.system.quantities import duration, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 #: A function that receives the name of the work, the amount that is done, and the total amount.
 Progress = Callable[[str, int, int], None]
-#: What is counted: the parts of a piece of work, the bytes of a file, or the lines of a batch. With
-#: "lines", the text is the present speed; with the others, a new text means a new piece of work.
-Kind: TypeAlias = Literal["counts", "bytes", "lines"]
+#: What is counted: the parts of a piece of work, the bytes of a file, the lines of a batch, or the
+#: work of a whole run. With "lines", the text is the present speed, and with "run" the step; with
+#: the others, a new text means a new piece of work.
+Kind: TypeAlias = Literal["counts", "bytes", "lines", "run"]
 #: The minimum time in seconds between two lines, and from the start to the first line.
 INTERVAL_S = 10.0
 
@@ -52,7 +53,7 @@ class ProgressView:
         """Show progress.
 
         Args:
-            text: The name of the work (with "lines": the present speed).
+            text: The name of the work (with "lines": the present speed; with "run": the step).
             done: The amount that is done.
             total: The total amount.
         """
@@ -94,8 +95,9 @@ class _ProgressLines:
         self._stream = stream
         self._clock = clock
         self._kind = kind
+        self._began_s = clock()
         #: When the latest line was written; before the first one, when the work began.
-        self._latest_s = clock()
+        self._latest_s = self._began_s
         #: The line about the present progress, written or not.
         self._line = ""
         #: The latest line that was written.
@@ -107,8 +109,11 @@ class _ProgressLines:
         done: int,
         total: int,
     ) -> None:
-        self._line = _progress_line(self._kind, text, done, total)
         now_s = self._clock()
+        self._line = _progress_line(self._kind, text, done, total)
+        if self._kind == "run" and 0 < done < total:
+            left_s = (now_s - self._began_s) * (total - done) / done
+            self._line += f", about {duration(left_s)} left"
         if now_s - self._latest_s >= INTERVAL_S:
             self._write(now_s)
 
@@ -139,6 +144,8 @@ def _progress_line(
     if kind == "counts":
         return f"{text}: {done} of {total}"
     percent = 100 * done // max(1, total)
+    if kind == "run":
+        return f"{text}: {percent}% of the run"
     return f"{text}: {percent}% ({human_bytes(done)} of {human_bytes(total)})"
 
 
@@ -160,7 +167,7 @@ class _ProgressBar:
         done: int,
         total: int,
     ) -> None:
-        is_new_work = text != self._text and self._kind != "lines"
+        is_new_work = text != self._text and self._kind not in ("lines", "run")
         if is_new_work:
             self._bar.reset(self._task, total=total, completed=done)
         self._text = text
@@ -189,6 +196,8 @@ def _columns(kind: Kind) -> tuple[ProgressColumn, ...]:
     if kind == "bytes":
         speed = progress.TransferSpeedColumn()
         return text, bar, progress.DownloadColumn(), speed, time_left
+    if kind == "run":
+        return text, bar, progress.TaskProgressColumn(), time_left
     count = progress.MofNCompleteColumn()
     if kind == "lines":
         return bar, count, text, time_left

@@ -37,6 +37,15 @@ def seconds_text(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
 
 
+def duration(seconds: float) -> str:
+    """Return a duration in words, rounded to seconds, minutes or tenths of hours."""
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    if seconds < 5400.0:
+        return f"{seconds / 60.0:.0f} min"
+    return f"{seconds / 3600.0:.1f} h"
+
+
 def times_text(low: float, high: float) -> str:
     """Return a range of factors ("1.2 to 1.4"), or one number if both ends are shown the same."""
     first = f"{low:.1f}"
@@ -77,6 +86,12 @@ def gain_text(
     if details:
         text += f" ({'; '.join(details)})"
     return text
+
+
+def rough_gain_text(speedup: float, why: str) -> str:
+    """Return a rough speed-up in words, with the reason why it is rough in parentheses."""
+    text = gain_text(speedup, speedup, why)
+    return f"about {text}" if is_gain(speedup) else text
 
 
 def measured_gain(

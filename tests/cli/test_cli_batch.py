@@ -226,7 +226,8 @@ def test_numbers_as_ids_do_not_collide_and_equal_requests_have_different_ids(
 
 
 def test_a_corrected_line_is_answered_with_retry_errors(batch: Batch) -> None:
-    batch.answer([{"promt": "x"}, PROMPTS[1]], code=12)
+    wrong = batch.answer([{"promt": "x"}, PROMPTS[1]], code=12)
+    assert "line 1: not answered: prompt: it is missing; unknown field: promt" in wrong.err
     refused = batch.answer([{"prompt": "x"}, PROMPTS[1]], code=2)
     assert "--retry-errors" in refused.err
     assert "--allow-mixed" not in refused.err

@@ -21,6 +21,7 @@ from specgen.method.answer_loop import AnswerLoop
 from specgen.session import conversation
 from tests.helpers.cli import Result, Specgen, models_of, spawn
 from tests.helpers.common import ROOT, posix
+from tests.helpers.strict_templates import STRICT
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
 
@@ -75,6 +76,20 @@ def test_each_line_is_a_turn_and_only_answers_are_on_stdout(chat: Chat, draft: s
     assert (found.code, found.out) == (0, plain.out)
 
 
+def test_a_chat_goes_on_after_an_empty_answer(chat: Chat, tmp_path: Path) -> None:
+    """It is kept if it ended before its first token, and Ministral's template refuses it."""
+    file = tmp_path / "chat.json"
+    turns = (conversation.Turn("a", ""), conversation.Turn("b", "c"))
+    conversation.save_conversation(file, conversation.Conversation(turns=turns))
+    found = chat(
+        "--json", "--chat-template", STRICT["Ministral"], lines=f"/load {file}\nd\n", draft="none"
+    )
+    assert found.code == 0
+    assert prompts(found) == [
+        "<|user|>a\n\nb<|end|>\n<|assistant|>c<|end|>\n<|user|>d<|end|>\n<|assistant|>"
+    ]
+
+
 def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new(
     chat: Chat, specgen: Specgen, chat_models: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +131,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     assert [each["n_drafted"] != 0 for each in found] == [True, False, False, True]
     assert "is on" in texts[3]
     assert "never asked" not in texts[3]
-    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "in all: 3 answers"):
+    for words in ("now has 1 turn", "now has 0 turns", "/undo", "of 2 turns", "so far: 3 answers,"):
         assert words in result.err
 
 
@@ -379,6 +394,35 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
     assert [shown.count(f"> {line}") for line in ("the cat", "one", "is on")] == [0, 1, 1]
     assert "target.gguf; draft: draft.gguf; " in shown
     assert " tokens of context" in shown
+
+
+@posix
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_second_ctrl_c_at_an_empty_line_ends_the_conversation(
+    terminal: Terminal, term: str
+) -> None:
+    ready = "conversation\r\n> " if term == "dumb" else READY
+    child = terminal(quiet=False, term=term, ready=ready)
+    how_to_leave = "another Ctrl-C, Ctrl-D or /quit ends the conversation"
+    again = "> " if term == "dumb" else READY
+    for message in ("/stats\r", None):  # a message in between starts again
+        child.send("\x03")
+        child.expect_exact(how_to_leave)
+        child.expect_exact(again)
+        if message is not None:
+            child.send(message)
+            child.expect_exact("there is no answer yet")
+            child.expect_exact(again)
+    child.send("\x03")
+    child.expect(pexpect_end())
+    child.wait()
+    assert child.exitstatus == 0
+
+
+def pexpect_end() -> Any:
+    import pexpect
+
+    return pexpect.EOF
 
 
 @posix

@@ -138,10 +138,12 @@ def test_texts_from_files_and_from_standard_input(
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("bom", ["", "\ufeff"])
-def test_in_place(fim: Fim, newline: str, bom: str) -> None:
+@pytest.mark.parametrize(
+    ("bom", "codec"), [("", "utf-8"), ("\ufeff", "utf-8"), ("\ufeff", "utf-16-le")]
+)
+def test_in_place(fim: Fim, newline: str, bom: str, codec: str) -> None:
     text = bom + TEXT.replace("\n", newline)
-    write("a.txt", text)
+    Path("a.txt").write_bytes(text.encode(codec))
     Path("a.txt").chmod(0o640)
     if os.name != "nt":
         Path("link.txt").symlink_to("a.txt")
@@ -151,7 +153,7 @@ def test_in_place(fim: Fim, newline: str, bom: str) -> None:
     assert found.code == 0
     head = text.index("in the house") + 2
     middle = found.out.replace("\n", newline)
-    assert Path("a.txt").read_bytes() == (text[:head] + middle + text[head:]).encode()
+    assert Path("a.txt").read_bytes() == (text[:head] + middle + text[head:]).encode(codec)
     if os.name != "nt":
         assert stat.S_IMODE(Path("a.txt").stat().st_mode) == 0o640
         assert Path("link.txt").is_symlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -17,6 +18,10 @@ from specgen.cli.app import command_line
 from specgen.cli.help_pages import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
+from specgen.option_fields import LARGEST_FACTOR
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.parsed_request import NO_DEFAULTS
+from specgen.serve.formats.single_request import read_request
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of
 
 #: Commands with a target and a draft.
@@ -34,6 +39,40 @@ DRAFTING = [
 ]
 #: Commands with a target alone.
 ALONE = ["doctor", "draft find", "draft data", "draft forget"]
+
+
+def beyond(field: dataclasses.Field[Any]) -> list[float]:
+    """Values of an option that are too small or too large."""
+    limits = [
+        field.metadata[name] + step for name, step in LIMITS.items() if name in field.metadata
+    ]
+    return limits or [-10 * LARGEST_FACTOR, 10 * LARGEST_FACTOR]
+
+
+LIMITS = {"min": -1, "max": 1}
+#: An option, its name on the command line, and a value beyond its limits.
+BEYOND = [
+    (options, field.name, field.metadata["spellings"][0], value)
+    for options in (SamplerOptions, GenerationOptions)
+    for field in dataclasses.fields(options)
+    if type(field.default) in (int, float) and field.metadata
+    for value in beyond(field)
+]
+
+
+@pytest.mark.parametrize(("options", "name", "spelling", "value"), BEYOND)
+def test_limits_and_messages_are_those_of_python_and_of_the_server(
+    options: Any, name: str, spelling: str, value: float, specgen: Specgen
+) -> None:
+    with pytest.raises(UsageError) as in_python:
+        options(**{name: value})
+    assert in_python.value.message.startswith(f"{name}: give ")
+    body = {"messages": [{"role": "user", "content": "x"}], name: value}
+    with pytest.raises(UsageError) as in_a_request:
+        read_request("chat", body, NO_DEFAULTS)
+    assert in_a_request.value.message == in_python.value.message
+    result = specgen("run", "hi", f"{spelling}={value}")
+    assert f"error: {spelling}{in_python.value.message.removeprefix(name)}\n" in result.err
 
 
 @pytest.mark.parametrize(
@@ -199,6 +238,11 @@ def test_no_command_has_two_options_of_one_name(name: str) -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+def _joined(lines: list[str]) -> str:
+    """Return lines of the help as one, with single spaces."""
+    return " ".join(" ".join(lines).split())
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
     specgen: Specgen, monkeypatch: pytest.MonkeyPatch, columns: int
@@ -206,9 +250,11 @@ def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
     monkeypatch.setenv("COLUMNS", str(columns))
     for name in ("run", "serve"):
         lines = specgen(name, "--help").out.splitlines()
-        assert len(lines) <= (45 if columns >= 80 else 60)
+        assert len(lines) <= (50 if columns >= 80 else 70)
         assert f"`specgen {name} --help-all` shows all " in "".join(lines)
         assert all(len(line) <= columns for line in lines if not line.startswith("  specgen "))
+        assert "Temperature; 0 always takes the most likely token (default: 0.0)" in _joined(lines)
+        assert "(default: what `specgen tune` found best)" in _joined(lines)
         whole = specgen(name, "--help-all").out
         names = [each for option in COMMANDS[name].params for each in option.opts if "-" in each]
         assert len(names) > 80
@@ -218,8 +264,8 @@ def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("run", "hi", "-c", "nv"), "'nv' is not a whole number"),
-        (("run", "hi", "--temp", "hot"), "'hot' is not a number"),
+        (("run", "hi", "-c", "nv"), "--ctx-size: give a whole number, not 'nv'"),
+        (("run", "hi", "--temp", "hot"), "--temp: give a number, not 'hot'"),
         (("run", "hi", "-hf"), "give USER/REPO"),
         (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
         (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
@@ -342,13 +388,13 @@ def test_commands_take_the_defaults_that_concern_them(
     ("text", "words"),
     [
         ("tmp = 1", "tmp: there is no such key"),
-        ("temp = 'x'", "temp = x: it is not a number"),
-        ("temp = -1", "temp = -1: give 0 or more"),
-        ("top-k = 1.5", "top-k = 1.5: it is not a whole number"),
-        ("temp = true", "temp = true: it is not a number"),
-        ("ngrams = 2.5", "ngrams = 2.5: "),
-        ("temp = [1, 2]", "temp = 1, 2: give one value"),
-        ("policy = 'x'", "policy = x: 'x' is not one of"),
+        ("temp = 'x'", "temp: give a number, not 'x'"),
+        ("temp = -1", "temp: give 0 or more, not -1"),
+        ("top-k = 1.5", "top-k: give a whole number, not '1.5'"),
+        ("temp = true", "temp: give a number, not 'true'"),
+        ("ngrams = 2.5", "ngrams: give true or false, not '2.5'"),
+        ("temp = [1, 2]", "temp: give one value, not 1, 2"),
+        ("policy = 'x'", "policy: 'x' is not one of"),
         ("prompt = 'x'", "prompt: there is no such key"),
         ("temp", "Expected '='"),
         ("[targets.x]\ntmp = 1", 'targets."x".tmp: there is no such key'),

@@ -91,6 +91,11 @@ def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path:
     assert cli(*arguments, "-", stdin=PROMPT.encode() + b"\r\n").out == expected
     assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
     assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
+    # PowerShell's `>` and its pipes.
+    for codec in ("utf-16", "utf-16-le"):
+        file.write_bytes(f"{PROMPT}\r\n".encode(codec))
+        assert cli(*arguments, "-f", str(file)).out == expected
+        assert cli(*arguments, "-", stdin=file.read_bytes()).out == expected
     assert cli(*arguments, "--", PROMPT).out == expected
     # As with other tools, the model may come before the prompt.
     assert cli(*arguments[1:], PROMPT).out == expected
@@ -242,7 +247,7 @@ def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
         (["-j", '{"$ref": "http://example.com/schema"}'], "http://example.com/schema"),
         (["--grammar-file", str(tmp_path / "none")], "--grammar-file"),
         (["--grammar-file", str(tmp_path)], "--grammar-file"),
-        (["--grammar-file", str(binary)], "it is not UTF-8"),
+        (["--grammar-file", str(binary)], "is not UTF-8: byte 0xff on line 1"),
         (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
         (["-j", '{"type": "string", "not": {}}'], "no grammar can enforce"),
         (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
@@ -322,7 +327,7 @@ def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Pa
         (["--max-tokens", "many"], "--max-tokens"),
         (["--temp", "nan"], "--temp"),
         (["--verifier", "best"], "'match'"),
-        (["--ngram-min", "5", "--ngram-max", "2"], "--ngram-min 5"),
+        (["--ngram-min", "5", "--ngram-max", "2"], "n-gram (5) is longer"),
         (["--stop", ""], "--stop"),
         (["--quiet", "--verbose"], "--quiet"),
         (["--raw", "--system", "x"], "--system"),
@@ -348,6 +353,8 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "empty" in complaint(cli(*model, "-", stdin=b""), 3)
     assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
     assert "0xe9 on line 1" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
+    assert "NUL byte on line 2" in complaint(cli(*model, "-", stdin=b"a\nb\0c"), 3)
+    assert "is not text" in complaint(cli(*model, "-f", cli.model("target")), 3)
     assert "UTF-8" in complaint(cli(*model, "caf\udce9"), 3)
     assert "No such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
     assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)
@@ -367,8 +374,8 @@ def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "missing.gguf", "no such file"),
         (Path("user/repo:Q4_K_M"), "a model on the hub is hf:user/repo:Q4_K_M"),
         (tmp_path, "a directory"),
-        (text, "not a GGUF file"),
-        (cut, "cannot load"),
+        (text, "a text file, not a model: it begins with 'hello'"),
+        (cut, "an unfinished download: it has 50.0 kB of"),
         (Path(cli.model("bert")), "generates text"),
     ):
         assert message in complaint(cli("-m", str(path), PROMPT), 4)
@@ -410,7 +417,7 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
 
 
 @posix
-@pytest.mark.parametrize("option", ["--html", "--chat-template", "--prompt-cache"])
+@pytest.mark.parametrize("option", ["--html", "--prompt-cache"])
 def test_an_impossible_file_name_exits_with_2(cli: Cli, option: str) -> None:
     assert "File name too long" in complaint(cli.run(option, "x" * 5000, "a"), 2)
 
@@ -500,17 +507,20 @@ def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None
     assert len(first + rest) < len(whole)
 
 
-def test_a_line_break_ends_the_answer_in_a_pipe(tiny_models: Path, tmp_path: Path) -> None:
+def test_a_line_break_ends_the_answer_in_a_pipe_and_in_a_file(
+    tiny_models: Path, tmp_path: Path
+) -> None:
     def said(*more: str) -> bytes:
         out, _ = start(command(tiny_models, *more)).communicate(timeout=120)
+        path = tmp_path / "answer.txt"
+        with path.open("wb") as file:
+            start(command(tiny_models, *more), stdout=file).communicate(timeout=120)
+        assert path.read_bytes() == out
         return bytes(out)
 
     exact = said("--no-newline")
     assert exact
     assert said() == exact.removesuffix(b"\n") + b"\n"
-    with (tmp_path / "answer.txt").open("wb") as file:
-        start(command(tiny_models), stdout=file).communicate(timeout=120)
-    assert (tmp_path / "answer.txt").read_bytes() == exact
 
 
 @posix

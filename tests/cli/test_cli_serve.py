@@ -19,6 +19,7 @@ from specgen.errors import MemoryLimitError, ModelFileError
 from tests.helpers.cli import Specgen, complaint, spawn
 from tests.helpers.server import PATIENCE_S, wait_until
 from tests.helpers.sessions import folder_with
+from tests.helpers.wrong_files import WRONG_FILES
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.eagle import TinyEagle, write_tiny_eagle
 
@@ -232,6 +233,8 @@ def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     (tmp_path / "part-00002-of-00002.gguf").write_bytes(b"GGUF")
+    for name, kind in WRONG_FILES.items():
+        kind.write(tmp_path / f"wrong {name}.gguf")
     with listening("--models", str(tmp_path), "-n", "5") as (process, url):
         served = httpx.get(f"{url}/v1/models").json()["data"]
         assert [each["id"] for each in served] == ["bert", "target", "draft", "deeper/target"]
@@ -240,7 +243,11 @@ def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
         assert len(answer["data"][0]["embedding"]) == config.n_embd
         said = ended(process).splitlines()
         left_out = [line for line in said if line.startswith("note: not served: ")]
-    assert [("eagle.gguf" in line, "other.gguf" in line) for line in left_out] == [
+    wrong = [line for line in left_out if "wrong " in line]
+    for name, kind in WRONG_FILES.items():
+        assert any(f"wrong {name}.gguf: " in line and kind.said in line for line in wrong), name
+    others = [line for line in left_out if line not in wrong]
+    assert [("eagle.gguf" in line, "other.gguf" in line) for line in others] == [
         (True, False),
         (False, True),
     ]

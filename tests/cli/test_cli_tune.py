@@ -98,7 +98,7 @@ def test_results_are_shown_even_if_they_cannot_be_kept(
     assert result.code == 0
     assert result.out.startswith("draft\tspeedup\t")
     assert notes(result)[-1].startswith(
-        f"nothing was kept: {measurements_file()} cannot be written: "
+        f"nothing was kept: {measurements_file()}: cannot be written: "
     )
 
 

@@ -46,12 +46,13 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.code == 0
         # A note says beforehand what takes longest, and how to make it shorter.
         assert bool(more) == (result.err == "")
-        assert bool(more) != ("draws) runs last and takes longest" in result.err)
+        assert bool(more) != ("samples) runs last and takes longest" in result.err)
         assert "\x1b" not in result.out
-        assert result.out.splitlines()[0] == "Lossless: no defect found."
-        assert result.out.splitlines()[1].startswith("target.gguf with drafts from draft.gguf")
+        verdict = "PASS: no difference found in 5 answers and 100 samples"
+        assert result.out.splitlines()[-1] == verdict
+        assert result.out.splitlines()[0].startswith("target.gguf with drafts from draft.gguf")
         assert "2 prompts, 24 tokens: 2 equal, 0 near-ties, 0 defects" in result.out
-        assert "100 draws" in result.out
+        assert "100 samples" in result.out
         assert len(result.out.splitlines()) < 24, "one screen"
 
 
@@ -107,12 +108,13 @@ def test_the_default_policy_and_forced_drafts_are_both_checked(verify: Verify) -
 def test_deviations_from_the_options_come_first(verify: Verify) -> None:
     own = ("--check", "greedy", "--tree", "2x3", "--verifier", "spectr")
     out = " ".join(verify(*own, draft="other").out.split())
-    assert out.startswith(
-        "Lossless, but not all was checked that was asked for. drafts were chains, not trees of "
-        "2x3: what other.gguf drafts is translated, a chain at a time drafts were matched, not "
-        "judged by spectr: none of them was sampled"
-    )
-    assert verify(*own).out.splitlines()[0] == "Lossless: no defect found."
+    assert (
+        "verifier spectr drafts were chains, not trees of 2x3: what other.gguf drafts is "
+        "translated, a chain at a time drafts were matched, not judged by spectr: none of them "
+        "was sampled"
+    ) in out
+    assert "PASS: no difference found in 5 answers, but not everything was checked" in out
+    assert verify(*own).out.splitlines()[-1] == "PASS: no difference found in 5 answers"
 
 
 # --- how it ends
@@ -134,7 +136,9 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
     result = verify(*more, "--draft-p-min", "0", draft=draft)
     assert result.code == 11, result.out
     assert result.err.splitlines()[-2].startswith("error: drafting changed the text")
-    assert result.out.splitlines()[0] == "Not lossless: at least one defect."
+    last = result.out.splitlines()[-1]
+    assert last.startswith("FAIL: the output differs from the target's own in ")
+    assert last.endswith(" answers" if bug == "wrong-row" else " sampling test")
     report = json.loads(verify("--json", *more, "--draft-p-min", "0", draft=draft).out)
     assert report["verdict"] == "defect"
 
@@ -142,8 +146,8 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
 def test_without_drafts_nothing_is_proven(verify: Verify) -> None:
     result = verify("--ngram-min", "32", "--ngram-max", "32", draft="ngram")
     assert "so there was nothing to sample" in result.out
-    first = "Nothing was drafted, so nothing was checked: greedy, several answers at once, sampled."
-    assert result.out.splitlines()[0] == first
+    last = "FAIL: nothing was drafted, so nothing was checked: greedy, several answers at once, "
+    assert result.out.splitlines()[-1] == f"{last}sampled"
     assert result.code == 11
     assert "error: nothing was drafted, so nothing was checked: greedy," in result.err
 

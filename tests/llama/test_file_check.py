@@ -11,6 +11,7 @@ import pytest
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel, file_check
 from tests.helpers.tiny import with_a_token_twice
+from tests.helpers.wrong_files import WRONG_FILES
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
 
 
@@ -92,17 +93,44 @@ def test_metadata_that_look_wrong_and_are_right_are_taken(
     LlamaModel(write_tiny_model(tmp_path / "right.gguf", config, metadata=metadata)).close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "said", "hint"),
-    [("adapter", "a LoRA adapter", "merge"), ("mmproj", "images or sound", "belongs to")],
-)
-def test_a_file_that_is_a_part_of_a_model_is_called_that(
-    tmp_path: Path, kind: str, said: str, hint: str
-) -> None:
-    path = write_tiny_model(tmp_path / "part.gguf", TinyConfig(), metadata={"general.type": kind})
-    with pytest.raises(ModelFileError, match=said) as caught:
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_a_file_that_is_no_model_is_called_what_it_is(tmp_path: Path, name: str) -> None:
+    kind = WRONG_FILES[name]
+    path = tmp_path / "model.gguf"
+    kind.write(path)
+    with pytest.raises(ModelFileError) as caught:
         LlamaModel(path)
-    assert hint in (caught.value.hint or "")
+    assert caught.value.message.startswith(f"{path}: ")
+    assert kind.said in caught.value.message
+    assert kind.hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "name", ["m.gguf.part1of2", "m.gguf-split-a", "m.Q8_0.gguf.part-aa", "m.gguf.split01"]
+)
+def test_a_piece_of_a_model_has_to_be_joined(tmp_path: Path, name: str) -> None:
+    path = write_tiny_model(tmp_path / name, TinyConfig(), keep_fraction=0.5)
+    with pytest.raises(ModelFileError, match="a piece of a model") as caught:
+        LlamaModel(path)
+    assert "cat m" in (caught.value.hint or "")
+
+
+def test_a_wrong_file_among_the_parts_of_a_model_is_named(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
+    write_tiny_model(first, TinyConfig())
+    WRONG_FILES["lfs"].write(second)
+    with pytest.raises(ModelFileError, match="model-00002.*: a Git LFS pointer"):
+        LlamaModel(first)
+
+
+def test_a_download_with_reserved_room_is_unfinished(tmp_path: Path) -> None:
+    """Its size is right, and its end is zeros."""
+    path = write_tiny_model(tmp_path / "large.gguf", TinyConfig(n_layer=8, n_ff=512))
+    data = path.read_bytes()
+    LlamaModel(path).close()
+    path.write_bytes(data[: len(data) // 3].ljust(len(data), b"\0"))
+    with pytest.raises(ModelFileError, match="only zeros: an unfinished download"):
+        LlamaModel(path)
 
 
 def test_a_file_is_read_once_until_it_changes(model: Path, folder: Path, read: list[Path]) -> None:

@@ -183,7 +183,10 @@ def complaint(path: Path) -> str:
 
 def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert "no such file" in complaint(tmp_path / "none.gguf")
-    assert "a directory" in complaint(tmp_path)
+    assert "it holds no .gguf file" in complaint(tmp_path)
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "model.safetensors").touch()
+    assert "a directory, not a model file | llama.cpp's convert" in complaint(tmp_path / "checkout")
     (tmp_path / "inside.gguf").write_bytes(b"GGUF")
     assert str(tmp_path / "inside.gguf") in complaint(tmp_path)
     empty = tmp_path / "empty.gguf"
@@ -191,7 +194,7 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert "empty" in complaint(empty)
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"\x00" * 100)
-    assert r"not a GGUF file (it begins with '\x00\x00\x00\x00')" in complaint(other)
+    assert "an unfinished download" in complaint(other)
     first, second = (tmp_path / f"parts-0000{number}-of-00002.gguf" for number in (1, 2))
     write_tiny_model(first, TinyConfig())
     assert f"split into 2 files; missing: {second.name}" in complaint(first)
@@ -261,11 +264,28 @@ def test_a_context_larger_than_the_memory_is_refused(
     assert model.cache_bytes(4096, "q8_0", "q8_0") == pytest.approx(needed * 34 / 64)
 
     class Little:
+        total = 100 * 2**20
         available = 50 * 2**20
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(MemoryLimitError, match="only 52.4 MB are free"):
         context(model)
+
+
+def test_a_context_too_large_for_llama_cpp_is_refused(model: LlamaModel) -> None:
+    for n_ctx in (2**31, 2**32 + 1, 10**17):  # llama.cpp would take the last 32 bits
+        with pytest.raises(MemoryLimitError, match="larger than llama.cpp's largest"):
+            context(model, n_ctx=n_ctx)
+
+
+def test_memory_is_estimated_from_the_layers_with_attention(tmp_path: Path) -> None:
+    # The first layer is recurrent, the second has two heads of 32 numbers.
+    path = write_tiny_model(tmp_path / "hybrid.gguf", TinyConfig(architecture="lfm2"))
+    hybrid = LlamaModel(path, n_gpu_layers=0)
+    assert hybrid.cache_bytes(4096, "f16", "f16") == 4096 * 2 * 2 * 32 * 2
+    with pytest.raises(MemoryLimitError, match="B are free"):
+        context(hybrid, n_ctx=1_000_000_000)
+    hybrid.close()
 
 
 def test_a_quantised_value_cache_needs_flash_attention(model: LlamaModel) -> None:

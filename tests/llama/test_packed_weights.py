@@ -16,7 +16,8 @@ import pytest
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import packed_weights
 from specgen.llama.kernels.packed_weights import keep_packed_weights
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, SessionOptions
+from specgen.session.open import Reporter, WantedSession, open_session
 from specgen.system.arrays import Logits
 from tests.helpers import rows
 from tests.helpers.cli import Cli
@@ -162,3 +163,16 @@ def test_the_command_line_chooses(
     assert bool(files(place)) == (choice == "auto")
     assert (f"are stored in {place}" in result.err) == (choice == "auto")
     assert "are stored in" not in cli("run", "-m", str(model_file), *options).err
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_note_says_so_only_after_weights_were_written(
+    folder: Path, tmp_path: Path, model_file: Path, is_writable: bool
+) -> None:
+    if not is_writable:
+        folder.write_text("a file in the place of the folder", encoding="utf-8")
+    notes: list[str] = []
+    wanted = WantedSession(SessionOptions(model_file, target_context=ContextOptions(n_threads=1)))
+    with open_session(wanted, Reporter(note=notes.append), clock=time.perf_counter):
+        assert not any("are stored in" in note for note in notes)
+    assert any("are stored in" in note for note in notes) == is_writable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pwd
 import resource
 import signal
 import sys
@@ -33,13 +34,14 @@ class Outcome:
 def run_forked(
     arguments: Sequence[str],
     folder: Path,
-    environment: Mapping[str, str],
+    environment: Mapping[str, str | None],
     *,
     stdin: bytes = b"",
     limit_s: float = 60.0,
 ) -> Outcome:
     """Run a command in a folder, with limits on time, memory, and what it writes to a file. There
-    must be no threads in this process.
+    must be no threads in this process. Of the environment, None takes a variable away; without HOME
+    the user is not in the list of users either.
     """
     streams = [folder / name for name in (".stdin", ".stdout", ".stderr")]
     streams[0].write_bytes(stdin)
@@ -66,7 +68,10 @@ def run_forked(
 
 
 def _be(
-    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], streams: Sequence[Path]
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str | None],
+    streams: Sequence[Path],
 ) -> NoReturn:
     """Be the command, in the child."""
     code = 1
@@ -76,7 +81,7 @@ def _be(
             flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND
             os.dup2(os.open(path, flags), number)
         os.chdir(folder)
-        os.environ.update(environment)
+        _set_variables(environment)
         limits = {"AS": _MEMORY_BYTES, "FSIZE": _FILE_BYTES, "CORE": 0}
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
@@ -93,3 +98,18 @@ def _be(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _set_variables(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if "HOME" not in os.environ:
+        for function in ("getpwuid", "getpwnam"):
+            setattr(pwd, function, _unknown_user)
+
+
+def _unknown_user(who: object) -> NoReturn:
+    raise KeyError(who)

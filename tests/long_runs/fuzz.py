@@ -2,11 +2,12 @@
 
     python -m tests.long_runs.fuzz --cases 3000 --seed 1
 
-runs specgen on damaged files, odd texts and odd options (`tests/long_runs/fuzz_cases.py`), each in
-a process of its own with limits on time and memory. Right is exit code 0 with the right answer, or
-a documented exit code with one line that begins with ``error:``. All else is a finding: it is
-printed, its folder is kept under `--keep`, and the exit code is 1. Cases are numbered, and the same
-for a seed: after Ctrl-C, `--first` goes on; `--only NUMBER` repeats one.
+runs specgen on damaged files, odd texts, options and environments
+(`tests/long_runs/fuzz_cases.py`), each in a process of its own with limits on time and memory.
+Right is exit code 0 with the right answer, or a documented exit code with one line that begins with
+``error:``. All else is a finding: it is printed, its folder is kept under `--keep`, and the exit
+code is 1. Cases are numbered, and the same for a seed: after Ctrl-C, `--first` goes on; `--only
+NUMBER` repeats one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.long_runs.forked import Outcome, run_forked
-from tests.long_runs.fuzz_cases import MAKERS, Base, Case, make_base, make_case, repeated, variables
+from tests.long_runs.fuzz_cases import (
+    CLOSED,
+    MAKERS,
+    Base,
+    Case,
+    make_base,
+    make_case,
+    repeated,
+    variables,
+)
 
 #: Lines that no user should see.
 _FORBIDDEN = ("Traceback", "GGML_ASSERT", "Exception ignored", "Warning:", "core dumped")
@@ -70,8 +80,11 @@ def run_cases(
             folder.mkdir()
             name, case = make_case(number, seed, base, folder, kinds)
             choices: Any = {"stdin": case.stdin, "limit_s": case.limit_s}
-            outcome = run_forked(case.arguments, folder, variables(folder), **choices)
+            environment = {**variables(folder), **case.environment}
+            outcome = run_forked(case.arguments, folder, environment, **choices)
             found = verdict(case, outcome, base, folder)
+            if (folder / CLOSED).exists():
+                (folder / CLOSED).chmod(0o700)
             if found is not None and keep is not None:
                 kept = keep / f"{seed}-{number}-{name}"
                 shutil.rmtree(kept, ignore_errors=True)

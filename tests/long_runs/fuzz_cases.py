@@ -19,7 +19,10 @@ import gguf
 from typer.core import TyperOption as Option
 
 from specgen.cli.app import command_line
+from tests.helpers.conversations import LETTERS
 from tests.helpers.sessions import write_models
+from tests.helpers.strict_templates import STRICT
+from tests.helpers.wrong_files import WRONG_FILES
 from tests.long_runs.forked import run_forked
 from tests.long_runs.mutated_json import mutated
 from tests.tiny import CHATML_TEMPLATE, TinyConfig
@@ -45,6 +48,8 @@ class Case:
     limit_s: float = 60.0
     #: Whether several things are asked, each of which may be refused.
     asks_several: bool = False
+    #: Variables that differ from those of `variables`; None takes one away.
+    environment: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -288,6 +293,52 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
     return Case(fast, stdin=stdin, same_as=plain)
 
 
+@_kind
+def model_kind(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A file that is no model, as target or draft: it is refused, damaged or not."""
+    other = folder / "other.gguf"
+    WRONG_FILES[chance.choice([*WRONG_FILES])].write(other)
+    command = base.run(base.model("target"), other)
+    if chance.random() < 0.5:
+        command = base.run(other, base.model("draft"))
+    if chance.random() < 0.5:
+        # An answer would be a finding.
+        return Case(command, codes=frozenset({4}), text=b"refused")
+    data = other.read_bytes()
+    other.write_bytes(_flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance))
+    return Case(command)
+
+
+#: Encodings of text files, with and without a byte order mark.
+_CODECS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1")
+_TEXTS = (PROMPT, "le café est dans la maison\r\nthe cat\r\n", "猫在房子里。\n猫在 the house\n")
+
+
+@_kind
+def text_kind(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A text file in some encoding says what it says in UTF-8, or is refused."""
+    option = chance.choice(["-f", "--grammar-file", "--lookup-file"])
+    text = chance.choice(_TEXTS)
+    if option == "--grammar-file":
+        text = f"root ::= {json.dumps(text, ensure_ascii=False)}"
+    data = text.encode(chance.choice(_CODECS), "replace")
+    is_changed = chance.random() < 0.4
+    if is_changed:
+        data = _flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance)
+    (folder / "odd.txt").write_bytes(data)
+    (folder / "plain.txt").write_bytes(text.encode())
+    target = base.model("target")
+    if option == "--lookup-file":
+        return Case(base.run(target, "ngram", option, "odd.txt"), text=base.text)
+    more = [] if option == "-f" else [PROMPT]
+    odd, plain = (
+        (*base.run(target, "ngram")[:-1], option, name, *more) for name in ("odd.txt", "plain.txt")
+    )
+    # What latin-1 cannot write is another text.
+    says_the_same = not is_changed and b"?" not in data
+    return Case(odd, same_as=plain if says_the_same else None)
+
+
 #: Commands whose options are tried: how often, what they need at least, and their arguments.
 _COMMANDS: Mapping[str, tuple[int, str, tuple[str, ...]]] = {
     "run": (8, "-n 12", (PROMPT,)),
@@ -348,6 +399,116 @@ def options(base: Base, folder: Path, chance: random.Random) -> Case:
     arguments += own
     stdin = b"the cat\nand the dog\n"
     return Case(tuple(arguments), stdin=stdin, limit_s=150.0, asks_several=command == "chat")
+
+
+#: Variables that name folders, or decide about them.
+_FOLDER_VARIABLES = (
+    *("HOME", "SPECGEN_CACHE", "SPECGEN_CONFIG", "SPECGEN_DATA", "HF_HOME", "HF_HUB_CACHE"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR"),
+)
+#: The folder of a case that nobody but root may enter.
+CLOSED = "closed"
+#: Folders that cannot be used, most of them not even by root.
+_ODD_FOLDERS = (
+    *("file", "/dev/null", "/dev/full", "/proc", "/sys", "missing/folder", "a/" * 200, "a" * 300),
+    *("~nobody-has-this-name/x", "~", "\udcff", "\u202e", "-", "loop/x", f"{CLOSED}/x", CLOSED),
+)
+#: Other variables, with values that they should not have.
+_ODD_VALUES: Mapping[str, tuple[str, ...]] = {
+    "TERM": ("", "dumb", "no-such-terminal", "\udcff"),
+    "COLUMNS": ("0", "-1", "many", "1", "1000000", "\u00b2"),
+    "LINES": ("0", "-1"),
+    "LANG": ("C", "xx_YY", ""),
+    "LC_ALL": ("C", "xx_YY.ISO-8859-1", ""),
+    "TZ": ("Nowhere/City", "\udcff", ":"),
+    "FORCE_COLOR": ("1", "", "no"),
+    "OMP_NUM_THREADS": ("many", "0", "-1"),
+    "HF_ENDPOINT": ("nonsense", "", "http://[::1"),
+    "HTTPS_PROXY": ("nonsense", "http://"),
+    "SSL_CERT_FILE": ("missing",),
+    "HF_HUB_ETAG_TIMEOUT": ("soon",),
+    "SPECGEN_POLICY": ("nonsense", "", "cost"),
+    "SPECGEN_LEARN": ("perhaps", "1"),
+    "SPECGEN_NONSENSE": ("1",),
+}
+#: Variables with which a command may be refused: they are options, or huggingface_hub's.
+_REFUSED_VARIABLES = {"SPECGEN_POLICY", "SPECGEN_LEARN", "HF_HUB_ETAG_TIMEOUT"}
+
+
+@_kind
+def environments(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Variables are missing, name folders that cannot be used, or are odd: answers are the same."""
+    (folder / "file").touch()
+    (folder / "loop").symlink_to("loop")
+    (folder / CLOSED).mkdir(mode=0)
+    changed: dict[str, str | None] = {}
+    for name in chance.sample(_FOLDER_VARIABLES, chance.choice([1, 1, 2, 4, 10])):
+        changed[name] = chance.choice([None, *_ODD_FOLDERS])
+    for name in chance.sample([*_ODD_VALUES], chance.choice([0, 0, 1, 3])):
+        changed[name] = chance.choice(_ODD_VALUES[name])
+    codes = frozenset({2} if _REFUSED_VARIABLES & changed.keys() else ())
+    command = chance.choice(["run", "run", "run", "chat", "batch", "list", "config", "forget"])
+    model = ("-m", str(base.model("target")), "-md", "ngram", *_EXACT)
+    if command == "run":
+        draft = chance.choice(["ngram", "none", str(base.model("f16"))])
+        arguments = base.run(base.model("target"), draft)
+        return Case(arguments, codes=codes, text=base.text, environment=changed)
+    if command == "chat":
+        return Case(("chat", *model), stdin=b"the cat\n", codes=codes, environment=changed)
+    (folder / "in.jsonl").write_text(_FILES["in.jsonl"], encoding="utf-8")
+    arguments = {
+        "batch": ("batch", *model, "in.jsonl", "out.jsonl"),
+        "list": ("models", "list"),
+        "config": ("config",),
+        "forget": ("draft", "forget"),
+    }[command]
+    return Case(arguments, codes=codes, environment=changed)
+
+
+def _odd_conversation(chance: random.Random) -> list[dict[str, Any]]:
+    """Messages of an API in an order that nobody plans, with texts that nobody types."""
+    messages: list[dict[str, Any]] = []
+    ids = [""]
+    for letter in chance.choices(LETTERS, k=chance.randint(1, 7)):
+        text = chance.choice([PROMPT, PROMPT, *_ODD_TEXTS[:12]])
+        match letter:
+            case "S" | "U" | "A":
+                role = {"S": "system", "U": "user", "A": "assistant"}[letter]
+                messages.append({"role": role, "content": text})
+            case "E":
+                messages.append(
+                    {"role": "assistant", "content": chance.choice([None, "", " \n", []])}
+                )
+            case "C":
+                ids = [f"id{len(messages)}.{n}" for n in range(chance.choice([1, 1, 2, 3]))]
+                look = {"name": "look", "arguments": chance.choice(['{"a": 1}', "{}", ""])}
+                message = {
+                    "role": "assistant",
+                    "content": chance.choice([None, "", text]),
+                    "tool_calls": [
+                        {"id": each, "type": "function", "function": look} for each in ids
+                    ],
+                    "reasoning_content": chance.choice([None, "why"]),
+                }
+                messages.append(message)
+            case "T":
+                answered = chance.choice(ids)
+                messages.append({"role": "tool", "tool_call_id": answered, "content": text})
+    return messages
+
+
+@_kind
+def shapes(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Conversations that were interrupted, for templates that refuse them: all are answered."""
+    (folder / "strict.jinja").write_text(chance.choice([*STRICT.values()]), encoding="utf-8")
+    lines = [json.dumps({"messages": _odd_conversation(chance)}) for _ in range(8)]
+    stdin = "".join(f"{line}\n" for line in lines).encode()
+    draft = chance.choice(["ngram", str(base.model("draft"))])
+    arguments = (
+        *("batch", "-m", str(base.model("target")), "-md", draft, *_EXACT, "-c", "512"),
+        *("--chat-template", "strict.jinja", "-", "-"),
+    )
+    return Case(arguments, stdin=stdin, codes=frozenset())
 
 
 def make_case(

@@ -1,18 +1,19 @@
-"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, a line
-for each::
+"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, and how
+it changes conversations for it, a line for each::
 
     python -m tests.long_runs.templates [FOLDER]
 
 FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python
 is fetched. Fails if a template has lost its form: all that write calls have one, but for those in
 `UNREAD`. Calls in each form must be read again, whole and letter by letter, and the grammars of
-calls must allow them.
+calls must allow them. Conversations of up to `LONGEST` messages in any order must be in the prompt
+with all of their messages.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
+import multiprocessing
 import re
 import sys
 import tempfile
@@ -30,9 +31,10 @@ from specgen.serve.formats.tool_calls.forms import CallForm
 from specgen.serve.formats.tool_calls.function import Function
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.serve.formats.tool_calls.parser import ToolCallParser
-from specgen.session.prompts.template import Message, ToolCall, render
+from specgen.session.prompts.template import Message, ToolCall
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
 from specgen.text.grammar.free_text import ANY, grammar_start
+from tests.helpers.conversations import conversation, fitted, fitted_turns, lost, orders
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Templates whose calls are not read, and why.
@@ -41,6 +43,9 @@ UNREAD = {
         "the prompt ends with the mark of a call even if the answer is not one"
     ),
 }
+#: The numbers of messages of the longest conversations, without and with empty answers.
+LONGEST = 6
+LONGEST_WITH_EMPTY_ANSWERS = 4
 #: Control tokens of models whose template offers tools and writes no call.
 _TOKENS = ("<|tool_call_start|>", "<|tool_call|>")
 _WEATHER = {
@@ -143,13 +148,12 @@ def about(name: str, template: str, work: Path) -> tuple[str, bool]:
     thoughts = next((mark for mark in THOUGHT_CONTROLS if mark in template), "none")
     try:
         turns = [Message("user", "hello")]
-        now = datetime.datetime(2026, 1, 1)
-        prompt = render(template, turns, bos_token="", eos_token="", now=now)
+        prompt = fitted(template, turns).text
         if has_tools:  # what an agent sends next
             calls_made = tuple(ToolCall(f"call_{n}", *call) for n, call in enumerate(CALLS[:2]))
             turns.append(Message("assistant", "So", calls_made))
             turns += [Message("tool", "x", (), each.identity, each.name) for each in calls_made]
-            render(template, turns, bos_token="", eos_token="", now=now)
+            fitted(template, turns)
         thoughts += ", begun by the template" if ThoughtReader(prompt).is_open else ""
     except PromptError as error:
         return f"calls: {calls}; {error.message}", False
@@ -159,18 +163,45 @@ def about(name: str, template: str, work: Path) -> tuple[str, bool]:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def about_shapes(template: str) -> tuple[str, bool]:
+    """How many conversations are changed, and whether all of them are in the prompt."""
+    n_all = 0
+    n_changed = 0
+    all_orders = {*orders(LONGEST, "SUACT"), *orders(LONGEST_WITH_EMPTY_ANSWERS)}
+    for letters in sorted(all_orders, key=len):
+        n_all += 1
+        try:
+            found = fitted_turns(template, letters)
+        except PromptError as error:
+            return f"{letters} is refused: {error.message}", False
+        if missing := lost(letters, found.text):
+            return f"{letters} is without {missing}", False
+        n_changed += found.messages != conversation(letters)
+    return f"{n_changed} of {n_all} conversations are changed", True
+
+
+def about_file(file: Path) -> bool:
+    """Print the line of a template; return whether all is as expected."""
+    template = file.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as work:
+        line, is_expected = about(file.stem, template, Path(work))
+    shapes, are_fitted = about_shapes(template)
+    print(f"{file.stem}: {line}; {shapes}", flush=True)
+    return is_expected and are_fitted
+
+
+def main(arguments: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory() as work, multiprocessing.Pool() as pool:
         if arguments:
             folder = Path(arguments[0])
         else:
             source = build_peers.fetch(build_peers.installed_version(), Path(work))
             folder = source / "vendor/llama.cpp/models/templates"
-        failed = []
-        for file in sorted(folder.glob("*.jinja")):
-            line, is_expected = about(file.stem, file.read_text(encoding="utf-8"), Path(work))
-            print(f"{file.stem}: {line}")
-            failed += [] if is_expected else [file.stem]
+        files = sorted(folder.glob("*.jinja"))
+        are_expected = pool.map(about_file, files, chunksize=1)
+    failed = [
+        file.stem for file, is_expected in zip(files, are_expected, strict=True) if not is_expected
+    ]
     if failed:
         print(f"not as expected: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

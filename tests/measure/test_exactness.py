@@ -28,6 +28,8 @@ from specgen.measure.exactness import (
     check_greedy,
     check_sampled,
     movement,
+    run_checks,
+    ways_to_draft,
 )
 from specgen.measure.goodness_of_fit import GTest
 from specgen.method.backend import Backend, Batch
@@ -337,3 +339,29 @@ def test_verdicts() -> None:
     assert found["greedy"][0]["is_defect"] is True
     assert found["greedy"][0]["difference"]["gap"] == "inf"
     assert found["sampled"][0]["test"]["n_cells"] == 2
+
+
+def test_all_checks_share_one_progress(models: Path) -> None:
+    shown: list[tuple[str, int, int]] = []
+    with opened(models, max_tokens=12, temperature=0.0) as session:
+        prompts = {n: session.prompts.of_text(text, chat=False) for n, text in enumerate(PROMPTS)}
+        run_checks(
+            session,
+            prompts,
+            ways_to_draft(EAGER),
+            check="both",
+            sampling=SamplerOptions(temperature=0.8, seed=0),
+            n_draws=120,
+            progress=lambda *step: shown.append(step),
+            interrupted=lambda: False,
+        )
+    done = [step[1] for step in shown]
+    totals = {step[2] for step in shown}
+    assert done == sorted(done)
+    assert totals == {done[-1]}
+    assert list(dict.fromkeys(name for name, _, _ in shown)) == [
+        "greedy, plain decoding",
+        "greedy, --policy fixed",
+        f"greedy, {N_AT_ONCE} answers at once",
+        "sampled, --policy fixed",
+    ]

@@ -60,7 +60,7 @@ def test_a_bad_line_is_named_in_one_line(tmp_path: Path, line: str, what: str) -
 def test_files_that_cannot_be_read_or_are_empty(tmp_path: Path) -> None:
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
     empty.write_text("\n \n", encoding="utf-8")
-    binary.write_bytes(b"\xff\xfe\xff")
+    binary.write_bytes(b"caf\xe9")
     with pytest.raises(PromptError, match="no prompts"):
         read_bench_prompts(empty)
     with pytest.raises(PromptError, match="not UTF-8"):

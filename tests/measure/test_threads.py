@@ -21,12 +21,13 @@ from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_langu
 @pytest.mark.parametrize(
     ("cores", "expected"),
     [
-        ((1, 1, 1), [1]),
-        ((4, 8, 2), [1, 2, 3, 4, 8]),
-        ((64, 128, 6), [6, 16, 24, 32, 40, 48, 56, 64, 128]),
+        ((1, 1), [1]),
+        ((1, 2), [1, 2]),
+        ((4, 8), [1, 2, 3, 4, 8]),
+        ((64, 128), [16, 24, 32, 40, 48, 56, 64, 128]),
     ],
 )
-def test_a_few_sensible_numbers_are_tried(cores: tuple[int, int, int], expected: list[int]) -> None:
+def test_a_few_sensible_numbers_are_tried(cores: tuple[int, int], expected: list[int]) -> None:
     assert thread_counts(*cores) == expected
 
 

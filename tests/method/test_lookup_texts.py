@@ -107,6 +107,13 @@ def test_records_of_answers(tmp_path: Path) -> None:
     assert load(tmp_path) == load(path)
 
 
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-le"])
+def test_files_in_utf_16_are_looked_up_in(tmp_path: Path, codec: str) -> None:
+    (tmp_path / "a.txt").write_bytes("the café\n".encode(codec))
+    (tmp_path / "b.jsonl").write_bytes('{"text": "é"}\n'.encode(codec))
+    assert load(tmp_path) == ["the café\n", "é"]
+
+
 def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
     path = {name: tmp_path / name for name in ("missing", "binary", "latin", "empty", "circle")}
     path["binary"].write_bytes(b"a\0b")
@@ -115,8 +122,8 @@ def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
     path["circle"].symlink_to(path["circle"])
     for name, said in {
         "missing": f"{path['missing']}: ",
-        "binary": f"{path['binary']}: not UTF-8 text",
-        "latin": f"{path['latin']}: not UTF-8 text",
+        "binary": f"{path['binary']} is not text: it has a NUL byte on line 1",
+        "latin": f"{path['latin']} is not UTF-8: byte 0xe9 on line 1",
         "empty": f"--lookup-file {path['empty']}: no text in it",
         "circle": f"{path['circle']}: ",
     }.items():

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import specgen
+from specgen.api import AnswerDefaults
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, FinishedEvent
 from specgen.method.backend import Batch
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.session.prompts.template import ToolCall
 from tests.helpers.cli import ended
 from tests.helpers.sessions import folder_with
 from tests.tiny import TinyConfig
@@ -20,6 +26,9 @@ from tests.tiny.config import CHATML_TEMPLATE
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 PROMPT = "the cat is in the"
+OPTIONS = (SamplerOptions, GenerationOptions)
+#: The package for calls that a type checker would refuse.
+untyped: Any = specgen
 N = 12
 
 
@@ -30,6 +39,13 @@ files = folder_with(target=TARGET, draft=TARGET.draft(0.02))
 @pytest.fixture
 def model(files: Path) -> Iterator[specgen.Model]:
     with specgen.load(files / "target.gguf", files / "draft.gguf", n_ctx=256, n_parallel=3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(files: Path) -> Iterator[specgen.Model]:
+    """A model for requests that are refused, which is as good as new after each."""
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
         yield made
 
 
@@ -78,6 +94,282 @@ def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
     for seed in range(4):  # drafts go where the grammar changes scores, too
         drawn = {"temperature": 2.0, "seed": seed, "json_schema": numbers}
         assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)
+
+
+# --- options by name ------------------------------------------------------------------------------
+
+
+def test_every_option_of_an_answer_can_be_given_by_its_name() -> None:
+    names = {each.name for kind in OPTIONS for each in dataclasses.fields(kind) if each.metadata}
+    objects = {"sampling", "generation", "grammar", "json_schema"}
+    assert AnswerDefaults.__annotations__.keys() == names | objects
+
+
+def test_an_option_means_the_same_by_any_name_and_in_an_object(model: specgen.Model) -> None:
+    greedy = model.generate(PROMPT, max_tokens=N).text
+    # Only with top_k does this temperature give the likeliest tokens.
+    assert model.generate(PROMPT, max_tokens=N, temperature=2.0, top_k=1).text == greedy
+    hot = SamplerOptions(temperature=2.0, seed=5, repeat_penalty=1.5)
+    short = GenerationOptions(max_tokens=N, stop=("zzz",))
+    ways: list[dict[str, Any]] = [
+        {"sampling": hot, "generation": short},
+        {"sampling": hot, "max_tokens": N, "stop": "zzz"},
+        {"sampling": hot, "generation": short, "temperature": 2.0, "max_tokens": N},
+        {
+            "sampling": SamplerOptions(temperature=2.0, seed=5),
+            "repeat_penalty": 1.5,
+            "n_predict": N,
+        },
+        {"temperature": 2.0, "seed": 5, "repeat_penalty": 1.5, "max_tokens": N, "top_k": None},
+        {"temp": 2.0, "seed": np.int64(5), "repetition_penalty": np.float32(1.5), "n_predict": N},
+    ]
+    (text,) = {model.generate(PROMPT, **way).text for way in ways}
+    assert text != greedy
+
+
+def test_the_defaults_of_answers_are_given_to_load_by_name(files: Path) -> None:
+    target = files / "target.gguf"
+    with untyped.load(target, "none", n_ctx=0, n_predict=3, top_k=1, temp=2.0) as made:
+        assert made.engine.n_ctx == TARGET.n_ctx_train
+        answer = made.generate(PROMPT)
+        assert answer.finished is not None
+        assert answer.finished.n_tokens == 3
+        assert plain(files).startswith(answer.text)
+
+
+def test_log_probabilities_are_on_the_result(model: specgen.Model) -> None:
+    answer = model.generate(PROMPT, max_tokens=N, logprobs=2)
+    assert answer.finished is not None
+    assert "".join(piece.text for piece in answer.logprobs) == answer.text
+    for token, piece in zip(answer.finished.token_ids, answer.logprobs, strict=True):
+        likeliest, second, *_ = piece.top_logprobs
+        assert likeliest.token_id == token == piece.token_id
+        assert piece.logprob == likeliest.logprob > second.logprob
+    assert model.generate(PROMPT, max_tokens=N).logprobs == []
+
+
+def test_a_request_is_shown_in_one_line(model: specgen.Model) -> None:
+    waiting = model.submit("a\nb " * 30, max_tokens=40)
+    shown = [repr(waiting), repr(model.generate("a\nb " * 30, max_tokens=40))]
+    list(model.engine.run())
+    shown.append(repr(waiting))
+    for each in shown:
+        assert "\n" not in each
+        assert len(each) < 200
+    assert "(waiting)" in shown[0]
+    assert "40 tokens" in shown[1]
+    assert shown[2].split(": ", 1)[1] == shown[1].split(": ", 1)[1]
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+def test_messages_are_also_objects_of_openais_api(model: specgen.Model) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    objects: list[Any] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+    ]
+    messages = [
+        specgen.Message("system", "be brief"),
+        specgen.Message("user", "hi"),
+        specgen.Message("assistant", "", (ToolCall("1", "f", {"a": 1}),)),
+        specgen.Message("tool", "7", tool_call_id="1", name="f"),
+    ]
+    expected = model.generate(messages, max_tokens=N)
+    for given in (objects, [*messages[:3], objects[3]], iter(messages), iter(objects)):
+        answer = model.generate(given, max_tokens=N)
+        assert (answer.prompt, answer.text) == (expected.prompt, expected.text)
+    assert '"a": 1' in expected.prompt.text
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+TEXT = {"type": "text", "text": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (None, "prompt: give a text or messages, not None"),
+        (b"x", "prompt: give a text or messages, not b'x'"),
+        (3, "prompt: give a text or messages, not 3"),
+        ([], "the prompt is empty"),
+        (["a", "b"], "messages[0]: give a message, not 'a'"),
+        ({"role": "user", "content": "x"}, "prompt: give a list of messages, not {'role'"),
+        (specgen.Message("user", "x"), "prompt: give a list of messages, not Message("),
+        ("\ud800", "half a surrogate pair"),
+        ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
+        ([{"role": "usr", "content": "x"}], "messages[0].role: give one of 'assistant', "),
+        ([{"content": "x"}], "messages[0].role: "),
+        ([{"role": "user", "contents": "x"}], "messages[0].contents: there is no such field; did "),
+        ([{"role": "user", "content": [{**TEXT, "txt": 1}]}], "messages[0].content.txt: there is"),
+        ([{"role": "user", "content": [TEXT, IMAGE]}], "messages[0].content: this model reads tex"),
+        ([{"role": "assistant", "tool_calls": [{"id": 1}]}], "messages[0].tool_calls[0].id: give"),
+        (specgen.Prompt("x", ()), "the prompt is empty"),
+        (specgen.Prompt("x", (10**9,)), "there is no token 1000000000"),
+        (specgen.Prompt("x", (-1,)), "there is no token -1"),
+        (specgen.Prompt("x", (5.5,)), "tokens: give a tuple of numbers"),  # type: ignore[arg-type]
+        (specgen.Prompt("x", np.arange(2)), "tokens: give a tuple of"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: str) -> None:
+    with pytest.raises((UsageError, PromptError)) as error:
+        shared.generate(prompt, max_tokens=1)
+    assert error.value.message.startswith(said) or said in error.value.message
+    assert "\n" not in error.value.message
+    assert shared.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"foo": 1}, "there is no option 'foo'"),
+        ({"max_token": 3}, "there is no option 'max_token'; did you mean max_tokens?"),
+        (
+            {"n_threads": 3},
+            "n_threads is not an option of answers: give load context=ContextOptions(",
+        ),
+        (
+            {"draft_max": 3},
+            "draft_max is not an option of answers: give load drafting=DraftOptions(max_",
+        ),
+        ({"temp": 1, "temperature": 1}, "temp and temperature are the same option"),
+        ({"max_tokens": 2.5}, "max_tokens: give a whole number, not 2.5"),
+        ({"max_tokens": True}, "max_tokens: give a number, not True"),
+        ({"n_predict": -3}, "max_tokens: give -2 or more, not -3"),
+        ({"max_tokens": 10**30}, "max_tokens: give 9223372036854775807 or less, not 1000"),
+        ({"seed": 10**5000}, "seed: give 9223372036854775807 or less, not a number of thousands"),
+        ({"temperature": -1}, "temperature: give 0 or more, not -1"),
+        ({"temperature": "hot"}, "temperature: give a number, not 'hot'"),
+        ({"temperature": float("nan")}, "temperature: give a finite number, not nan"),
+        ({"temperature": np.arange(2)}, "temperature: give a number, not array([0, 1])"),
+        ({"presence_penalty": float("inf")}, "presence_penalty: give a finite number, not inf"),
+        ({"stop": ""}, "stop: a text is empty"),
+        ({"stop": b"x"}, "stop: give a list, not b'x'"),
+        ({"stop": ["a", 3]}, "stop[1]: give a text, not 3"),
+        ({"samplers": "bogus"}, "samplers: there is no sampler 'bogus'"),
+        ({"samplers": ["temp"]}, "samplers[0]: give one of 'penalties'"),
+        ({"logit_bias": {5000: 1}}, "logit_bias: there is no token 5000"),
+        ({"logit_bias": {-1: 1}}, "logit_bias: there is no token -1"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias: give a bias between"),
+        ({"logprobs": 101}, "logprobs: give 100 or less, not 101"),
+        ({"grammar": 3}, "grammar: give a text, not 3"),
+        ({"grammar": "x", "json_schema": {}}, "grammar and json_schema exclude each other"),
+        ({"json_schema": 3}, "json_schema: give an object, not 3"),
+        ({"json_schema": {"enum": {1}}}, "json_schema: it is not JSON"),
+        ({"ignore_eos": True, "json_schema": {}}, "ignore_eos and a grammar"),
+        ({"system": b"x"}, "system: give a text, not b'x'"),
+        ({"chat": 3}, "chat: give true or false, not 3"),
+        ({"sampling": {}}, "sampling: give a value of the type SamplerOptions, not {}"),
+        (
+            {"sampling": SamplerOptions(temperature=0.5), "temp": 0.7},
+            "temperature is 0.7, but 0.5 in sampling; give it once",
+        ),
+        (
+            {"generation": GenerationOptions(max_tokens=3), "max_tokens": 4},
+            "max_tokens is 4, but 3 in generation; give it once",
+        ),
+    ],
+)
+def test_what_is_no_option_is_refused(shared: specgen.Model, options: Any, said: str) -> None:
+    for ask in (shared.generate, shared.stream, shared.events, shared.submit):
+        with pytest.raises(UsageError) as error:  # before anything is generated
+            ask(PROMPT, **options)
+        assert error.value.message.startswith(said)
+        assert "\n" not in error.value.message
+    with pytest.raises(UsageError):
+        shared.generate_all([PROMPT], **options)
+    assert shared.engine.is_idle
+
+
+def test_several_prompts_are_all_answered_or_none(shared: specgen.Model) -> None:
+    wrong: Any = ("abc", b"abc", None, {"role": "user"}, [PROMPT, None])
+    for prompts in wrong:
+        with pytest.raises(UsageError, match="give a "):
+            shared.generate_all(prompts, max_tokens=1)
+        assert shared.engine.is_idle
+    answers = shared.generate_all((prompt for prompt in (PROMPT, PROMPT)), max_tokens=1)
+    assert len(answers) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target": None}, "target: give a text, not None"),
+        ({"target": ""}, "target: give a file or a name"),
+        ({"draft": 3}, "draft: give a list, not 3"),
+        ({"draft": [None]}, "draft: give a text, not None"),
+        ({"n_ctx": -1}, "n_ctx: give 0 or more, not -1"),
+        ({"n_ctx": 2.5}, "n_ctx: give a whole number, not 2.5"),
+        ({"n_parallel": 0}, "n_parallel: give 1 or more, not 0"),
+        ({"kernels": "fast"}, "kernels: give one of 'auto', 'specgen' or 'llama.cpp', not 'fast'"),
+        ({"context": 3}, "context: give a value of the type ContextOptions, not 3"),
+        ({"note": 3}, "note: give a function, not 3"),
+        ({"n_ctxx": 3}, "there is no option 'n_ctxx'; did you mean n_ctx?"),
+        ({"n_threads": 3}, "n_threads is not an option of answers: give load context="),
+        ({"temperature": -1}, "temperature: give 0 or more, not -1"),
+        (
+            {"n_ctx": 256, "context": specgen.ContextOptions(n_ctx=512)},
+            "n_ctx is 256, but 512 in context; give it once",
+        ),
+    ],
+)
+def test_what_load_cannot_use_is_refused(files: Path, options: Any, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        specgen.load(**{"target": files / "target.gguf", "draft": "none"} | options)
+    assert error.value.message.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: untyped.SamplerOptions(top_k=-3), "top_k: give -1 or more, not -3"),
+        (
+            lambda: untyped.GenerationOptions(grammar="x"),
+            "grammar: give a value of the type Grammar",
+        ),
+        (lambda: untyped.DraftOptions(ngram_min=5, ngram_max=2), "the shortest n-gram (5) is lo"),
+        (lambda: untyped.DraftOptions(tree="x"), "tree: 'x' is not a shape"),
+        (lambda: untyped.ContextOptions(n_threads=0), "n_threads: give 1 or more, not 0"),
+        (lambda: untyped.ContextOptions(cache_type_k="q"), "cache_type_k: give one of 'f32', "),
+        (lambda: untyped.SessionOptions(None), "target: give a path, not None"),
+        (lambda: untyped.SessionOptions("x", sampler=3), "sampler: give a value of the type Sa"),
+        (lambda: untyped.TreeShape("levels", (0,)), "TreeShape('levels', (0,)) is not a shape"),
+        (lambda: untyped.TreeShape("walks", (3,)), "TreeShape('walks', (3,)) is not a shape"),
+        (lambda: untyped.Message("usr", "x"), "role: give one of system, user, assistant, tool"),
+        (lambda: untyped.Message("user", None), "content: give a text, not None"),
+        (lambda: untyped.Session(None, time.perf_counter), "options: give a value of the type"),
+        (lambda: untyped.Engine(None), "session: give a value of the type Session, not None"),
+    ],
+)
+def test_what_is_no_value_of_a_class_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make()
+    assert error.value.message.startswith(said)
+
+
+def test_an_engine_refuses_what_it_cannot_use(shared: specgen.Model, files: Path) -> None:
+    engine: Any = shared.engine
+    wrong: Any = ({"verifier": "x"}, {"n_drafted_max": -1}, {"sampling": 3}, {"generation": 3})
+    for options in wrong:
+        with pytest.raises(UsageError, match=f"{next(iter(options))}: give "):
+            engine.insert(PROMPT, **options)
+    for use in (engine.insert, engine.cancel, lambda given: next(engine.stream(given))):
+        with pytest.raises(UsageError, match="not None"):
+            use(None)
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as other:
+        foreign = other.submit(PROMPT, max_tokens=1)
+        with pytest.raises(UsageError, match="belongs to another engine"):
+            list(engine.stream(foreign))
+        assert not foreign.is_cancelled
+    assert engine.is_idle
+
+
+# --- several answers ------------------------------------------------------------------------------
 
 
 def test_answers_generated_together_equal_those_alone(files: Path, model: specgen.Model) -> None:

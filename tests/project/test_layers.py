@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "specgen"
 #: The layers, packages and single modules, from the bottom up. A module imports only from its own
 #: layer and from those below it.
 LAYERS = (
-    *("errors", "option_fields", "sampler_options", "options", "events", "system", "text"),
+    *("errors", "option_fields", "option_values", "sampler_options", "options"),
+    *("events", "system", "text"),
     *("method", "models"),
     *("llama", "drafters", "session", "train", "measure", "serve", "render", "api", "cli"),
     "examples",

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from specgen.measure.run_progress import RunProgress
 from specgen.system import progress
 from specgen.system.progress import ProgressView
 
@@ -74,6 +75,29 @@ def test_a_line_of_a_download_comes_now_and_then() -> None:
         "tiny: 20% (200 B of 1.00 kB)",
         "tiny: 100% (1.00 kB of 1.00 kB)",
         "done",
+    ]
+
+
+# --- runs of several steps
+
+
+def test_a_run_has_one_estimate_of_its_remaining_time() -> None:
+    stream, clock = io.StringIO(), Clock()
+    view = ProgressView(stream, clock, "run")
+    run = RunProgress({"plain": 10, "drafts": 20, "samples": 70}, view.show)
+    for name in ("plain", "drafts", "samples"):
+        step = run.step(name)
+        for n_done in (1, 2):
+            clock.now_s += 20.0
+            step(n_done, 2)
+    view.close()
+    assert stream.getvalue().splitlines() == [
+        "plain: 5% of the run, about 6 min left",
+        "plain: 10% of the run, about 6 min left",
+        "drafts: 20% of the run, about 4 min left",
+        "drafts: 30% of the run, about 3 min left",
+        "samples: 65% of the run, about 54 s left",
+        "samples: 100% of the run",
     ]
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 from scripts.make_picture import main
 from specgen.cli.output import Output
-from specgen.events import EVENT_TYPES, DraftedEvent, Event, to_json_object
-from specgen.render.streams import JsonlRenderer, TextRenderer
+from specgen.events import EVENT_TYPES, DraftedEvent, Event, TokenKind, to_json_object
+from specgen.render.rows import pens
+from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
@@ -92,7 +94,7 @@ def test_a_pipe_gets_no_codes_and_stderr_the_rest() -> None:
     assert run(script()) == ("The cat lay", "note: hm\n")
     assert run(script(), verbose=True)[1] == "note: hm\n  because\n"
     assert run(script(), quiet=True)[1] == ""
-    for environ in ({"FORCE_COLOR": "1"}, {"COLUMNS": "7"}):
+    for environ in ({"FORCE_COLOR": "1"}, {"COLUMNS": "7"}, {"COLUMNS": "0"}, {"COLUMNS": "²"}):
         assert run(script(), environ=environ)[0] == "The cat lay"
 
 
@@ -117,6 +119,22 @@ def test_a_terminal_gets_the_live_view() -> None:
     plain, _ = run(script(), terminal=True, environ={"NO_COLOR": "1"})  # the attributes stay
     assert "\x1b[4mcat\x1b[0m" in plain
     assert "\x1b[2;9m sat\x1b[0m" in plain
+
+
+@pytest.mark.parametrize("columns", ["", "0", "00", "-1", "²", "many"])
+def test_a_width_that_cannot_be_is_ignored(columns: str) -> None:
+    stream = Stream()
+    make_console(stream, {"COLUMNS": columns}).print("some words")
+    assert stream.text == "some words\n"
+
+
+def test_without_colours_no_two_kinds_of_tokens_look_the_same() -> None:
+    console = make_console(Stream(terminal=True), {"NO_COLOR": "1", "TERM": "xterm"})
+    assert console.no_color
+    codes = pens(console)
+    kinds = [*get_args(TokenKind), "rejected"]
+    assert len({codes[kind] for kind in kinds}) == len(kinds) == 6
+    assert not any(re.search(r"\b(3|9)\d\b", before) for before, _ in codes.values())
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])

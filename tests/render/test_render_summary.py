@@ -13,6 +13,9 @@ from specgen.events import FinishedEvent, ReasonCount
 from specgen.render.summary import print_summary, summary_items, summary_line
 from tests.helpers.events import Script
 
+#: How the line about the answer of `finished` begins.
+FIRST_LINE = "8 tokens in 800 ms, 500 ms to the first token, then 26.7 tokens/s"
+
 
 def finished(**changes: Any) -> FinishedEvent:
     script = Script().prompt().round(["a", "b", "c"], 2, "d").round(["e", "f", "g"], 3, "h")
@@ -84,12 +87,14 @@ def test_how_the_gain_is_known() -> None:
     event = dataclasses.replace(event, estimated_whole_speedup=1.51)
     assert items(event)["gain"] == known
     busy = "other programs took 40% of the machine's cores meanwhile"
-    assert items(dataclasses.replace(event, others_share=0.4))["gain"] == busy
+    rough = dataclasses.replace(event, others_share=0.4, estimate_is_rough=True)
+    assert items(rough)["gain"] == f"{busy}, {known}"
     assert items(finished(estimate="not known: why"))["gain"] == "not known: why"
     event = finished(estimated_speedup=0.8)
     advice = "try `--draft none`, `--draft ngram` or a smaller `--draft-max`"
     assert items(event)["gain"] == advice
     assert "`--draft ngram`" not in items(event, draft="ngram")["gain"]
+    assert "gain" not in items(dataclasses.replace(event, estimate_is_rough=True))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_a_gain_is_said_with_its_uncertainty_and_none_if_it_may_be_none(
 def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> None:
     event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
     lines = printed(event).splitlines()
-    assert lines[0] == "8 tokens in 800 ms, 26.7 tokens/s: slower than without drafts (0.8 times)"
+    assert lines[0] == f"{FIRST_LINE}: slower than without drafts (0.8 times)"
     assert [line.partition(":")[0] for line in lines[1:]] == list(items(event))
     assert printed(event, whole=False).splitlines() == lines[:1]
     assert "\x1b" not in printed(event)
@@ -126,22 +131,34 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "8 tokens in 800 ms, 26.7 tokens/s"),
+        ({}, FIRST_LINE),
         ({"n_tokens": 1}, "1 token in 800 ms"),
-        (
-            {"finish_reason": "length"},
-            "8 tokens in 800 ms, 26.7 tokens/s (cut off: -n allows more)",
-        ),
-        ({"n_drafted": 0}, "8 tokens in 800 ms, 26.7 tokens/s, nothing was drafted"),
+        ({"finish_reason": "length"}, f"{FIRST_LINE} (cut off: -n allows more)"),
+        ({"n_drafted": 0}, f"{FIRST_LINE}, nothing was drafted"),
+        ({"prompt_s": 3.25}, "3.25 s to the first token, then 26.7 tokens/s"),
+        ({"n_tokens": 3, "prompt_s": 3.25}, "3 tokens in 800 ms; 3.25 s of it for prefill"),
         ({"finish_reason": "context"}, "(the context is full: -c allows more)"),
         ({"finish_reason": "interrupted"}, "(interrupted)"),
         ({"loading_s": 0.9}, "26.7 tokens/s"),
         (
-            {"packing_s": 8.0, "loading_s": 0.4},
-            "; before that: loading 400 ms, loading and packing 8.00 s",
+            {"packing_s": 8.0, "measuring_s": 1.5, "starting_s": 2.1},
+            (
+                "; before that: starting 2.10 s, loading and packing 8.00 s, "
+                "measuring what drafting costs 1.50 s"
+            ),
         ),
-        ({"between": (2.4, 3.4), "others_share": 0.4}, "since the machine was busy"),
-        ({"others_share": 0.4}, "; the speed-up is not known, since the machine was busy"),
+        (
+            {"between": (1.2, 2.0), "estimate_is_rough": True},
+            (
+                f"{FIRST_LINE}: about 1.6 times as fast as without drafts "
+                "(rough: the machine was busy)"
+            ),
+        ),
+        (
+            {"between": (0.8, 1.0), "estimate_is_rough": True},
+            "slower than without drafts (0.9 times; rough: the machine was busy)",
+        ),
+        ({"others_share": 0.4}, FIRST_LINE),
     ],
 )
 def test_the_first_line_is_plain_words(changes: dict[str, Any], said: str) -> None:

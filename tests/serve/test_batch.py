@@ -19,10 +19,18 @@ import pytest
 from specgen.errors import BackendError, ModelFileError, OutputError, SpecgenError
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.render.tables import batch_summary
-from specgen.serve.batch.lines import OWN, BatchLine, LineError, continued, read_results
+from specgen.serve.batch.lines import (
+    OWN,
+    BatchLine,
+    LineError,
+    continued,
+    notes_on,
+    read_lines,
+    read_results,
+)
 from specgen.serve.batch.on_ray import ActorJob, Cluster, Placement, RayBatch, connected, place
 from specgen.serve.batch.runner import BatchRun, BatchStats
-from specgen.serve.formats.parsed_request import ParsedRequest
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest
 from specgen.system.files import to_line
 from tests.helpers.batch import (
     PATIENCE_S,
@@ -48,9 +56,14 @@ class TestLines:
         ("line", "code", "word"),
         [
             (b"caf\xe9", "invalid_utf8", "0xe9"),
+            (b"a\0b", "invalid_text", "NUL"),
             ("{broken", "invalid_json", "line 1 column 2"),
             ('{"seed": ' + "1" * 5000 + "}", "invalid_json", "number out of range"),
             ({"prompt": 3}, "invalid_request", "prompt: 3 is not a text"),
+            ({"promt": "x"}, "invalid_request", "unknown field: promt (did you mean prompt?)"),
+            ({"mesages": []}, "invalid_request", "mesages (did you mean messages?)"),
+            ({"a": 1, "b": 2, "model": ""}, "invalid_request", "missing; unknown fields: a, b"),
+            ({"seed": 1}, "invalid_request", "prompt: it is missing"),
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
             ({"custom_id": "\ud800", "prompt": "x"}, "invalid_json", "hex escape"),
             ({"url": "/v1/embeddings", "body": {}}, "invalid_request", "url"),
@@ -70,6 +83,28 @@ class TestLines:
         assert bad.request.code == code
         assert word in bad.request.message
         assert "\n" not in bad.request.message
+
+    @pytest.mark.parametrize("codec", ["utf-16", "utf-16-le", "utf-16-be"])
+    def test_lines_in_utf_16_are_those_in_utf_8(self, codec: str) -> None:
+        text = 'the café\r\n\r\n{"prompt": "é"}\r\n'
+        defaults = Defaults(*DEFAULTS)
+        assert read_lines(text.encode(codec), "a.txt", defaults) == read_lines(
+            text.encode(), "a.txt", defaults
+        )
+
+    def test_mistakes_are_noted_with_their_first_line(self) -> None:
+        lines = lines_of(
+            {"prompt": "a"}, *3 * [{"prompt": "b", "max_token": 3, "user": "me"}], {"promt": "c"}
+        )
+        ignored, wrong = notes_on(lines)
+        assert ignored == (
+            "line 2 and 2 others: max_token: ignored, since specgen has no such field "
+            "(did you mean max_tokens?)"
+        )
+        assert wrong == (
+            "line 5: not answered: prompt: it is missing; unknown field: promt "
+            "(did you mean prompt?)"
+        )
 
 
 def record(custom_id: str, digest: str = "d", *, fails: bool = False, **own: Any) -> dict[str, Any]:
@@ -133,9 +168,9 @@ class TestResults:
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     stats = BatchStats(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
-    told = "2 answers of 100 tokens, 5 s: 20.0 tokens/s, 4 at once"
+    told = "2 answers, 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
     assert batch_summary(stats, 5.0, "4 at once") == told
-    stats.n_drafted, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
+    stats.n_positions, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
     assert batch_summary(stats, 5.0, "4 at once") == told
 
@@ -282,7 +317,7 @@ def test_actors_answer_as_a_batch_does(target: Path) -> None:
             assert results.text(name) == plain.text(name)
     for name in ("n_lines", "n_answers", "n_errors", "n_tokens", "n_prompt_tokens"):
         assert getattr(batch.stats, name) == getattr(here.stats, name)
-    assert batch.stats.n_drafted > 0
+    assert batch.stats.n_positions > 0
     assert (batch.n_actors, batch.where) == (2, "2 Ray actors")
     assert len(ray.portions) > 4  # so that a fast actor gets more
     assert {name for portion in ray.portions for name in portion} == results.records.keys()

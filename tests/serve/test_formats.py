@@ -100,6 +100,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
     found = chat(**values, dry_breakers=[".", "!"]).sampling
     assert found == SamplerOptions(**expected)
     others = {"dry_sequence_breakers": ["."], "dry_penalty_last_n": 9, "typ_p": 3}
+    assert chat(dry_breakers='[".", "!"]').sampling.dry_breakers == (".", "!")
     assert chat(**others).sampling == chat(dry_breakers=["."], dry_last_n=9).sampling
     assert chat(seed=2**40).sampling.seed == 2**40
 
@@ -139,7 +140,7 @@ def test_other_spellings_of_values() -> None:
     assert read("chat", messages=turns).messages == (
         Message("user", "hi"),
         Message("assistant", "", (ToolCall("", "f", {"a": 1}),)),
-        Message("tool", "x", name="f"),
+        Message("tool", "x", tool_call_id="", name="f"),
     )
 
 

@@ -167,7 +167,7 @@ def test_vectors_are_cut_to_the_dimensions(server: Served, expected: dict[str, l
         ({"input": "a " * 300_000}, "input", "600000 bytes"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),
         ({"input": "a", "dimensions": 65}, "dimensions", "more than 64"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "give 1 or more, not 0"),
     ],
 )
 def test_wrong_requests_name_the_field(

@@ -119,7 +119,31 @@ def test_the_page_shows_the_answer_and_its_statistics(server: Running, page: Pag
     drafts = same["speculative"]
     expect(stats).to_contain_text(f"{same['usage']['completion_tokens']} tokens ·")
     expect(stats).to_contain_text("tokens/s")
-    expect(stats).to_contain_text(f"{drafts['n_accepted']} of {drafts['n_drafted']} drafted")
+    n_positions = sum(drafts["drafted_by_position"])
+    share = f"{drafts['n_accepted']} of {n_positions} drafted tokens accepted"
+    expect(stats).to_contain_text(f"{share} ({round(100 * drafts['acceptance_rate'])}%)")
+
+
+def test_a_share_of_accepted_tokens_is_the_same_while_the_answer_comes(page: Page) -> None:
+    shown = page.evaluate("""async () => {
+        const { AnswerStats } = await import("./page/answer_stats.js");
+        const stats = new AnswerStats(0);
+        const nodes = [-1, -1, 0].map((parent) => ({ parent }));
+        const tokens = ["accepted", "rejected", "corrected"].map((kind) => ({ kind, text: "a" }));
+        stats.add({ events: [{ event: "drafted", nodes }] }, tokens, 1000);
+        const running = stats.running();
+        const speculative = {
+            n_drafted: 3, n_accepted: 1, drafted_by_position: [1, 1], mean_accepted_length: 2,
+            estimated_speedup: 1.62, estimated_speedup_range: [1.4, 1.8], estimate_is_rough: true,
+        };
+        const timings = { cache_n: 0, prompt_n: 1, predicted_n: 2, predicted_per_second: 3 };
+        stats.add({ timings, speculative }, [], 2000);
+        return [running, stats.final()];
+    }""")
+    for text in shown:
+        assert "1 of 2 drafted tokens accepted (50%)" in text
+    rough = "about 1.6 times as fast as without drafts (rough: the machine was busy)"
+    assert rough in shown[1]
 
 
 def test_each_kind_of_token_looks_as_in_the_legend(page: Page) -> None:

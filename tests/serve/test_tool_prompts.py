@@ -14,6 +14,7 @@ from specgen.session.prompts.marked_text import unmarked
 from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.thoughts import ThoughtReader
 from tests.helpers.common import NOW
+from tests.helpers.conversations import fitted
 from tests.helpers.server import running, session_of
 from tests.helpers.sessions import opened
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -51,7 +52,7 @@ TURNS = [
 
 
 def rendered(template: str, messages: Sequence[Message], tools: Any = ()) -> str:
-    return render(template, messages, bos_token="", eos_token="", now=NOW, tools=tools)
+    return fitted(template, messages, tools).text
 
 
 def test_a_conversation_without_tools_is_as_if_there_were_none() -> None:

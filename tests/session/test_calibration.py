@@ -4,23 +4,28 @@ trace, who keeps to it, what a draft is expected to gain.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
 from specgen.measure.threads import measure_threads
-from specgen.method.backend import Batch
+from specgen.method.backend import Backend, Batch
 from specgen.options import ContextOptions, SessionOptions
+from specgen.session import calibration
 from specgen.session.calibration import (
     ASSUMED_ACCEPTANCE,
     PairCosts,
+    calibrate,
     expected_gain,
     is_pair_measured,
     measure_costs,
@@ -61,6 +66,11 @@ def backend(
     return TimedBackend(FakeVocabulary.letters(26), language, seconds=seconds, **sizes)
 
 
+def always(budget_s: float) -> Callable[[], float]:
+    """The budget of a machine whose load does not change."""
+    return lambda: budget_s
+
+
 def timed_sizes(model: TimedBackend) -> list[int]:
     """What was decoded after the few tokens with which the context begins."""
     return model.sizes[1:]
@@ -72,7 +82,7 @@ def test_each_size_has_its_seconds_and_the_context_is_empty_again(
     sizes: Sequence[int], recurrent: bool
 ) -> None:
     model = backend(lambda rows, _: 0.010 + 0.001 * rows, recurrent=recurrent)
-    found = measure_sizes(model, sizes, 100.0)
+    found = measure_sizes(model, sizes, always(100.0))
     assert found == pytest.approx({size: 0.010 + 0.001 * size for size in sizes})
     assert list(found) == sorted(found)
     assert model.length(0) == 0
@@ -84,7 +94,7 @@ def test_each_size_has_its_seconds_and_the_context_is_empty_again(
 @pytest.mark.parametrize(
     ("budget_s", "expected"),
     [
-        (0.5, [1, 2]),  # two sizes are timed anyway
+        (0.5, [1, 2, 4]),  # three sizes are timed anyway
         (3.5, [1, 2, 4]),
         (8.5, [1, 2, 4, 3, 5, 6, 7, 1]),
         (1e9, 3 * [1, 2, 4, 3, 5, 6, 7]),
@@ -93,7 +103,7 @@ def test_each_size_has_its_seconds_and_the_context_is_empty_again(
 def test_after_the_budget_nothing_new_is_begun(budget_s: float, expected: list[int]) -> None:
     """Each decode takes a second, those with which the context begins too."""
     model = backend(lambda *_: 1.0)
-    found = measure_sizes(model, range(1, 8), budget_s)
+    found = measure_sizes(model, range(1, 8), always(budget_s))
     assert timed_sizes(model) == expected
     assert set(found) == set(expected)
     assert model.length(0) == 0
@@ -101,33 +111,35 @@ def test_after_the_budget_nothing_new_is_begun(budget_s: float, expected: list[i
 
 def test_a_context_without_room_leaves_larger_batches_out() -> None:
     # Four cells are taken by the beginning of a text.
-    found = measure_sizes(backend(n_ctx=12), timed_batch_sizes(17), 1e9)
+    found = measure_sizes(backend(n_ctx=12), timed_batch_sizes(17), always(1e9))
     assert list(found) == list(range(1, 9))
-    assert list(measure_sizes(backend(n_batch=5), (1, 2, 4, 8, 16), 1e9)) == [1, 2, 4]
-    assert list(measure_sizes(backend(n_ctx=2), (1, 2), 1e9)) == [1]
-    assert list(measure_sizes(backend(n_ctx=1), (1, 2), 1e9)) == [1]
+    assert list(measure_sizes(backend(n_batch=5), (1, 2, 4, 8, 16), always(1e9))) == [1, 2, 4]
+    assert list(measure_sizes(backend(n_ctx=2), (1, 2), always(1e9))) == [1]
+    assert list(measure_sizes(backend(n_ctx=1), (1, 2), always(1e9))) == [1]
 
 
 def test_a_moment_of_disturbance_does_not_count() -> None:
     # The whole first pass takes ten times as long.
     model = backend(lambda rows, n: (0.001 + 0.0001 * rows) * (10 if n <= 1 + 5 else 1))
-    found = measure_sizes(model, range(1, 6), 1e9)
+    found = measure_sizes(model, range(1, 6), always(1e9))
     assert found == pytest.approx({n: 0.001 + 0.0001 * n for n in range(1, 6)})
     # Of two samples the quicker one.
     slow_once = backend(lambda _, n: 1.0 if n == 1 + 4 else 0.1)
-    assert measure_sizes(slow_once, (1, 2, 3), 1.0)[1] == pytest.approx(0.1)
+    assert measure_sizes(slow_once, (1, 2, 3), always(1.0))[1] == pytest.approx(0.1)
 
 
 def test_where_graphs_are_replayed_the_third_decode_of_a_size_counts() -> None:
     model = backend(lambda rows, n: rows * (0.01 if n % 3 == 1 else 0.05), replays_graphs=True)
-    assert measure_sizes(model, (1, 2, 3), 1e9) == pytest.approx({1: 0.01, 2: 0.02, 3: 0.03})
+    assert measure_sizes(model, (1, 2, 3), always(1e9)) == pytest.approx(
+        {1: 0.01, 2: 0.02, 3: 0.03}
+    )
 
 
 def test_an_interrupt_ends_it_between_decodes() -> None:
     model = backend()
     answers = iter([False, False, True])
     with pytest.raises(KeyboardInterrupt):
-        measure_sizes(model, timed_batch_sizes(8), 1.0, lambda: next(answers))
+        measure_sizes(model, timed_batch_sizes(8), always(1.0), lambda: next(answers))
     assert len(timed_sizes(model)) == 2
 
 
@@ -219,26 +231,139 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
 # --- what is kept
 
 
+class Load:
+    """Counts of core time in which other programs take a share of the cores."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+        self.share = share
+        self._n_counts = 0
+        self._busy_s = 0.0
+        monkeypatch.setattr(machine, "core_time", self)
+
+    def __call__(self) -> CoreTime:
+        self._n_counts += 1
+        self._busy_s += 10.0 * self.share
+        return CoreTime(10.0 * self._n_counts, busy_s=self._busy_s, own_s=0.0)
+
+
+@pytest.fixture
+def pair(tiny_models: Path) -> SessionOptions:
+    return SessionOptions(tiny_models / "target.gguf", tiny_models / "draft.gguf")
+
+
 @pytest.mark.parametrize("share_of_others", [0.0, 0.2, 0.4, 1.0])
-def test_what_a_busy_machine_costs_holds_for_its_run_only(
-    share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_busy_machine_costs_is_kept_for_some_minutes_and_marked(
+    share_of_others: float,
+    tmp_path: Path,
+    pair: SessionOptions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "learnt.json"
-    draft = tiny_models / "draft.gguf"
-    times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr(machine, "core_time", lambda: next(times))
-    options = SessionOptions(tiny_models / "target.gguf", draft)
-    measurements = MeasurementStore(file)
-    with Session(options, time.perf_counter, measurements) as loaded:
-        measure_costs(loaded)
+    draft = Path(pair.draft)
+    is_busy = share_of_others > 0.25
+    Load(monkeypatch, share_of_others)
+    measurements = MeasurementStore(file, wall_clock=lambda: 1000.0)
+    with Session(pair, time.perf_counter, measurements) as loaded:
+        calibrate(loaded)
         assert is_pair_measured(loaded, draft)
-        assert loaded.costs.was_busy == (share_of_others > 0.25)
+        assert loaded.costs.are_rough() == is_busy
+        assert loaded.costs.are_rough(draft) == is_busy
+        sizes = set(loaded.costs.table().known)
         took_s = dict(loaded.setup_s)
         measure_costs(loaded)  # known by now
         assert loaded.setup_s == took_s
-    measurements.save()
-    with Session(options, time.perf_counter, MeasurementStore(file)) as loaded:
-        assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
+    for wall_s in (1000.0, 1000.0 + 4 * 60, 1000.0 + 10 * 60, 500.0):
+        is_recent = 1000.0 <= wall_s < 1000.0 + 5 * 60
+        later = MeasurementStore(file, wall_clock=partial(float, wall_s))
+        with Session(pair, time.perf_counter, later) as loaded:
+            assert is_pair_measured(loaded, draft) == (is_recent or not is_busy)
+            assert loaded.costs.are_rough() == (is_recent and is_busy)
+            if is_pair_measured(loaded, draft):
+                assert set(loaded.costs.table().known) == sizes
+
+
+def test_rough_costs_are_measured_again_in_the_same_process(
+    tmp_path: Path, pair: SessionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall_s = [1000.0]
+    load = Load(monkeypatch, 1.0)
+    file = tmp_path / "learnt.json"
+    measurements = MeasurementStore(file, wall_clock=lambda: wall_s[0])
+    with (
+        Session(pair, time.perf_counter, measurements) as loaded,
+        Engine(loaded, n_ctx=64) as engine,
+    ):
+        assert "rough" in calibrate(loaded)
+
+        def measuring_s() -> float:
+            """Answer, and return the time of the measurement before it."""
+            engine.insert(loaded.prompts.of_text("Once", chat=False))
+            *_, finished = engine.run()
+            assert isinstance(finished, FinishedEvent)
+            return finished.measuring_s
+
+        measured = dict(loaded.costs.table().known)
+        assert measuring_s() > 0.0  # by `calibrate`
+        measurements.save()
+        (target, *_) = (
+            entry["batch_s"]
+            for key, entry in json.loads(file.read_text())["rough"].items()
+            if '"depth": 0' in key and "target.gguf" in key
+        )
+        assert set(target) == set(map(str, measured))
+        assert target["1"] != round(measured[1], 7)  # the answer refined it
+        load.share = 0.0
+        wall_s[0] += 60.0
+        assert measuring_s() == 0.0
+        assert loaded.costs.are_rough()
+        wall_s[0] += 600.0
+        assert measuring_s() > 0.0
+        assert not loaded.costs.are_rough()
+        measurements.save()
+    with Session(pair, time.perf_counter, MeasurementStore(file)) as loaded:
+        assert is_pair_measured(loaded, Path(pair.draft))
+        assert not loaded.costs.are_rough()
+    assert not json.loads(file.read_text())["rough"]
+
+
+def test_a_busy_machine_is_measured_for_a_shorter_time(
+    pair: SessionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets_s = []
+
+    def measured(
+        _backend: Backend, sizes: Sequence[int], budget_s: Callable[[], float], _stop: object
+    ) -> dict[int, float]:
+        budgets_s.append(budget_s())
+        return dict.fromkeys(sizes, 0.01)
+
+    monkeypatch.setattr(calibration, "measure_sizes", measured)
+    for share in (0.0, 1.0):
+        Load(monkeypatch, share)
+        with Session(pair, time.perf_counter) as loaded:
+            measure_costs(loaded)
+    quiet, busy = budgets_s[:2], budgets_s[2:]
+    assert sum(busy) <= sum(quiet) / 3
+
+
+def test_what_an_idle_machine_cost_outlives_a_busy_answer(
+    tmp_path: Path, pair: SessionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "learnt.json"
+    load = Load(monkeypatch, 0.0)
+    measurements = MeasurementStore(file)
+    with (
+        Session(pair, time.perf_counter, measurements) as loaded,
+        Engine(loaded, n_ctx=64) as engine,
+    ):
+        calibrate(loaded)
+        load.share = 1.0
+        engine.insert(loaded.prompts.of_text("Once", chat=False))
+        list(engine.run())
+        measurements.save()
+    with Session(pair, time.perf_counter, MeasurementStore(file)) as loaded:
+        assert is_pair_measured(loaded, Path(pair.draft))
+        assert not loaded.costs.are_rough()
 
 
 @pytest.mark.parametrize("share_of_others", [0.0, 1.0])

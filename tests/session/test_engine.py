@@ -384,8 +384,9 @@ def test_answers_are_asked_for_and_cancelled_from_other_threads(
 
 def test_what_cannot_be_is_refused(models: Path, costs: VirtualTime) -> None:
     with engine_of(models, costs) as (loaded, engine):
-        for n_parallel in (0, -1, 257):
-            with pytest.raises(UsageError, match="answers at once"):
+        wrong: Any = ((0, "give 1 or more"), (2.5, "whole number"), (257, "at once"))
+        for n_parallel, said in wrong:
+            with pytest.raises(UsageError, match=said):
                 Engine(loaded, n_parallel=n_parallel)
         with pytest.raises(PromptError, match="the context has 512"):
             engine.insert("x " * 800)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.models.files import identify
-from specgen.options import DraftSource
+from specgen.options import DraftSource, SessionOptions
 from specgen.session import calibration
 from specgen.session.calibration import PairCosts
 from specgen.session.choose_models import DraftChoice
-from specgen.session.open import use_first
+from specgen.session.engine import Engine
+from specgen.session.open import WantedSession, open_session, use_first
 from specgen.session.saved_drafts import SavedDraft, save_draft, saved_drafts_file
 from specgen.session.session import Session
 from specgen.system import machine
@@ -42,7 +44,7 @@ class Measured:
         self,
         backend: LlamaBackend,
         sizes: Iterable[int],
-        budget_s: float,
+        budget_s: Callable[[], float],
         interrupted: Callable[[], bool],
     ) -> dict[int, float]:
         name = backend.model.name
@@ -193,3 +195,22 @@ def test_run_takes_a_partner_only_if_it_pays(
     assert (draft, "not drafting" in note) == ("draft.gguf", False)
     assert measured.asked == 2 * ["draft.gguf"]
     assert drafted_by("--quiet") == ("draft.gguf", [])
+
+
+def test_the_whole_time_of_opening_is_counted(tiny_models: Path) -> None:
+    """The clock advances by a second each time it is read."""
+    ticks = count()
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    options = SessionOptions(tiny_models / "target.gguf", "none")
+    drafts = (DraftChoice(tiny_models / "draft.gguf", "it is there"),)
+    with open_session(WantedSession(options, drafts), clock=clock) as session:
+        assert sum(session.setup_s.values()) == clock() - 1.0
+        assert session.setup_s["measuring_s"] > 0.0
+        counted_s = sum(session.setup_s.values())
+        before_s = clock()
+        with Engine(session, n_ctx=64):
+            engine_s = clock() - 1.0 - (before_s + 1.0)
+            assert sum(session.setup_s.values()) == counted_s + engine_s

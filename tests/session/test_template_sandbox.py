@@ -57,11 +57,3 @@ def test_a_template_that_fails_is_one_line(template: str, why: str) -> None:
 )
 def test_what_templates_do(template: str, text: str) -> None:
     assert rendered(template) == text
-
-
-def test_turns_of_one_role_are_joined_for_templates_that_refuse_them() -> None:
-    turns = [Message("user", "a"), Message("user", "b")]
-    plain = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    strict = "{% if messages | length == 2 %}{{ raise_exception('alternate') }}{% endif %}" + plain
-    texts = [render(each, turns, bos_token="", eos_token="", now=NOW) for each in (plain, strict)]
-    assert texts == ["[a][b]", "[a\n\nb]"]

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Architecture: TypeAlias = Literal[
-    "llama", "qwen2", "qwen3", "gemma3", "mamba", "mamba2", "lfm2", "qwen35", "jamba", "bert"
+    "llama",
+    "gpt2",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "mamba",
+    "mamba2",
+    "lfm2",
+    "qwen35",
+    "jamba",
+    "bert",
 ]
 TokenizerKind: TypeAlias = Literal["bpe", "spm"]
 TensorType: TypeAlias = Literal[
@@ -35,7 +45,8 @@ class TinyConfig:
     """What to write. The defaults make a model of 0.5 MB that takes under 1 ms a token."""
 
     #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every other
-    #: layer with a sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent
+    #: layer with a sliding window) are transformers, and so is ``gpt2``, which has learned an
+    #: embedding of each position up to `n_ctx_train`; ``mamba`` and ``mamba2`` keep a recurrent
     #: state, which cannot drop a suffix; ``lfm2`` (short convolutions), ``qwen35`` (gated delta
     #: nets) and ``jamba`` (mamba) do so in every other layer and attend in those between, and
     #: llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot generate.

@@ -92,6 +92,8 @@ def add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabul
         writer.add_layer_norm_eps(1e-5)
         writer.add_causal_attention(False)
         writer.add_pooling_type(PoolingType.MEAN)
+    elif config.architecture == "gpt2":
+        writer.add_layer_norm_eps(1e-5)
     else:
         writer.add_layer_norm_rms_eps(1e-5)
     _add_attention(writer, config)

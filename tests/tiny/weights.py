@@ -55,6 +55,8 @@ def tensors(config: TinyConfig, vocabulary: TinyVocabulary) -> dict[str, TinyWei
     random = Random(config)
     if config.architecture == "bert":
         return _encoder(config, len(vocabulary), random)
+    if config.architecture == "gpt2":
+        return _with_learned_positions(config, vocabulary, random)
     n_embd = config.n_embd
     # gemma3 multiplies its embeddings by this itself.
     deviation = 1.0 / math.sqrt(n_embd) if config.architecture == "gemma3" else 1.0
@@ -256,6 +258,40 @@ def _delta_net(config: TinyConfig, prefix: str, random: Random) -> dict[str, Tin
         f"{prefix}.ssm_a": -np.linspace(0.5, 1.0, n_head, dtype=np.float32),
         f"{prefix}.ssm_norm.weight": np.ones(head_size(config), np.float32),
     }
+
+
+def _with_learned_positions(
+    config: TinyConfig, vocabulary: TinyVocabulary, random: Random
+) -> dict[str, TinyWeights]:
+    """GPT-2: one matrix for queries, keys and values, and biases everywhere."""
+    n_embd, n_ff = config.n_embd, config.n_ff
+    unit = 1.0 / math.sqrt(n_embd)
+    embeddings = random("token_embd", (vocabulary.n_used, n_embd), 1.0)
+    found = {
+        "token_embd.weight": _padded(embeddings, len(vocabulary)),
+        "position_embd.weight": random("position_embd", (config.n_ctx_train, n_embd), 0.1),
+        "output.weight": _output(config, vocabulary, random),
+    }
+    norms = ["output_norm"]
+    for index in range(config.n_layer):
+        prefix = f"blk.{index}"
+        found |= random.matrices(
+            prefix,
+            {
+                "attn_qkv": ((3 * n_embd, n_embd), 1.4 * unit),
+                "attn_output": ((n_embd, n_embd), 1.5 * unit),
+                "ffn_up": ((n_ff, n_embd), unit),
+                "ffn_down": ((n_embd, n_ff), 1.5 / math.sqrt(n_ff)),
+            },
+        )
+        for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
+            n_outputs = len(found[f"{prefix}.{name}.weight"])
+            found[f"{prefix}.{name}.bias"] = np.zeros(n_outputs, np.float32)
+        norms += [f"{prefix}.attn_norm", f"{prefix}.ffn_norm"]
+    for name in norms:
+        found[f"{name}.weight"] = np.ones(n_embd, np.float32)
+        found[f"{name}.bias"] = np.zeros(n_embd, np.float32)
+    return found
 
 
 def _encoder(config: TinyConfig, n_vocab: int, random: Random) -> dict[str, TinyWeights]:

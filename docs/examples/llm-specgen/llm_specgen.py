@@ -24,8 +24,8 @@ import specgen
 from specgen.models.download import fetch, stderr_progress
 from specgen.models.hub_names import locate
 from specgen.models.registry import load_registry
+from specgen.option_values import field_type
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.sampler_options import LARGEST_FACTOR
 
 # --- options --------------------------------------------------------------------------------------
 
@@ -53,10 +53,11 @@ def _option_fields() -> dict[str, Any]:
     """Return the definitions of all options: types and pydantic fields, by name."""
     fields: dict[str, Any] = {}
     # Numbers have the help and the limits of the command line.
-    options = (*dataclasses.fields(SamplerOptions), *dataclasses.fields(GenerationOptions))
-    for option in options:
-        if option.name in (*_SAMPLING_NAMES, "max_tokens"):
-            fields[option.name] = _number_field(option)
+    for options, names in ((SamplerOptions, _SAMPLING_NAMES), (GenerationOptions, ("max_tokens",))):
+        for option in dataclasses.fields(options):
+            if option.name in names:
+                field = Field(None, description=option.metadata["help"])
+                fields[option.name] = (field_type(options, option.name) | None, field)
     for name, text in _TEXT_HELP.items():
         option_type: Any = str | None
         if name == "stop":  # Python programs may give several
@@ -65,19 +66,6 @@ def _option_fields() -> dict[str, Any]:
     n_ctx_help = "The room for a prompt and its answer, in tokens"
     fields["n_ctx"] = (int | None, Field(None, ge=1, le=_MAX_INT, description=n_ctx_help))
     return fields
-
-
-def _number_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Return the type and the pydantic field for a numeric option of specgen."""
-    option_type = type(option.default)
-    max_value = LARGEST_FACTOR if option_type is float else _MAX_INT
-    field = Field(
-        None,
-        description=option.metadata["help"],
-        ge=option.metadata.get("min", -LARGEST_FACTOR),
-        le=option.metadata.get("max", max_value),
-    )
-    return option_type | None, field
 
 
 #: The options of every model; the defaults are those of `specgen run`.
@@ -209,13 +197,8 @@ def _answer(
         options: The options that were given, by name.
         response: The response of `llm`.
     """
-    sampling = {name: options[name] for name in _SAMPLING_NAMES if name in options}
-    answer_options: dict[str, Any] = {"sampling": SamplerOptions(**sampling)}
-    for name in ("max_tokens", "stop", "grammar"):
-        if name in options:
-            answer_options[name] = options[name]
-    if isinstance(options.get("stop"), str):
-        answer_options["stop"] = [options["stop"]]
+    names = (*_SAMPLING_NAMES, "max_tokens", "stop", "grammar")
+    answer_options: dict[str, Any] = {name: options[name] for name in names if name in options}
     if prompt.schema is not None:
         answer_options["json_schema"] = prompt.schema
 

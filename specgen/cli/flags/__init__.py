@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.cli.flags.typer_groups import REQUIRED as REQUIRED
 from specgen.cli.flags.typer_groups import argument as argument
@@ -36,6 +36,7 @@ from specgen.options import (
     staged,
 )
 from specgen.sampler_options import SamplerOptions
+from specgen.system.files import read_text
 from specgen.text.built_in_templates import BUILT_IN
 
 # --- models
@@ -243,24 +244,7 @@ def _shares(text: str) -> tuple[float, ...]:
 # --- drafts
 
 
-@extends(DraftOptions)
-def drafting(**given: Any) -> DraftOptions:
-    """Return the options of drafting, after checking that they do not contradict each other."""
-    options = DraftOptions(**given)
-    shortest = options.ngram_min
-    longest = options.ngram_max
-    if shortest is not None and longest is not None and shortest > longest:
-        hint = "give a smaller --ngram-min, or a larger --ngram-max"
-        raise UsageError(f"--ngram-min {shortest} is larger than --ngram-max {longest}", hint)
-    shape = options.tree
-    max_tokens = options.max_tokens
-    if shape.is_fixed and max_tokens is not None and max_tokens < shape.n_nodes:
-        raise UsageError(
-            f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {max_tokens}",
-            hint="use a smaller shape, or leave --draft-max out",
-        )
-    return options
-
+drafting = group(DraftOptions)
 
 # --- samplers, prompts and answers
 
@@ -328,8 +312,6 @@ def answer(
 ) -> GenerationOptions:
     """Return when an answer ends, and the grammar that it has to follow, if any."""
     options = GenerationOptions(**others)
-    if "" in options.stop:
-        raise UsageError("--stop '' is empty: every answer would end before it began")
     given = {
         "--grammar": grammar,
         "--grammar-file": grammar_file,
@@ -357,28 +339,17 @@ def answer(
     return options
 
 
-def text_in(
-    path: Path,
-    option: str,
-    encoding: Literal["UTF-8-sig", "ASCII"] = "UTF-8-sig",
-) -> str:
+def text_in(path: Path, option: str) -> str:
     """Return the text of a file that an option names.
 
     Args:
         path: The file.
         option: The option, for messages.
-        encoding: The encoding of the file; UTF-8 may begin with a byte order mark.
 
     Raises:
-        UsageError: If the file cannot be read, or has another encoding.
+        UsageError: If the file cannot be read, or is not text.
     """
-    try:
-        return path.read_text(encoding)
-    except OSError as error:
-        reason = error.strerror
-    except UnicodeDecodeError:
-        reason = f"it is not {encoding.removesuffix('-sig')}"
-    raise UsageError(f"{option} {path}: cannot be read: {reason}")
+    return read_text(path, f"{option} {path}", UsageError)
 
 
 #: The options of `answer` for a grammar only.

@@ -177,9 +177,9 @@ def _keys(path: Path) -> tuple[str, ...]:
     """
     keys = []
     hint = "put one on each line: printable ASCII characters, without spaces"
-    for number, line in enumerate(text_in(path, "--api-key-file", "ASCII").splitlines(), 1):
+    for number, line in enumerate(text_in(path, "--api-key-file").splitlines(), 1):
         key = line.strip()
-        if not key.isprintable() or " " in key:
+        if not key.isascii() or not key.isprintable() or " " in key:
             raise UsageError(f"--api-key-file {path}: line {number} is not a valid key", hint)
         if key:
             keys.append(key)

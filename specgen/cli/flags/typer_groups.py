@@ -43,7 +43,7 @@ from typing import Annotated, Any
 import typer
 
 from specgen.errors import UsageError
-from specgen.sampler_options import LARGEST_FACTOR
+from specgen.option_values import checked_value
 
 #: The default of an option that must be given.
 REQUIRED: Any = inspect.Parameter.empty
@@ -73,7 +73,8 @@ class DeclaredOption:
     #: The value if it is not given, or `REQUIRED`.
     default: Any
     #: Settings for `typer.Option` or `typer.Argument`, and these: "spellings", the names of an
-    #: option; "parse", a function that converts the text; "panel", its heading in the help.
+    #: option; "parse", a function that converts the text; "check", one that checks the value;
+    #: "aliases", more names in programs; "panel", its heading in the help.
     settings: Mapping[str, Any]
     #: Whether the command has it. Otherwise the value is always the default.
     is_offered: bool = True
@@ -96,6 +97,8 @@ class DeclaredOption:
         settings = dict(self.settings)
         spellings = settings.pop("spellings", None)
         parse = settings.pop("parse", None)
+        settings.pop("check", None)
+        settings.pop("aliases", None)
         # Typer passes lists, not tuples, and texts if `value` is to parse them.
         kind: Any = self.kind
         default = self.default
@@ -132,18 +135,21 @@ class DeclaredOption:
         """
         if given is None or given == []:
             return self.default
-        # Also refuses infinity and NaN, for which every comparison is false.
-        if isinstance(given, float) and not abs(given) <= LARGEST_FACTOR:
-            hint = f"give a number between {-LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}"
-            raise UsageError(f"{self.spelling} is {given}", hint)
         value = tuple(given) if self._is_tuple else given
         parse = self.settings.get("parse")
-        if parse is None:
+        if parse is not None:
+            try:
+                value = parse(value)
+            except ValueError as error:
+                raise UsageError(f"{self.spelling}: {error}") from None
+        if value == self.default:
             return value
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise UsageError(f"{self.spelling}: {error}") from None
+        return checked_value(
+            self.spelling,
+            self.kind,
+            value,
+            self.settings,
+        )
 
     @property
     def _is_tuple(self) -> bool:

@@ -21,6 +21,7 @@ from specgen.errors import BackendError
 from specgen.llama.library import forget_log, last_error
 from specgen.llama.library import native as ggml
 from specgen.system.llama_build import REBUILD
+from specgen.system.machine import usable_memory, usable_threads
 from specgen.text.sampling import raw_probabilities
 
 #: The result of `computing` if specgen's kernels do not compute.
@@ -57,6 +58,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 #: Functions that libraries of earlier builds do not have.
 _OPTIONAL_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "likeliest": (ctypes.c_double, _POINTER, _INT64, _INT, _POINTER, _POINTER),
+    "allow": (None, ctypes.c_uint, _UINT64),
 }
 
 
@@ -152,6 +154,9 @@ def attach(path: Path) -> Kernels:
     _attached = Kernels(path, native)
     # Sampling calls it without knowing of kernels.
     raw_probabilities.native_likeliest = getattr(native, "likeliest", None)
+    allow = getattr(native, "allow", None)
+    if allow is not None:
+        allow(usable_threads().amount, usable_memory().amount)
     return _attached
 
 

@@ -47,6 +47,8 @@ class PackedWeights:
         self._path = path
         self._native = kernels.native
         self._handle = self._native.open_packed(os.fsencode(path))
+        #: The size of the file after `close` has written it; 0 if it did not.
+        self.written_bytes = 0
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -108,6 +110,7 @@ class PackedWeights:
             if error_number:
                 raise OSError(error_number, os.strerror(error_number), str(new))
             new.replace(self._path)
+        self.written_bytes = n_bytes
         _log.info("kept packed weights (%.1f GB): %s", n_bytes / 1e9, self._path)
 
 

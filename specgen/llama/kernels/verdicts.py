@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specgen import __version__
+from specgen.errors import OutputError
 from specgen.llama.kernels.attached import ggml_version
 from specgen.llama.library import build
-from specgen.system.files import KeptResults, digest_of, version_of
+from specgen.system.files import KeptResults, digest_of, scratch_folder, version_of
 from specgen.system.machine import cpuinfo
 from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
 
@@ -129,7 +130,11 @@ class KernelTests:
         Returns:
             The verdict; None if the trial shows nothing about the kernels.
         """
-        with self._scratch_folder() as name:
+        try:
+            scratch = self._scratch_folder()
+        except OutputError:
+            return None
+        with scratch as name:
             folder = Path(name)
             verdict = self._run_trial(model, "skeleton", folder)
             if verdict is None or verdict.outcome != "passed":
@@ -138,11 +143,15 @@ class KernelTests:
             return verdict
 
     def _scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """Make a folder for the files of a trial, in the cache if it can be written."""
+        """Make a folder for the files of a trial, in the cache if it can be written.
+
+        Raises:
+            OutputError: If no folder can be written.
+        """
         with contextlib.suppress(OSError):
             self._cache.mkdir(parents=True, exist_ok=True)
             return tempfile.TemporaryDirectory(prefix="trial-", dir=self._cache)
-        return tempfile.TemporaryDirectory(prefix="specgen-trial-")
+        return scratch_folder("specgen-trial-")
 
     def _run_trial(
         self,

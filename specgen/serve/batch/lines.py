@@ -23,8 +23,17 @@ from specgen.serve.formats.fields import Fields, parse
 from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.single_request import read_request
-from specgen.system.files import locked, replace_bytes, to_line, write_errors
+from specgen.system.files import (
+    decode_text,
+    encoding_of,
+    is_writable,
+    locked,
+    replace_bytes,
+    to_line,
+    write_errors,
+)
 from specgen.system.folders import cache_folder
+from specgen.system.quantities import counted
 
 _log = logging.getLogger("specgen.serve.batch")
 
@@ -88,11 +97,12 @@ def read_lines(
         defaults: The values of fields that a line leaves out.
 
     Raises:
-        PromptError: If there are no lines, or two have the same custom_id.
+        PromptError: If there are no lines, two have the same custom_id, or the file is damaged
+            UTF-16.
     """
     lines: list[BatchLine] = []
     numbers: dict[str, int] = {}  # the lines' numbers by custom_id
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, raw in enumerate(_as_utf_8(data, name).split(b"\n"), start=1):
         if not raw.strip():
             continue
         line = _read_line(number, raw.strip(), defaults)
@@ -108,6 +118,34 @@ def read_lines(
     if not lines:
         raise PromptError(f"{name} has no lines", hint="write a request or a prompt on each line")
     return [line if line.custom_id else _numbered(line, numbers) for line in lines]
+
+
+def _as_utf_8(data: bytes, name: str) -> bytes:
+    """Return the content of a file in UTF-8, whose lines may be damaged, without a mark."""
+    encoding = encoding_of(data)
+    if encoding.codec == "utf-8":
+        return data.removeprefix(encoding.mark)
+    return decode_text(data, name, PromptError).encode()
+
+
+def notes_on(lines: Sequence[BatchLine]) -> Iterator[str]:
+    """Yield a note about each mistake in lines: an error, or a field that specgen ignores.
+
+    A mistake of several lines is one note, which names the first of them.
+    """
+    numbers: dict[str, list[int]] = {}  # the lines' numbers by the mistake
+    for line in lines:
+        if isinstance(line.request, LineError):
+            mistakes: tuple[str, ...] = (f"not answered: {line.request.message}",)
+        else:
+            mistakes = line.request.warnings
+        for mistake in mistakes:
+            numbers.setdefault(mistake, []).append(line.number)
+    for mistake, (first, *others) in numbers.items():
+        place = f"line {first}"
+        if others:
+            place += f" and {counted(len(others), 'other')}"
+        yield f"{place}: {mistake}"
 
 
 def _numbered(line: BatchLine, taken_ids: Container[str]) -> BatchLine:
@@ -136,6 +174,8 @@ def _read_line(
     except UnicodeDecodeError as error:
         reason = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
         request = LineError("invalid_utf8", reason)
+    except _NulError:
+        request = LineError("invalid_text", "the line is not text: it has a NUL byte")
     except _InvalidJsonError as error:
         request = LineError("invalid_json", f"the line is not JSON: {error}")
     except BodyError as error:
@@ -143,6 +183,10 @@ def _read_line(
     except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
         request = unexpected(error, number)
     return BatchLine(number, custom_id, digest, request)
+
+
+class _NulError(Exception):
+    """A line has a NUL byte, as binary files have."""
 
 
 class _InvalidJsonError(Exception):
@@ -154,9 +198,12 @@ def _line_body(raw: bytes) -> dict[str, Any]:
 
     Raises:
         UnicodeDecodeError: If the line is not UTF-8.
+        _NulError: If the line has a NUL byte.
         _InvalidJsonError: If the line begins with a brace, but is not JSON.
     """
     text = raw.decode("utf-8")
+    if "\0" in text:
+        raise _NulError
     if not text.startswith("{"):
         return {"prompt": text}
     try:
@@ -342,8 +389,8 @@ def read_results(path: Path) -> EarlierResults:
 def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[EarlierResults, Write]]:
     """Open a file of results for a batch, and yield its results and a function that appends one.
 
-    Meanwhile, no other specgen batch can write to the file. An incomplete result at its end is cut
-    off. A result is on the disk when the function returns.
+    Meanwhile, no other specgen batch can write to the file, if there is a cache folder. An
+    incomplete result at its end is cut off. A result is on the disk when the function returns.
 
     Args:
         path: The file; it is created if there is none.
@@ -357,7 +404,12 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
         f"{path}: another specgen batch is writing to it",
         hint="wait until it has ended, or name another file",
     )
-    with locked(cache_folder() / "locks" / f"{lock_name}.lock", locked_error):
+    cache = cache_folder()
+    # Without a folder for the lock, the user has to keep two batches apart.
+    lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_writable(cache):
+        lock = locked(cache / "locks" / f"{lock_name}.lock", locked_error)
+    with lock:
         earlier = read_results(path)
         if retry_errors and earlier.errors:
             _drop_errors(path, earlier.n_bytes)

@@ -59,7 +59,8 @@ class BatchStats:
     n_prompt_tokens: int = 0
     #: The tokens of prompts that were in the cache.
     n_cached_tokens: int = 0
-    n_drafted: int = 0
+    #: The drafted positions, and how many of them were accepted.
+    n_positions: int = 0
     n_accepted: int = 0
 
     @property
@@ -72,7 +73,7 @@ class BatchStats:
         self.n_answers += 1
         self.n_prompt_tokens += finished.n_prompt_tokens
         self.n_cached_tokens += finished.n_cached_tokens
-        self.n_drafted += finished.n_drafted
+        self.n_positions += finished.n_positions
         self.n_accepted += finished.n_accepted
 
 

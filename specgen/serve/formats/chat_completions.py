@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, AliasPath, Field
 
 from specgen.events import Piece
+from specgen.option_values import suggestion
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.conversation_builder import (
     ConversationBuilder,
     ends_with_partial_answer,
 )
-from specgen.serve.formats.fields import Fields, Json, Part, Parts, parse, text_of
+from specgen.serve.formats.fields import Fields, Json, Part, Parts, is_text, parse, text_of
 from specgen.serve.formats.generation_request import ChatRequest
 from specgen.serve.formats.openai_common import (
     OpenAIRequest,
@@ -23,6 +24,7 @@ from specgen.serve.formats.openai_common import (
     logprob_entries,
 )
 from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequests
+from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tool_calls.values import arguments_of
 from specgen.session.prompts.template import Message, Role, ToolCall
 
@@ -108,6 +110,30 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
         request, continues=continues, splits_reasoning=fields.reasoning_format != "none"
     )
     return (request,)
+
+
+class _Conversation(Fields):
+    messages: list[ChatMessage]
+
+
+def read_conversation(messages: Sequence[Any]) -> tuple[Message, ...]:
+    """Read messages in OpenAI's form that are not the body of a request.
+
+    Raises:
+        BodyError: If a message has an invalid field, or one that would be ignored.
+    """
+    fields = parse(_Conversation, {"messages": messages})
+    for number, message in enumerate(fields.messages):
+        where = f"messages[{number}]"
+        if message.images or not all(map(is_text, message.content)):
+            raise BodyError(f"{where}.content", "this model reads text only")
+        for name in message.ignored():
+            field = name.rpartition(".")[2]
+            known_names = [*ChatMessage.model_fields, *ChatToolCall.model_fields, "text"]
+            raise BodyError(
+                f"{where}.{name}", f"there is no such field{suggestion(field, known_names)}"
+            )
+    return _messages(fields.messages)
 
 
 def _continues_last_message(fields: ChatCompletionRequest) -> bool:

@@ -13,7 +13,7 @@ from specgen.events import CommittedEvent, Piece, ReadingEvent
 from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.chat_completions import ChatCompletionWriter
 from specgen.serve.formats.delta import Delta
-from specgen.serve.formats.fields import Json, parse
+from specgen.serve.formats.fields import Json, parse, unknown_fields
 from specgen.serve.formats.openai_common import (
     MAX_LOGPROBS,
     OpenAIRequest,
@@ -108,6 +108,11 @@ def parsed_completions(
     else:
         request = fields.parsed(kind, defaults, ChatCompletionWriter)
         request = replace(request, splits_reasoning=True)
+    if fields.prompt is None:
+        # A line of a batch may be a chat, too.
+        other_names = ("messages",) if kind == "prompt" else ()
+        unknown = unknown_fields(CompletionRequest, fields.model_extra or {}, other_names)
+        raise BodyError("prompt", f"it is missing{unknown}")
     prompts = prompt_inputs("prompt", fields.prompt).values()
     return tuple(_with_prompt(request, fields, prompt) for prompt in prompts)
 

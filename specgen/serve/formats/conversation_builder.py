@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specgen.serve.formats.request_errors import BodyError
+from specgen.session.prompts.conversation_shapes import paragraphs, result_as_text
 from specgen.session.prompts.template import Message, Role, ToolCall
 
 
@@ -47,12 +48,12 @@ class ConversationBuilder:
                 result = Message(
                     "tool",
                     text,
-                    tool_call_id=identity,
+                    tool_call_id=call.identity,
                     name=call.name,
                 )
                 self.messages.append(result)
                 return
-        self.join_text("user", f"[result of an earlier call]\n{text}")
+        self.join_text("user", result_as_text(text))
 
     def join_text(self, role: Role, text: str) -> None:
         """Add a text to a role's turn.
@@ -62,12 +63,12 @@ class ConversationBuilder:
         if role == "system" and any(message.role != "system" for message in self.messages):
             role = "user"
         last = self._open_turn(role)
-        self.messages[-1] = replace(last, content=_paragraphs(last.content, text))
+        self.messages[-1] = replace(last, content=paragraphs(last.content, text))
 
     def join_thought(self, thought: str) -> None:
         """Add a thought to the assistant's turn."""
         last = self._open_turn("assistant")
-        self.messages[-1] = replace(last, reasoning=_paragraphs(last.reasoning, thought))
+        self.messages[-1] = replace(last, reasoning=paragraphs(last.reasoning, thought))
 
     def join_call(
         self,
@@ -103,7 +104,3 @@ class ConversationBuilder:
         if not self.messages or self.messages[-1].role != role:
             self.messages.append(Message(role, ""))
         return self.messages[-1]
-
-
-def _paragraphs(*texts: str | None) -> str:
-    return "\n\n".join(filter(None, texts))

@@ -7,12 +7,23 @@ warning; a request is refused only if a known field has an invalid value.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from specgen.option_values import described, place_of
 from specgen.serve.formats.request_errors import BodyError, shown
 
 #: A JSON object: a body, an event, or a chunk of a stream.
@@ -73,6 +84,10 @@ _SILENTLY_IGNORED = frozenset(
         "user",
     ]
 )
+#: How similar an unknown field is to the known one that it may stand for, from 0 to 1.
+_MIN_SIMILARITY = 0.8
+#: The maximum number of unknown fields that an error names.
+_MAX_NAMED = 3
 _MODEL = TypeVar("_MODEL", bound="Fields")
 
 
@@ -97,8 +112,20 @@ class Fields(BaseModel):
 
         A field of several items of a list gets only one warning.
         """
-        names = dict.fromkeys(self.ignored())
-        return [f"{name[:100]}: ignored, since specgen has no such field" for name in names]
+        known_names = [*self.names()]
+        return [
+            f"{name[:100]}: ignored, since specgen has no such field{_meant(name, known_names)}"
+            for name in dict.fromkeys(self.ignored())
+        ]
+
+    @classmethod
+    def names(cls) -> Iterator[str]:
+        """Yield the names that the fields may have in a body."""
+        for name, info in cls.model_fields.items():
+            alias = info.validation_alias
+            choices = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+            for choice in choices:
+                yield str(choice.path[0]) if isinstance(choice, AliasPath) else choice
 
     def ignored(self) -> Iterator[str]:
         """Yield the dotted names of ignored fields whose values might have changed the answer."""
@@ -114,6 +141,12 @@ class Fields(BaseModel):
                     yield from (f"{name}.{inner}" for inner in value.ignored())
 
 
+def _meant(name: str, known_names: Sequence[str]) -> str:
+    """Return the known field that an unknown one may stand for, as the end of a sentence."""
+    similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_MIN_SIMILARITY)
+    return f" (did you mean {similar_names[0]}?)" if similar_names else ""
+
+
 def parse(model: type[_MODEL], body: Json) -> _MODEL:
     """Read a body as a pydantic model.
 
@@ -124,19 +157,36 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
         return model.model_validate(body)
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
-    reason = first_error["msg"].removeprefix("Value error, ")
-    if first_error["type"] == "model_type":  # pydantic's message names a Python class
-        reason = "Input should be an object"
-    if first_error["type"] != "missing":
-        reason += f"; it is {shown(first_error['input'])}"
-    place = ""
-    for key in first_error["loc"]:
-        if isinstance(key, int):
-            place += f"[{key}]"
-        else:
-            place += f".{key}"
-    # Pydantic marks a wrong key of an object with "[key]".
-    raise BodyError(place.removesuffix(".[key]").removeprefix("."), reason)
+    reason = described(first_error, shown)
+    if first_error["type"] == "missing" and len(first_error["loc"]) == 1:
+        reason += unknown_fields(model, body)
+    raise BodyError(place_of(first_error["loc"]).removeprefix("."), reason)
+
+
+def unknown_fields(
+    model: type[Fields],
+    body: Json,
+    other_names: Sequence[str] = (),
+) -> str:
+    """Name the fields of a body that a model does not have, as the end of a sentence.
+
+    It is for errors about a missing field, whose name may be misspelled.
+
+    Args:
+        model: The model of the body.
+        body: The body.
+        other_names: Fields of other models that may be meant.
+
+    Returns:
+        The end of the sentence; empty if all fields are known.
+    """
+    known_names = [*model.names(), *other_names]
+    unknown_names = [name for name in body if name not in {*known_names, *_SILENTLY_IGNORED}]
+    if not unknown_names:
+        return ""
+    label = "unknown field" if len(unknown_names) == 1 else "unknown fields"
+    named = [f"{name[:100]}{_meant(name, known_names)}" for name in unknown_names[:_MAX_NAMED]]
+    return f"; {label}: {', '.join(named)}"
 
 
 # --- contents of messages -------------------------------------------------------------------------
@@ -164,6 +214,11 @@ AS_PARTS = BeforeValidator(_as_parts)
 Parts: TypeAlias = Annotated[list[Part], AS_PARTS]
 
 
+def is_text(part: Part) -> bool:
+    """Return whether a part of a message can be shown to the model as it is."""
+    return part.text is not None or part.refusal is not None or part.type.endswith("text")
+
+
 def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
     """Join the texts of the parts of a message.
 
@@ -174,7 +229,7 @@ def text_of(parts: Sequence[Part], separator: str = "\n") -> str:
         text = part.text
         if text is None:
             text = part.refusal
-        if text is None and not part.type.endswith("text"):
+        if not is_text(part):
             kind = part.type.removeprefix("input_").removesuffix("_url")
             text = f"[{kind[:40]} left out: this model reads text]"
         if text:

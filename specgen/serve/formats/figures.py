@@ -9,7 +9,6 @@ from typing import Any
 
 from specgen.events import FinishedEvent
 from specgen.serve.formats.fields import Json
-from specgen.system.machine import is_busy
 
 
 def answer_figures(
@@ -53,11 +52,11 @@ def own_figures(figures: Mapping[str, Any]) -> Json:
 
 def _speculative(answers: Sequence[FinishedEvent]) -> Json:
     """Return the sums of the answers' drafting figures, and a single answer's speed-up."""
-    # The speed-up can only be estimated for a single answer on a machine that is not busy.
+    # The speed-up can only be estimated for a single answer.
     first = answers[0]
     speedup = first.estimated_speedup
     speedup_range = first.estimated_speedup_range
-    if len(answers) > 1 or is_busy(first.others_share) or speedup_range is None:
+    if len(answers) > 1 or speedup_range is None:
         speedup = None
         speedup_range = None
 
@@ -78,6 +77,7 @@ def _speculative(answers: Sequence[FinishedEvent]) -> Json:
         "mean_accepted_length": _ratio(n_committed, n_rounds),
         "estimated_speedup": speedup,
         "estimated_speedup_range": speedup_range and list(speedup_range),
+        "estimate_is_rough": speedup is not None and first.estimate_is_rough,
         "drafted_by_position": drafted_by_position,
         "accepted_by_position": _sums([each.accepted_by_depth for each in answers]),
         "undrafted": [

@@ -24,9 +24,10 @@ from pydantic import (
 )
 
 from specgen.errors import UsageError
-from specgen.options import Grammar, SamplerOptions
-from specgen.sampler_options import LARGEST_FACTOR
-from specgen.serve.formats.fields import OR_JSON_TEXT, AnySchema, Fields, Integer, Schema
+from specgen.option_fields import LARGEST_FACTOR
+from specgen.option_values import field_type, names_of
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
+from specgen.serve.formats.fields import AnySchema, Fields, Schema
 from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest, SpeculativeWishes
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tools import ToolChoiceField, ToolField, chosen_tools, functions_of
@@ -34,13 +35,10 @@ from specgen.session.prompts.template import OWN_VARIABLES, Message
 from specgen.text.grammar.json_schema import lenient_schema_grammar, schema_grammar
 from specgen.text.grammar.patterns import choice_grammar, pattern_grammar
 
-# --- samplers -------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 #: A token id as the key of a JSON object.
 _TOKEN = re.compile(r"-?[0-9]{1,18}")
-#: The limits of options that declare none, by their type.
-_MAX_VALUES = {int: 2**63 - 1, float: LARGEST_FACTOR}
-_MIN_VALUES = {int: -(2**63 - 1), float: -LARGEST_FACTOR}
 
 
 def _bias_pairs(value: Any) -> Any:
@@ -67,48 +65,33 @@ _Bias = tuple[
     int | str,
     Annotated[float, BeforeValidator(lambda n: -LARGEST_FACTOR if n is False else n)],
 ]
-#: The types of the fields that differ from those of their options.
-_SAMPLER_TYPES: dict[str, Any] = {
-    "logit_bias": Annotated[tuple[_Bias, ...], BeforeValidator(_bias_pairs)],
-    "dry_breakers": Annotated[tuple[str, ...], BeforeValidator(as_list), OR_JSON_TEXT],
-    "top_k": Annotated[int, BeforeValidator(lambda k: 0 if k == -1 else k)],
-}
+#: The biases of a request, which may be for texts.
+_BIASES = Annotated[tuple[_Bias, ...], BeforeValidator(_bias_pairs)]
 
 
-def _sampler_field(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    """Return the type and the declaration of the field for an option of the sampler.
+def _option_field(options: type[Any], name: str) -> tuple[Any, Any]:
+    """Return the type and the declaration of the field for an option.
 
-    The field has the option's name. It also accepts the names on the command line, a plural, and
-    ``repetition_`` in place of ``repeat_``.
+    The field has the option's names and limits. It is None if the body does not have it.
     """
-    option_type = type(option.default)
-    spellings = [flag.replace("-", "_").lstrip("_") for flag in option.metadata["spellings"]]
-    names = AliasChoices(
-        option.name,
-        *spellings,
-        f"{spellings[0]}s",
-        option.name.replace("repeat_", "repetition_"),
-    )
-    declaration = Field(
-        None,
-        validation_alias=names,
-        ge=option.metadata.get("min", _MIN_VALUES.get(option_type)),
-        le=option.metadata.get("max", _MAX_VALUES.get(option_type)),
-    )
-    return _SAMPLER_TYPES.get(option.name, option_type) | None, declaration
+    (option,) = (option for option in dataclasses.fields(options) if option.name == name)
+    kind = _BIASES if name == "logit_bias" else field_type(options, name)
+    return kind | None, Field(None, validation_alias=AliasChoices(*names_of(option)))
 
 
-#: The options of the sampler that a request may set, with their names, types and limits.
+#: The options of the sampler that a request may set, with their names, types and limits. Some
+#: editors send `samplers` that specgen does not have, so that this field is ignored.
 _SAMPLER_FIELDS: dict[str, Any] = {
-    option.name: _sampler_field(option)
+    option.name: _option_field(SamplerOptions, option.name)
     for option in dataclasses.fields(SamplerOptions)
     if option.name != "samplers"
 }
+_OPTION_FIELDS = _SAMPLER_FIELDS | {"max_tokens": _option_field(GenerationOptions, "max_tokens")}
 
 if TYPE_CHECKING:
-    SamplerFields = Fields
+    OptionFields = Fields
 else:
-    SamplerFields = create_model("SamplerFields", __base__=Fields, **_SAMPLER_FIELDS)
+    OptionFields = create_model("OptionFields", __base__=Fields, **_OPTION_FIELDS)
 
 
 # --- all endpoints that generate text -------------------------------------------------------------
@@ -154,18 +137,9 @@ def _guided(kind: str, *other_names: str) -> Any:
     return Field(None, validation_alias=names)
 
 
-class GenerationRequest(SamplerFields):
+class GenerationRequest(OptionFields):
     """The fields of all endpoints that generate text: when an answer ends, and its form."""
 
-    #: The maximum number of tokens to generate; -1, or llama.cpp's -2, for no limit.
-    max_tokens: Annotated[Integer, Field(ge=-2), AfterValidator(lambda n: max(n, -1))] | None = (
-        Field(
-            None,
-            validation_alias=AliasChoices(
-                "max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"
-            ),
-        )
-    )
     #: Texts before which the answer ends.
     stop: Annotated[
         tuple[str, ...],

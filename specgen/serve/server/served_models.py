@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, Specg
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
 from specgen.llama.file_check import check_file
-from specgen.llama.gguf_file import GgufMetadata
+from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
@@ -32,7 +31,7 @@ from specgen.session.open import Reporter, WantedSession, open_measurements, ope
 from specgen.session.prompts.chat import SubstituteTemplate
 from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.session import usual_n_ctx
-from specgen.system.files import correct, read_toml
+from specgen.system.files import correct, named_file, read_toml
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
@@ -130,6 +129,11 @@ class ModelLoader:
             self.reporter.note(
                 f"{name}: embeddings of {embedder.n_embd} values; {n_ctx} tokens a text"
             )
+            if context.n_ctx is not None and context.n_ctx > n_ctx:
+                self.reporter.note(
+                    f"{name} was trained with {n_ctx} tokens of context, so a text has no more, "
+                    f"and not {context.n_ctx}"
+                )
             return embedder
 
         return ModelEntry(
@@ -325,8 +329,8 @@ def _in_its_folder(value: Any, folder: Path) -> Any:
     """Return an option's value; the name of a file in the folder becomes the file's path."""
     if isinstance(value, list):
         return [_in_its_folder(item, folder) for item in value]
-    file = folder / str(value)
-    return str(file) if os.path.isfile(file) else value  # noqa: PTH113
+    file = named_file(folder / str(value))
+    return value if file is None else str(file)
 
 
 def _in_folder(
@@ -359,7 +363,12 @@ def _in_folder(
 
 
 def _check_loads(path: Path) -> None:
-    """Raise `ModelFileError` if llama.cpp cannot load a model; its weights are not tried."""
+    """Raise `ModelFileError` if a file is not a model that can be served.
+
+    Its metadata, its vocabulary and its size are checked; its weights are not loaded.
+    """
+    check_file(path)
+    refuse_draft(path)
     model_class = LlamaModel if pooling_of(path) is None else EmbeddingModel
     model_class(path, vocabulary_only=True).close()
 
@@ -371,7 +380,7 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
     """Estimate the memory of a target, its largest draft, the helpers, and all their contexts."""
     options = wanted.options
     context = options.target_context
-    n_ctx = usual_n_ctx(context.n_ctx, _trained_context(options.target)) * n_parallel
+    n_ctx = _context_size(options.target, context) * n_parallel
 
     def draft_bytes(source: DraftSource) -> int:
         if isinstance(source, Path):
@@ -386,8 +395,8 @@ def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
     """Return the size of an embedding model's context in tokens, and its estimated memory."""
+    n_ctx = _context_size(target, context)
     n_train = _trained_context(target)
-    n_ctx = usual_n_ctx(context.n_ctx, n_train)
     if n_train:
         n_ctx = min(n_ctx, n_train)
     with GgufMetadata(target) as about:
@@ -421,6 +430,15 @@ def _model_bytes(
     except OSError as error:
         raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
     return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
+
+
+def _context_size(file: Path, context: ContextOptions) -> int:
+    """Return the size of a model's context in tokens."""
+    n_train = _trained_context(file)
+    n_ctx = usual_n_ctx(context.n_ctx, n_train)
+    if n_ctx > n_train > 0 and has_learned_positions(file):
+        return n_train
+    return n_ctx
 
 
 def _trained_context(file: Path) -> int:

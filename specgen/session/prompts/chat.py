@@ -14,6 +14,7 @@ from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.session.prompts.marked_text import unmarked
 from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.prompts.template import Message, render
+from specgen.session.prompts.template_fit import render_fitted
 from specgen.session.prompts.tokens import (
     begins_with_bos,
     check_length,
@@ -146,11 +147,11 @@ class ChatTurns:
         vocabulary = model.vocabulary
         special = vocabulary.special_tokens()
 
-        def write(*, marks_contents: bool) -> str:
-            """Render the conversation, with or without marks on the texts of messages."""
+        def write(messages: Sequence[Message], *, marks_contents: bool = False) -> str:
+            """Render messages, with or without marks on their texts."""
             return render(
                 template,
-                self.messages,
+                messages,
                 bos_token=vocabulary.control_text(special["bos"]),
                 eos_token=vocabulary.control_text(special["eos"]),
                 now=self.now,
@@ -159,7 +160,14 @@ class ChatTurns:
                 marks_contents=marks_contents,
             )
 
-        text = write(marks_contents=False)
+        fitted = render_fitted(
+            write,
+            template,
+            self.messages,
+            has_tools=bool(self.tools),
+            variables=self.variables,
+        )
+        text = fitted.text
         check_length(vocabulary, text, n_ctx)
         plain = RenderedChat(text, tokenize(vocabulary, text, parse_special=True))
         controls = [token for token in set(plain.tokens) if vocabulary.is_control(token)]
@@ -167,7 +175,7 @@ class ChatTurns:
         # Did the template write all of these names, or are some of them in messages? To find out,
         # render again with every character of the messages marked (`marked_text.py`).
         try:
-            marked_text = write(marks_contents=True)
+            marked_text = write(fitted.messages, marks_contents=True)
         except PromptError:
             # This template fails on marked messages. The plain text is safe only if no message
             # contains one of the names.

@@ -108,10 +108,11 @@ class Prompts:
                 "a system message needs the chat template, and the prompt is to be used as it is"
             )
         if chat or system is not None:
-            option = "--chat" if chat else "--system"
+            what = "a chat" if chat else "a system message"
             raise UsageError(
-                f"{option} needs a chat template, and {self.target.name} has none",
-                hint=f"{_GIVE_TEMPLATE}, or leave {option} out to continue the prompt as it is",
+                f"{what} needs a chat template, and {self.target.name} has none",
+                hint=f"{_GIVE_TEMPLATE}, or leave --chat and --system out to continue the prompt "
+                "as it is",
             )
         check_length(self.target.vocabulary, text, self.n_ctx)
         return Prompt.of(text, tokenize(self.target.vocabulary, text, parse_special=True))
@@ -134,8 +135,10 @@ class Prompts:
 
         Raises:
             UsageError: If the target has no template.
-            PromptError: If the template refuses the messages, or they are empty or too long.
+            PromptError: If there are no messages, the template refuses them, or they are too long.
         """
+        if not messages:
+            raise PromptError("the conversation has no messages", hint="give at least one")
         now = now or datetime.datetime.now().astimezone()
         chat = ChatTurns(messages, now, tools, {**self.variables, **(variables or {})})
         substitute = SubstituteTemplate.of(self.target) if self.substitutes_template else None

@@ -140,6 +140,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = _keeping_marks(function)
         self.globals["raise_exception"] = _raise_exception
 
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the exception that is being handled.
+
+        Jinja would first add the lines of the template to its traceback, which takes longer than
+        rendering, and nobody reads them.
+        """
+        raise  # noqa: PLE0704 - Jinja calls it where it has caught the exception
+
     def is_safe_attribute(
         self,
         obj: Any,

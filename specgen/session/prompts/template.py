@@ -6,15 +6,17 @@ import datetime
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
-from specgen.errors import PromptError
+from specgen.errors import PromptError, UsageError
+from specgen.option_values import shown_value
 from specgen.session.prompts.marked_text import marked
 from specgen.session.prompts.sandbox import compiled, to_json
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+_ROLES: tuple[Role, ...] = get_args(Role)
 
 #: The variables that specgen sets for all templates.
 OWN_VARIABLES = frozenset(["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"])
@@ -54,6 +56,18 @@ class Message:
     #: The thoughts of an assistant.
     reasoning: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check the role and the content.
+
+        Raises:
+            UsageError: If there is no such role, or the content is not a text.
+        """
+        if self.role not in _ROLES:
+            roles = ", ".join(_ROLES)
+            raise UsageError(f"role: give one of {roles}, not {shown_value(self.role)}")
+        if not isinstance(self.content, str):
+            raise UsageError(f"content: give a text, not {shown_value(self.content)}")
+
 
 def render(
     template: str,
@@ -65,7 +79,6 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
     marks_contents: bool = False,
-    rearranges: bool = True,
 ) -> str:
     """Return the text of a conversation as a model expects it, up to where its answer begins.
 
@@ -78,9 +91,6 @@ def render(
         tools: The tools that the model may call, in the format of OpenAI's API.
         variables: More variables for the template. They do not replace `OWN_VARIABLES`.
         marks_contents: Whether to mark all text that does not come from the template (`marked`).
-        rearranges: Whether to help templates that do not support everything: if a template refuses
-            the messages, other arrangements are tried (`_shapes`); if it writes no tool calls,
-            they are added to the text.
 
     Raises:
         PromptError: If the template refuses the messages, or fails in any other way.
@@ -105,139 +115,35 @@ def render(
         context["functions"] = mark(to_json(tools, indent=4)) if tools else ""
         context["datetime"] = now.strftime("%b %d %Y")
 
-    first_failure: Exception | None = None
-    for shape in _shapes(messages) if rearranges else [messages]:
-        turns = [_turn(message, template, adds_calls=rearranges) for message in shape]
-        # Roles stay unmarked: templates write control tokens with them.
-        context["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
-        try:
-            return "".join(compiled(template).generate(context))
-        except Exception as error:  # noqa: BLE001 - a template's expressions can raise anything
-            first_failure = first_failure or error
-    reason = " ".join(str(first_failure).split()) or type(first_failure).__name__
-    message = f"the model's chat template failed: {reason}"
-    raise PromptError(message, "`specgen run --raw` uses no template") from first_failure
+    # Roles stay unmarked: templates write control tokens with them.
+    turns = [_turn(message, template) for message in messages]
+    context["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
+    try:
+        return "".join(compiled(template).generate(context))
+    except Exception as error:  # a template's expressions can raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        message = f"the model's chat template failed: {reason}"
+        raise PromptError(message, "`specgen run --raw` uses no template") from error
 
 
 def _unchanged(value: Any) -> Any:
     return value
 
 
-# --- shapes of a conversation ---------------------------------------------------------------------
-
-
-def _shapes(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation as it is, and then in other arrangements, for templates that refuse it.
-
-    Each change is applied to all earlier arrangements, so that combinations are tried, too. Those
-    that do not differ from an earlier one are not yielded.
-    """
-    shapes = [list(messages)]
-    yield shapes[0]
-    for change in (
-        _with_joined_turns,
-        _with_texts_as_arguments,
-        _with_single_calls,
-        _with_texts_in_thoughts,
-        _without_system,
-    ):
-        for shape in list(shapes):
-            changed = change(shape)
-            if changed not in shapes:
-                shapes.append(changed)
-                yield changed
-
-
-def _with_joined_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join consecutive turns of the user, which some templates refuse."""
-    joined: list[Message] = []
-    for message in messages:
-        if joined and message.role == joined[-1].role == "user":
-            joined[-1] = replace(message, content=f"{joined[-1].content}\n\n{message.content}")
-        else:
-            joined.append(message)
-    return joined
-
-
-def _with_texts_as_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Convert the arguments of calls to JSON texts, as Functionary's template expects them."""
-
-    def with_text(call: ToolCall) -> ToolCall:
-        return replace(call, arguments=to_json(call.arguments))
-
-    return [replace(each, tool_calls=tuple(map(with_text, each.tool_calls))) for each in messages]
-
-
-def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Give each call a turn of its own, followed by its result, for Llama 3's template."""
-    separated: list[Message] = []
-    rest = list(messages)
-    while rest:
-        message = rest.pop(0)
-        if len(message.tool_calls) < 2:
-            separated.append(message)
-            continue
-        results: list[Message] = []
-        while rest and rest[0].role == "tool":
-            results.append(rest.pop(0))
-        content = message.content
-        for call in message.tool_calls:
-            separated.append(replace(message, content=content, tool_calls=(call,)))
-            content = ""  # only the first turn has the text
-            separated += [each for each in results if each.tool_call_id == call.identity]
-            results = [each for each in results if each.tool_call_id != call.identity]
-        separated += results  # those that belong to none of the calls
-    return separated
-
-
-def _with_texts_in_thoughts(messages: Sequence[Message]) -> list[Message]:
-    """Move the text of turns with calls and thoughts into the thoughts, for gpt-oss's template."""
-
-    def with_text_in_thoughts(message: Message) -> Message:
-        if not (message.tool_calls and message.reasoning and message.content):
-            return message
-        thoughts = f"{message.reasoning}\n\n{message.content}"
-        return replace(message, content="", reasoning=thoughts)
-
-    return [with_text_in_thoughts(message) for message in messages]
-
-
-def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """Put the system message at the beginning of the user's first turn, for Gemma 2's template."""
-    first, *others = messages
-    if first.role != "system" or not others or others[0].role != "user":
-        return list(messages)
-    joined = replace(others[0], content=f"{first.content}\n\n{others[0].content}")
-    return [joined, *others[1:]]
-
-
 # --- messages as templates read them --------------------------------------------------------------
 
 
-def _turn(
-    message: Message,
-    template: str,
-    *,
-    adds_calls: bool,
-) -> dict[str, Any]:
-    """Return a message as a dictionary for a template.
+def _turn(message: Message, template: str) -> dict[str, Any]:
+    """Return a message as a dictionary for a template, on which the form of some fields depends.
 
     It has no keys without a value, since templates test which keys a message has.
-
-    Args:
-        message: The message.
-        template: The template, on which the form of some fields depends.
-        adds_calls: Whether to add tool calls to the text if the template does not write them.
     """
     as_id: Callable[[str], str] = _short_id if _NEEDS_SHORT_IDS in template else str
-    text = message.content
-    if message.tool_calls and adds_calls and "tool_calls" not in template:
-        text = _with_calls(message)
-    content: Any = text
+    content: Any = message.content
     if message.reasoning and "block['thinking']" in template:  # Ministral 3
         content = [
             {"type": "thinking", "thinking": message.reasoning},
-            {"type": "text", "text": text},
+            {"type": "text", "text": message.content},
         ]
     calls = [
         {
@@ -256,14 +162,6 @@ def _turn(
         _name_of_thoughts(template): message.reasoning,
     }
     return {name: value for name, value in turn.items() if value is not None}
-
-
-def _with_calls(message: Message) -> str:
-    """Return the text of a message followed by its tool calls as JSON, one per line."""
-    calls = [
-        to_json({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls
-    ]
-    return "\n".join(filter(None, [message.content, *calls]))
 
 
 @functools.lru_cache(maxsize=16)

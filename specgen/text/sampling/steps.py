@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.sampler_options import LARGEST_FACTOR, SamplerName, SamplerOptions
+from specgen.option_fields import LARGEST_FACTOR
+from specgen.sampler_options import SamplerName, SamplerOptions
 from specgen.system.arrays import ProbArray, Scores, TokenArray
 from specgen.text.sampling import samplers
 from specgen.text.sampling.candidates import Candidates

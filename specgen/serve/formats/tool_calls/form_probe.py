@@ -196,7 +196,6 @@ def _render(template: str, messages: list[Message]) -> str:
         eos_token="",
         now=datetime.datetime(2026, 1, 1),
         tools=_TOOLS,
-        rearranges=False,
     )
     return without_marks(text, _THOUGHT_MARKS)
 

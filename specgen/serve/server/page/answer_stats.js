@@ -15,8 +15,9 @@ export class AnswerStats {
   #first = null;
   // The number of tokens of the answer so far.
   #nTokens = 0;
-  // The number of these that were drafted.
+  // The number of these that were drafted, and of all drafted positions.
   #nAccepted = 0;
+  #nPositions = 0;
   // The server's last report on how much of the prompt it has read.
   #promptProgress = null;
   // The server's statistics, which arrive with the last chunk.
@@ -37,6 +38,9 @@ export class AnswerStats {
     this.#nowMs = nowMs;
     this.#nTokens += committed.length;
     this.#nAccepted += committed.filter(({ kind }) => kind === "accepted").length;
+    for (const { event, nodes } of chunk.events ?? []) {
+      this.#nPositions += event === "drafted" ? levels(nodes) : 0;
+    }
     if (committed.length > 0) {
       this.#first ??= { atMs: nowMs, nTokens: committed.length };
     }
@@ -67,7 +71,11 @@ export class AnswerStats {
     if (this.#first === null) {
       return promptText(this.#promptProgress);
     }
-    return joined(counted(this.#nTokens, "token"), this.#runningSpeed(), this.#draftedShare());
+    return joined(
+      counted(this.#nTokens, "token"),
+      this.#runningSpeed(),
+      acceptance(this.#nAccepted, this.#nPositions),
+    );
   }
 
   /** Return the statistics of an answer that has ended. */
@@ -82,7 +90,7 @@ export class AnswerStats {
       tokensPerPass(this.#speculative),
       this.#timeToFirstToken(),
       promptTokens(this.#timings),
-      acceptance(this.#speculative),
+      finalAcceptance(this.#speculative),
     );
   }
 
@@ -94,20 +102,17 @@ export class AnswerStats {
     return `${threeDigits((this.#nTokens - this.#first.nTokens) / seconds)} tokens/s`;
   }
 
-  #draftedShare() {
-    if (this.#nAccepted === 0) {
-      return "";
-    }
-    return `${percent(this.#nAccepted / this.#nTokens)} of them from drafts`;
-  }
-
   #speedup() {
     const range = this.#speculative?.estimated_speedup_range;
-    if (range) {
+    if (!range) {
+      return "";
+    }
+    const { estimate_is_rough, estimated_speedup } = this.#speculative;
+    if (!estimate_is_rough) {
       return speedupText(range);
     }
-    // The server reports no range if other programs kept the machine busy.
-    return this.#finished?.estimated_speedup ? "speed-up unknown: the machine was busy" : "";
+    const times = `about ${estimated_speedup.toFixed(1)} times`;
+    return `${times} as fast as without drafts (rough: the machine was busy)`;
   }
 
   #timeToFirstToken() {
@@ -159,11 +164,28 @@ function promptTokens({ prompt_n, cache_n }) {
   return cache_n > 0 ? `${total}, ${cache_n} of them cached` : total;
 }
 
-function acceptance(speculative) {
+function finalAcceptance(speculative) {
   if (!speculative?.n_drafted) {
     return "";
   }
-  const { n_accepted, n_drafted } = speculative;
-  const rate = percent(n_accepted / n_drafted);
-  return `${n_accepted} of ${n_drafted} drafted tokens accepted (${rate})`;
+  const nPositions = speculative.drafted_by_position.reduce((sum, n) => sum + n, 0);
+  return acceptance(speculative.n_accepted, nPositions);
+}
+
+// The share of drafted positions at which a token was accepted. Branches of a tree share theirs.
+function acceptance(nAccepted, nPositions) {
+  if (nPositions === 0) {
+    return "";
+  }
+  const rate = percent(nAccepted / nPositions);
+  return `${nAccepted} of ${nPositions} drafted tokens accepted (${rate})`;
+}
+
+// The number of levels of a draft tree.
+function levels(nodes) {
+  const depths = [];
+  for (const { parent } of nodes) {
+    depths.push(parent < 0 ? 1 : depths[parent] + 1);
+  }
+  return Math.max(0, ...depths);
 }

@@ -1,0 +1,359 @@
+"""Checks the values of options, with pydantic.
+
+The limits and the messages are the same in Python, in a server's requests and on the command line.
+pydantic is imported only when there is a value to check, so that `specgen --help` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import operator
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from specgen.errors import UsageError
+from specgen.option_fields import LARGEST_FACTOR
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+#: The limits of numbers that declare none, by their type.
+_LARGEST = {int: 2**63 - 1, float: LARGEST_FACTOR}
+#: The maximum number of characters of a value in a message.
+_MAX_SHOWN = 60
+
+
+class Options:
+    """The base of dataclasses of options: checks values, and converts them to the fields' types.
+
+    Default values are not checked.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not _is_default(field, value):
+                checked = checked_option(type(self), field.name, value)
+                object.__setattr__(self, field.name, checked)
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raise `UsageError` if the options contradict each other; subclasses extend this."""
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.default_factory is dataclasses.MISSING:
+        return value is field.default
+    default = field.default_factory()
+    return type(value) is type(default) and bool(value == default)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def names_of(field: dataclasses.Field[Any]) -> list[str]:
+    """Return the names of an option in programs and in requests, its own first.
+
+    These are the name of its field, its long names on the command line, and its aliases.
+    """
+    names = [field.name]
+    for spelling in field.metadata["spellings"]:
+        flag, _, _ = spelling.partition("/")  # --chat of --chat/--raw
+        if flag.startswith("--"):
+            names.append(flag.removeprefix("--").replace("-", "_"))
+    names += field.metadata.get("aliases", "").split()
+    return list(dict.fromkeys(names))
+
+
+def all_names(*options: type[Any]) -> dict[str, str]:
+    """Return the names of the options of these dataclasses, with the names of their fields."""
+    return {
+        name: field.name
+        for kind in options
+        for field in dataclasses.fields(kind)
+        if field.metadata  # other fields are no options
+        for name in names_of(field)
+    }
+
+
+def with_own_names(
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
+    other_names: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return options by their own names. An option that is None counts as not given.
+
+    Args:
+        given: The options, by any of their names.
+        names: The own names of all options, by any of their names.
+        other_names: More names that may be meant by a wrong one.
+
+    Raises:
+        UsageError: If there is no such option, or one is given twice.
+    """
+    options: dict[str, Any] = {}
+    given_names: dict[str, str] = {}
+    for name, value in given.items():
+        if name not in names:
+            raise UsageError(
+                f"there is no option {shown_value(name)}{suggestion(name, [*names, *other_names])}"
+            )
+        if value is None:
+            continue
+        own_name = names[name]
+        if own_name in options:
+            raise UsageError(
+                f"{given_names[own_name]} and {name} are the same option; give one of them"
+            )
+        options[own_name] = value
+        given_names[own_name] = name
+    return options
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return a question whether a similar name is meant, for the end of a message, or ""."""
+    similar_names = difflib.get_close_matches(
+        name,
+        list(names),
+        n=1,
+        cutoff=0.7,
+    )
+    if not similar_names:
+        return ""
+    return f"; did you mean {similar_names[0]}?"
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def checked_option(options: type[Any], name: str, value: Any) -> Any:
+    """Return the value of a field of a dataclass of options, in the field's type.
+
+    Raises:
+        UsageError: If the value is invalid.
+    """
+    adapter = _adapter_of_field(options, name)  # type: ignore[arg-type]  # a class has a hash
+    return _validated(adapter, name, value)
+
+
+def checked_value(
+    name: str,
+    kind: Any,
+    value: Any,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return a value in the type that it should have.
+
+    Args:
+        name: Its name, for the message.
+        kind: The type.
+        value: The value.
+        settings: The settings of `option_fields.option`, if it is an option.
+
+    Raises:
+        UsageError: If the value is invalid.
+    """
+    from pydantic import TypeAdapter
+
+    if settings is None:
+        return _validated(_adapter(kind), name, value)
+    return _validated(TypeAdapter(value_type(kind, settings)), name, value)
+
+
+def required(name: str, kind: type[Any], value: Any) -> None:
+    """Check that an argument is of a class.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if not isinstance(value, kind):
+        raise UsageError(
+            f"{name}: give a value of the type {kind.__name__}, not {shown_value(value)}"
+        )
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(value_type(kind, {}))
+
+
+@functools.cache
+def _adapter_of_field(options: type[Any], name: str) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(field_type(options, name))
+
+
+def _validated(adapter: TypeAdapter[Any], name: str, value: Any) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first_error = error.errors(include_url=False)[0]
+    # Names in the place are those of the types in a union.
+    indices = [key for key in first_error["loc"] if isinstance(key, int)]
+    raise UsageError(f"{name}{place_of(indices)}: {described(first_error)}")
+
+
+# --- types for pydantic ---------------------------------------------------------------------------
+
+
+def field_type(options: type[Any], name: str) -> Any:
+    """Return the type of a field of a dataclass of options, with its limits, for pydantic."""
+    types = typing.get_type_hints(options)
+    (field,) = (field for field in dataclasses.fields(options) if field.name == name)
+    return value_type(types[name], field.metadata)
+
+
+def value_type(kind: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the type of a value with its limits, for pydantic.
+
+    Args:
+        kind: The type, which may be a union with None.
+        settings: The settings of `option_fields.option`; empty if the value is not an option.
+    """
+    from pydantic import AfterValidator, BeforeValidator
+
+    parts = typing.get_args(kind)
+    if type(None) in parts:
+        others = [part for part in parts if part is not type(None)]
+        return value_type(functools.reduce(operator.or_, others), settings) | None
+    value = _type_within_limits(kind, settings)
+    parse = settings.get("parse")
+    if typing.get_origin(kind) is tuple:
+        value = Annotated[value, BeforeValidator(functools.partial(_listed, parse))]
+    elif parse is not None:
+        value = Annotated[value, BeforeValidator(functools.partial(_parsed, parse))]
+    check = settings.get("check")
+    if check is not None:
+        value = Annotated[value, AfterValidator(check)]
+    return value
+
+
+def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
+    from pydantic import BeforeValidator, Field, FiniteFloat, InstanceOf
+
+    if kind in _LARGEST:
+        smallest = settings.get("min", -_LARGEST[kind])
+        largest = settings.get("max", _LARGEST[kind])
+        number = FiniteFloat if kind is float else int
+        limits = Field(ge=smallest, le=largest)
+        return Annotated[number, limits, BeforeValidator(_number)]
+    if kind is str:  # pydantic would decode bytes
+        return Annotated[str, Field(strict=True)]
+    if dataclasses.is_dataclass(kind):
+        return Annotated[kind, InstanceOf()]  # type: ignore[type-arg]
+    return kind
+
+
+def _number(value: Any) -> Any:
+    """Return a number of another library as Python's own, and refuse True and False."""
+    from pydantic_core import PydanticKnownError
+
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    with contextlib.suppress(TypeError):  # not a whole number
+        return operator.index(value)
+    return value
+
+
+def _listed(parse: Callable[[Any], Any] | None, value: Any) -> Any:
+    """Return a tuple for a single text, which is parsed, or for an object."""
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    if not isinstance(value, str):
+        return value
+    return (value,) if parse is None else parse((value,))
+
+
+def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
+    """Parse a text as on the command line; other values stay as they are."""
+    return parse(value) if isinstance(value, str) else value
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+#: What is wanted in place of a wrong value, by pydantic's types of errors. The names in braces are
+#: details of the errors.
+_WANTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than_equal": "{ge} or more",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "is_instance_of": "a value of the type {class}",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "literal_error": "one of {expected}",
+    "mapping_type": "an object",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "path_type": "a path",
+    "string_type": "a text",
+    "tuple_type": "a list",
+}
+
+
+def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = None) -> str:
+    """Return what is wrong with a value: what is wanted, and what was given.
+
+    Args:
+        error: One of the errors of pydantic's `ValidationError`.
+        shown: Shows the value; None shows it as Python would.
+    """
+    show = shown or shown_value
+    given = show(error["input"])
+    if error["type"] in ("greater_than_equal", "less_than_equal"):
+        given = given.strip("'\"")  # a number on the command line is a text
+    wanted = _WANTED.get(error["type"])
+    if wanted is not None:
+        details = {name: _in_words(each) for name, each in error.get("ctx", {}).items()}
+        return f"give {wanted.format_map(details)}, not {given}"
+    if error["type"] == "value_error":  # raised by a function of ours
+        return str(error["ctx"]["error"])
+    if error["type"] == "missing":
+        return str(error["msg"])
+    return f"{error['msg']}; it is {given}"
+
+
+def _in_words(limit: Any) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as in Python, cut to 60 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        return "a number of thousands of digits"
+    text = " ".join(text.split())
+    if len(text) > _MAX_SHOWN:
+        return f"{text[: _MAX_SHOWN - 3]}..."
+    return text
+
+
+def place_of(keys: Sequence[int | str]) -> str:
+    """Return the place of a value within another one, such as ``.messages[0].role``."""
+    place = ""
+    for key in keys:
+        if isinstance(key, int):
+            place += f"[{key}]"
+        else:
+            place += f".{key}"
+    # Pydantic marks a wrong key of an object with "[key]".
+    return place.removesuffix(".[key]")

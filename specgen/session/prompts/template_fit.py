@@ -1,0 +1,293 @@
+"""Find the shape of a conversation that a chat template takes, with all of its messages.
+
+A template may refuse a conversation, or drop messages without a word. Both are found with a probe:
+a conversation with messages of the same kinds and a marker in each. A shape fits if the template
+renders it and all markers are in the result. What fits depends on the kinds of messages only, so
+that it is the same in each request, and is found once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from specgen.errors import PromptError
+from specgen.session.prompts.conversation_shapes import (
+    FORMS,
+    PLAIN_FORMS,
+    REPAIRS,
+    Change,
+    changed,
+    shapes_of,
+)
+from specgen.session.prompts.sandbox import to_json
+from specgen.session.prompts.template import Message, Role, ToolCall, render
+
+#: Renders messages with a template. Raises `PromptError` if the template fails.
+Write: TypeAlias = Callable[[Sequence[Message]], str]
+
+#: The number of shapes that are tried with texts that a template refuses.
+_MAX_SHAPES = 100
+#: The tool of probes.
+_PROBED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Return the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "The city."}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FittedText:
+    """A conversation as a template has rendered it."""
+
+    text: str
+    #: The messages in the shape that was rendered.
+    messages: list[Message]
+
+
+def render_fitted(
+    write: Write,
+    template: str,
+    messages: Sequence[Message],
+    *,
+    has_tools: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> FittedText:
+    """Render a conversation in the first of its shapes that fits a template.
+
+    If none fits, since the template drops some messages in all of them, it is the first shape that
+    the template renders.
+
+    Args:
+        write: Renders messages with the template.
+        template: The template.
+        messages: The turns so far.
+        has_tools: Whether `write` gives tools to the template.
+        variables: The variables that `write` gives to the template.
+
+    Raises:
+        PromptError: If the template refuses all shapes.
+    """
+    first_failure: PromptError | None = None
+    for shape in _candidates(template, messages, has_tools, variables or {}):
+        try:
+            return FittedText(write(shape), shape)
+        except PromptError as error:  # noqa: PERF203 - a rendering costs far more
+            first_failure = first_failure or error
+    assert first_failure is not None, "a conversation has at least one shape"
+    raise first_failure
+
+
+def _candidates(
+    template: str,
+    messages: Sequence[Message],
+    has_tools: bool,
+    variables: Mapping[str, Any],
+) -> Iterator[list[Message]]:
+    """Yield the shape that fits, and then others, since a template may refuse some texts."""
+    surroundings = _Surroundings(template, has_tools, json.dumps(variables, default=str))
+    changes = _fitting_changes(surroundings, _kinds_of(messages))
+    if changes is not None:
+        yield changed(messages, changes)
+    for shape in itertools.islice(shapes_of(messages, (*FORMS, *REPAIRS)), _MAX_SHAPES):
+        yield shape.messages
+
+
+# --- kinds of messages ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _CallKind:
+    """All that matters of a call, whatever its function and arguments."""
+
+    #: The number of its id among the ids of the conversation.
+    identity: int
+    #: Whether the arguments are a text.
+    has_text: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _MessageKind:
+    """All that matters of a message, whatever its texts."""
+
+    role: Role
+    #: The content if it is empty or white space, else None.
+    blank: str | None
+    calls: tuple[_CallKind, ...]
+    #: In a result: the number of the id of its call.
+    answered: int | None
+    has_name: bool
+    has_reasoning: bool
+
+
+_Kinds: TypeAlias = tuple[_MessageKind, ...]
+
+
+def _kinds_of(messages: Sequence[Message]) -> _Kinds:
+    """Return the kinds of messages. Ids of calls are numbered as they come."""
+    numbers: dict[str, int] = {}
+
+    def number(identity: str) -> int:
+        return numbers.setdefault(identity, len(numbers))
+
+    kinds: list[_MessageKind] = []
+    for message in messages:
+        calls = [
+            _CallKind(number(call.identity), isinstance(call.arguments, str))
+            for call in message.tool_calls
+        ]
+        answered = None
+        if message.role == "tool":
+            answered = number(message.tool_call_id or "")
+        kind = _MessageKind(
+            message.role,
+            blank=None if message.content.strip() else message.content,
+            calls=tuple(calls),
+            answered=answered,
+            has_name=message.name is not None,
+            has_reasoning=bool(message.reasoning),
+        )
+        kinds.append(kind)
+    return tuple(kinds)
+
+
+def _kinds_with(*turns: Message) -> _Kinds:
+    """Return the kinds of some messages between ordinary turns."""
+    return _kinds_of([*turns, Message("assistant", "x"), Message("user", "x")])
+
+
+_USER = Message("user", "x")
+_CALLS = (ToolCall("1", "weather", {}), ToolCall("2", "weather", {}))
+_RESULTS = [Message("tool", "x", tool_call_id=call.identity, name=call.name) for call in _CALLS]
+#: A conversation that every template should take.
+_PLAIN = _kinds_with(_USER)
+#: Complete conversations with messages that not all templates take.
+_WITH_FORMS = (
+    _kinds_with(Message("system", "x"), _USER),
+    _kinds_with(_USER, Message("assistant", "", _CALLS[:1]), _RESULTS[0]),
+    _kinds_with(_USER, Message("assistant", "", _CALLS), *_RESULTS),
+    _kinds_with(_USER, Message("assistant", "x", _CALLS[:1], reasoning="x"), _RESULTS[0]),
+)
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A conversation with messages of given kinds, and the markers in them."""
+
+    messages: list[Message]
+    #: The texts that have to be in the prompt. Thoughts have none, since templates drop them on
+    #: purpose; nor has the text before a call, which many templates have no place for.
+    markers: list[str]
+
+
+def _probe_of(kinds: _Kinds) -> _Probe:
+    messages: list[Message] = []
+    markers: list[str] = []
+    for place, kind in enumerate(kinds):
+        content = f"content{place}x"
+        if kind.blank is not None:
+            content = kind.blank
+        elif not kind.calls:
+            markers.append(content)
+        calls: list[ToolCall] = []
+        for number, call_kind in enumerate(kind.calls):
+            marker = f"call{place}x{number}x"
+            markers.append(marker)
+            calls.append(_probed_call(call_kind, marker))
+        message = Message(
+            kind.role,
+            content,
+            tuple(calls),
+            tool_call_id=None if kind.answered is None else _identity(kind.answered),
+            name="weather" if kind.has_name else None,
+            reasoning="why" if kind.has_reasoning else None,
+        )
+        messages.append(message)
+    return _Probe(messages, markers)
+
+
+def _probed_call(kind: _CallKind, marker: str) -> ToolCall:
+    """Return a call of this kind with a marker in its arguments."""
+    arguments: Mapping[str, Any] | str = {"city": marker}
+    if kind.has_text:
+        arguments = to_json(arguments)
+    return ToolCall(_identity(kind.identity), "weather", arguments)
+
+
+def _identity(number: int) -> str:
+    return f"call_{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a template is given besides messages, as far as it matters for the shape of these."""
+
+    template: str
+    has_tools: bool
+    #: The variables for the template, as JSON.
+    variables: str
+
+
+@functools.lru_cache(maxsize=512)
+def _fitting_changes(surroundings: _Surroundings, kinds: _Kinds) -> tuple[Change, ...] | None:
+    """Return what to change in a conversation with messages of these kinds so that it fits.
+
+    Returns:
+        The changes; None if no shape fits, or if the template cannot be judged, because it does
+        not even show all messages of a plain conversation.
+    """
+    probe = _probe_of(kinds)
+    if _fits(surroundings, probe):
+        return ()
+    if not _fits(surroundings, _probe_of(_PLAIN)):
+        return None
+    for forms in (_needed_forms(surroundings), PLAIN_FORMS):
+        for shape in shapes_of(changed(probe.messages, forms), REPAIRS):
+            if _fits(surroundings, replace(probe, messages=shape.messages)):
+                return (*forms, *shape.changes)
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _needed_forms(surroundings: _Surroundings) -> tuple[Change, ...]:
+    """Return the forms in which a template takes system messages, calls and results."""
+    needed: set[Change] = set()
+    for kinds in _WITH_FORMS:
+        probe = _probe_of(kinds)
+        for shape in shapes_of(probe.messages, FORMS):
+            if _fits(surroundings, replace(probe, messages=shape.messages)):
+                needed.update(shape.changes)
+                break
+    return tuple(change for change in FORMS if change in needed)
+
+
+def _fits(surroundings: _Surroundings, probe: _Probe) -> bool:
+    """Return whether a template renders a probe with all of its markers."""
+    try:
+        text = render(
+            surroundings.template,
+            probe.messages,
+            bos_token="",
+            eos_token="",
+            now=datetime.datetime(2026, 1, 1),
+            tools=[_PROBED_TOOL] if surroundings.has_tools else [],
+            variables=json.loads(surroundings.variables),
+        )
+    except PromptError:
+        return False
+    return all(marker in text for marker in probe.markers)
