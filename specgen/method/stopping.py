@@ -167,7 +167,6 @@ class CostAwareStopping(StoppingRule):
             cumulative_acceptances.append(acceptance)
         return cumulative_acceptances
 
-
     def _acceptance(self, draft: Draft, node: int) -> float:
         """Return the probability that a node is accepted if its ancestors are."""
         # A drafter that knows no probability counts as certain.

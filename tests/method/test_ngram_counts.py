@@ -173,4 +173,5 @@ def test_what_failed_in_this_text_is_drafted_later_than_what_came_true() -> None
     likely, unlikely = draft.probabilities
     assert likely is not None
     assert unlikely is not None
-    assert likely > 0.5 > 0.1 > unlikely
+    assert likely > 0.5
+    assert unlikely < 0.1
