@@ -20,6 +20,7 @@ from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
 from specgen.models.files import SHARD, parts_of
+from specgen.models.stored_models import shown_name
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
@@ -62,7 +63,7 @@ class ModelLoader:
         """Return an entry of the pool for a model, after fetching its files if necessary.
 
         Args:
-            name: The model's name in requests; empty for the name of its file.
+            name: The model's name in requests; empty for the name of its file, or Ollama's name.
             model: The options of the model.
 
         Raises:
@@ -76,7 +77,9 @@ class ModelLoader:
             raise UsageError("--learn uses one user's texts to draft for the others", hint)
         wanted = model.find(model.models)
         target = wanted.options.target
-        name = name or target.name.removesuffix(".gguf")
+        if not name:
+            # Ollama's clients name models without a prefix.
+            name = shown_name(target).removeprefix("ollama:").removesuffix(".gguf")
         self._note_invalid_template(name, wanted.options)
         if pooling_of(target) is not None:
             if model.models.draft is not None:
