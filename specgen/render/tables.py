@@ -184,8 +184,8 @@ def print_draft_table(
     n_answers = counted(len(search.baseline.answers), "answer")
     explanation = (
         f"For {name_of(search.target)} at temperature 0, on {n_answers}. Columns: the speed-up "
-        "over plain decoding, and the worst; tokens per second; the share of drafted tokens that the "
-        "target accepted; tokens per pass of the target; milliseconds to draft a token, and to "
+        "over plain decoding, and the worst; tokens per second; the share of drafted tokens that "
+        "the target accepted; tokens per pass of the target; milliseconds to draft a token, and to "
         "start, since a draft model needs a prefill too (not counted in the speed-up)."
     )
     for sentence in (explanation, *sentences):
