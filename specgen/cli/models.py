@@ -77,6 +77,9 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
     names are as for `-m`. The draft is the one that is used if none is named. "fits" tells whether
     the weights of both fit into memory.
     """
+    from specgen.llama.file_check import remember_checks
+
+    remember_checks(cache_folder())
     registry = load_registry()
     models = [
         _model_values(registry, model) | _use_values(registry, locate(model))

@@ -8,7 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from specgen.errors import UnknownModelError
 from specgen.models.files import identify
+from specgen.models.hub_names import locate
 from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
+from specgen.models.registry import Registry
 
 #: Ollama's tag of a model whose name is given without a tag.
 _LATEST = ":latest"
@@ -27,6 +29,26 @@ def stored_models(prefix: str | None = None) -> list[StoredModel]:
             # The stores of a program are read in the order in which it looks for models itself.
             models.setdefault(model.name, model)
     return list(models.values())
+
+
+def servable_models(registry: Registry) -> dict[str, Path]:
+    """Return the first files of the models on this disk, by short names that differ.
+
+    The name is the one in the registry or in the program, with the program's prefix if an earlier
+    model has that name. Models that a program's description tells to be unusable are left out.
+    """
+    files: dict[str, Path] = {}
+    for entry in registry.models.values():
+        path = locate(entry)
+        if path is not None:
+            files[entry.name] = path
+    known_paths = set(files.values())
+    for model in stored_models():
+        if model.path in known_paths or model.problem:
+            continue
+        name = model.name if model.own_name in files else model.own_name
+        files[name] = model.path
+    return files
 
 
 def prefix_of(name: str) -> str | None:

@@ -9,6 +9,7 @@ from specgen.drafters.kinds import refuse_draft
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.embeddings import pooling_of
 from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.mtp_layers import mtp_of
 from specgen.models.files import FileIdentity, identity_of
 from specgen.models.other_programs import StoredModel
@@ -48,13 +49,23 @@ def problem_with(model: StoredModel) -> str:
 
 def problem_with_file(path: Path) -> str:
     """Return why a file cannot be used to generate text; empty if it can."""
+    problem = why_not_loadable(path)
+    if not problem and pooling_of(path) is not None:
+        return "an embedding model, which generates no text; `specgen serve` serves it"
+    return problem
+
+
+def why_not_loadable(path: Path) -> str:
+    """Return why a file is not a complete model; empty if it is one, as its metadata tell."""
     try:
         check_file(path)
         refuse_draft(path)
-    except (ModelFileError, BackendError) as error:
+        with GgufMetadata(path):
+            pass
+    except ModelFileError as error:
         return error.message.removeprefix(f"{path}: ")
-    if pooling_of(path) is not None:
-        return "an embedding model, which generates no text; `specgen serve` serves it"
+    except BackendError:
+        return "damaged: its metadata cannot be read"
     return ""
 
 

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import specgen as package
 from specgen.cli.flags import model_names
 from specgen.errors import UnknownModelError
 from specgen.models.stored_models import find_stored, stored_models
-from tests.helpers.cli import Specgen
+from tests.helpers.cli import Specgen, spawn
+from tests.helpers.server import PATIENCE_S
 from tests.helpers.stores import Stores, write
 from tests.helpers.wrong_files import WRONG_FILES
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
@@ -206,16 +208,19 @@ def test_parts_projectors_and_what_needs_more_than_a_file(
     stores.add_to_lm_studio("me/Tiny-GGUF/half-00002-of-00002.gguf", content)
     stores.add_to_ollama(f"{LIBRARY}/adapted:latest", content, adapter=b"GGUF")
     stores.add_to_ollama(f"{LIBRARY}/gone:latest", content_of(tmp_path, seed=5)).unlink()
+    stores.add_to_ollama(f"{LIBRARY}/cut:latest", content[:1000])
     encoder = content_of(tmp_path, 6, architecture="bert", tokenizer="bert")
     stores.add_to_ollama(f"{LIBRARY}/encoder:latest", encoder)
     models = listed(specgen)
     assert set(models) == {
         "lmstudio:me/Tiny-GGUF/split",
         "ollama:adapted:latest",
+        "ollama:cut:latest",
         "ollama:encoder:latest",
         "ollama:gone:latest",
     }
     assert "an embedding model" in models["ollama:encoder:latest"]["problem"]
+    assert models["ollama:cut:latest"]["problem"] == "damaged: its metadata cannot be read"
     assert "LoRA adapter" in models["ollama:adapted:latest"]["problem"]
     assert models["ollama:gone:latest"]["problem"] == "no such file"
     assert models["lmstudio:me/Tiny-GGUF/split"]["size_bytes"] == 2 * len(content)
@@ -323,3 +328,54 @@ def test_draft_find_takes_its_candidates_from_the_stores(
     assert found.code == 0, found.err
     drafts = [Path(each["draft"]).name for each in json.loads(found.out)["drafts"]]
     assert any(name.startswith("sha256-") for name in drafts)
+
+
+# --- a server of all models
+
+
+def test_a_server_without_a_model_serves_all_by_name(
+    specgen: Specgen, stores: Stores, content: bytes, tmp_path: Path
+) -> None:
+    blob = stores.add_to_ollama(f"{LIBRARY}/tiny:1b", content)
+    other = stores.add_to_lm_studio("me/Other-GGUF/other.gguf", content_of(tmp_path, 2))
+    stores.add_to_gpt4all("cut.gguf", content[:1000])
+    answered = {
+        name: specgen("run", "--raw", "-m", path, "-n", "5", "--temp", "0", "the cat").out
+        for name, path in {"tiny:1b": blob, "me/Other-GGUF/other": other}.items()
+    }
+    expected = {name: text.removesuffix("\n") for name, text in answered.items()}
+    process = spawn("serve", "--port", "0", "--temp", "0", "--memory", "2GB", text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        listed = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == list(expected)
+        for name, text in expected.items():
+            body = {"model": name, "prompt": "the cat", "max_tokens": 5}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+            assert answer["choices"][0]["text"] == text, answer
+        tags = httpx.get(f"{url}/api/tags").json()["models"]
+        assert "tiny:1b" in [model["name"] for model in tags]
+        body = {"model": "tiny:1b", "prompt": "the cat", "stream": False}
+        asked = body | {"raw": True, "options": {"num_predict": 5}}
+        answer = httpx.post(f"{url}/api/generate", json=asked, timeout=PATIENCE_S).json()
+        assert answer["response"] == expected["tiny:1b"]
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert "serving the models on this disk, each loaded when a request names it: tiny:1b, " in said
+    assert "not served: cut: " in said
+
+
+def test_a_server_of_one_named_model_still_loads_it_at_once(stores: Stores, content: bytes) -> None:
+    stores.add_to_ollama(f"{LIBRARY}/tiny:1b", content)
+    process = spawn("serve", "--port", "0", "-m", "ollama:tiny:1b", text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        (listed,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert listed["id"] == "tiny:1b"
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert "serving the models on this disk" not in said

@@ -14,7 +14,7 @@ from specgen.drafters.kinds import refuse_draft
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
-from specgen.llama.file_check import check_file
+from specgen.llama.file_check import check_file, remember_checks
 from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
@@ -27,12 +27,14 @@ from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import N_PARALLEL, ServedOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
+from specgen.session.found_models import why_not_loadable
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
 from specgen.session.prompts.chat import SubstituteTemplate
 from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import correct, named_file, read_toml
+from specgen.system.folders import cache_folder
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
@@ -363,6 +365,35 @@ def _in_folder(
     if not entries:
         raise UsageError(f"{folder}: no file in this folder can be served")
     return list(entries.values())
+
+
+def read_stored(
+    models: Mapping[str, Path],
+    options_of: OptionsOf,
+    loader: ModelLoader,
+) -> list[ModelEntry]:
+    """Return those of the models on this disk that can be served.
+
+    Args:
+        models: The models' first files, by the names in requests.
+        options_of: Makes the options of a model.
+        loader: Makes the entries of the pool.
+    """
+    remember_checks(cache_folder())
+    common = options_of({})
+    entries = []
+    for name, path in models.items():
+        model = replace(common, models=replace(common.models, target=str(path)))
+        # Loading the vocabulary too, as for a folder, would take a second for each model.
+        problem = why_not_loadable(path)
+        if not problem:
+            try:
+                entries.append(loader.entry(name, model))
+            except (ModelFileError, MemoryLimitError) as error:
+                problem = error.message
+        if problem:
+            loader.reporter.note(f"not served: {name}: {problem}")
+    return entries
 
 
 def _check_loads(path: Path) -> None:
