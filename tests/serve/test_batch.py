@@ -168,11 +168,13 @@ class TestResults:
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     stats = BatchStats(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
-    told = "2 answers, 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
-    assert batch_summary(stats, 5.0, "4 at once") == told
+    told = "2 answers, 100 tokens in all, 400 ms: 250.0 tokens/s, 4 at once"
+    assert batch_summary(stats, 0.4, "4 at once") == told
+    told = "2 answers, 100 tokens in all, 50 s: 2.0 tokens/s, 4 at once"
+    assert batch_summary(stats, 50.0, "4 at once") == told
     stats.n_positions, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
-    assert batch_summary(stats, 5.0, "4 at once") == told
+    assert batch_summary(stats, 50.0, "4 at once") == told
 
 
 # --- Ray
