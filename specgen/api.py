@@ -32,7 +32,6 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
-from specgen.serve.formats.chat_completions import read_conversation
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_models
 from specgen.session.engine import Engine
@@ -408,6 +407,9 @@ def _messages(asked: Any) -> Sequence[Message]:
             )
     if all(isinstance(message, Message) for message in messages):
         return messages
+    # Imported only now, since the formats of requests take a tenth of the time of `import`.
+    from specgen.serve.formats.chat_completions import read_conversation
+
     return read_conversation([_as_object(message) for message in messages])
 
 

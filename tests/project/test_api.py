@@ -228,7 +228,7 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
     ("options", "said"),
     [
         ({"foo": 1}, "there is no option 'foo'"),
-        ({"max_token": 3}, "there is no option 'max_token'; did you mean max_tokens?"),
+        ({"max_token": 3}, "there is no option 'max_token' (did you mean max_tokens?)"),
         (
             {"n_threads": 3},
             "n_threads is not an option of answers: give load context=ContextOptions(",
@@ -309,7 +309,7 @@ def test_several_prompts_are_all_answered_or_none(shared: specgen.Model) -> None
         ({"kernels": "fast"}, "kernels: give one of 'auto', 'specgen' or 'llama.cpp', not 'fast'"),
         ({"context": 3}, "context: give a value of the type ContextOptions, not 3"),
         ({"note": 3}, "note: give a function, not 3"),
-        ({"n_ctxx": 3}, "there is no option 'n_ctxx'; did you mean n_ctx?"),
+        ({"n_ctxx": 3}, "there is no option 'n_ctxx' (did you mean n_ctx?)"),
         ({"n_threads": 3}, "n_threads is not an option of answers: give load context="),
         ({"temperature": -1}, "temperature: give 0 or more, not -1"),
         (
