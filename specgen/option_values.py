@@ -232,7 +232,9 @@ def value_type(kind: Any, settings: Mapping[str, Any]) -> Any:
     value = _type_within_limits(kind, settings)
     parse = settings.get("parse")
     if typing.get_origin(kind) is tuple:
-        value = Annotated[value, BeforeValidator(functools.partial(_listed, parse))]
+        # Items that are texts anyway stay as they are.
+        parse_items = None if parts[0] is str else parse
+        value = Annotated[value, BeforeValidator(functools.partial(_listed, parse, parse_items))]
     elif parse is not None:
         value = Annotated[value, BeforeValidator(functools.partial(_parsed, parse))]
     check = settings.get("check")
@@ -270,13 +272,27 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _listed(parse: Callable[[Any], Any] | None, value: Any) -> Any:
-    """Return a tuple for a single text, which is parsed, or for an object."""
+def _listed(
+    parse: Callable[[Any], Any] | None,
+    parse_items: Callable[[Any], Any] | None,
+    value: Any,
+) -> Any:
+    """Return a tuple for a single text, for texts that stand for other values, or for an object.
+
+    Args:
+        parse: Parses a single text as on the command line.
+        parse_items: Parses several texts.
+        value: The value. Others stay as they are.
+    """
     if isinstance(value, Mapping):
         return tuple(value.items())
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        return (value,) if parse is None else parse((value,))
+    if parse_items is None or not isinstance(value, (list, tuple)) or not value:
         return value
-    return (value,) if parse is None else parse((value,))
+    if all(isinstance(item, str) for item in value):
+        return parse_items(tuple(value))
+    return value
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
@@ -331,7 +347,7 @@ def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = Non
     if error["type"] == "value_error":  # raised by a function of ours
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
-        return str(error["msg"])
+        return "it is missing"
     return f"{error['msg']}; it is {given}"
 
 

@@ -197,6 +197,8 @@ def _as_parts(value: Any) -> Any:
         value = {"text": value}
     if isinstance(value, dict):
         return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"give a text or a list of parts, not {shown(value)}")  # noqa: TRY004
     return value
 
 
