@@ -304,6 +304,14 @@ class ModelPool:
         if math.isfinite(keep_s) and pooled.unloading is None:
             pooled.unloading = asyncio.ensure_future(self._unload_in_time(pooled))
 
+    async def unload(self, pooled: PooledModel) -> None:
+        """Unload a model if it is idle, or else as soon as it is."""
+        if pooled.model is None:
+            return
+        self.keep(pooled, 0.0)
+        if pooled.is_idle:
+            await self._unload_if_due(pooled)
+
     async def _unload_in_time(self, pooled: PooledModel) -> None:
         """Unload a model when its time is over, unless it gets unlimited time before that."""
         self._loop = asyncio.get_running_loop()
@@ -316,7 +324,7 @@ class ModelPool:
                     await self._next_change()
                     timer.cancel()
                 else:
-                    await self.unload(pooled)
+                    await self._unload_if_due(pooled)
         finally:
             pooled.unloading = None
 
@@ -325,14 +333,10 @@ class ModelPool:
         self._changed.clear()
         await self._changed.wait()
 
-    async def unload(self, pooled: PooledModel) -> None:
-        """Unload a model if it is idle, or else as soon as it is."""
-        if not pooled.is_idle:
-            if pooled.model is not None:
-                self.keep(pooled, 0.0)
-            return
+    async def _unload_if_due(self, pooled: PooledModel) -> None:
+        """Unload a model if its time is still over once no other model is being loaded."""
         async with self._providing:
-            if pooled.is_idle:
+            if pooled.is_idle and pooled.rest_s <= 0.0:
                 await self._unload(pooled)
         self._changed.set()
 
