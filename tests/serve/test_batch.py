@@ -67,7 +67,7 @@ class TestLines:
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
             ({"custom_id": "\ud800", "prompt": "x"}, "invalid_json", "hex escape"),
             ({"url": "/v1/embeddings", "body": {}}, "invalid_request", "url"),
-            ({"body": {}}, "invalid_request", "url: Field required"),
+            ({"body": {}}, "invalid_request", "url: it is missing"),
             ({"url": "/v1/completions", "method": "GET", "body": {}}, "invalid_request", "method"),
             ({"url": "/v1/completions", "body": {}, "model": 1}, "invalid_request", "model"),
             ({"url": "/v1/completions", "body": {"prompt": "x", "n": 3}}, "invalid_request", "n"),
