@@ -106,9 +106,19 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
         }
         _print_json(document)
         return
+    _print_models([*models, *cached, *others])
+    rows = [
+        (pair["pair"], pair["target"], pair["draft"], _shown(pair["default"])) for pair in pairs
+    ]
+    _print_table(("pair", "target", "draft", "default"), rows)
+    _print_kept_sizes()
+
+
+def _print_models(models: Sequence[dict[str, Any]]) -> None:
+    """Print a table of models, and then one of those that cannot be used, with the reasons."""
     rows: list[tuple[str, ...]] = []
     unusable: list[tuple[str, ...]] = []
-    for values in (*models, *cached, *others):
+    for values in models:
         if values["problem"]:
             unusable.append((values["model"], values["problem"]))
             continue
@@ -127,11 +137,6 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
     if unusable:
         _print_table(("not usable", "reason"), unusable)
         print()
-    rows = [
-        (pair["pair"], pair["target"], pair["draft"], _shown(pair["default"])) for pair in pairs
-    ]
-    _print_table(("pair", "target", "draft", "default"), rows)
-    _print_kept_sizes()
 
 
 def _print_kept_sizes() -> None:
@@ -249,7 +254,7 @@ def remove_model(
     """
     program = other_program_of(name)
     if program is not None:
-        message = f"{named_stored(name).name} belongs to {program}, whose files specgen keeps"
+        message = f"{named_stored(name).name} belongs to {program}: specgen does not remove it"
         raise UsageError(message, f"remove it with {program}")
     removal = _find_removal(name, load_registry())
     names = ", ".join(removal.names)

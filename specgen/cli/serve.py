@@ -112,7 +112,8 @@ def serve(
         kernels = default_setup.setup.machine.kernels
         entries: list[ModelEntry] = []
         max_bytes = math.inf
-        if models is not None or stored:
+        has_several = models is not None or bool(stored)
+        if has_several:
             use_kernels(kernels, output)  # before reading models: kernels decide which files work
             max_bytes = _memory_for_models(memory, output)
             loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
@@ -127,7 +128,8 @@ def serve(
             max_bytes = math.inf
             loader = ModelLoader(output.reporter, learn_across, stop)
             entries = [loader.entry(server.alias or "", default_setup.served(quiet=output.quiet))]
-            use_kernels(kernels, output)
+            if not has_several:
+                use_kernels(kernels, output)
         pool = stack.enter_context(ModelPool(entries, limits, max_bytes, output.note))
         if is_single:
             with stop:  # a single model is loaded before the first request

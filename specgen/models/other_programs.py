@@ -20,7 +20,7 @@ from specgen.models.files import SHARD
 from specgen.models.hub_names import PREFIX, SHA256, cached_models, models_among
 from specgen.models.own_folders import model_folders
 from specgen.system.files import path_of, read_object
-from specgen.system.folders import usable
+from specgen.system.folders import usable, user_folder
 
 #: The prefix of the models in the Hugging Face cache.
 HUB_PREFIX = PREFIX.removesuffix(":")
@@ -125,16 +125,15 @@ def _lm_studio_models() -> Iterator[StoredModel]:
 
 def _gpt4all_models() -> Iterator[StoredModel]:
     """Yield the models of GPT4All and its Python package, also in the folder that users choose."""
-    from platformdirs import PlatformDirs
-
-    folders = PlatformDirs()
     settings = configparser.ConfigParser(interpolation=None, strict=False)
     with suppress(OSError, configparser.Error, UnicodeDecodeError):
-        settings.read(folders.user_config_path / "nomic.ai" / "GPT4All.ini", encoding="utf-8")
+        config = user_folder(lambda folders: folders.user_config_path)
+        settings.read(config / "nomic.ai" / "GPT4All.ini", encoding="utf-8")
     chosen = settings.get("General", "modelPath", fallback="")
     if chosen:
         yield from _in_folder("gpt4all", Path(chosen))
-    yield from _in_folder("gpt4all", folders.user_data_path / "nomic.ai" / "GPT4All")
+    data = user_folder(lambda folders: folders.user_data_path)
+    yield from _in_folder("gpt4all", data / "nomic.ai" / "GPT4All")
     yield from _in_folder("gpt4all", _home() / ".cache" / "gpt4all")
 
 
@@ -208,9 +207,7 @@ def _llama_cpp_cache() -> Path:
 
 def _jan_models() -> Iterator[StoredModel]:
     """Yield Jan's models: the folders with a model.yml, which names the file."""
-    from platformdirs import PlatformDirs
-
-    home = PlatformDirs(roaming=True).user_data_path / "Jan"
+    home = user_folder(lambda folders: folders.user_data_path, roaming=True) / "Jan"
     chosen = read_object(home / "settings.json").get("data_folder")
     data = Path(chosen) if isinstance(chosen, str) and chosen else home / "data"
     models = data / "llamacpp" / "models"

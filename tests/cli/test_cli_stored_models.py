@@ -294,7 +294,7 @@ def test_the_shell_completes_names(stores: Stores, content: bytes) -> None:
 
 
 def test_commands_and_python_take_the_names(
-    specgen: Specgen, stores: Stores, content: bytes
+    specgen: Specgen, stores: Stores, content: bytes, tmp_path: Path
 ) -> None:
     blob = stores.add_to_ollama(f"{LIBRARY}/tiny:1b", content)
     by_path = specgen("run", "-m", blob, "-md", "none", "-n", "6", "the cat").out
@@ -308,6 +308,9 @@ def test_commands_and_python_take_the_names(
         assert (answer.code, answer.out) == (0, by_path), answer.err
     with package.load("ollama:tiny:1b", "none") as model:
         assert model.generate("the cat", max_tokens=6).text == by_path.removesuffix("\n")
+    table = write(tmp_path / "served.toml", b"[a]\ntarget = 'ollama:tiny:1b'\n")
+    refused = specgen("serve", "--models", table, "--memory", "1MiB")
+    assert "[a]: a needs about" in refused.err, "its file is found and measured"
     for command in (("models", "path"), ("models", "pull"), ("models", "show")):
         assert str(blob) in specgen(*command, "ollama:tiny:1b").out
     refused = specgen("models", "rm", "--yes", "ollama:tiny:1b")
