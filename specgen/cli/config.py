@@ -34,7 +34,7 @@ class ConfigCommand(Command):
         if folders:
             print(f"{FOLDERS_KEY} = {_toml(folders)}  # file")
         else:
-            print(f"# {FOLDERS_KEY} is not set: models are also found in these folders")
+            print(f"# {FOLDERS_KEY} is not set: no folders of your own are searched for models")
         for option in self.params:
             if option_keys(option):
                 print(_line(option, ctx))
