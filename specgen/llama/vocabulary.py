@@ -114,6 +114,11 @@ class LlamaVocabulary:
         """Return the special tokens by role; -1 for a token that the model does not have."""
         return self._by_role("bos", "eos", "eot")
 
+    @property
+    def line_break_token(self) -> int:
+        """The token of a line break; -1 if there is none."""
+        return int(llama_cpp.llama_vocab_nl(self.handle))
+
     def infill_tokens(self) -> dict[str, int]:
         """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for a missing one."""
         return self._by_role(
