@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from specgen.errors import UsageError
 from specgen.llama.model import CACHE_TYPES
-from specgen.option_values import shown_value
+from specgen.option_values import checked_value, shown_value
 from specgen.options import CacheType, ContextOptions, KernelChoice
 from specgen.text.built_in_templates import BUILT_IN
 
@@ -20,12 +20,8 @@ _NO_SEED = 0xFFFFFFFF
 _MAX_BATCH = 8192
 
 
-class LlamaArguments(TypedDict, total=False):
-    """The arguments of `Llama`, by name. One that is None counts as left out.
-
-    The others of llama-cpp-python are accepted, too: they are ignored with a warning, or refused if
-    they would change the answers.
-    """
+class HonouredArguments(TypedDict, total=False):
+    """The arguments of `Llama` that have a meaning here. One that is None counts as left out."""
 
     #: The number of layers on the GPU; -1 for all.
     n_gpu_layers: int | None
@@ -59,6 +55,44 @@ class LlamaArguments(TypedDict, total=False):
     verbose: bool | None
     #: Which CPU kernels are used; this argument is specgen's.
     kernels: KernelChoice | None
+
+
+class OtherArguments(TypedDict, total=False):
+    """llama-cpp-python's other arguments: ignored, or refused if they would change the answers."""
+
+    attention_type: Any
+    chat_handler: Any
+    kv_overrides: Any
+    logits_all: Any
+    lora_base: Any
+    lora_path: Any
+    lora_scale: Any
+    main_gpu: Any
+    n_ubatch: Any
+    no_perf: Any
+    numa: Any
+    offload_kqv: Any
+    op_offload: Any
+    pooling_type: Any
+    rope_freq_base: Any
+    rope_freq_scale: Any
+    rope_scaling_type: Any
+    spm_infill: Any
+    split_mode: Any
+    swa_full: Any
+    tensor_split: Any
+    tokenizer: Any
+    use_mlock: Any
+    use_mmap: Any
+    yarn_attn_factor: Any
+    yarn_beta_fast: Any
+    yarn_beta_slow: Any
+    yarn_ext_factor: Any
+    yarn_orig_ctx: Any
+
+
+class LlamaArguments(HonouredArguments, OtherArguments, total=False):
+    """All arguments of `Llama` after the model, by name."""
 
 
 #: Arguments that do not change answers here, with the values that need no warning.
@@ -97,8 +131,11 @@ _REFUSED: Mapping[str, Any] = {
     "yarn_ext_factor": -1.0,
     "yarn_orig_ctx": 0,
 }
+#: What LangChain passes for every model, as for the first Llama. Other models would write nonsense
+#: with it, so the model's own values are used, with a warning.
+_LANGCHAIN: Mapping[str, float] = {"rope_freq_base": 10_000.0, "rope_freq_scale": 1.0}
 #: The others that need no warning: log-probabilities are always available.
-_HONOURED = frozenset([*LlamaArguments.__annotations__, "logits_all"])
+_HONOURED = frozenset([*HonouredArguments.__annotations__, "logits_all"])
 #: Formats of llama-cpp-python that stand for the model's own template.
 _OWN_TEMPLATE = frozenset(["chat_template.default", "jinja", "chatml-function-calling"])
 
@@ -127,7 +164,7 @@ def loading_of(arguments: Mapping[str, Any]) -> Loading:
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     for name, default in _REFUSED.items():
-        if given.get(name, default) != default:
+        if given.get(name, default) not in (default, _LANGCHAIN.get(name)):
             raise UsageError(
                 f"{name}={shown_value(given[name])}: specgen's Llama cannot honour it",
                 "leave it out, or use llama_cpp.Llama",
@@ -139,8 +176,8 @@ def loading_of(arguments: Mapping[str, Any]) -> Loading:
         draft = None
     if ignored:
         message = f"specgen's Llama ignores {', '.join(sorted(ignored))}"
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
-    seed = given.get("seed", -1)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    seed = checked_value("seed", int, given.get("seed", -1))
     return Loading(
         _context(given),
         draft,
@@ -155,9 +192,10 @@ def loading_of(arguments: Mapping[str, Any]) -> Loading:
 
 def _is_ignored(name: str, value: Any) -> bool:
     """Return whether an argument has a value that the user should know to be ignored."""
-    if name in _HONOURED or name in _REFUSED:
+    if name in _HONOURED:
         return False
-    return name not in _IGNORED or value != _IGNORED[name]
+    defaults = {**_IGNORED, **_REFUSED}
+    return name not in defaults or value != defaults[name]
 
 
 def _context(given: Mapping[str, Any]) -> ContextOptions:

@@ -16,7 +16,7 @@ class AnyCompletionArguments(TypedDict, total=False):
     """What texts and chats have in common. An argument that is None counts as left out.
 
     The other fields of `specgen serve`'s requests are accepted, too, such as ``dry_multiplier``,
-    ``xtc_probability``, ``json_schema`` and ``speculative``.
+    ``xtc_probability`` and ``json_schema``.
     """
 
     #: The temperature of sampling; 0 chooses the most likely token each time.
@@ -47,6 +47,18 @@ class AnyCompletionArguments(TypedDict, total=False):
     grammar: Any
     #: Biases of tokens, by their ids.
     logit_bias: Mapping[int, float] | None
+    #: How much is drafted, as in `specgen serve`'s requests.
+    speculative: Mapping[str, Any] | None
+    #: Ignored, as by llama-cpp-python.
+    tfs_z: float | None
+    #: Refused unless it is 0.
+    mirostat_mode: int | None
+    #: Ignored.
+    mirostat_tau: float | None
+    #: Ignored.
+    mirostat_eta: float | None
+    #: Refused.
+    logits_processor: Any
 
 
 class CompletionArguments(AnyCompletionArguments, total=False):
@@ -56,6 +68,8 @@ class CompletionArguments(AnyCompletionArguments, total=False):
     logprobs: int | None
     #: Whether the text begins with the prompt.
     echo: bool | None
+    #: Refused.
+    stopping_criteria: Any
 
 
 class ChatArguments(AnyCompletionArguments, total=False):
@@ -158,4 +172,4 @@ def _check_names(fields: type[Fields], given: Mapping[str, Any]) -> None:
             )
         if _IGNORED.get(name) not in (None, value):
             message = f"specgen's Llama ignores {name}={shown_value(value)}"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -29,7 +29,7 @@ from specgen.llama.embeddings import Embedder, unit
 from specgen.llama.model import LlamaModel
 from specgen.models.download import fetch_reference, stderr_progress
 from specgen.models.hub_names import HubReference
-from specgen.option_values import shown_value
+from specgen.option_values import checked_value, shown_value
 from specgen.options import ContextOptions
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.chat_completions import ChatCompletionRequest, read_chat
@@ -71,8 +71,8 @@ class Llama:
         # Programs that were written for llama-cpp-python rarely call `close`.
         weakref.finalize(self, self._resources.close)
         self._arguments = dict(arguments)
+        self.model_path = str(checked_value("model_path", str | Path, model_path))
         loading = loading_of(arguments)
-        self.model_path = str(model_path)
         self.verbose = loading.verbose
         #: The model that generates; None if there is only a vocabulary or embeddings.
         self._model: Model | None = None
@@ -115,11 +115,13 @@ class Llama:
         self._resources.callback(self._model.close)
         return self._model.session.target
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _MISSING:
-            message = f"specgen's Llama has no {name}; use llama_cpp.Llama for it"
-            raise AttributeError(message)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _MISSING:
+                message = f"specgen's Llama has no {name}; use llama_cpp.Llama for it"
+                raise AttributeError(message)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -246,7 +248,7 @@ class Llama:
         del prev_tokens
         vocabulary = self._target.vocabulary
         if special:
-            pieces = [vocabulary.control_text(token).encode() for token in tokens]
+            pieces = [vocabulary.shown_bytes(token) for token in tokens]
         else:
             pieces = [vocabulary.token_bytes(token) for token in tokens]
         text = b"".join(pieces)
@@ -295,9 +297,10 @@ class Llama:
             {**arguments, "suffix": suffix, "max_tokens": max_tokens},
             next_seed=self._next_seed(),
         )
-        body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
-        if not body["prompt"]:  # llama-cpp-python continues the beginning-of-text token
-            body["prompt"] = [max(0, self.token_bos())]
+        if prompt in ("", []):
+            # llama-cpp-python continues the beginning-of-text token.
+            prompt = [max(0, self.token_bos())]
+        body["prompt"] = list(prompt) if isinstance(prompt, tuple) else prompt
         return self._answer(read_completion, body)
 
     __call__ = create_completion
@@ -353,7 +356,9 @@ class Llama:
                 "open another one without it",
             )
         model = self._model
-        (request,) = parse_requests(read, model.session, body)
+        request, *others = parse_requests(read, model.session, body)
+        if others or request.n > 1:
+            raise UsageError("Llama gives one answer to one prompt; use specgen.load for several")
         prompt = prompt_of(request, model.session, self.n_ctx())
         # llama-cpp-python stops before the context is full, one token earlier than specgen.
         request = _with_max_tokens(request, self.n_ctx() - len(prompt.tokens))
