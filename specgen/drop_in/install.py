@@ -26,7 +26,7 @@ def install_as_llama_cpp() -> None:
     """
     if uses_bundle():
         # Another version of llama-cpp-python must not be loaded: its llama.cpp is another one.
-        stand_in = _stand_in()
+        stand_in = stand_in_for(importlib.import_module(BUNDLE))
         sys.modules.update(dict.fromkeys(_MODULES, stand_in))
         return
     for name in _MODULES[:2]:
@@ -34,9 +34,12 @@ def install_as_llama_cpp() -> None:
         module.Llama = Llama
 
 
-def _stand_in() -> ModuleType:
-    """Return a module in the place of llama-cpp-python."""
-    low_level = importlib.import_module(BUNDLE)
+def stand_in_for(low_level: ModuleType) -> ModuleType:
+    """Return a module in the place of llama-cpp-python.
+
+    Args:
+        low_level: The module with llama.cpp's functions, which it has, too.
+    """
     module = ModuleType("llama_cpp", "specgen's stand-in for llama-cpp-python.")
     module.__spec__ = ModuleSpec("llama_cpp", None)  # importlib.util.find_spec needs one
     names: dict[str, Any] = {

@@ -57,6 +57,7 @@ class HubReference:
 
     repo: str
     quant: str | None = None
+    #: The name of a file, or a pattern of names with ``*`` and ``?``.
     file: str | None = None
 
     def __str__(self) -> str:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import llama_cpp
-import llama_cpp.llama
 import numpy as np
 import pytest
+from llama_cpp import Llama as TheirLlama
+from llama_cpp.llama_grammar import LlamaGrammar as TheirGrammar
 
 import specgen
 from specgen import Llama, LlamaGrammar
-from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
+from specgen.drop_in.install import stand_in_for
+from specgen.errors import (
+    BackendError,
+    ModelFileError,
+    PromptError,
+    UnknownModelError,
+    UsageError,
+)
 from tests.helpers.cli import ended
+from tests.helpers.fetch import WebServer, publish_repository
 from tests.helpers.templates import FAMILIES
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -64,7 +75,7 @@ def text_of(answer: Any) -> str:
 
 
 def test_texts_and_facts_are_those_of_llama_cpp(files: Path) -> None:
-    theirs = llama_cpp.Llama(
+    theirs = TheirLlama(
         str(files / "target.gguf"), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False
     )
     with closing(theirs), opened(files, kernels="llama.cpp") as ours:
@@ -92,7 +103,7 @@ def test_texts_and_facts_are_those_of_llama_cpp(files: Path) -> None:
 
 def test_tokens_are_those_of_llama_cpp(files: Path) -> None:
     file = str(files / "target.gguf")
-    theirs = llama_cpp.Llama(file, vocab_only=True, verbose=False)
+    theirs = TheirLlama(file, vocab_only=True, verbose=False)
     with closing(theirs), Llama(file, vocab_only=True, verbose=False) as ours:
         for text in (b"the cat", b" a <|im_start|>", b"", "é☺".encode()):
             for add_bos in (True, False):
@@ -112,7 +123,7 @@ def test_tokens_are_those_of_llama_cpp(files: Path) -> None:
 def test_embeddings_are_those_of_llama_cpp(files: Path) -> None:
     file = str(files / "encoder.gguf")
     texts = ["the cat is in the house", "a dog"]
-    theirs = llama_cpp.Llama(file, embedding=True, n_ctx=64, verbose=False)
+    theirs = TheirLlama(file, embedding=True, n_ctx=64, verbose=False)
     with closing(theirs), Llama(file, embedding=True, n_ctx=64, verbose=False) as ours:
         for normalize in (True, False):
             wanted = theirs.embed(texts, normalize=normalize)
@@ -133,6 +144,25 @@ def test_embeddings_are_those_of_llama_cpp(files: Path) -> None:
             ours.embed("cat " * 100, truncate=False)
 
 
+def test_a_pattern_names_a_model_on_the_hub(
+    files: Path, hub_server: WebServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = (files / "target.gguf").read_bytes()
+    names = ("tiny-q8_0.gguf", "tiny-q4_0.gguf")
+    publish_repository(hub_server, "maker/tiny-GGUF", dict.fromkeys(names, content))
+    for _ in range(2):  # from the hub, and from its cache
+        with Llama.from_pretrained(
+            "maker/tiny-GGUF", "*Q4_0.gguf", local_dir_use_symlinks="auto", verbose=False, n_ctx=64
+        ) as made:
+            assert made.model_path.endswith("tiny-q4_0.gguf")
+            assert made.n_ctx() == 64
+    assert capfd.readouterr().err == ""
+    with pytest.raises(UnknownModelError, match="q5_k"):
+        Llama.from_pretrained("maker/tiny-GGUF", "*q5_k.gguf")
+    with pytest.raises(UsageError, match="local_dir"):
+        Llama.from_pretrained("maker/tiny-GGUF", "*q4_0.gguf", local_dir="here")
+
+
 # --- completions ----------------------------------------------------------------------------------
 
 
@@ -151,7 +181,7 @@ def test_a_seed_makes_the_same_text_and_answers_differ(files: Path) -> None:
         assert text_of(copy(PROMPT, temperature=2.0)) == first
 
 
-@pytest.mark.parametrize("grammar_class", [LlamaGrammar, llama_cpp.llama.LlamaGrammar])
+@pytest.mark.parametrize("grammar_class", [LlamaGrammar, TheirGrammar])
 def test_grammars_of_both_classes_bind(llama: Llama, grammar_class: Any, tmp_path: Path) -> None:
     yes_or_no = 'root ::= "yes" | "no"'
     (tmp_path / "answer.gbnf").write_text(yes_or_no, encoding="utf-8")
@@ -314,6 +344,20 @@ def test_libraries_get_it_in_the_place_of_llama_cpp(files: Path) -> None:
         "print(llama('the cat', grammar=grammar)['choices'][0]['text'])\n"
     )
     assert ended(code=code).stdout == "yes\n"
+
+
+def test_a_stand_in_has_the_names_that_libraries_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    low_level: Any = ModuleType("bundled")
+    low_level.llama_n_ctx = print
+    stand_in: Any = stand_in_for(low_level)
+    monkeypatch.setitem(sys.modules, "llama_cpp", stand_in)
+    found = importlib.util.find_spec("llama_cpp")
+    assert found is not None
+    assert found.name == stand_in.__name__ == "llama_cpp"
+    assert stand_in.Llama is Llama
+    assert stand_in.LlamaGrammar is LlamaGrammar
+    assert stand_in.LogitsProcessorList([print]) == [print]
+    assert stand_in.llama_n_ctx is print
 
 
 def test_it_is_a_public_name() -> None:
