@@ -37,6 +37,7 @@ from specgen.serve.formats.completions import CompletionRequest, read_completion
 from specgen.serve.formats.embeddings import embedding_response
 from specgen.serve.formats.engine_requests import Reader, inserts_of, parse_requests, prompt_of
 from specgen.serve.formats.fields import Json
+from specgen.serve.formats.generation_request import as_list
 from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.session.choose_models import find_target
 from specgen.system.arrays import Hidden
@@ -254,7 +255,9 @@ class Llama:
         text = b"".join(pieces)
         # The space that some models put before the first word of a text is not part of it.
         is_start = list(tokens[:1]) == [self.token_bos()]
-        return text.removeprefix(b" ") if is_start else text
+        if is_start:
+            text = text.removeprefix(b" ")
+        return text
 
     def tokenizer(self) -> LlamaTokenizer:
         """Return the tokenizer for texts instead of bytes."""
@@ -391,8 +394,7 @@ class Llama:
 
         Raises what `embed` raises.
         """
-        texts = [input] if isinstance(input, str) else list(input)
-        vectors, n_tokens = self._embeddings(texts, truncate=True)
+        vectors, n_tokens = self._embeddings(as_list(input), truncate=True)
         encoded = [json.dumps(vector.tolist()) for vector in vectors]
         content = embedding_response(encoded, n_tokens, model or self.model_path, ())
         answer: Json = json.loads(content)
@@ -417,13 +419,14 @@ class Llama:
             UsageError: If this `Llama` was opened without ``embedding``.
             PromptError: If a text is empty or too long.
         """
-        texts = [input] if isinstance(input, str) else list(input)
-        vectors, n_tokens = self._embeddings(texts, truncate=truncate)
+        vectors, n_tokens = self._embeddings(as_list(input), truncate=truncate)
         if normalize:
             vectors = [unit(vector) for vector in vectors]
         lists = [vector.tolist() for vector in vectors]
         found = lists[0] if isinstance(input, str) else lists
-        return (found, n_tokens) if return_count else found
+        if return_count:
+            return found, n_tokens
+        return found
 
     def _embeddings(
         self,
