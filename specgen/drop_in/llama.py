@@ -300,8 +300,9 @@ class Llama:
             {**arguments, "suffix": suffix, "max_tokens": max_tokens},
             next_seed=self._next_seed(),
         )
-        if prompt in ("", []):
-            # llama-cpp-python continues the beginning-of-text token.
+        if not isinstance(prompt, (str, list, tuple)):
+            raise UsageError(f"prompt: give a text or its tokens, not {shown_value(prompt)}")
+        if not prompt:  # llama-cpp-python continues the beginning-of-text token
             prompt = [max(0, self.token_bos())]
         body["prompt"] = list(prompt) if isinstance(prompt, tuple) else prompt
         return self._answer(read_completion, body)
@@ -332,6 +333,8 @@ class Llama:
             arguments,
             next_seed=self._next_seed(),
         )
+        if not isinstance(messages, Iterable):
+            raise UsageError(f"messages: give a list of messages, not {shown_value(messages)}")
         body["messages"] = list(messages)
         return self._answer(read_chat, body)
 

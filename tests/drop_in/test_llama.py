@@ -249,6 +249,14 @@ def test_an_empty_prompt_continues_the_beginning_of_text(llama: Llama) -> None:
     assert text_of(llama("", temperature=0.0)) == text_of(wanted)
 
 
+def test_a_forgotten_llama_frees_its_model(files: Path) -> None:
+    made = opened(files)
+    stream = made.create_chat_completion(MESSAGES, stream=True)
+    del made
+    with pytest.raises(BackendError, match="closed"):
+        list(stream)
+
+
 # --- what is refused or ignored -------------------------------------------------------------------
 
 
@@ -263,7 +271,8 @@ def test_an_empty_prompt_continues_the_beginning_of_text(llama: Llama) -> None:
         ({"grammar": 5}, "grammar: give a LlamaGrammar"),
         ({"n": 2}, "one answer"),
         ({"prompt": ["a", "b"]}, "one answer"),
-        ({"prompt": None}, "prompt"),
+        ({"prompt": None}, "prompt: give a text or its tokens, not None"),
+        ({"prompt": np.array([5, 6])}, "prompt: give a text"),
         ({"prompt": [9999]}, "no token 9999"),
         ({"prompt": "the cat " * 400}, "256"),
     ],
@@ -316,6 +325,8 @@ def test_what_is_missing_says_so(llama: Llama) -> None:
     with pytest.raises(AttributeError, match="has no save_state; use llama_cpp"):
         getattr(llama, attribute)
     assert not hasattr(llama, "no_such_name")
+    with pytest.raises(UsageError, match="messages: give a list of messages, not None"):
+        llama.create_chat_completion(None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="makes no embeddings"):
         llama.embed("a")
     with pytest.raises(ModelFileError, match="no such file"):
