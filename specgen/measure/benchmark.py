@@ -225,6 +225,8 @@ def contender_of(
 
     def events_of(text: str) -> Iterator[Event]:
         prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+        if prompt.notice:
+            yield NoticeEvent(prompt.notice)
         # Closing the generator frees the contexts.
         with contextlib.closing(generate(session, prompt, interrupted=interrupted)) as events:
             yield from events
