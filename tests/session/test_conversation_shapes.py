@@ -320,6 +320,7 @@ def test_the_server_answers_what_agents_and_chat_programs_send(name: str, tmp_pa
         assert server.post("/v1/responses", input=items).status_code == 200
         empty = server.post("/v1/chat/completions", messages=[])
         assert empty.status_code == 400
+        assert "messages: give a list of 1 or more, not []" in empty.text
 
 
 def test_the_python_interface_fits_messages(tmp_path: Path) -> None:

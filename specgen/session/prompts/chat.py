@@ -164,13 +164,15 @@ class ChatTurns:
             has_tools=bool(self.tools),
             variables=self.variables,
         )
-        text = fitted.text
-        check_length(vocabulary, text, n_ctx)
-        plain = RenderedChat(text, tokenize(vocabulary, text, parse_special=True))
-        controls = [token for token in set(plain.tokens) if vocabulary.is_control(token)]
-        names = [vocabulary.token_text(token) for token in controls]
-        # Did the template write all of these names, or are some of them in messages? To find out,
-        # render again with every character of the messages marked (`marked_text.py`).
+        check_length(vocabulary, fitted.text, n_ctx)
+        tokens = tokenize(vocabulary, fitted.text, parse_special=True)
+        plain = RenderedChat(fitted.text, tokens)
+
+        # Did the template write the names of all control tokens, or are some of them in messages?
+        # To find out, render again with every character of the messages marked (`marked_text.py`).
+        names = [
+            vocabulary.token_text(token) for token in set(tokens) if vocabulary.is_control(token)
+        ]
         try:
             marked_text = write(fitted.messages, marks_contents=True)
         except PromptError:
@@ -180,7 +182,7 @@ class ChatTurns:
             if any(name in contents for name in names):
                 raise
             return plain
-        if all(text.count(name) == marked_text.count(name) for name in names):
+        if all(plain.text.count(name) == marked_text.count(name) for name in names):
             return plain  # the template wrote all of them
         add_special = not begins_with_bos(vocabulary, marked_text)
         tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
@@ -211,7 +213,7 @@ class ChatTurns:
         has_own_beginning = bool(self.tools) or first.role == "system"
         if has_own_beginning or not content or content not in rendered.text:
             return range(0)
-        before = rendered.text[: rendered.text.index(content)]
+        before, _, _ = rendered.text.partition(content)
         tokens = tokenize(vocabulary, before, parse_special=True)
         # The lengths of `tokens` up to the end of each turn.
         ends = [n for n, token in enumerate(tokens, 1) if vocabulary.is_end(token)]

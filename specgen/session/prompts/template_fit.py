@@ -242,7 +242,9 @@ def _probed_call(kind: _CallKind, marker: str) -> ToolCall:
 
 
 def _name(number: int) -> str:
-    return f"{_PROBED_NAME}{number or ''}"
+    if number == 0:
+        return _PROBED_NAME
+    return f"{_PROBED_NAME}{number}"
 
 
 def _identity(number: int) -> str:
