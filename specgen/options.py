@@ -48,7 +48,7 @@ LONGEST_DRAFT = 16
 #: The default lengths of the shortest and the longest n-gram with the policy `fixed`.
 FIXED_NGRAMS = (4, 8)
 #: The same with other policies.
-NGRAMS = (2, 32)
+NGRAMS = (1, 32)
 
 
 # --- drafting

@@ -276,7 +276,7 @@ class ArchitectureCase:
 
 
 ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), ArchitectureCase("attention")),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gpt2"), ArchitectureCase("attention")),
     "gemma3": ArchitectureCase("sliding window"),
     **dict.fromkeys(("mamba", "mamba2"), ArchitectureCase("recurrent", has_state=True)),
     **dict.fromkeys(("lfm2", "qwen35"), ArchitectureCase("hybrid, snapshots", has_state=True)),

@@ -28,6 +28,7 @@ from typing import (
 
 import numpy as np
 
+from specgen.drafters.ngram_counts import NgramCounts
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import (
@@ -211,6 +212,8 @@ class DraftRequest:
     #: Returns the acceptance statistics of a draft (the second key) that drafts for another draft
     #: (the first key).
     guesses_of: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = lambda _one, _two: {}
+    #: How often n-grams predicted the target's tokens, in all texts.
+    ngram_counts: NgramCounts = field(default_factory=NgramCounts)
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     draws: bool = False
     #: Whether the draft may be a tree.

@@ -7,9 +7,11 @@ followed: SAM Decoding, Hu et al., arXiv:2411.10666).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from specgen.drafters.interface import (
@@ -27,6 +29,7 @@ from specgen.drafters.interface import (
     RoundPlan,
 )
 from specgen.drafters.lookup_texts import EarlierTexts, load_corpus
+from specgen.drafters.ngram_counts import Evidence, NgramCounts, Place, TextChances
 from specgen.drafters.suffix_index import (
     MAX_MATCH,
     Match,
@@ -39,31 +42,30 @@ from specgen.drafters.suffix_index import (
 TEXT_ORIGIN = "ngram"
 #: The origin of nodes that are drafted from other texts.
 LOOKUP_ORIGIN = "lookup"
-#: Another text is preferred to the text itself if its match is longer by at least this many tokens.
-_CLEARLY_LONGER = 2
-#: Each token of the match adds this much to the odds, times the number of agreeing occurrences.
-_ODDS_PER_TOKEN = 0.35
-#: Each occurrence that another token followed adds this much to the divisor of the odds.
-_DISSENT = 2.0
 #: The maximum number of continuations of one position, in a tree whose shape is not fixed.
 _MAX_CHILDREN = 3
+#: In such a tree, paths that are less likely are hardly ever worth a row of the target's batch.
+_MIN_PROBABILITY = 0.04
 
 
-def confidence(
-    length: int,
-    n_agreeing: int,
-    n_occurrences: int,
-) -> float:
-    """Estimate the probability that a token comes next.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A text, or several, in which matches are searched for."""
 
-    Args:
-        length: The length of the match: how many of the last tokens occurred before.
-        n_agreeing: The number of occurrences that were followed by this token.
-        n_occurrences: The number of all occurrences.
-    """
-    dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
-    odds = _ODDS_PER_TOKEN * length * n_agreeing / dissent
-    return odds / (1.0 + odds)
+    index: SuffixIndex
+    #: Where its continuations come from; for the text itself, that depends on the position.
+    place: Place
+    #: `TEXT_ORIGIN` or `LOOKUP_ORIGIN`.
+    origin: str
+
+
+class _Continuation(NamedTuple):
+    """A token that followed an earlier occurrence of the last tokens."""
+
+    token: int
+    #: `TEXT_ORIGIN` or `LOOKUP_ORIGIN`.
+    origin: str
+    evidence: Evidence
 
 
 class _Path(NamedTuple):
@@ -73,7 +75,7 @@ class _Path(NamedTuple):
     node: int
     #: The number of nodes on the path.
     depth: int
-    #: The estimated probability that all tokens of the path are accepted.
+    #: The probability that all tokens of the path are accepted.
     probability: float
     #: The last tokens of the text, then the tokens of the path.
     ending: list[int]
@@ -88,8 +90,8 @@ class _Candidate(NamedTuple):
     token: int
     #: `TEXT_ORIGIN` or `LOOKUP_ORIGIN`.
     origin: str
-    #: The estimated probability that the token comes next, if the path is accepted.
-    confidence: float
+    #: The probability that the token comes next, if the path is accepted.
+    chance: float
 
 
 class SuffixDrafter(Drafter):
@@ -97,14 +99,19 @@ class SuffixDrafter(Drafter):
 
     With `n_children` above 1, a draft is a tree of the likeliest paths. The drafter does not ask
     the plan where to stop: a draft takes microseconds, and the caller cuts it by its probabilities.
+    These are counted (`ngram_counts.py`): at every token of the answer, the drafter learns which
+    continuations came next.
 
     Args:
         min_match: Nothing is drafted if fewer tokens match.
         max_match: A longer match counts as one of this length.
-        corpora: Other texts to search. They are used if their match is clearly longer than that in
-            the text itself. If several match equally well, the last of them is used.
+        files: Other texts to search.
+        earlier: Texts of earlier answers to search.
+        n_prompt: The number of tokens before the answer.
+        counts: What was counted in all texts; the drafter adds to it.
         n_children: The maximum number of continuations of one position.
         n_deepest: The maximum number of levels; None if only the number of tokens is limited.
+        min_probability: Paths that are less likely are not drafted.
     """
 
     name = TEXT_ORIGIN
@@ -113,18 +120,31 @@ class SuffixDrafter(Drafter):
         self,
         min_match: int,
         max_match: int,
-        corpora: Sequence[SuffixIndex] = (),
         *,
+        files: Sequence[SuffixIndex] = (),
+        earlier: Sequence[SuffixIndex] = (),
+        n_prompt: int = 0,
+        counts: NgramCounts | None = None,
         n_children: int = 1,
         n_deepest: int | None = None,
+        min_probability: float = 0.0,
     ) -> None:
         self._min_match = min_match
         self._max_match = max_match
+        self._n_prompt = n_prompt
         self._n_children = n_children
         self._n_deepest = n_deepest
+        self._min_probability = min_probability
+        self._chances = TextChances(counts if counts is not None else NgramCounts())
         self._text = TextIndex(min_match)
-        #: Where matches are searched for: the text itself first.
-        self._sources: tuple[SuffixIndex, ...] = (self._text, *corpora)
+        #: Where matches are searched for.
+        self._sources = [
+            _Source(self._text, "answer", TEXT_ORIGIN),
+            *(_Source(index, "earlier", LOOKUP_ORIGIN) for index in earlier),
+            *(_Source(index, "file", LOOKUP_ORIGIN) for index in files),
+        ]
+        #: The longest match of the text's last tokens in each source.
+        self._matches: list[Match | None] = [None] * len(self._sources)
 
     def price(self, n_context: int) -> Price:
         """Return `FREE`: nothing is decoded."""
@@ -143,15 +163,14 @@ class SuffixDrafter(Drafter):
         proposed are continued like those of the text. `rewind` forgets those that are rejected.
         """
         yield from ()  # nothing is decoded
-        self._text.follow(context)
+        self._read(context)
         max_depth = min(plan.n_max, self._n_deepest or plan.n_max)
-        ending = list(context[-MAX_MATCH:])
         path = _Path(
             node=ROOT,
             depth=0,
             probability=1.0,
-            ending=ending,
-            matches=[source.longest(ending) for source in self._sources],
+            ending=list(context[-MAX_MATCH:]),
+            matches=self._matches,
         )
         nodes: list[_Candidate] = []
         # (negative probability of the path with the candidate, tie-breaker, candidate). A heap pops
@@ -161,8 +180,9 @@ class SuffixDrafter(Drafter):
         while len(nodes) < plan.n_max:
             if path.depth < max_depth:
                 for candidate in self._candidates(path):
-                    key = -path.probability * candidate.confidence
-                    heappush(heap, (key, next(tie_breakers), candidate))
+                    probability = path.probability * candidate.chance
+                    if probability >= self._min_probability:
+                        heappush(heap, (-probability, next(tie_breakers), candidate))
             if not heap:
                 break
             key, _, candidate = heappop(heap)
@@ -174,13 +194,34 @@ class SuffixDrafter(Drafter):
             tokens=tuple(node.token for node in nodes),
             parents=tuple(node.path.node for node in nodes),
             origins=tuple(node.origin for node in nodes),
-            probabilities=tuple(node.confidence for node in nodes),
+            probabilities=tuple(node.chance for node in nodes),
             distributions=(None,) * len(nodes),
+            is_calibrated=True,
         )
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget all but the first `n_tokens` of the text. The other texts stay."""
+        """Forget all but the first `n_tokens` of the text. What was counted stays."""
         self._text.rewind(n_tokens)
+        ending = self._text.last(MAX_MATCH)
+        self._matches = [source.index.longest(ending) for source in self._sources]
+
+    def _read(self, context: Sequence[int]) -> None:
+        """Add the new tokens of a text, and learn which of them the matches predicted.
+
+        The text that the drafter begins with (the prompt) is only added.
+        """
+        if not len(self._text):
+            self._text.follow(context)
+            ending = context[-MAX_MATCH:]
+            self._matches = [source.index.longest(ending) for source in self._sources]
+            return
+        for end in range(len(self._text) + 1, len(context) + 1):
+            token = context[end - 1]
+            for continuation in self._continuations(self._matches):
+                came_next = continuation.token == token
+                self._chances.learn(continuation.evidence, came_next=came_next)
+            self._text.add(token)
+            self._matches = self._extended(self._matches, context[max(0, end - MAX_MATCH) : end])
 
     def _extend(
         self,
@@ -192,54 +233,61 @@ class SuffixDrafter(Drafter):
         """Return the path that ends with a candidate, which becomes the node `node`."""
         path = candidate.path
         ending = [*path.ending, candidate.token]
-        matches = [
-            source.extend_match(match, ending)
-            for source, match in zip(self._sources, path.matches, strict=True)
-        ]
         return _Path(
             node,
             path.depth + 1,
             probability,
             ending,
-            matches,
+            self._extended(path.matches, ending),
         )
+
+    def _extended(
+        self,
+        matches: Sequence[Match | None],
+        ending: Sequence[int],
+    ) -> list[Match | None]:
+        """Return the longest match of `ending` in each source.
+
+        Args:
+            matches: The longest matches of `ending` without its last token.
+            ending: The last tokens.
+        """
+        return [
+            source.index.extend_match(match, ending)
+            for source, match in zip(self._sources, matches, strict=True)
+        ]
 
     def _candidates(self, path: _Path) -> list[_Candidate]:
         """Return the tokens to draft after a path, the likeliest first."""
-        index = self._best_source(path.matches)
-        match = path.matches[index]
-        if match is None:
-            return []
-        followers = self._sources[index].followers(match)
-        length = min(match.length, self._max_match)
-        origin = TEXT_ORIGIN if index == 0 else LOOKUP_ORIGIN
-        candidates: list[_Candidate] = []
-        for token in followers.ranked()[: self._n_children]:
-            estimate = confidence(length, followers.counts[token], len(match.places))
-            candidates.append(_Candidate(path, token, origin, estimate))
-        return candidates
+        likeliest: dict[int, _Candidate] = {}
+        for token, origin, evidence in self._continuations(path.matches):
+            chance = self._chances.chance(evidence)
+            known = likeliest.get(token)
+            if known is None or chance > known.chance:
+                likeliest[token] = _Candidate(path, token, origin, chance)
+        candidates = sorted(likeliest.values(), key=attrgetter("chance"), reverse=True)
+        return candidates[: self._n_children]
 
-    def _best_source(self, matches: Sequence[Match | None]) -> int:
-        """Return the index of the source to draft from.
+    def _continuations(self, matches: Sequence[Match | None]) -> Iterator[_Continuation]:
+        """Yield the most promising tokens that follow the matches in each source.
 
-        It is 0, the text itself, unless the match in another text is clearly longer. If several
-        other texts have the longest match, it is the last of them.
-
-        Args:
-            matches: The longest match in each source.
+        If several sources have the same token, it comes several times.
         """
-        text_match = matches[0]
-        text_length = text_match.length if text_match is not None else 0
-        min_length = max(text_length + _CLEARLY_LONGER, self._min_match)
-        best = 0
-        best_length = 0
-        for index, match in enumerate(matches[1:], start=1):
-            if match is None or min(match.length, self._max_match) < min_length:
+        for source, match in zip(self._sources, matches, strict=True):
+            if match is None:
                 continue
-            if match.length >= best_length:
-                best = index
-                best_length = match.length
-        return best
+            length = min(match.length, self._max_match)
+            if length < self._min_match:
+                continue
+            followers = source.index.followers(match)
+            n_wanted = max(_MAX_CHILDREN, self._n_children)
+            for token in followers.ranked()[:n_wanted]:
+                place = source.place
+                if place == "answer" and followers.latest[token] < self._n_prompt:
+                    place = "prompt"
+                n_followed = followers.counts[token]
+                evidence = Evidence.of(place, length, n_followed, len(match.places))
+                yield _Continuation(token, source.origin, evidence)
 
 
 class LoadedNgrams(LoadedDraft):
@@ -258,7 +306,10 @@ class LoadedNgrams(LoadedDraft):
         super().__init__(TEXT_ORIGIN, TEXT_ORIGIN)
         self.why_chains = setup.why_chains
         self._drafting = setup.drafting
-        self._corpora: list[SuffixArray] = []
+        #: The texts of `--lookup-file`.
+        self._files: list[SuffixArray] = []
+        #: The texts of earlier answers.
+        self._earlier_texts: tuple[SuffixArray, ...] = ()
         #: Where finished texts are stored, if the options ask for that.
         self._earlier: EarlierTexts | None = None
         if setup.drafting.lookup_files or setup.drafting.lookup_store:
@@ -271,10 +322,10 @@ class LoadedNgrams(LoadedDraft):
         files = setup.drafting.lookup_files
         if files:
             folder = setup.cache / "lookup" if setup.cache is not None else None
-            self._corpora.append(load_corpus(files, vocabulary, fingerprint, folder))
+            self._files.append(load_corpus(files, vocabulary, fingerprint, folder))
         if setup.drafting.lookup_store and setup.cache is not None:
             self._earlier = EarlierTexts(setup.cache / "texts", fingerprint)
-            self._corpora += self._earlier.arrays()
+            self._earlier_texts = self._earlier.arrays()
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         """Store a finished text, if `--lookup-store` asks for that."""
@@ -285,19 +336,25 @@ class LoadedNgrams(LoadedDraft):
         """Return a drafter that drafts chains, or trees if the request allows branches."""
         n_children = 1
         n_deepest = None
+        min_probability = 0.0
         if request.branches and request.shape.is_fixed:
             n_children = max(request.shape.numbers)
             n_deepest = request.shape.n_levels
         elif request.branches:
             n_children = _MAX_CHILDREN
             n_deepest = request.n_deepest
+            min_probability = _MIN_PROBABILITY
         min_match, max_match = self._drafting.ngrams_of
         return SuffixDrafter(
             min_match,
             max_match,
-            self._corpora,
+            files=self._files,
+            earlier=self._earlier_texts,
+            n_prompt=len(request.prompt),
+            counts=request.ngram_counts,
             n_children=n_children,
             n_deepest=n_deepest,
+            min_probability=min_probability,
         )
 
 

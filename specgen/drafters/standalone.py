@@ -306,7 +306,8 @@ class StandaloneDraft(LoadedDraft):
             caches = ()
             key = Path("ngram")
             min_match, max_match = DraftOptions().ngrams_of
-            cascade = Cascade(SuffixDrafter(min_match, max_match))
+            ngrams = SuffixDrafter(min_match, max_match, n_prompt=len(request.prompt))
+            cascade = Cascade(ngrams)
         elif self.helper is not None and caches:
             key = self.helper.model.path
             likeliest = SamplingPipeline(Sampler(SamplerOptions()), request.text)

@@ -41,6 +41,8 @@ MAX_PLACES = 100
 #: The maximum number of occurrences of an n-gram in a growing text, from the latest on, that are
 #: examined for a longer match.
 _MAX_SEARCHED = 1024
+#: The lengths of n-grams that are indexed in addition to the shortest match.
+_MORE_N_GRAMS = (4, 2)
 #: Follows each text of a corpus. It is not a token.
 SEPARATOR = -1
 #: The token that followed most recently is preferred, unless another one followed at least this
@@ -146,37 +148,74 @@ class TextIndex(SuffixIndex):
     """Finds endings of at least `min_match` tokens in a text that grows and can be shortened."""
 
     def __init__(self, min_match: int) -> None:
-        self._min_match = min_match
         self._tokens: list[int] = []
         super().__init__(self._tokens)
-        #: The indices of the tokens that follow each n-gram of `min_match` tokens, ascending.
-        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        #: The lengths of the n-grams that are indexed, the longest first. A match is searched for
+        #: among the occurrences of the longest n-gram that there is: these are few.
+        self._n_gram_lengths = [n for n in _MORE_N_GRAMS if n > min_match] + [min_match]
+        #: For each of these lengths, the indices of the tokens that follow each n-gram, ascending.
+        self._places: list[defaultdict[tuple[int, ...], list[int]]] = [
+            defaultdict(list) for _ in self._n_gram_lengths
+        ]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def last(self, n_tokens: int) -> list[int]:
+        """Return the last `n_tokens` tokens of the text, or all if it is shorter."""
+        return self._tokens[max(0, len(self._tokens) - n_tokens) :]
 
     def follow(self, text: Sequence[int]) -> None:
         """Add the tokens of `text` that are new."""
+        for token in text[len(self._tokens) :]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Add the next token of the text."""
         tokens = self._tokens
-        n = self._min_match
-        for token in text[len(tokens) :]:
-            if len(tokens) >= n:
-                self._places[tuple(tokens[-n:])].append(len(tokens))
-            tokens.append(token)
+        n_tokens = len(tokens)
+        for n, places in zip(self._n_gram_lengths, self._places, strict=True):
+            if n_tokens >= n:
+                places[tuple(tokens[-n:])].append(n_tokens)
+        tokens.append(token)
 
     def rewind(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens` tokens."""
         tokens = self._tokens
-        n = self._min_match
         while len(tokens) > max(0, n_tokens):
             tokens.pop()
-            if len(tokens) >= n:
-                self._places[tuple(tokens[-n:])].pop()
+            for n, places in zip(self._n_gram_lengths, self._places, strict=True):
+                if len(tokens) >= n:
+                    places[tuple(tokens[-n:])].pop()
 
     def longest(self, ending: Sequence[int]) -> Match | None:
-        """Return the longest match, starting from the occurrences of the last n-gram."""
-        tokens = self._tokens
+        """Return the longest match, starting from the occurrences of the longest known n-gram."""
         max_length = min(len(ending), MAX_MATCH)
-        length = self._min_match
+        for n, places in zip(self._n_gram_lengths, self._places, strict=True):
+            if n <= max_length:
+                candidates = places.get(tuple(ending[-n:]))
+                if candidates:
+                    return self._longest_of(candidates, n, ending, max_length)
+                max_length = n - 1  # no n-gram of this length matches
+        return None
+
+    def _longest_of(
+        self,
+        candidates: Sequence[int],
+        length: int,
+        ending: Sequence[int],
+        max_length: int,
+    ) -> Match:
+        """Return the longest match among occurrences of the last `length` tokens.
+
+        Args:
+            candidates: The indices of the tokens that follow these occurrences; at least one.
+            length: The number of last tokens that are known to match.
+            ending: The last tokens of a text.
+            max_length: The maximum length of a match.
+        """
+        tokens = self._tokens
         places: list[int] = []
-        candidates = self._places.get(tuple(ending[-length:]), [])
         for place in reversed(candidates[-_MAX_SEARCHED:]):
             if tokens[max(0, place - length) : place] != ending[-length:]:
                 continue  # shorter than the longest match so far
@@ -192,7 +231,7 @@ class TextIndex(SuffixIndex):
                 places.append(place)
             elif length == max_length:  # there are enough, and none can be longer
                 break
-        return Match(length, tuple(places)) if places else None
+        return Match(length, tuple(places))
 
 
 class SuffixArray(SuffixIndex):

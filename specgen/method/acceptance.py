@@ -1,4 +1,4 @@
-"""How often drafted tokens are accepted, by the confidence of their drafter.
+"""How often a model's drafted tokens are accepted, by the confidence of the model.
 
 A drafter's confidence falls into one of several bins. The acceptance rate of each bin is counted
 over all texts, starting from a prior. How far the current text deviates from these rates is one
@@ -144,8 +144,6 @@ def _prior_line(origin: str) -> tuple[float, float]:
     Unsure models are right more often than their probabilities suggest. Sure ones are right less
     often, and so are tokens with better siblings, whose origin ends with a colon and their rank.
     """
-    if origin in ("ngram", "lookup"):
-        return 0.0, 0.85
     if ":" in origin:
         return 0.0, 0.8
     return 0.15, 0.78
@@ -160,7 +158,8 @@ def judge_drafts(
     """Learn which drafted tokens agree with the text that followed, even if they were not verified.
 
     A sampled chain is judged by `n_accepted` instead, with the drafter's confidence before each
-    token was sampled. Other sampled drafts are not judged.
+    token was sampled. Other sampled drafts are not judged. Neither are calibrated ones, whose
+    drafters learn by themselves.
 
     Args:
         rates: The acceptance rates that learn.
@@ -171,6 +170,8 @@ def judge_drafts(
     # In reverse, so that a drafter's first draft overwrites its later ones.
     first_drafts = {draft.origins[0]: draft for draft in reversed(drafts) if len(draft)}
     for origin, draft in first_drafts.items():
+        if draft.is_calibrated:
+            continue
         if not draft.is_sampled:
             _judge_along_text(rates, draft, origin, text)
         elif draft.is_chain:

@@ -34,6 +34,7 @@ from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.stopping import (
     CostAwareStopping,
     DraftStep,
+    FastestRound,
     StoppingRule,
     draft_step_values,
 )
@@ -420,12 +421,20 @@ class CostAwarePolicy:
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
         rates = self.acceptance_of(found.origins[0])
-        best_part = stop.cut(found)
         if CreditGate(rates.counts).is_put_aside:
             return RoundPlan("put aside", stop=stop)
+        fastest = FastestRound(
+            origin=stop.origin,
+            rates=stop.rates,
+            token_s=stop.token_s,
+            extra_s=stop.extra_s,
+            p_min=stop.p_min,
+            plain_s=self._costs.seconds_each(1),
+        )
+        best_part = fastest.cut(found)
         if not len(best_part):
-            return RoundPlan("acceptance", stop=stop, detail=self._too_rarely(rates, stop))
-        return RoundPlan("found", found=best_part, stop=stop)
+            return RoundPlan("acceptance", stop=stop, detail=self._too_unlikely(found, stop))
+        return RoundPlan("found", found=best_part, stop=fastest)
 
     def _plan_model(
         self,
@@ -571,6 +580,11 @@ class CostAwarePolicy:
             rates = AcceptanceRates(name, counts)
             self._text_rates[name] = rates
         return rates
+
+    def _too_unlikely(self, found: Draft, stop: CostAwareStopping) -> str:
+        chance = max(stop.cumulative_acceptances(found))
+        accepted = f"its likeliest token is accepted with a probability of {chance:.0%}"
+        return f"{accepted}, and checking one costs {self._row_cost(stop)} of a token"
 
     def _too_rarely(self, rates: AcceptanceRates, stop: CostAwareStopping) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"

@@ -161,14 +161,51 @@ class CostAwareStopping(StoppingRule):
         """Return, for each node, the probability that it and its ancestors are accepted."""
         cumulative_acceptances: list[float] = []
         for node, parent in enumerate(draft.parents):
-            rates = self.rates(draft.origins[node], draft.ranks[node])
-            # A drafter that knows no probability counts as certain.
-            probability = draft.probabilities[node]
-            acceptance = rates.acceptance(1.0 if probability is None else probability)
+            acceptance = self._acceptance(draft, node)
             if parent != ROOT:
                 acceptance *= cumulative_acceptances[parent]
             cumulative_acceptances.append(acceptance)
         return cumulative_acceptances
+
+    def _acceptance(self, draft: Draft, node: int) -> float:
+        """Return the probability that a node is accepted if its ancestors are."""
+        # A drafter that knows no probability counts as certain.
+        probability = draft.probabilities[node]
+        confidence = 1.0 if probability is None else probability
+        if draft.is_calibrated:
+            return min(1.0 - MIN_RATE, max(MIN_RATE, confidence))
+        rates = self.rates(draft.origins[node], draft.ranks[node])
+        return rates.acceptance(confidence)
+
+
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
+class FastestRound(CostAwareStopping):
+    """Cuts a draft that is already made, so that its round generates the most tokens per second.
+
+    `CostAwareStopping` assumes that the time of an accepted token is known: that of recent tokens.
+    But n-grams come in runs: where this round accepts many tokens, the next ones will, too, and a
+    token is worth less time. So here the round itself tells what a token is worth. In replays of
+    answers to Spec-Bench, this is 1% faster.
+    """
+
+    #: The seconds of the target's batch without a draft.
+    plain_s: float
+
+    def best_nodes(self, cumulative_acceptances: Sequence[float]) -> list[int]:
+        """Return the nodes with the most expected tokens per second, the likeliest first."""
+        nodes = range(len(cumulative_acceptances))
+        order = sorted(nodes, key=cumulative_acceptances.__getitem__, reverse=True)
+        # The target adds one token to those that it accepts.
+        sorted_acceptances = [cumulative_acceptances[node] for node in order]
+        n_tokens = itertools.accumulate(sorted_acceptances, initial=1.0)
+        tokens_per_s = [
+            n / (self.plain_s + extra_s) for n, extra_s in zip(n_tokens, self.extra_s, strict=False)
+        ]
+        return order[: tokens_per_s.index(max(tokens_per_s))]
 
 
 def draft_step_values(

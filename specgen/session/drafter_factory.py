@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
+from specgen.drafters.ngram_counts import NgramCounts
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
@@ -132,9 +133,7 @@ class DrafterFactory:
         """
         settings = settings or self.session.settings
         draft = self.session.draft
-        mode = "greedy"
-        if not settings.sampling.greedy:
-            mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
+        mode = _sampling_mode(settings)
         if draft is not None and draft.n_at_once > 1:
             mode += ", parallel"
         target = self.session.options.target
@@ -155,6 +154,13 @@ class DrafterFactory:
     ) -> MutableMapping[str, AcceptanceRates]:
         rates = self.session.measurements.acceptance(target, draft, mode)
         return copy.deepcopy(rates) if self.learns_alone else rates
+
+    def _ngram_counts(self, settings: RequestSettings) -> NgramCounts:
+        """Return what was counted of n-grams in answers with these settings."""
+        session = self.session
+        mode = _sampling_mode(settings)
+        counts = session.measurements.ngram_counts(session.options.target, mode)
+        return copy.deepcopy(counts) if self.learns_alone else counts
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
         """Return the policy that decides how much to draft.
@@ -219,6 +225,7 @@ class DrafterFactory:
             costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),
             costs_of=costs_of,
             guesses_of=guesses_of,
+            ngram_counts=self._ngram_counts(settings),
             draws=draws,
             branches=branches,
             shape=drafting.tree,
@@ -228,6 +235,13 @@ class DrafterFactory:
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,
         )
+
+
+def _sampling_mode(settings: RequestSettings) -> str:
+    """Return the name of a way of sampling, which has statistics of its own."""
+    if settings.sampling.greedy:
+        return "greedy"
+    return f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
 
 
 def draft_sampling(

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from specgen.drafters.interface import Key
+from specgen.drafters.ngram_counts import LONGEST, MOST_OFTEN, Evidence, NgramCounts, Place
 from specgen.llama import default_threads
 from specgen.method.acceptance import N_BINS, AcceptanceCounts, AcceptanceRates
 from specgen.method.cost_table import CostTable
@@ -35,10 +36,11 @@ _MAX_ENTRIES = 256
 #: The kinds of entries in the file.
 _COSTS = "costs"
 _ACCEPTANCE = "chances"
+_NGRAMS = "ngrams"
 _THREADS = "threads"
 #: Costs that were measured on a busy machine.
 _ROUGH = "rough"
-_KINDS = (_COSTS, _ACCEPTANCE, _THREADS, _ROUGH)
+_KINDS = (_COSTS, _ACCEPTANCE, _NGRAMS, _THREADS, _ROUGH)
 #: Rough costs are used for so many seconds. Then they are measured again.
 _ROUGH_LIFETIME_S = 300.0
 
@@ -111,6 +113,7 @@ class MeasurementStore:
         # What this process uses and refines, by key.
         self._tables: dict[str, CostTable] = {}
         self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
+        self._ngram_counts: dict[str, NgramCounts] = {}
         self._threads: dict[str, Threads] = {}
         #: Keys of cost tables that are to be removed from the file.
         self._forgotten: set[str] = set()
@@ -313,6 +316,21 @@ class MeasurementStore:
             self._acceptance[key] = rates
         return self._acceptance[key]
 
+    def ngram_counts(self, target: Path, mode: str) -> NgramCounts:
+        """Return how often n-grams predicted a target's tokens.
+
+        Whatever is added to the counts will be saved.
+
+        Args:
+            target: The target's file.
+            mode: The way of sampling; each has separate counts.
+        """
+        key = _key({"target": _identity(target), "mode": mode})
+        if key not in self._ngram_counts:
+            rows = _valid(_NGRAM_ROWS, self._file_entries[_NGRAMS].get(key)) or []
+            self._ngram_counts[key] = NgramCounts.restore(map(_ngram_entry, rows))
+        return self._ngram_counts[key]
+
     # --- writing ------------------------------------------------------------------------------
 
     def save(self) -> None:
@@ -362,6 +380,9 @@ class MeasurementStore:
             }
             if judged:
                 own[_ACCEPTANCE][key] = judged
+        for key, counts in self._ngram_counts.items():
+            if counts:
+                own[_NGRAMS][key] = [_ngram_row(*entry) for entry in counts.entries()]
         for key, threads in self._threads.items():
             own[_THREADS][key] = asdict(threads)
         return own
@@ -525,6 +546,39 @@ def _entry_of(counts: AcceptanceCounts) -> dict[str, Any]:
         "seen": counts.n_seen.round(3).tolist(),
         "credit": round(counts.credit, 4),
     }
+
+
+#: The number of continuations, or of those that came next.
+_Total = Annotated[_Number, Field(ge=0.0, le=1e12)]
+#: The counts of one kind of n-gram match: the fields of its `Evidence`, its tries and its hits.
+_NgramRow: TypeAlias = tuple[
+    Place,
+    Annotated[int, Field(ge=1, le=LONGEST)],
+    Annotated[int, Field(ge=1, le=MOST_OFTEN)],
+    bool,
+    _Total,
+    _Total,
+]
+_NGRAM_ROWS = TypeAdapter(list[_NgramRow])
+
+
+def _ngram_entry(row: _NgramRow) -> tuple[Evidence, float, float]:
+    place, length, n_followed, is_unanimous, n_tries, n_hits = row
+    evidence = Evidence(
+        place,
+        length,
+        n_followed,
+        is_unanimous,
+    )
+    return evidence, n_tries, n_hits
+
+
+def _ngram_row(
+    evidence: Evidence,
+    n_tries: float,
+    n_hits: float,
+) -> list[Any]:
+    return [*evidence, round(n_tries, 3), round(n_hits, 3)]
 
 
 def _valid(adapter: TypeAdapter[_Value], entry: object) -> _Value | None:

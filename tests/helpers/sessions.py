@@ -71,8 +71,10 @@ def options_of(
     is_word = draft in ("none", "ngram", "mtp")
     source: Any = draft if is_word or isinstance(draft, Path) else target.parent / f"{draft}.gguf"
     if not isinstance(drafting, DraftOptions):
-        fixed = {"policy": "fixed", "max_tokens": n_draft, "p_min": 0.0}
-        drafting = DraftOptions(**{**fixed, **(drafting or {})})
+        chosen = {"policy": "fixed", "max_tokens": n_draft, "p_min": 0.0, **(drafting or {})}
+        if "tree" in chosen and chosen["tree"].is_fixed:
+            del chosen["max_tokens"]  # the shape decides how many tokens are drafted
+        drafting = DraftOptions(**chosen)
     options = SessionOptions(
         target,
         source,

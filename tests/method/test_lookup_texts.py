@@ -21,7 +21,8 @@ from specgen.drafters.lookup_texts import (
     load_corpus,
     texts_in,
 )
-from specgen.drafters.ngram import SuffixDrafter, confidence
+from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.ngram_counts import Evidence, NgramCounts, Place, TextChances
 from specgen.drafters.suffix_index import (
     MAX_MATCH,
     MAX_PLACES,
@@ -315,41 +316,61 @@ def longest(texts: Sequence[Text], ending: Text) -> list[int]:
     return next((part for part in parts if following(texts, part)), [])
 
 
-def choose(followers: list[int]) -> int:
-    """The latest, unless another one is three times as frequent."""
-    latest = followers[-1]
+def ranking(followers: list[int]) -> list[int]:
+    """The most frequent first, but the latest before all, unless one is three times as frequent."""
     counts = {token: followers.count(token) for token in followers}
-    most = max(counts.values())
-    if most < 3 * counts[latest]:
-        return latest
-    return next(token for token in reversed(followers) if counts[token] == most)
+    latest = {token: index for index, token in enumerate(followers)}
+    tokens = sorted(counts, key=lambda token: (counts[token], latest[token]), reverse=True)
+    last = followers[-1]
+    if counts[tokens[0]] < 3 * counts[last]:
+        tokens.remove(last)
+        tokens.insert(0, last)
+    return tokens
+
+
+def continuations(
+    texts: Sequence[Text], ending: Text, place: Place, limits: tuple[int, int]
+) -> Iterator[tuple[int, Evidence]]:
+    """The three most promising tokens that follow the longest match in some texts."""
+    match = longest(texts, ending)
+    length = min(len(match), limits[1])
+    if length < limits[0]:
+        return
+    followers = following(texts, match)
+    for token in ranking(followers)[:3]:
+        n_followed = followers.count(token)
+        yield token, Evidence.of(place, length, n_followed, len(followers))
 
 
 def definition(
     text: Text, n_max: int, min_match: int, max_match: int, corpus: Sequence[Text] = ()
 ) -> Draft:
+    """The chain of the likeliest tokens, where nothing was counted yet."""
+    chances = TextChances(NgramCounts())
+    limits = (min_match, max_match)
     tokens: list[int] = []
     origins: list[str] = []
-    confidences: list[float] = []
+    probabilities: list[float] = []
     while len(tokens) < n_max:
         ending = [*text, *tokens]
-        own, other = longest([text], ending), longest(corpus, ending)
-        own = own if len(own) >= min_match else []
-        n_other = max(len(own) + 2, min_match)
-        if len(other) >= n_other and max_match >= n_other:
-            match, followers, origin = other, following(corpus, other), "lookup"
-        elif own:
-            match, followers, origin = own, following([text], own), "ngram"
-        else:
+        best: tuple[float, int, str] | None = None
+        sources: list[tuple[str, Place, Sequence[Text]]] = [
+            ("ngram", "answer", [text]),
+            ("lookup", "file", corpus),
+        ]
+        for origin, place, texts in sources:
+            for token, evidence in continuations(texts, ending, place, limits):
+                chance = chances.chance(evidence)
+                if best is None or chance > best[0]:
+                    best = (chance, token, origin)
+        if best is None:
             break
-        token = choose(followers)
-        length = min(len(match), max_match)
-        tokens.append(token)
-        origins.append(origin)
-        confidences.append(confidence(length, followers.count(token), len(followers)))
+        probabilities.append(best[0])
+        tokens.append(best[1])
+        origins.append(best[2])
     chain = Draft.chain(tokens, "")
     return Draft(
-        chain.tokens, chain.parents, tuple(origins), tuple(confidences), chain.distributions
+        chain.tokens, chain.parents, tuple(origins), tuple(probabilities), chain.distributions
     )
 
 
@@ -367,24 +388,33 @@ def test_drafts_continue_the_longest_match(
 ) -> None:
     expected = definition(text, n_max, min_match, max_match)
     drafter = SuffixDrafter(min_match, max_match)
-    # Whether the text comes at once or grows token by token makes no difference.
+    assert propose(drafter, text, n_max) == expected
+    assert propose(drafter, text, n_max) == expected
+
+
+@given(TEXT, st.integers(1, 8), st.integers(1, 3))
+def test_a_text_that_grows_token_by_token_has_the_same_matches(
+    text: list[int], n_max: int, min_match: int
+) -> None:
+    growing = SuffixDrafter(min_match, 6)
     for length in range(1, len(text)):
-        propose(drafter, text[:length], n_max)
-    assert propose(drafter, text, n_max) == expected
-    assert propose(drafter, text, n_max) == expected
-    assert propose(SuffixDrafter(min_match, max_match), text, n_max) == expected
+        propose(growing, text[:length], n_max)
+    grown = propose(growing, text, n_max)
+    growing.rewind(0)  # forgets the text, but not what was counted
+    assert propose(growing, text, n_max) == grown
 
 
 @given(TEXT, st.lists(TEXT, max_size=3), st.integers(1, 8), st.integers(1, 3), st.integers(3, 10))
-def test_corpora_are_followed_where_they_match_more(
+def test_files_are_followed_where_their_continuations_are_likelier(
     text: list[int], corpus: list[list[int]], n_max: int, min_match: int, max_match: int
 ) -> None:
-    drafter = SuffixDrafter(min_match, max_match, [SuffixArray.build(corpus)])
+    drafter = SuffixDrafter(min_match, max_match, files=[SuffixArray.build(corpus)])
     expected = definition(text, n_max, min_match, max_match, corpus)
     assert propose(drafter, text, n_max) == expected
     # An array that matches nothing changes nothing.
     corpora = [SuffixArray.build([[7, 8, 9]]), SuffixArray.build(corpus), SuffixArray.build([])]
-    assert propose(SuffixDrafter(min_match, max_match, corpora), text, n_max) == expected
+    drafter = SuffixDrafter(min_match, max_match, files=corpora)
+    assert propose(drafter, text, n_max) == expected
 
 
 @given(TEXT, st.lists(st.tuples(st.integers(0, 40), TEXT), max_size=4))
@@ -396,7 +426,9 @@ def test_a_rewound_drafter_is_as_if_it_had_never_gone_further(
     for n_kept, ending in changes:
         drafter.rewind(n_kept)
         text = text[:n_kept] + ending
-        assert propose(drafter, text, 5) == propose(SuffixDrafter(1, 4), text, 5)
+        draft = propose(drafter, text, 5)
+        drafter.rewind(0)  # what was counted stays
+        assert propose(drafter, text, 5) == draft
 
 
 def test_a_match_needs_the_least_length() -> None:
@@ -412,28 +444,12 @@ def test_a_repetition_goes_on_beyond_the_end_of_the_text() -> None:
     assert propose(SuffixDrafter(1, 8), [5] * 500, 6).tokens == (5,) * 6
 
 
-@given(st.integers(1, 64), st.integers(1, 40), st.integers(0, 40))
-def test_confidence_grows_with_length_and_agreement(
-    length: int, n_agreeing: int, n_others: int
-) -> None:
-    n = n_agreeing + n_others
-    value = confidence(length, n_agreeing, n)
-    assert 0.0 < value < 1.0
-    assert value < confidence(length + 1, n_agreeing, n)
-    assert value < confidence(length, n_agreeing + 1, n + 1)
-    assert value > confidence(length, n_agreeing, n + 1)
-    if n_others:
-        assert value < confidence(length, n_agreeing + 1, n)
-
-
-def test_the_better_of_several_corpora_is_followed() -> None:
+def test_the_longer_of_several_matches_is_followed() -> None:
     short, long = [5, 6, 1], [4, 5, 6, 2]
-    for corpora in ([short, long], [long, short]):
-        drafter = SuffixDrafter(2, 8, [SuffixArray.build([text]) for text in corpora])
-        assert propose(drafter, [3, 4, 5, 6], 1).tokens == (2,)
-    # Of equally long matches that in the last one.
-    drafter = SuffixDrafter(2, 8, [SuffixArray.build([[5, 6, token]]) for token in (1, 2, 3)])
-    assert propose(drafter, [5, 6], 1).tokens == (3,)
+    for texts in ([short, long], [long, short]):
+        arrays = [SuffixArray.build([text]) for text in texts]
+        assert propose(SuffixDrafter(2, 8, files=arrays), [3, 4, 5, 6], 1).tokens == (2,)
+        assert propose(SuffixDrafter(2, 8, earlier=arrays), [3, 4, 5, 6], 1).tokens == (2,)
 
 
 # --- corpora that are searched

@@ -454,7 +454,7 @@ def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_ans
     assert starts[-1] is True
 
 
-def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
+def test_a_chain_that_is_known_is_cut_where_the_round_is_fastest() -> None:
     """Against a search over all lengths."""
     rng = np.random.default_rng(5)
     for _ in range(20):
@@ -463,8 +463,10 @@ def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
         draft = chain(*rng.uniform(0.3, 1.0, 16).tolist(), origin="ngram")
         plan = planned(policy, draft, drafter=None)
         assert isinstance(plan.stop, CostAwareStopping)
-        values = [plan.stop.worth_of(draft.first(n)) for n in range(17)]
-        assert len(plan.found) == values.index(max(values))
+        acceptances = plan.stop.cumulative_acceptances(draft)
+        n_tokens = 1.0 + np.cumsum([0.0, *acceptances])
+        tokens_per_s = n_tokens / seconds
+        assert len(plan.found) == tokens_per_s.argmax()
         assert plan.reason == ("found" if len(plan.found) else "acceptance")
 
 
