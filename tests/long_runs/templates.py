@@ -101,7 +101,7 @@ def faults(form: CallForm, folder: Path) -> list[str]:
     """What goes wrong with one call, with two and with three."""
     controls = tuple(name for name in form.control_tokens if name != "<|python_tag|>")
     file = write_tiny_model(folder / "model.gguf", TinyConfig(control_tokens=controls))
-    numbers = (1, 2, 3)
+    numbers: tuple[int, ...] = (1, 2, 3)
     if form.between is None:
         numbers = (1,)
     found: list[str] = []
