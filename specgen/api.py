@@ -32,7 +32,6 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
-from specgen.serve.formats.chat_completions import read_conversation
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_models
 from specgen.session.engine import Engine
@@ -440,6 +439,9 @@ def _messages(asked: Any) -> Sequence[Message]:
             )
     if all(isinstance(message, Message) for message in messages):
         return messages
+    # Imported only now, since the formats of requests take a tenth of the time of `import`.
+    from specgen.serve.formats.chat_completions import read_conversation
+
     return read_conversation([_as_object(message) for message in messages])
 
 
@@ -497,9 +499,19 @@ def _own_names(
         UsageError: If there is no such option, or one is given twice.
     """
     for name in given:
-        if name not in names and name in _ELSEWHERE:
-            raise UsageError(f"{name} is not an option of answers: give load {_ELSEWHERE[name]}")
+        if name not in names:
+            _refuse_misplaced(name)
     return with_own_names(given, names, other_names)
+
+
+def _refuse_misplaced(name: str) -> None:
+    """Raise `UsageError` if there is an option of this name elsewhere."""
+    if name in inspect.signature(load).parameters:
+        raise UsageError(f"{name} is not an option of answers: give load {name}=...")
+    if name in _ELSEWHERE:
+        raise UsageError(f"{name} is not an option of answers: give load {_ELSEWHERE[name]}")
+    if name in _NAMES:
+        raise UsageError(f"{name} is not an option of load: give it with a prompt")
 
 
 def _sampling(defaults: SamplerOptions, given: AnswerDefaults) -> SamplerOptions:

@@ -13,6 +13,7 @@ import functools
 import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specgen.errors import UsageError
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 
 #: The limits of numbers that declare none, by their type.
 _LARGEST = {int: 2**63 - 1, float: LARGEST_FACTOR}
+#: The settings of an option that decide which values are valid.
+_CHECKING_SETTINGS = ("min", "max", "parse", "check")
 #: The maximum number of characters of a value in a message.
 _MAX_SHOWN = 60
+#: How similar an unknown name is to the known one that it may stand for, from 0 to 1.
+_MIN_SIMILARITY = 0.8
 
 
 class Options:
@@ -122,11 +127,11 @@ def suggestion(name: str, names: Iterable[str]) -> str:
         name,
         list(names),
         n=1,
-        cutoff=0.7,
+        cutoff=_MIN_SIMILARITY,
     )
     if not similar_names:
         return ""
-    return f"; did you mean {similar_names[0]}?"
+    return f" (did you mean {similar_names[0]}?)"
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -146,7 +151,7 @@ def checked_value(
     name: str,
     kind: Any,
     value: Any,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Return a value in the type that it should have.
 
@@ -154,16 +159,13 @@ def checked_value(
         name: Its name, for the message.
         kind: The type.
         value: The value.
-        settings: The settings of `option_fields.option`, if it is an option.
+        settings: The settings of `option_fields.option`; empty if the value is not an option.
 
     Raises:
         UsageError: If the value is invalid.
     """
-    from pydantic import TypeAdapter
-
-    if settings is None:
-        return _validated(_adapter(kind), name, value)
-    return _validated(TypeAdapter(value_type(kind, settings)), name, value)
+    checks = {key: settings[key] for key in _CHECKING_SETTINGS if key in settings}
+    return _validated(_adapter(kind, **checks), name, value)
 
 
 def required(name: str, kind: type[Any], value: Any) -> None:
@@ -179,10 +181,10 @@ def required(name: str, kind: type[Any], value: Any) -> None:
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any, **settings: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(value_type(kind, {}))
+    return TypeAdapter(value_type(kind, settings))
 
 
 @functools.cache
@@ -230,7 +232,9 @@ def value_type(kind: Any, settings: Mapping[str, Any]) -> Any:
     value = _type_within_limits(kind, settings)
     parse = settings.get("parse")
     if typing.get_origin(kind) is tuple:
-        value = Annotated[value, BeforeValidator(functools.partial(_listed, parse))]
+        # Items that are texts anyway stay as they are.
+        parse_items = None if parts[0] is str else parse
+        value = Annotated[value, BeforeValidator(functools.partial(_listed, parse, parse_items))]
     elif parse is not None:
         value = Annotated[value, BeforeValidator(functools.partial(_parsed, parse))]
     check = settings.get("check")
@@ -257,22 +261,38 @@ def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
 
 def _number(value: Any) -> Any:
     """Return a number of another library as Python's own, and refuse True and False."""
-    from pydantic_core import PydanticKnownError
-
     if isinstance(value, bool):
+        from pydantic_core import PydanticKnownError
+
         raise PydanticKnownError("float_type")
+    if type(value) in (int, float):
+        return value
     with contextlib.suppress(TypeError):  # not a whole number
         return operator.index(value)
     return value
 
 
-def _listed(parse: Callable[[Any], Any] | None, value: Any) -> Any:
-    """Return a tuple for a single text, which is parsed, or for an object."""
+def _listed(
+    parse: Callable[[Any], Any] | None,
+    parse_items: Callable[[Any], Any] | None,
+    value: Any,
+) -> Any:
+    """Return a tuple for a single text, for texts that stand for other values, or for an object.
+
+    Args:
+        parse: Parses a single text as on the command line.
+        parse_items: Parses several texts.
+        value: The value. Others stay as they are.
+    """
     if isinstance(value, Mapping):
         return tuple(value.items())
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        return (value,) if parse is None else parse((value,))
+    if parse_items is None or not isinstance(value, (list, tuple)) or not value:
         return value
-    return (value,) if parse is None else parse((value,))
+    if all(isinstance(item, str) for item in value):
+        return parse_items(tuple(value))
+    return value
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
@@ -331,7 +351,7 @@ def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = Non
     if error["type"] == "value_error":  # raised by a function of ours
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
-        return str(error["msg"])
+        return "it is missing"
     return f"{error['msg']}; it is {given}"
 
 

@@ -277,8 +277,8 @@ class DraftOptions(Options):
         n_max = self.max_tokens
         if shape.is_fixed and n_max is not None and n_max < shape.n_nodes:
             raise UsageError(
-                f"a draft of the shape {shape} has {shape.n_nodes} tokens, but at most {n_max} "
-                "are to be drafted",
+                f"a draft of the shape {shape} has {shape.n_nodes} tokens, more than the maximum "
+                f"of {n_max}",
                 hint="use a smaller shape, or leave --draft-max out",
             )
 
@@ -531,8 +531,8 @@ class GenerationOptions(Options):
     max_tokens: int = _answer(
         -1,
         "--max-tokens --predict --n-predict -n",
-        "Maximum number of tokens to generate; -1 (or -2) goes on until the text ends or the "
-        "context is full.",
+        "Maximum number of tokens to generate; -1 goes on until the text ends or the context is "
+        "full. -2 means the same.",
         min=-2,
         check=lambda n: max(n, -1),
         aliases="max_completion_tokens max_output_tokens",

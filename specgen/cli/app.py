@@ -209,15 +209,21 @@ def _user_error(error: Any) -> SpecgenError | None:
     )
 
 
+def _giver_of(parameter: Any, context: Any) -> str:
+    """Return what gave a parameter its value: a variable, an option, or an argument."""
+    source = None if context is None else context.get_parameter_source(parameter.name)
+    if source is not None and source.name == "ENVIRONMENT":
+        return str(parameter.envvar)
+    return str(parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar)
+
+
 def _usage_error(error: Any) -> UsageError:
     """Return one of Typer's errors in our words, with the wrong value and a hint."""
     message = " ".join(error.format_message().split())  # in one line
     why = reason(error)
-    if why is not None:
-        parameter = error.param
-        name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
-        message = f"{name}: {why}"
     context = getattr(error, "ctx", None)
+    if why is not None:
+        message = f"{_giver_of(error.param, context)}: {why}"
     command = "specgen" if context is None else context.command_path
     hint = f"see `{command} --help`"
     unknown_command = re.fullmatch(r"No such command '(\w+)'\.", message)

@@ -424,8 +424,24 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 
 # --- messages, from a person at a terminal or from a pipe
 
-#: Shown at a first Ctrl-C before any message is typed.
-_HOW_TO_LEAVE = "another Ctrl-C, Ctrl-D or /quit ends the conversation"
+
+class _Leaving:
+    """Ctrl-C at an empty prompt: the first tells how to leave, and the next one leaves."""
+
+    def __init__(self) -> None:
+        self._was_told = False
+
+    def begin_again(self) -> None:
+        """Note that something was typed, so that the next Ctrl-C is a first one."""
+        self._was_told = False
+
+    def interrupted(self, line_end: str = "") -> bool:
+        """Return whether to leave; if not, tell how to, after `line_end`."""
+        if self._was_told:
+            return True
+        self._was_told = True
+        say(f"{line_end}another Ctrl-C, Ctrl-D or /quit ends the conversation")
+        return False
 
 
 def _messages(are_typed: bool) -> Iterator[str]:
@@ -439,7 +455,7 @@ def _messages(are_typed: bool) -> Iterator[str]:
 
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
-    was_told_how_to_leave = False
+    leaving = _Leaving()
     while True:
         print(
             "> ",
@@ -450,14 +466,12 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
         try:
             line = stream.readline()
         except KeyboardInterrupt:  # the terminal has dropped what was typed
-            if was_told_how_to_leave:
+            if leaving.interrupted(line_end="\n"):
                 return
-            was_told_how_to_leave = True
-            say(f"\n{_HOW_TO_LEAVE}")
             continue
         if not line:
             return
-        was_told_how_to_leave = False
+        leaving.begin_again()
         yield line
 
 
@@ -506,23 +520,20 @@ def typed_messages() -> Iterator[str]:
             # Answers may go into a pipe; what is typed must be visible even then.
             output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
-    was_told_how_to_leave = False
+    leaving = _Leaving()
     while True:
         try:
             with _ending_by_signals(session):
                 message = session.prompt()
         except KeyboardInterrupt:
             if session.default_buffer.text:
-                was_told_how_to_leave = False
-                continue
-            if was_told_how_to_leave:
+                leaving.begin_again()
+            elif leaving.interrupted():
                 return
-            was_told_how_to_leave = True
-            say(_HOW_TO_LEAVE)
             continue
         except EOFError:
             return
-        was_told_how_to_leave = False
+        leaving.begin_again()
         if message.strip():
             yield message
 

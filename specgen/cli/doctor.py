@@ -161,10 +161,13 @@ def _software(report: DoctorReport) -> dict[str, str]:
 def _packed_weights_line() -> str:
     """Return the size and the folder of kept packed weights, and how large a model still fits."""
     from specgen.llama.kernels.packed_weights import kept_bytes, room_bytes
+    from specgen.system.files import is_writable
     from specgen.system.folders import packed_folder
     from specgen.system.quantities import human_bytes
 
     folder = packed_folder()
+    if not is_writable(folder):
+        return folder_line(folder)
     n_room_bytes = room_bytes(folder)
     room = "no room for more"
     if n_room_bytes:

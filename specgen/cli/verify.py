@@ -36,7 +36,7 @@ def verify(
     n_draws: int = option(
         400,
         "--draws",
-        "Sampled: how many times to sample the next token, for each way to draft.",
+        "How many samples of the next token to test, for each way to draft.",
         min=100,
         max=1_000_000,
         panel="Checks",

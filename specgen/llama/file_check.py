@@ -261,6 +261,8 @@ def _check_values(path: Path, metadata: GgufMetadata) -> None:
 def checked_key(path: Path) -> str:
     """Return the key of a file in the list of checked files.
 
-    It changes with the file's version and with specgen's.
+    It changes with the versions of the model's files, and with this check's.
     """
-    return digest_of([os.fspath(path.resolve()), *version_of(path), __version__])
+    parts = [version_of(part) for part in parts_of(path)]
+    check = [__version__, *version_of(Path(__file__))]
+    return digest_of([os.fspath(path.resolve()), parts, check])

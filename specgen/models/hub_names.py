@@ -81,6 +81,8 @@ def check_no_address(name: str) -> None:
     if address is None:
         return
     hint = "download it, or name it with -hf USER/REPO:QUANT if it is on the Hugging Face hub"
+    if name.lower().startswith("file:"):
+        hint = "give the path of the file, without file://"
     path = _FILE_PAGE.sub("", (address["path"] or "").partition("?")[0]).rstrip("/")
     if _REFERENCE.fullmatch(path):
         hint = f"name it with -hf {path}, or as {PREFIX}{path}"

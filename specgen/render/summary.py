@@ -80,33 +80,34 @@ def print_summary(
 def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     """Return one line in plain words: the answer's length, its speed and its speed-up.
 
+    "120 tokens in 4.40 s: 0.70 s to the first token, then 32.2 tokens/s; 1.4 to 1.6 times as fast
+    as without drafts".
+
     Args:
         finished: The figures of the answer.
         draft: The draft's name; "none" for plain decoding, None if unknown.
     """
-    speed = _speed(finished)
-    line = f"{counted(finished.n_tokens, 'token')} in {seconds_text(finished.wall_s)}{speed}"
+    length = counted(finished.n_tokens, "token")
     if finished.finish_reason != "stop":
-        line += f" ({_end(finished)})"
+        length += f" ({_end(finished)})"
+    line = _joined(": ", f"{length} in {seconds_text(finished.wall_s)}", _speed(finished))
+    gain = ""
     if draft != "none" and finished.n_rounds:
-        line += _gain_clause(finished)
-    if finished.prompt_s > _LONG_S and not speed:
-        line += f"; {seconds_text(finished.prompt_s)} of it for prefill"
+        gain = _gain_clause(finished)
+    before = ""
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
-        line += f"; before that: {_startup_times(finished)}"
-    return line
+        before = f"before that: {_startup_times(finished)}"
+    return _joined("; ", line, gain, before)
 
 
 def _gain_clause(finished: FinishedEvent) -> str:
-    """Return the clause about the speed-up, with its punctuation; empty if nothing is known."""
+    """Return the speed-up in words; empty if it is not known."""
     speedups = _speedup_range(finished)
-    if not finished.n_drafted and speedups is None:
-        return ", nothing was drafted"
     if speedups is None:
-        return ""
+        return "" if finished.n_drafted else "nothing was drafted"
     if finished.estimate_is_rough:
-        return f": {rough_gain_text(statistics.fmean(speedups), ROUGH)}"
-    return f": {gain_text(*speedups)}"
+        return rough_gain_text(statistics.fmean(speedups), ROUGH)
+    return gain_text(*speedups)
 
 
 def summary_items(
@@ -138,9 +139,9 @@ def summary_items(
     return ((label, text) for label, text in items.items() if text)
 
 
-def _listed(*texts: str) -> str:
-    """Join the texts that are not empty with commas."""
-    return ", ".join(filter(None, texts))
+def _joined(separator: str, *texts: str) -> str:
+    """Join the texts that are not empty."""
+    return separator.join(filter(None, texts))
 
 
 def _answer_text(finished: FinishedEvent) -> str:
@@ -192,13 +193,17 @@ def _startup_times(finished: FinishedEvent) -> str:
     """Return how long loading and measuring took before the answer; empty if they took no time."""
     if finished.loading_s + finished.packing_s + finished.measuring_s == 0.0:
         return ""
-    times = {
+    loading = "loading and packing" if finished.packing_s else "loading"
+    times_s = {
         "starting": finished.starting_s,
-        "loading": finished.loading_s,
-        "loading and packing": finished.packing_s,
+        loading: finished.loading_s + finished.packing_s,
         "measuring what drafting costs": finished.measuring_s,
     }
-    return _listed(*(f"{name} {seconds_text(time)}" for name, time in times.items() if time > 0))
+    total_s = sum(times_s.values())
+    parts = [
+        f"{name} {seconds_text(time_s, total_s)}" for name, time_s in times_s.items() if time_s > 0
+    ]
+    return ", ".join(parts)
 
 
 def _time_shares(finished: FinishedEvent) -> str:
@@ -218,17 +223,20 @@ def _time_shares(finished: FinishedEvent) -> str:
 
 
 def _speed(finished: FinishedEvent) -> str:
-    """Return a clause with the time to the first token, and the speed after it.
+    """Return the time to the first token, and the speed after it.
 
-    It is empty if one of these is unknown, or if the answer is too short.
+    For a short answer, whose speed would be chance, it is only the prefill, if that took long.
     """
     speed = finished.tokens_per_s
     first_s = finished.time_to_first_token_s
     if not speed or first_s is None or finished.n_tokens < _MIN_TIMED_TOKENS:
-        return ""
+        if finished.prompt_s <= _LONG_S:
+            return ""
+        return f"{seconds_text(finished.prompt_s)} of it for prefill"
     # If a grammar forces the first tokens, the prefill comes after them.
     first_s = max(first_s, finished.prompt_s)
-    return f", {seconds_text(first_s)} to the first token, then {three_digits(speed)} tokens/s"
+    first = f"{seconds_text(first_s, finished.wall_s)} to the first token"
+    return f"{first}, then {three_digits(speed)} tokens/s"
 
 
 def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:

@@ -15,8 +15,10 @@ from rich.text import Text
 from specgen.render.rows import clean_line
 from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
-from specgen.system.quantities import counted, duration
+from specgen.system.quantities import counted, duration, seconds_text
 
+#: A batch that took less time than this is told with fractions of a second.
+_SHORT_S = 10.0
 #: Names up to this width are never wrapped to make room for figures.
 _NAME_COLUMNS = 24
 #: The minimum width of a figure, with the space after it.
@@ -323,7 +325,8 @@ def batch_summary(
         where: How the answers were generated, such as the number at once or of workers.
     """
     answers, *others = totals(stats.n_answers, [stats])
-    speed = f"{duration(seconds)}: {stats.n_tokens / seconds:.1f} tokens/s"
+    time = seconds_text(seconds) if seconds < _SHORT_S else duration(seconds)
+    speed = f"{time}: {stats.n_tokens / seconds:.1f} tokens/s"
     return ", ".join((answers, speed, where, *others))
 
 

@@ -32,9 +32,17 @@ def human_bytes(n_bytes: int) -> str:
     return f"{three_digits(amount)} {_UNITS[unit]}"
 
 
-def seconds_text(value: float) -> str:
-    """Return a duration, in milliseconds if it is below a second."""
-    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{three_digits(value)} s"
+def seconds_text(value: float, whole: float | None = None) -> str:
+    """Return a duration, in milliseconds if it is below a second.
+
+    Args:
+        value: The duration, in seconds.
+        whole: The duration that it is a part of. Both are shown in the same unit, so that they can
+            be compared, unless the part would be shown as zero.
+    """
+    if max(value, whole or 0.0) < 0.9995 or value < 0.005:
+        return f"{value * 1000:.0f} ms"
+    return f"{three_digits(value)} s"
 
 
 def duration(seconds: float) -> str:

@@ -124,6 +124,7 @@ def test_a_process_without_home(
         monkeypatch.delenv(name, raising=False)
     result = ended(*command.split(), code=WITHOUT_ENTRY, cwd=tmp_path)
     assert result.returncode == code, result.stderr
+    assert os.devnull not in result.stdout
     if code:
         last_lines = result.stderr.splitlines()[-2:]
         assert NO_HOME in last_lines[0]

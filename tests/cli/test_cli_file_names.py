@@ -99,3 +99,8 @@ def test_an_address_of_a_model_points_to_hf(
     if command == "run":
         arguments.append("a cat")
     assert f"-hf {name}" in complaint(specgen(*arguments), 6)
+
+
+def test_an_address_of_a_file_on_this_disk_points_to_its_path(specgen: Specgen) -> None:
+    refusal = complaint(specgen("run", "-m", "file:///models/model.gguf", "a cat"), 6)
+    assert "give the path of the file, without file://" in refusal

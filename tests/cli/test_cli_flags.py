@@ -341,6 +341,15 @@ def test_each_value_says_where_it_comes_from(
     assert "# top-p = 0.95  # default" in specgen("config").out
 
 
+def test_a_wrong_value_in_the_environment_is_found_there(
+    specgen: Specgen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_POLICY", "fast")
+    assert "error: SPECGEN_POLICY: 'fast' is not one of" in complaint(specgen("run", "a cat"), 2)
+    refusal = complaint(specgen("run", "--policy", "slow", "a cat"), 2)
+    assert "error: --policy: 'slow' is not one of" in refusal
+
+
 def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path) -> None:
     file.write_text('samplers = "top_k;temperature"\nlogit-bias = ["5+1"]\nstats = false\n')
     shown = specgen("config")

@@ -77,7 +77,7 @@ def test_rounds_are_shown_one_by_one(cli: Cli) -> None:
     assert rounds[0] == "round      ms  tokens"
     assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
     assert re.fullmatch(
-        r"30 tokens in .*tokens/s.* \(cut off: -n allows more\)", result.err.strip().split("\n")[-1]
+        r"30 tokens \(cut off: -n allows more\) in .*tokens/s.*", result.err.strip().split("\n")[-1]
     )
 
 
@@ -248,6 +248,8 @@ def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
         (["--grammar-file", str(tmp_path / "none")], "--grammar-file"),
         (["--grammar-file", str(tmp_path)], "--grammar-file"),
         (["--grammar-file", str(binary)], "is not UTF-8: byte 0xff on line 1"),
+        (["--grammar", str(binary)], f"that is a file\nhint: use --grammar-file {binary}"),
+        (["-j", str(binary)], f"that is a file\nhint: use --json-schema-file {binary}"),
         (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
         (["-j", '{"type": "string", "not": {}}'], "no grammar can enforce"),
         (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),

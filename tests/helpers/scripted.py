@@ -64,11 +64,12 @@ def write_scripted_model(
         "token_embd.weight": np.zeros((n_vocab, _WIDTH), np.float32),
         "position_embd.weight": positions,
         "output.weight": output,
-        "output_norm.weight": ones,
         "output_norm.bias": np.zeros(_WIDTH, np.float32),
         "blk.0.attn_norm.weight": ones,
         "blk.0.ffn_norm.weight": ones,
         **{f"blk.0.{name}": np.zeros(shape, np.float32) for name, shape in zeros.items()},
+        # The last one, since a file that ends with zeros is taken for an unfinished download.
+        "output_norm.weight": ones,
     }
     for name, values in tensors.items():
         writer.add_tensor(name, values)

@@ -76,8 +76,10 @@ def loaded(
     n_ctx: int | None = None,
     **drafting: Any,
 ) -> Session:
-    """A target with its draft: by default chains of three, without n-grams, or trees of six."""
-    fixed = {"policy": "fixed", "max_tokens": 6 if tree.is_fixed else 3, "p_min": 0.0}
+    """A target with its draft: by default chains of three, without n-grams, or the whole tree."""
+    fixed: dict[str, Any] = {"policy": "fixed", "p_min": 0.0}
+    if not tree.is_fixed:
+        fixed["max_tokens"] = 3
     asked: dict[str, Any] = {"ngrams": False, **({} if "policy" in drafting else fixed), **drafting}
     return opened(
         folder / f"{target}.gguf",

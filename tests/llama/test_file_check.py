@@ -143,3 +143,13 @@ def test_a_file_is_read_once_until_it_changes(model: Path, folder: Path, read: l
     with pytest.raises(ModelFileError, match="are both"):
         file_check.check_file(model)
     assert read == [model, model]
+
+
+def test_a_part_of_a_model_is_read_again_if_it_changes(tmp_path: Path, folder: Path) -> None:
+    first, second = (tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
+    for part in (first, second):
+        write_tiny_model(part, TinyConfig())
+    file_check.check_file(first)
+    second.write_bytes(second.read_bytes()[:-1000])
+    with pytest.raises(ModelFileError, match="model-00002.*: an unfinished download"):
+        file_check.check_file(first)

@@ -127,6 +127,19 @@ def test_an_option_means_the_same_by_any_name_and_in_an_object(model: specgen.Mo
     assert text != greedy
 
 
+@pytest.mark.parametrize(
+    "samplers",
+    ["top-k;temp", "kt", ["top_k", "temperature"], ("top-k", "temp"), ["topk;temp"]],
+)
+def test_samplers_have_the_same_names_alone_and_in_a_list(samplers: Any) -> None:
+    assert SamplerOptions(samplers=samplers).samplers == ("top_k", "temperature")
+
+
+def test_texts_in_lists_are_taken_as_they_are() -> None:
+    assert SamplerOptions(dry_breakers=("\\n", "none")).dry_breakers == ("\\n", "none")
+    assert GenerationOptions(stop=("\\n",)).stop == ("\\n",)
+
+
 def test_the_defaults_of_answers_are_given_to_load_by_name(files: Path) -> None:
     target = files / "target.gguf"
     with untyped.load(target, "none", n_ctx=0, n_predict=3, top_k=1, temp=2.0) as made:
@@ -204,8 +217,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("\ud800", "half a surrogate pair"),
         ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
         ([{"role": "usr", "content": "x"}], "messages[0].role: give one of 'assistant', "),
-        ([{"content": "x"}], "messages[0].role: "),
-        ([{"role": "user", "contents": "x"}], "messages[0].contents: there is no such field; did "),
+        ([{"content": "x"}], "messages[0].role: it is missing"),
+        ([{"role": "user", "content": 3}], "messages[0].content: give a text or a list of parts, "),
+        ([{"role": "user", "contents": "x"}], "messages[0].contents: there is no such field (di"),
         ([{"role": "user", "content": [{**TEXT, "txt": 1}]}], "messages[0].content.txt: there is"),
         ([{"role": "user", "content": [TEXT, IMAGE]}], "messages[0].content: this model reads tex"),
         ([{"role": "assistant", "tool_calls": [{"id": 1}]}], "messages[0].tool_calls[0].id: give"),
@@ -228,7 +242,7 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
     ("options", "said"),
     [
         ({"foo": 1}, "there is no option 'foo'"),
-        ({"max_token": 3}, "there is no option 'max_token'; did you mean max_tokens?"),
+        ({"max_token": 3}, "there is no option 'max_token' (did you mean max_tokens?)"),
         (
             {"n_threads": 3},
             "n_threads is not an option of answers: give load context=ContextOptions(",
@@ -237,6 +251,8 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
             {"draft_max": 3},
             "draft_max is not an option of answers: give load drafting=DraftOptions(max_",
         ),
+        ({"n_ctx": 256}, "n_ctx is not an option of answers: give load n_ctx=..."),
+        ({"kernels": "auto"}, "kernels is not an option of answers: give load kernels=..."),
         ({"temp": 1, "temperature": 1}, "temp and temperature are the same option"),
         ({"max_tokens": 2.5}, "max_tokens: give a whole number, not 2.5"),
         ({"max_tokens": True}, "max_tokens: give a number, not True"),
@@ -252,7 +268,8 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
         ({"stop": b"x"}, "stop: give a list, not b'x'"),
         ({"stop": ["a", 3]}, "stop[1]: give a text, not 3"),
         ({"samplers": "bogus"}, "samplers: there is no sampler 'bogus'"),
-        ({"samplers": ["temp"]}, "samplers[0]: give one of 'penalties'"),
+        ({"samplers": ["top_k", "bogus"]}, "samplers: there is no sampler 'bogus'"),
+        ({"samplers": ["top_k", 3]}, "samplers[1]: give one of 'penalties'"),
         ({"logit_bias": {5000: 1}}, "logit_bias: there is no token 5000"),
         ({"logit_bias": {-1: 1}}, "logit_bias: there is no token -1"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias: give a bias between"),
@@ -309,9 +326,10 @@ def test_several_prompts_are_all_answered_or_none(shared: specgen.Model) -> None
         ({"kernels": "fast"}, "kernels: give one of 'auto', 'specgen' or 'llama.cpp', not 'fast'"),
         ({"context": 3}, "context: give a value of the type ContextOptions, not 3"),
         ({"note": 3}, "note: give a function, not 3"),
-        ({"n_ctxx": 3}, "there is no option 'n_ctxx'; did you mean n_ctx?"),
+        ({"n_ctxx": 3}, "there is no option 'n_ctxx' (did you mean n_ctx?)"),
         ({"n_threads": 3}, "n_threads is not an option of answers: give load context="),
         ({"temperature": -1}, "temperature: give 0 or more, not -1"),
+        ({"system": "x"}, "system is not an option of load: give it with a prompt"),
         (
             {"n_ctx": 256, "context": specgen.ContextOptions(n_ctx=512)},
             "n_ctx is 256, but 512 in context; give it once",

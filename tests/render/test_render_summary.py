@@ -14,7 +14,7 @@ from specgen.render.summary import print_summary, summary_items, summary_line
 from tests.helpers.events import Script
 
 #: How the line about the answer of `finished` begins.
-FIRST_LINE = "8 tokens in 800 ms, 500 ms to the first token, then 26.7 tokens/s"
+FIRST_LINE = "8 tokens in 800 ms: 500 ms to the first token, then 26.7 tokens/s"
 
 
 def finished(**changes: Any) -> FinishedEvent:
@@ -83,7 +83,7 @@ def test_how_the_gain_is_known() -> None:
     # Where reading the prompt takes a part of the time, the gain is that of the whole answer.
     event = dataclasses.replace(event, estimated_whole_speedup=1.2595)
     assert items(event)["gain"] == f"after the first token 1.4 to 1.6 times, {known}"
-    assert ": 1.2 to 1.3 times as fast as without drafts" in summary_line(event)
+    assert "; 1.2 to 1.3 times as fast as without drafts" in summary_line(event)
     event = dataclasses.replace(event, estimated_whole_speedup=1.51)
     assert items(event)["gain"] == known
     busy = "other programs took 40% of the machine's cores meanwhile"
@@ -112,13 +112,13 @@ def test_a_gain_is_said_with_its_uncertainty_and_none_if_it_may_be_none(
     between: tuple[float, float], said: str
 ) -> None:
     event = finished(estimated_speedup=sum(between) / 2, estimated_speedup_range=between)
-    assert summary_line(event).endswith(f": {said}")
+    assert summary_line(event).endswith(f"; {said}")
 
 
 def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> None:
     event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
     lines = printed(event).splitlines()
-    assert lines[0] == f"{FIRST_LINE}: slower than without drafts (0.8 times)"
+    assert lines[0] == f"{FIRST_LINE}; slower than without drafts (0.8 times)"
     assert [line.partition(":")[0] for line in lines[1:]] == list(items(event))
     assert printed(event, whole=False).splitlines() == lines[:1]
     assert "\x1b" not in printed(event)
@@ -133,24 +133,46 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
     [
         ({}, FIRST_LINE),
         ({"n_tokens": 1}, "1 token in 800 ms"),
-        ({"finish_reason": "length"}, f"{FIRST_LINE} (cut off: -n allows more)"),
-        ({"n_drafted": 0}, f"{FIRST_LINE}, nothing was drafted"),
-        ({"prompt_s": 3.25}, "3.25 s to the first token, then 26.7 tokens/s"),
-        ({"n_tokens": 3, "prompt_s": 3.25}, "3 tokens in 800 ms; 3.25 s of it for prefill"),
-        ({"finish_reason": "context"}, "(the context is full: -c allows more)"),
-        ({"finish_reason": "interrupted"}, "(interrupted)"),
+        (
+            {"finish_reason": "length"},
+            FIRST_LINE.replace("tokens in", "tokens (cut off: -n allows more) in"),
+        ),
+        ({"n_drafted": 0}, f"{FIRST_LINE}; nothing was drafted"),
+        # Both times are in the same unit, unless the first would be nothing then.
+        ({"wall_s": 1.3}, "in 1.30 s: 0.50 s to the first token, then 26.7 tokens/s"),
+        (
+            {"wall_s": 1.3, "time_to_first_token_s": 0.004, "prompt_s": 0.004},
+            "in 1.30 s: 4 ms to the first token, then 26.7 tokens/s",
+        ),
+        (
+            {"wall_s": 3.5, "prompt_s": 3.25},
+            "in 3.50 s: 3.25 s to the first token, then 26.7 tokens/s",
+        ),
+        (
+            {"n_tokens": 3, "wall_s": 3.5, "prompt_s": 3.25},
+            "3 tokens in 3.50 s: 3.25 s of it for prefill",
+        ),
+        (
+            {"finish_reason": "context"},
+            FIRST_LINE.replace("tokens in", "tokens (the context is full: -c allows more) in"),
+        ),
+        (
+            {"finish_reason": "interrupted"},
+            FIRST_LINE.replace("tokens in", "tokens (interrupted) in"),
+        ),
         ({"loading_s": 0.9}, "26.7 tokens/s"),
         (
-            {"packing_s": 8.0, "measuring_s": 1.5, "starting_s": 2.1},
+            # Of two models, one was packed.
+            {"loading_s": 1.0, "packing_s": 7.0, "measuring_s": 0.5, "starting_s": 2.1},
             (
                 "; before that: starting 2.10 s, loading and packing 8.00 s, "
-                "measuring what drafting costs 1.50 s"
+                "measuring what drafting costs 0.50 s"
             ),
         ),
         (
             {"between": (1.2, 2.0), "estimate_is_rough": True},
             (
-                f"{FIRST_LINE}: about 1.6 times as fast as without drafts "
+                f"{FIRST_LINE}; about 1.6 times as fast as without drafts "
                 "(rough: the machine was busy)"
             ),
         ),

@@ -67,7 +67,7 @@ class TestLines:
             ({"custom_id": [1], "prompt": "x"}, "invalid_request", "custom_id"),
             ({"custom_id": "\ud800", "prompt": "x"}, "invalid_json", "hex escape"),
             ({"url": "/v1/embeddings", "body": {}}, "invalid_request", "url"),
-            ({"body": {}}, "invalid_request", "url: Field required"),
+            ({"body": {}}, "invalid_request", "url: it is missing"),
             ({"url": "/v1/completions", "method": "GET", "body": {}}, "invalid_request", "method"),
             ({"url": "/v1/completions", "body": {}, "model": 1}, "invalid_request", "model"),
             ({"url": "/v1/completions", "body": {"prompt": "x", "n": 3}}, "invalid_request", "n"),
@@ -168,11 +168,13 @@ class TestResults:
 
 def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
     stats = BatchStats(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
-    told = "2 answers, 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
-    assert batch_summary(stats, 5.0, "4 at once") == told
+    told = "2 answers, 100 tokens in all, 400 ms: 250.0 tokens/s, 4 at once"
+    assert batch_summary(stats, 0.4, "4 at once") == told
+    told = "2 answers, 100 tokens in all, 50 s: 2.0 tokens/s, 4 at once"
+    assert batch_summary(stats, 50.0, "4 at once") == told
     stats.n_positions, stats.n_accepted, stats.n_cached_tokens = 50, 20, 10
     told += ", 40% of the draft accepted, 25% of the prompts from the cache"
-    assert batch_summary(stats, 5.0, "4 at once") == told
+    assert batch_summary(stats, 50.0, "4 at once") == told
 
 
 # --- Ray

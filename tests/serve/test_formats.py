@@ -211,6 +211,7 @@ def test_a_guide_becomes_a_grammar() -> None:
         ("json", schema, '"const": 7'),
         ("json", json.dumps(schema), '"const": 7'),
         ("grammar", 'root ::= "a"', "root"),
+        ("json_object", True, '"object"'),
         ("regex", "a/b|\\d", "/a\\/b|\\d/"),
         ("choice", ["yes", 'n"o'], '"yes" | "n\\"o"'),
     ):
@@ -219,6 +220,7 @@ def test_a_guide_becomes_a_grammar() -> None:
             assert request.generation.grammar is not None
             assert text in request.generation.grammar.text
             assert request.warnings == ()
+    assert chat(structured_outputs={"json_object": False}).generation.grammar is None
     assert chat(json_schema=json.dumps(schema)) == chat(json_schema=schema)
     request = chat(guided_json={"uniqueItems": True}, guided_decoding_backend="x")
     assert fields(request) == ["guided_json"]

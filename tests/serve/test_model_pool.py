@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,33 @@ def test_answers_are_those_of_each_model_alone(
             for done in [pool.submit(use, number) for number in range(6)]:
                 done.result()
         assert set(server.loads) == set(NAMES)
+
+
+def test_a_model_that_is_used_after_its_time_stays_loaded(files: Path) -> None:
+    """Its time is over while another model is loaded, so that it cannot be unloaded at once."""
+    is_loading = threading.Event()
+    goes_on = threading.Event()
+
+    def wait(name: str) -> None:
+        if name == "b":
+            is_loading.set()
+            assert goes_on.wait(PATIENCE_S)
+
+    with serving(files, before_load=wait) as server, ThreadPoolExecutor(1) as pool:
+        asked = {"model": "a", "prompt": "x", "stream": False, "options": {"num_predict": 1}}
+        server.ask("a")
+        other = pool.submit(server.ask, "b")
+        assert is_loading.wait(PATIENCE_S)
+        for keep_alive in ("0.001s", "1h"):
+            body = {**asked, "keep_alive": keep_alive}
+            assert server.http.post("/api/generate", json=body).status_code == 200
+            time.sleep(0.2)
+        goes_on.set()
+        assert other.result().status_code == 200
+        assert server.statuses == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        assert server.http.post("/api/generate", json={"model": "a", "keep_alive": 0}).is_success
+        assert server.statuses == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+        assert server.loads == ["a", "b"]
 
 
 def test_the_least_recently_used_model_is_unloaded(files: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +271,66 @@ def test_a_model_that_is_not_kept_is_unloaded(several: httpx.Client, keep_alive:
     assert loaded(several) == []
 
 
-@pytest.mark.parametrize("keep_alive", [-1, "5m", "10s", "0.5s", 3600, None, False])
-def test_a_model_that_is_kept_stays_loaded(several: httpx.Client, keep_alive: Any) -> None:
+@pytest.mark.parametrize("keep_alive", ["0.1s", "100ms", 0.1, "0h0m0.1s"])
+def test_a_model_that_is_kept_for_a_time_is_then_unloaded(
+    several: httpx.Client, keep_alive: Any
+) -> None:
     asked = {"model": "coder", "prompt": "x", "stream": False, "options": OPTIONS}
     found = several.post("/api/generate", json={**asked, "keep_alive": keep_alive}).json()
     assert found["done_reason"] == "length"
-    assert loaded(several) == ["coder"]
+    wait_until(lambda: loaded(several) == [], "the model to be unloaded")
+    # Loaded again, it stays, as at first.
+    several.post("/api/generate", json=asked)
+    assert expiry(several) is None
+
+
+def expiry(http: httpx.Client) -> float | None:
+    """Return after how many seconds the only loaded model will be unloaded; None for no limit."""
+    (model,) = http.get("/api/ps").json()["models"]
+    expires_at = datetime.fromisoformat(model["expires_at"])
+    if expires_at.year == 2999:
+        return None
+    return (expires_at - datetime.now(timezone.utc)).total_seconds()
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "seconds"),
+    [
+        ("5m", 300),
+        ("1h30m", 5400),
+        (3600, 3600),
+        ("3600", 3600),
+        (-1, None),
+        ("-1", None),
+        ("-1m", None),
+        ("9999999h", None),
+    ],
+)
+def test_the_list_of_loaded_models_tells_when_they_are_unloaded(
+    several: httpx.Client, keep_alive: Any, seconds: float | None
+) -> None:
+    asked = {"model": "coder", "stream": False, "options": OPTIONS, "keep_alive": keep_alive}
+    for kept in (asked, {**asked, "prompt": "x"}, {"model": "coder", "prompt": "x"}):
+        # The last one does not tell how long, so that the time of the one before still counts.
+        assert several.post("/api/generate", json=kept).status_code == 200
+        found = expiry(several)
+        assert found is None if seconds is None else found == pytest.approx(seconds, abs=60)
+
+
+def test_the_last_request_decides_how_long_a_model_is_kept(several: httpx.Client) -> None:
+    asked = {"model": "coder", "prompt": "x", "stream": False, "options": OPTIONS}
+    several.post("/api/generate", json={**asked, "keep_alive": "1h"})
+    several.post("/api/generate", json={**asked, "keep_alive": -1})
+    assert expiry(several) is None
+    several.post("/api/generate", json={**asked, "keep_alive": "1h"})
+    several.post("/api/generate", json={**asked, "keep_alive": "0.1s"})
+    wait_until(lambda: loaded(several) == [], "the model to be unloaded")
+
+
+@pytest.mark.parametrize("keep_alive", ["", "-", "soon", "5 m", "5m!", False, [], {"m": 5}])
+def test_a_time_that_is_none_is_refused(several: httpx.Client, keep_alive: Any) -> None:
+    asked = {"model": "coder", "prompt": "x", "keep_alive": keep_alive}
+    for path in ("/api/generate", "/api/chat", "/api/embed"):
+        refused = several.post(path, json=asked)
+        assert refused.status_code == 400
+        assert "keep_alive: give seconds, or a duration such as 5m" in str(refused.json()["error"])

@@ -36,7 +36,7 @@ from specgen.options import (
     staged,
 )
 from specgen.sampler_options import SamplerOptions
-from specgen.system.files import read_text
+from specgen.system.files import named_file, read_text
 from specgen.text.built_in_templates import BUILT_IN
 
 # --- models
@@ -326,6 +326,9 @@ def answer(
             "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
         )
     # At most one of the four is given.
+    for name, text in (("--grammar", grammar), ("--json-schema", json_schema)):
+        if text is not None and named_file(text) is not None:
+            raise UsageError(f"{name} {text}: that is a file", f"use {name}-file {text}")
     if json_schema_file is not None:
         json_schema = text_in(json_schema_file, "--json-schema-file")
     if json_schema is not None:

@@ -7,7 +7,6 @@ warning; a request is refused only if a known field has an invalid value.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -23,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from specgen.option_values import described, place_of
+from specgen.option_values import described, place_of, suggestion
 from specgen.serve.formats.request_errors import BodyError, shown
 
 #: A JSON object: a body, an event, or a chunk of a stream.
@@ -84,8 +83,6 @@ _SILENTLY_IGNORED = frozenset(
         "user",
     ]
 )
-#: How similar an unknown field is to the known one that it may stand for, from 0 to 1.
-_MIN_SIMILARITY = 0.8
 #: The maximum number of unknown fields that an error names.
 _MAX_NAMED = 3
 _MODEL = TypeVar("_MODEL", bound="Fields")
@@ -112,9 +109,9 @@ class Fields(BaseModel):
 
         A field of several items of a list gets only one warning.
         """
-        known_names = [*self.names()]
         return [
-            f"{name[:100]}: ignored, since specgen has no such field{_meant(name, known_names)}"
+            f"{name[:100]}: ignored, since specgen has no such field"
+            f"{suggestion(name, self.names())}"
             for name in dict.fromkeys(self.ignored())
         ]
 
@@ -139,12 +136,6 @@ class Fields(BaseModel):
             for value in values:
                 if isinstance(value, Fields):
                     yield from (f"{name}.{inner}" for inner in value.ignored())
-
-
-def _meant(name: str, known_names: Sequence[str]) -> str:
-    """Return the known field that an unknown one may stand for, as the end of a sentence."""
-    similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_MIN_SIMILARITY)
-    return f" (did you mean {similar_names[0]}?)" if similar_names else ""
 
 
 def parse(model: type[_MODEL], body: Json) -> _MODEL:
@@ -185,7 +176,7 @@ def unknown_fields(
     if not unknown_names:
         return ""
     label = "unknown field" if len(unknown_names) == 1 else "unknown fields"
-    named = [f"{name[:100]}{_meant(name, known_names)}" for name in unknown_names[:_MAX_NAMED]]
+    named = [f"{name[:100]}{suggestion(name, known_names)}" for name in unknown_names[:_MAX_NAMED]]
     return f"; {label}: {', '.join(named)}"
 
 
@@ -206,6 +197,8 @@ def _as_parts(value: Any) -> Any:
         value = {"text": value}
     if isinstance(value, dict):
         return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"give a text or a list of parts, not {shown(value)}")  # noqa: TRY004
     return value
 
 

@@ -156,6 +156,8 @@ class GenerationRequest(OptionFields):
     guided_grammar: str | None = _guided("grammar", "ebnf")
     #: vLLM: a JSON schema. Parts of it that no grammar can enforce are left out.
     guided_json: AnySchema | None = _guided("json")
+    #: vLLM: whether the answer is a JSON object.
+    guided_json_object: bool | None = _guided("json_object")
     #: vLLM: a regular expression that the whole answer matches.
     guided_regex: str | None = _guided("regex", "regex")
     #: vLLM: texts, one of which the answer is.
@@ -239,6 +241,7 @@ class GenerationRequest(OptionFields):
             "guided_choice": self.guided_choice,
             "json_schema": self.json_schema,
             "guided_json": self.guided_json,
+            "guided_json_object": {"type": "object"} if self.guided_json_object else None,
             self.form_field: form_schema,
         }
         names = [name for name, value in possible_grammars.items() if value is not None]

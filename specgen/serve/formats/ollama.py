@@ -5,9 +5,9 @@ Their requests are read as OpenAI's; their answers have a form of their own.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ from specgen.serve.formats.completions import read_completion
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Fields, Integer, Json, Schema, parse
 from specgen.serve.formats.figures import own_figures
+from specgen.serve.formats.ollama_models import timestamp
 from specgen.serve.formats.openai_common import logprob_entries
 from specgen.serve.formats.parsed_request import Defaults, ParsedRequests
-from specgen.serve.formats.request_errors import BodyError
+from specgen.serve.formats.request_errors import BodyError, shown
 
 # --- requests -------------------------------------------------------------------------------------
 
@@ -167,16 +168,58 @@ def _for_ollama(
 
 # --- unloading ------------------------------------------------------------------------------------
 
-#: Matches a duration of no time: ``0``, ``0s``, ``0h0m``.
-_NO_TIME = re.compile(r"-?(?:0+(?:\.0*)?[a-zµ]*)+")
+#: The units of durations in seconds, as Go writes them. A number without a unit is in seconds.
+_UNITS_S = {
+    "h": 3600.0,
+    "m": 60.0,
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "\u00b5s": 1e-6,
+    "ns": 1e-9,
+    "": 1.0,
+}
+#: A part of a duration, such as ``1h`` and ``30m`` in ``1h30m``.
+_DURATION_PART = re.compile(r"(\d+\.?\d*|\.\d+)(h|ms|m|s|us|\u00b5s|ns|$)", re.ASCII)
+#: Longer times are unlimited, in seconds: some 30 years.
+_MAX_KEEP_S = 1e9
 
 
-def unloads(body: Json) -> bool:
-    """Return whether a request asks for the model to be unloaded after it."""
-    keep_alive = body.get("keep_alive")
-    if isinstance(keep_alive, str):
-        return _NO_TIME.fullmatch(keep_alive) is not None
-    return type(keep_alive) in (int, float) and keep_alive == 0
+def keep_alive_s(body: Json) -> float | None:
+    """Return how long a request wants the model to stay loaded after it, in seconds.
+
+    Returns:
+        0 to unload it right after the request; infinity for no limit, which is a negative number
+        in a request; None if the request does not tell.
+
+    Raises:
+        BodyError: If the field is neither a number of seconds nor a duration.
+    """
+    value = body.get("keep_alive")
+    if value is None:
+        return None
+    seconds = _duration_s(value) if isinstance(value, str) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise BodyError("keep_alive", f"give seconds, or a duration such as 5m, not {shown(value)}")
+    if 0.0 <= seconds <= _MAX_KEEP_S:
+        return float(seconds)
+    return math.inf
+
+
+def _duration_s(text: str) -> float | None:
+    """Return a duration such as ``1h30m``, ``0.5s`` or ``-1`` in seconds; None if it is not one."""
+    digits = text.removeprefix("-")
+    seconds = 0.0
+    place = 0
+    while place < len(digits):
+        part = _DURATION_PART.match(digits, place)
+        if part is None:
+            return None
+        seconds += float(part[1]) * _UNITS_S[part[2]]
+        place = part.end()
+    if not digits:
+        return None
+    return seconds if digits == text else -seconds
 
 
 def unload_answer(
@@ -203,16 +246,11 @@ def unload_answer(
         return None
     return {
         "model": model,
-        "created_at": _timestamp(time.time()),
+        "created_at": timestamp(time.time()),
         **answer,
         "done": True,
         "done_reason": "unload",
     }
-
-
-def _timestamp(seconds: float) -> str:
-    """Return a time in seconds since 1970 as Ollama writes it."""
-    return datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc).isoformat()
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -307,7 +345,7 @@ class OllamaWriter(AnswerWriter):
             answer["response"] = text
         return {
             "model": self._context.model,
-            "created_at": _timestamp(self._context.created),
+            "created_at": timestamp(self._context.created),
             **answer,
             "done": False,
         }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,18 +50,27 @@ class OllamaModel:
             entry["capabilities"] = list(self.capabilities)
         return entry
 
-    def running(self, n_bytes: int, n_gpu_bytes: int) -> Json:
+    def running(
+        self,
+        n_bytes: int,
+        n_gpu_bytes: int,
+        rest_s: float,
+    ) -> Json:
         """Return its entry in the list of loaded models.
 
         Args:
             n_bytes: The memory that it needs.
             n_gpu_bytes: How much of that is on a GPU.
+            rest_s: After how many seconds it will be unloaded; infinity for no limit.
         """
+        expires_at = _NEVER
+        if math.isfinite(rest_s):
+            expires_at = timestamp(time.time() + rest_s)
         return {
             **self._identity(),
             "size": n_bytes,
             "size_vram": n_gpu_bytes,
-            "expires_at": _NEVER,
+            "expires_at": expires_at,
             "context_length": self.n_ctx,
         }
 
@@ -108,8 +119,7 @@ class OllamaModel:
         }
 
     def _modified_at(self) -> str:
-        seconds = int(self.description.modified_s)
-        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat()
+        return timestamp(self.description.modified_s)
 
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the defaults of a request's options, with Ollama's names."""
@@ -126,6 +136,11 @@ class OllamaModel:
             lines.append(f'TEMPLATE """{self.template}"""')
         lines += (f"PARAMETER {name} {value}" for name, value in self._parameters())
         return "\n".join(lines)
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time in seconds since 1970 as Ollama writes it."""
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc).isoformat()
 
 
 def _rounded(number: int) -> str:

@@ -31,11 +31,11 @@ from specgen.serve.formats.fields import Json
 from specgen.serve.formats.llama_server import read_infill, read_llama_cpp_completion
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.ollama import (
+    keep_alive_s,
     ollama_embeddings,
     read_ollama_chat,
     read_ollama_generate,
     unload_answer,
-    unloads,
 )
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.formats.responses import read_response_request
@@ -184,7 +184,8 @@ class Server:
         """Return a route to an endpoint that uses the model named in the body.
 
         The handler has a lease of the model until it returns its response. After that, unfinished
-        answers keep the model loaded. Requests of Ollama's API may ask to unload it then.
+        answers keep the model loaded. Requests of Ollama's API may tell how long it then stays
+        loaded.
 
         Args:
             path: The path.
@@ -196,8 +197,8 @@ class Server:
         async def respond(request: HttpRequest) -> Response:
             body = await read_json(request, self._limits)
             pooled = self._pool.find(body.get("model"))
-            unloads_after = path.startswith("/api/") and unloads(body)
-            if unloads_after:
+            keep_s = keep_alive_s(body) if path.startswith("/api/") else None
+            if keep_s == 0.0:
                 answer = unload_answer(path, body, pooled.entry.name)
                 if answer is not None:  # nothing else is asked for
                     await self._pool.unload(pooled)
@@ -205,12 +206,12 @@ class Server:
             if pooled.entry.embeds != embeds:
                 raise _wrong_model_error(pooled.entry.name, embeds=embeds)
             model = await while_connected(request.receive, self._pool.lease(pooled))
+            if keep_s is not None:
+                self._pool.keep(pooled, keep_s)
             try:
                 return await handler(model, request, body)
             finally:
                 self._pool.release(pooled)
-                if unloads_after:
-                    await self._pool.unload(pooled)
 
         return Route(path, respond, methods=["POST"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -66,6 +67,12 @@ class PooledModel:
     task: asyncio.Task[None] | None = None
     #: The number of the last request for it, which orders models by their last use.
     last_request: int = 0
+    #: When the last request or answer ended, on the monotonic clock.
+    last_used_s: float = 0.0
+    #: How long it stays loaded after that. Infinity means until another model needs the memory.
+    keep_s: float = math.inf
+    #: The task that unloads it after that time, if there is one.
+    unloading: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> ModelStatus:
@@ -83,6 +90,13 @@ class PooledModel:
     def is_wanted(self) -> bool:
         """Whether a request still waits for it."""
         return any(not request.done() for request in self.waiting)
+
+    @property
+    def rest_s(self) -> float:
+        """How long it stays loaded if it is not used again: from now on, if it is in use."""
+        if self.model is not None and self.model.n_open:
+            return self.keep_s
+        return self.last_used_s + self.keep_s - time.monotonic()
 
 
 class ModelPool:
@@ -122,8 +136,6 @@ class ModelPool:
         self._providing = asyncio.Lock()
         #: Set when a model may have become idle, or a request no longer waits.
         self._changed = asyncio.Event()
-        #: The tasks that unload models once they are idle.
-        self._unloading: set[asyncio.Task[None]] = set()
         #: The event loop of the coroutines; None until a request has waited.
         self._loop: asyncio.AbstractEventLoop | None = None
         #: Whether a model cannot be loaded until another one is idle.
@@ -259,12 +271,16 @@ class ModelPool:
 
     def release(self, pooled: PooledModel) -> None:
         """End a lease. The model stays loaded while its answers are generated."""
+        pooled.last_used_s = time.monotonic()
+        self._end_lease(pooled)
+
+    def _end_lease(self, pooled: PooledModel) -> None:
         pooled.n_leases -= 1
         self._changed.set()
 
     @contextlib.contextmanager
     def holding_loaded(self) -> Iterator[list[PooledModel]]:
-        """Yield the loaded models, which stay loaded in the block."""
+        """Yield the loaded models, which stay loaded in the block. That does not count as a use."""
         held = [pooled for pooled in self.models.values() if pooled.model is not None]
         for pooled in held:
             pooled.n_leases += 1
@@ -272,29 +288,57 @@ class ModelPool:
             yield held
         finally:
             for pooled in held:
-                self.release(pooled)
+                self._end_lease(pooled)
+
+    def keep(self, pooled: PooledModel, keep_s: float) -> None:
+        """Set how long a loaded model stays loaded after its last use, until it is unloaded.
+
+        Args:
+            pooled: The model.
+            keep_s: The time in seconds; infinity for no limit. Another model may still need its
+                memory before.
+        """
+        pooled.keep_s = keep_s
+        pooled.last_used_s = time.monotonic()
+        self._changed.set()
+        if math.isfinite(keep_s) and pooled.unloading is None:
+            pooled.unloading = asyncio.ensure_future(self._unload_in_time(pooled))
 
     async def unload(self, pooled: PooledModel) -> None:
-        """Unload a model if it is idle, or else as soon as it is, unless it is asked for before."""
-        if not pooled.is_idle:
-            task = asyncio.ensure_future(self._unload_later(pooled))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+        """Unload a model if it is idle, or else as soon as it is."""
+        if pooled.model is None:
             return
+        self.keep(pooled, 0.0)
+        if pooled.is_idle:
+            await self._unload_if_due(pooled)
+
+    async def _unload_in_time(self, pooled: PooledModel) -> None:
+        """Unload a model when its time is over, unless it gets unlimited time before that."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            while pooled.model is not None and math.isfinite(pooled.keep_s):
+                if not pooled.is_idle:
+                    await self._next_change()
+                elif pooled.rest_s > 0.0:
+                    timer = self._loop.call_later(pooled.rest_s, self._changed.set)
+                    await self._next_change()
+                    timer.cancel()
+                else:
+                    await self._unload_if_due(pooled)
+        finally:
+            pooled.unloading = None
+
+    async def _next_change(self) -> None:
+        """Wait until a model may have become idle, or a request no longer waits."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _unload_if_due(self, pooled: PooledModel) -> None:
+        """Unload a model if its time is still over once no other model is being loaded."""
         async with self._providing:
-            if pooled.is_idle:
+            if pooled.is_idle and pooled.rest_s <= 0.0:
                 await self._unload(pooled)
         self._changed.set()
-
-    async def _unload_later(self, pooled: PooledModel) -> None:
-        """Unload a model once it is idle, unless another request comes before that."""
-        self._loop = asyncio.get_running_loop()
-        last_request = pooled.last_request
-        while pooled.model is not None and not pooled.is_idle:
-            self._changed.clear()
-            await self._changed.wait()
-        if pooled.is_idle and pooled.last_request == last_request:
-            await self.unload(pooled)
 
     def _refuse(self, pooled: PooledModel, error: RequestError) -> None:
         """Give an error to all requests that wait for a model."""
@@ -355,12 +399,11 @@ class ModelPool:
                 needed_bytes = _total_bytes([*loaded, pooled])
                 if needed_bytes <= self._memory_bytes:
                     return True
-                self._changed.clear()
                 if needed_bytes - _total_bytes(idle) <= self._memory_bytes:
                     await self._unload(min(idle, key=lambda other: other.last_request))
                 else:  # even without the idle models there is no room
                     self._lacks_room = True
-                    await self._changed.wait()
+                    await self._next_change()
             return False
         finally:
             self._lacks_room = False
@@ -371,6 +414,7 @@ class ModelPool:
         if model is None:
             return
         pooled.model = None
+        pooled.keep_s = math.inf
         try:
             await asyncio.get_running_loop().run_in_executor(self._loader, model.close)
         except Exception:  # noqa: BLE001 - `close` frees all that it can, so there is room now
@@ -400,7 +444,7 @@ class ModelPool:
                 pooled.metrics,
                 n_waiting,
                 self._turns,
-                idle=self._wake,
+                idle=functools.partial(self._note_idle, pooled),
                 note=self._note,
             )
         pooled.model = model
@@ -429,8 +473,9 @@ class ModelPool:
         finally:
             pooled.is_loading = False
 
-    def _wake(self) -> None:
-        """Tell the waiting task, from any thread, that a model has become idle."""
+    def _note_idle(self, pooled: PooledModel) -> None:
+        """Tell the waiting tasks, from any thread, that a model has become idle."""
+        pooled.last_used_s = time.monotonic()
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._changed.set)

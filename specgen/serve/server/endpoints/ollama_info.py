@@ -50,7 +50,8 @@ def _running_entries(loaded: Sequence[PooledModel]) -> list[Json]:
         model = _described_loaded(pooled.entry, pooled.model)
         n_bytes = pooled.entry.n_bytes or model.description.n_bytes
         is_on_gpu = has_gpu() and "on the GPU" in pooled.model.target.kernels
-        entries.append(model.running(n_bytes, n_gpu_bytes=n_bytes if is_on_gpu else 0))
+        n_gpu_bytes = n_bytes if is_on_gpu else 0
+        entries.append(model.running(n_bytes, n_gpu_bytes, pooled.rest_s))
     return entries
 
 
