@@ -302,6 +302,11 @@ class Model:
         self._session.close()
 
     @property
+    def session(self) -> Session:
+        """The loaded models, and what they were opened with."""
+        return self._session
+
+    @property
     def target(self) -> str:
         """The target's file name."""
         return self._session.target.name
