@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specgen.api import AnswerOptions, Model, load
+    from specgen.drop_in.grammar import LlamaGrammar
+    from specgen.drop_in.install import install_as_llama_cpp
+    from specgen.drop_in.llama import Llama
     from specgen.errors import (
         BackendError,
         FetchError,
@@ -57,6 +60,8 @@ __all__ = [
     "FetchError",
     "FinishedEvent",
     "GenerationOptions",
+    "Llama",
+    "LlamaGrammar",
     "MemoryLimitError",
     "Message",
     "Model",
@@ -77,11 +82,18 @@ __all__ = [
     "UsageError",
     "VerifiedEvent",
     "__version__",
+    "install_as_llama_cpp",
     "load",
 ]
 
-#: Where the public names are looked up, in this order: the last one imports llama.cpp's bindings.
-_MODULES = ("specgen.errors", "specgen.events", "specgen.options", "specgen.api")
+#: Where the public names are looked up, in this order: the last ones import llama.cpp's bindings.
+_MODULES = (
+    "specgen.errors",
+    "specgen.events",
+    "specgen.options",
+    "specgen.api",
+    "specgen.drop_in.install",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,7 @@ from specgen.session.prompts.template import Message
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.folders import note_about_folders
+from specgen.text.built_in_templates import BUILT_IN
 from specgen.text.grammar.json_schema import schema_grammar
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class AnswerOptions(AnswerDefaults, total=False):
     #: A system message; the prompt must be a text.
     system: str | None
     #: Whether a text is a user's turn in the model's chat template (True) or is continued as it is
-    #: (False). By default, the template is used if the model has one.
+    #: (False). By default, the template is used if the model has one, or for a system message.
     chat: bool | None
 
 
@@ -181,7 +182,8 @@ def load(
         context: How the target is loaded and its context is made.
         draft_context: The same for the draft.
         kernels: Which CPU kernels are used.
-        note: Receives the notes that the command line would print, such as why a draft was chosen.
+        note: Receives the notes that the command line would print, such as why a draft was chosen,
+            and later which template a conversation uses if the target has none.
         **defaults: The options of answers that do not have their own.
 
     Raises:
@@ -224,7 +226,7 @@ def load(
         engine = Engine(session, n_parallel=n_parallel)
         engine.notify(calibration_notice)
         on_error.pop_all()
-    return Model(session, engine)
+    return Model(session, engine, note)
 
 
 def _draft_names(draft: Any) -> list[str]:
@@ -248,7 +250,25 @@ def _contexts(
     by_name = {} if n_ctx is None else {"n_ctx": n_ctx}
     target = _merged(ContextOptions(), "context", context, by_name)
     draft = _merged(ContextOptions(), "draft_context", draft_context, {})
-    return Contexts(target, draft)
+    return Contexts(_with_template(target), _with_template(draft))
+
+
+def _with_template(context: ContextOptions) -> ContextOptions:
+    """Return the options with the text of a chat template that is given by its name.
+
+    Raises:
+        UsageError: If it is neither a name nor a template.
+    """
+    template = context.chat_template
+    if template is None or "{" in template:
+        return context
+    if template not in BUILT_IN:
+        names = ", ".join(BUILT_IN)
+        raise UsageError(
+            f"chat_template: give the text of a template or one of {names}, "
+            f"not {shown_value(template)}"
+        )
+    return replace(context, chat_template=BUILT_IN[template])
 
 
 class Model:
@@ -257,8 +277,16 @@ class Model:
     It may be used by several threads: one at a time decodes, for the answers of all of them.
     """
 
-    def __init__(self, session: Session, engine: Engine) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         self._session = session
+        self._note = note
+        #: The notices about prompts that were given to `note`.
+        self._known_notices = {""}
         #: The engine that generates the answers, for callers that step it themselves.
         self.engine = engine
 
@@ -273,6 +301,11 @@ class Model:
         self.engine.close()
         self._session.measurements.save()
         self._session.close()
+
+    @property
+    def session(self) -> Session:
+        """The loaded models, and what they were opened with."""
+        return self._session
 
     @property
     def target(self) -> str:
@@ -351,8 +384,12 @@ class Model:
         """
         options = cast("AnswerOptions", _own_names(options, _NAMES))
         defaults = self._session.options
+        finished_prompt = self._prompt(prompt, options)
+        if finished_prompt.notice not in self._known_notices:
+            self._known_notices.add(finished_prompt.notice)
+            self._note(finished_prompt.notice)
         return self.engine.insert(
-            self._prompt(prompt, options),
+            finished_prompt,
             sampling=_sampling(defaults.sampler, options),
             generation=_generation(defaults.generation, options),
         )

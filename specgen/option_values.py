@@ -324,7 +324,11 @@ _WANTED = {
     "model_attributes_type": "an object",
     "model_type": "an object",
     "path_type": "a path",
+    "string_too_long": "a text of {max_length} characters or fewer",
+    "string_too_short": "a text of {min_length} characters or more",
     "string_type": "a text",
+    "too_long": "a list of {max_length} or fewer",
+    "too_short": "a list of {min_length} or more",
     "tuple_type": "a list",
 }
 

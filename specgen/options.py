@@ -406,7 +406,8 @@ class ContextOptions(Options):
     cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
     #: Other machines that compute layers of the model.
     workers: Workers | None = None
-    #: A chat template (Jinja) that replaces the model's own.
+    #: A chat template (Jinja) that replaces the model's own. In Python it may also be a name, such
+    #: as "chatml".
     chat_template: str | None = field(default=None, compare=False)
     #: Additional variables for the chat template.
     template_variables: Mapping[str, Any] = field(default_factory=dict, compare=False)

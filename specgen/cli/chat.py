@@ -76,7 +76,7 @@ def chat(
     from specgen.session.choose_models import name_of
     from specgen.session.conversation import Chat
     from specgen.session.engine import Engine
-    from specgen.session.prompts.chat import SubstituteTemplate, check_template
+    from specgen.session.prompts.chat import check_template, missing_template_notice
     from specgen.session.prompts.thoughts import showing_thoughts
     from specgen.train.online_learning import Learner
 
@@ -94,9 +94,9 @@ def chat(
                     check=lambda session: check_template(session.target),
                 )
             )
-            substitute = SubstituteTemplate.of(session.target)
-            if substitute is not None:
-                output.note(substitute.notice(session.target))
+            notice = missing_template_notice(session.target)
+            if notice:
+                output.note(notice)
             calibration_notice = calibrate(session, status=output.status)
             engine = stack.enter_context(Engine(session, interrupted=stop))
             engine.notify(calibration_notice)

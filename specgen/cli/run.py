@@ -63,5 +63,7 @@ def run(
 
     with opened(wanted, setup.machine.kernels, output, check) as session:
         asked = session.prompts.of_text(text, chat=template.chat, system=template.system)
+        if asked.notice:
+            output.note(asked.notice)
         code, _ = show_answer(session, asked, output)
     return code

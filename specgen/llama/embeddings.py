@@ -134,6 +134,13 @@ class Embedder:
     def embed(self, tokens: Sequence[int]) -> Hidden:
         """Return the embedding of a text, float32[n_embd], scaled to length 1.
 
+        The arguments and the errors are those of `pooled`.
+        """
+        return unit(self.pooled(tokens))
+
+    def pooled(self, tokens: Sequence[int]) -> Hidden:
+        """Return the embedding of a text as the model makes it, float32[n_embd].
+
         Args:
             tokens: The result of `tokenize`, or tokens that `check` accepts.
 
@@ -156,7 +163,7 @@ class Embedder:
         pointer = llama_cpp.llama_get_embeddings_seq(self._handle, 0)
         if not pointer:
             raise BackendError(f"{self.model.name}: llama.cpp has no embedding of this text")
-        return unit(np.ctypeslib.as_array(pointer, (self.n_embd,)))
+        return np.ctypeslib.as_array(pointer, (self.n_embd,)).copy()
 
     def _decode(self, tokens: Sequence[int]) -> None:
         """Decode tokens in one batch; raise `BackendError` if llama.cpp fails."""

@@ -173,6 +173,17 @@ class LlamaModel:
         llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
+    def all_metadata(self) -> dict[str, str]:
+        """Return the file's metadata as texts, without arrays."""
+        texts: dict[str, str] = {}
+        for index in range(llama_cpp.llama_model_meta_count(self.handle)):
+            length = llama_cpp.llama_model_meta_key_by_index(self.handle, index, None, 0)
+            buffer = ctypes.create_string_buffer(length + 1)
+            llama_cpp.llama_model_meta_key_by_index(self.handle, index, buffer, len(buffer))
+            key = buffer.value.decode("utf-8", "replace")
+            texts[key] = self.metadata(key) or ""
+        return texts
+
     def number(self, key: str) -> int:
         """Return a number of the architecture's metadata; 0 if the file does not have it."""
         value = self.metadata(f"{self.architecture}.{key}") or ""

@@ -114,6 +114,11 @@ class LlamaVocabulary:
         """Return the special tokens by role; -1 for a token that the model does not have."""
         return self._by_role("bos", "eos", "eot")
 
+    @property
+    def line_break_token(self) -> int:
+        """The token of a line break; -1 if there is none."""
+        return int(llama_cpp.llama_vocab_nl(self.handle))
+
     def infill_tokens(self) -> dict[str, int]:
         """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for a missing one."""
         return self._by_role(
@@ -270,7 +275,11 @@ class LlamaVocabulary:
         """Return a token as text; for a control token its name, as chat templates write it."""
         if token_id < 0:  # a special token that the model does not have
             return ""
-        return self._read_piece(token_id, special=True).decode("utf-8", "replace")
+        return self.shown_bytes(token_id).decode("utf-8", "replace")
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to the text; for a control token its name."""
+        return self._read_piece(token_id, special=True)
 
     def _read_piece(self, token_id: int, *, special: bool) -> bytes:
         """Return llama.cpp's bytes for a token; with `special`, control tokens by their names."""

@@ -28,6 +28,7 @@ from specgen.system.quantities import measured_gain
 
 if TYPE_CHECKING:
     from specgen.session.measurement_store import MeasurementStore
+    from specgen.session.prompts import Prompt
     from specgen.session.session import Session
     from specgen.system.progress import Progress
 
@@ -223,23 +224,28 @@ def contender_of(
     """
     from specgen.session.engine import generate
 
-    def events_of(text: str) -> Iterator[Event]:
-        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+    def prompt_of(text: str) -> Prompt:
+        return session.prompts.of_text(text, chat=chat, now=NOW)
+
+    def events_of(prompt: Prompt) -> Iterator[Event]:
         # Closing the generator frees the contexts.
         with contextlib.closing(generate(session, prompt, interrupted=interrupted)) as events:
             yield from events
 
     def answer(text: str) -> Outcome:
-        *earlier_events, finished = events_of(text)
+        prompt = prompt_of(text)
+        *earlier_events, finished = events_of(prompt)
         assert isinstance(finished, FinishedEvent), "the last event of a generation"
         notices = [event.message for event in earlier_events if isinstance(event, NoticeEvent)]
+        if prompt.notice:
+            notices.append(prompt.notice)
         # All other fields of `Outcome` have the same names as the event's.
         names = [each.name for each in fields(Outcome) if each.name != "notices"]
         values: dict[str, Any] = {name: getattr(finished, name) for name in names}
         return Outcome(**values, notices=tuple(notices))
 
     def warm_up() -> None:
-        for event in events_of(_WARM_UP_PROMPT):
+        for event in events_of(prompt_of(_WARM_UP_PROMPT)):
             if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP_TOKENS:
                 break
 

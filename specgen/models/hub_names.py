@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from specgen.errors import UnknownModelError, UsageError
@@ -56,6 +57,7 @@ class HubReference:
 
     repo: str
     quant: str | None = None
+    #: The name of a file, or a pattern of names with ``*`` and ``?``.
     file: str | None = None
 
     def __str__(self) -> str:
@@ -180,7 +182,7 @@ def choose(names: Iterable[str], reference: HubReference) -> list[str] | None:
     if reference.file is not None:
         wanted = reference.file.lower()
         for model in models_among(names, with_drafts=True):
-            if wanted in (name.lower() for name in model):
+            if any(name == wanted or fnmatch(name, wanted) for name in map(str.lower, model)):
                 return model
         return None
     models = models_among(names)

@@ -244,8 +244,7 @@ class Chat:
 
         def prompt(n_left_out: int) -> Prompt:
             messages = conversation.messages(n_left_out)
-            prompts = replace(self._session.prompts, substitutes_template=True)
-            return prompts.of_messages(messages, now=self._now)
+            return self._session.prompts.of_messages(messages, now=self._now)
 
         def n_tokens(n_left_out: int) -> int:
             return len(prompt(n_left_out).tokens)

@@ -282,6 +282,8 @@ def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
         ("a/b/Q6_K/tiny-Q6_K-00002-of-00002.gguf", NAMES[1:3]),
         ("a/b/mmproj-tiny-Q4_K_M.gguf", None),
         ("a/b/mtp-tiny-Q8_0.gguf", ["mtp-tiny-Q8_0.gguf"]),
+        ("a/b/*-iq4_xs.gguf", ["tiny-IQ4_XS.gguf"]),
+        ("a/b/*q2_k*.gguf", None),
     ],
 )
 def test_a_reference_names_the_files_of_one_model(reference: str, chosen: list[str] | None) -> None:

@@ -16,7 +16,18 @@ LAYERS = (
     *("errors", "option_fields", "option_values", "sampler_options", "options"),
     *("events", "system", "text"),
     *("method", "models"),
-    *("llama", "drafters", "session", "train", "measure", "serve", "render", "api", "cli"),
+    *(
+        "llama",
+        "drafters",
+        "session",
+        "train",
+        "measure",
+        "serve",
+        "render",
+        "api",
+        "drop_in",
+        "cli",
+    ),
     "examples",
 )
 

@@ -144,7 +144,9 @@ def test_the_log_has_the_seed_that_was_picked_and_what_was_drafted(
     assert told(ask(*asked, "-o", "seed", str(logged["response_json"]["seed"]))) == first
 
 
-def test_a_conversation_goes_on(plugin: Any, chat_models: Path, expected: specgen.Model) -> None:
+def test_a_conversation_goes_on(
+    plugin: Any, chat_models: Path, expected: specgen.Model, capsys: pytest.CaptureFixture[str]
+) -> None:
     conversation = llm.get_model("specgen").conversation()
     options: dict[str, Any] = {"target": str(chat_models / "target.gguf"), "max_tokens": N}
     first = conversation.prompt("hello", system="Be brief.", **options)
@@ -160,8 +162,9 @@ def test_a_conversation_goes_on(plugin: Any, chat_models: Path, expected: specge
     options["target"] = str(chat_models / "plain.gguf")
     conversation = llm.get_model("specgen").conversation()
     assert conversation.prompt(PROMPT, **options).text()
-    with pytest.raises(plugin.AnswerError, match="a conversation needs a chat template"):
-        conversation.prompt("and then?", **options).text()
+    assert "chatml" not in capsys.readouterr().err
+    assert conversation.prompt("and then?", **options).text()
+    assert "plain.gguf has no default one: chatml is used" in capsys.readouterr().err
 
 
 def test_a_model_is_loaded_once(

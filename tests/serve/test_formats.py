@@ -432,6 +432,21 @@ def test_a_deferred_tool_may_be_called_when_a_search_has_found_it() -> None:
     assert [each.name for each in hosted.tools.functions] == ["late"]
 
 
+def test_results_without_ids_and_names_belong_to_calls_in_order() -> None:
+    """As clients of Ollama send them."""
+    calls = [{"function": {"name": name}} for name in ("look", "go", "look")]
+    turns = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "content": name} for name in ("look", "go", "look")),
+        {"role": "tool", "tool_name": "unknown", "content": "lost"},
+    ]
+    *_, first, second, third, lost = chat(messages=turns).messages
+    for result in (first, second, third):
+        assert (result.role, result.name) == ("tool", result.content)
+    assert (lost.role, lost.content) == ("user", "[result of an earlier call]\nlost")
+
+
 def test_a_call_and_what_the_tool_answered() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
     broken = {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{"}}

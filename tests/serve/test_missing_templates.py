@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import specgen as api
+from specgen.errors import UsageError
 from tests.helpers.cli import Specgen, complaint
 from tests.helpers.server import Running, tiny_server
 from tests.serve.test_server_tools import TEMPLATE, tool
@@ -16,6 +18,7 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 TURNS: list[dict[str, Any]] = [{"role": "user", "content": "the cat is in the"}]
 TEXT = TURNS[0]["content"]
 OPTIONS = {"num_predict": 6}
+NOTE = "plain.gguf has no default one: chatml is used; --chat-template takes another"
 BROKEN = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"
 #: The paths of conversations, and what each is asked.
 CHATS: list[tuple[str, dict[str, Any]]] = [
@@ -124,11 +127,55 @@ def test_a_server_answers_what_needs_no_template(broken: Path, tmp_path: Path) -
         assert server.post("/api/show", model="target").json()["template"] == BROKEN
 
 
-def test_an_error_about_a_missing_template_names_the_option(
-    specgen: Specgen, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = TinyConfig(logit_scale=6.0, unprintable_scale=0.0)
-    file = write_tiny_model(tmp_path / "plain.gguf", config)
-    for option in (("--system", "x"), ("--chat",)):
-        refused = complaint(specgen("run", "-m", file, "--draft", "none", *option, TEXT), 2)
-        assert "hint: give one with --chat-template" in refused
+    return write_tiny_model(tmp_path_factory.mktemp("plain") / "plain.gguf", config)
+
+
+@pytest.mark.parametrize("option", [("--system", "x"), ("--chat",)])
+def test_run_uses_a_named_template_for_a_conversation(
+    specgen: Specgen, plain: Path, option: Sequence[str]
+) -> None:
+    command = ("run", "-m", str(plain), "--draft", "none", "-n", "4", *option, TEXT)
+    substituted = specgen(*command)
+    assert substituted.code == 0
+    assert NOTE in substituted.err
+    named = specgen(*command, "--chat-template", "chatml")
+    assert substituted.out == named.out
+    assert NOTE not in named.err
+
+
+def test_a_batch_and_a_benchmark_name_it(specgen: Specgen, plain: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    options = ("-m", str(plain), "-n", "2")
+    batch = specgen("batch", source, "-", *options, "--draft", "none", "--system", "x")
+    bench = specgen("bench", *options, "--draft", "ngram", "--chat", "a", "b")
+    for command in (batch, bench):
+        assert command.code == 0, command.err
+        assert NOTE in command.err
+    assert batch.err.count(NOTE) == 1
+
+
+def test_conversations_in_python_use_it_with_a_note(plain: Path) -> None:
+    notes: list[str] = []
+    with api.load(plain, "none", n_ctx=256, note=notes.append) as model:
+        model.generate(TEXT, max_tokens=2)
+        assert notes == []
+        asked = [api.Message("system", "x"), api.Message("user", TEXT)]
+        answers = [
+            model.generate(asked, max_tokens=4),
+            model.generate(TEXT, system="x", max_tokens=4),
+        ]
+        (note,) = notes
+        assert NOTE in note
+    named_template = api.ContextOptions(chat_template="chatml")
+    with api.load(plain, "none", n_ctx=256, context=named_template) as model:
+        named = model.generate(asked, max_tokens=4)
+    for answer in answers:
+        assert answer.prompt.text == named.prompt.text
+        assert answer.text == named.text
+    wrong = api.ContextOptions(chat_template="chat.jinja")
+    with pytest.raises(UsageError, match="one of chatml, .*, not 'chat.jinja'"):
+        api.load(plain, "none", context=wrong)

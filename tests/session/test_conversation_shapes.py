@@ -182,6 +182,41 @@ def test_one_result_of_two_is_missing() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["look", None])
+def test_calls_without_ids_get_their_results_in_order(name: str | None) -> None:
+    """So do Ollama's clients send them. The families of Llama 3 take one call at a time."""
+    calls = tuple(ToolCall("", "look", {"where": where}) for where in ("Rome", "Bern"))
+    messages = [
+        Message("user", "x"),
+        Message("assistant", "", calls),
+        Message("tool", "sun", name=name),
+        Message("tool", "rain", name=name),
+    ]
+    turns = fitted(STRICT["Llama 3"], messages, TOOLS).messages
+    assert [(turn.tool_calls, turn.content) for turn in turns[1:]] == [
+        (calls[:1], ""),
+        ((), "sun"),
+        (calls[1:], ""),
+        ((), "rain"),
+    ]
+
+
+def test_results_belong_to_calls_of_their_names() -> None:
+    """A template that drops the results of other tools gets all of them in another shape."""
+    template = (
+        "{% set called = namespace(name='') %}{% for m in messages %}"
+        "{% if m.tool_calls %}{% set called.name = m.tool_calls[0].function.name %}"
+        "{{ m.tool_calls | tojson }}"
+        "{% elif m.role != 'tool' or m.name == called.name %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    calls = tuple(ToolCall("", name, {}) for name in ("look", "go"))
+    results = [Message("tool", "went", name="go"), Message("tool", "seen", name="look")]
+    messages = [Message("user", "x"), Message("assistant", "", calls), *results]
+    text = fitted(template, messages, TOOLS).text
+    assert "went" in text
+    assert "seen" in text
+
+
 @pytest.mark.parametrize(
     ("template", "turns"),
     [
@@ -285,6 +320,7 @@ def test_the_server_answers_what_agents_and_chat_programs_send(name: str, tmp_pa
         assert server.post("/v1/responses", input=items).status_code == 200
         empty = server.post("/v1/chat/completions", messages=[])
         assert empty.status_code == 400
+        assert "messages: give a list of 1 or more, not []" in empty.text
 
 
 def test_the_python_interface_fits_messages(tmp_path: Path) -> None:
@@ -293,5 +329,5 @@ def test_the_python_interface_fits_messages(tmp_path: Path) -> None:
         messages = [specgen.Message("user", "Hi"), specgen.Message("assistant", "")]
         answer = model.generate([*messages, *messages[:1]], max_tokens=2)
         assert answer.finished is not None
-        with pytest.raises(PromptError, match="no messages"):
+        with pytest.raises(PromptError, match="empty"):
             model.generate([], max_tokens=2)

@@ -143,7 +143,7 @@ def register_models(register: Callable[[llm.Model], None]) -> None:
     try:
         registry = load_registry()
     except specgen.SpecgenError as error:  # the models of other plugins must stay usable
-        tell_once(f"specgen: {error.message}")
+        tell_once(error.message)
         return
     for pair in registry.pairs.values():
         register(SpecgenModel(f"specgen/{pair.name}", pair.target, pair.draft))
@@ -155,7 +155,7 @@ def register_models(register: Callable[[llm.Model], None]) -> None:
 @functools.cache
 def tell_once(text: str) -> None:
     """Write a line to standard error once, though `llm` asks for the models several times."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"specgen: {text}\n")
 
 
 #: The loaded models, by target, draft and context size. They stay loaded until the process ends,
@@ -203,6 +203,8 @@ def _answer(
         answer_options["json_schema"] = prompt.schema
 
     answer = model.submit(_messages(prompt), **cast("specgen.AnswerOptions", answer_options))
+    if answer.prompt.notice:
+        tell_once(answer.prompt.notice)
     with contextlib.closing(model.engine.stream(answer)) as events:
         for event in events:
             if isinstance(event, specgen.CommittedEvent) and event.text:
@@ -227,7 +229,7 @@ def _answer(
 def _messages(prompt: llm.Prompt) -> str | list[specgen.Message]:
     """Return the messages of a prompt; a single message of the user's is returned as text.
 
-    Text also works for a model without a chat template, which continues it.
+    A model without a chat template continues a text as it is.
     """
     messages: list[specgen.Message] = []
     for message in prompt.messages:

@@ -203,6 +203,9 @@ class BatchRun:
                 continue
             with self._line_errors(line):
                 tasks.append(self._task(line, line.request))
+        for notice in dict.fromkeys(task.prompt.notice for task in tasks):
+            if notice:
+                self._note(notice)
         order = order_by_prefix([task.prompt.tokens for task in tasks])
         return [tasks[number] for number in order]
 

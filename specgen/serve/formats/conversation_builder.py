@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from specgen.serve.formats.request_errors import BodyError
+from specgen.session.prompts.answered_calls import Turns
 from specgen.session.prompts.conversation_shapes import paragraphs, result_as_text
 from specgen.session.prompts.template import Message, Role, ToolCall
 
@@ -26,6 +27,10 @@ class ConversationBuilder:
     def __init__(self) -> None:
         #: The messages so far.
         self.messages: list[Message] = []
+        #: The turns before the last result.
+        self._turns = Turns()
+        #: The number of messages in them.
+        self._n_messages_in_turns = 0
 
     def add_result(
         self,
@@ -43,17 +48,13 @@ class ConversationBuilder:
             text: The result.
             name: The name of the function, if the API repeats it.
         """
-        for call in self._calls():
-            if call.identity == (identity or "") and name in (None, call.name):
-                result = Message(
-                    "tool",
-                    text,
-                    tool_call_id=call.identity,
-                    name=call.name,
-                )
-                self.messages.append(result)
-                return
-        self.join_text("user", result_as_text(text))
+        result = Message("tool", text, tool_call_id=identity, name=name)
+        call = self._call_of(result)
+        if call is None:
+            self.join_text("user", result_as_text(text))
+        else:
+            result = replace(result, tool_call_id=call.identity, name=call.name)
+            self.messages.append(result)
 
     def join_text(self, role: Role, text: str) -> None:
         """Add a text to a role's turn.
@@ -94,10 +95,13 @@ class ConversationBuilder:
         calls = (*last.tool_calls, ToolCall(identity, name, arguments))
         self.messages[-1] = replace(last, tool_calls=calls)
 
-    def _calls(self) -> Iterator[ToolCall]:
-        """Yield the calls of all messages, the last one first."""
-        for message in reversed(self.messages):
-            yield from reversed(message.tool_calls)
+    def _call_of(self, result: Message) -> ToolCall | None:
+        """Return the call to which a result belongs; None if it is no longer there."""
+        for message in self.messages[self._n_messages_in_turns :]:
+            self._turns.add(message)
+        self._n_messages_in_turns = len(self.messages)
+        answered = self._turns.call_of(result)
+        return None if answered is None else answered.call
 
     def _open_turn(self, role: Role) -> Message:
         """Return the last message if it has this role; otherwise add an empty one and return it."""

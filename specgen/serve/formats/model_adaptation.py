@@ -13,7 +13,7 @@ from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tool_calls.form_probe import form_of
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.session.prompts import template_of
-from specgen.session.prompts.chat import SubstituteTemplate, template_problem
+from specgen.session.prompts.chat import missing_template_notice, template_problem
 from specgen.session.prompts.thoughts import THOUGHT_CONTROLS
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ def _with_checked_template(request: ParsedRequest, model: LlamaModel) -> ParsedR
     problem = template_problem(model)
     if problem:
         raise UsageError(f"{problem}; the server's option --chat-template takes another")
-    substitute = SubstituteTemplate.of(model)
     has_template = template_of(model, has_tools=request.tools is not None) is not None
-    if substitute is None or has_template or not request.needs_template:
+    if has_template or not request.needs_template:
         return request
-    warning = f"messages: {substitute.notice(model)}"
+    warning = f"messages: {missing_template_notice(model)}"
     return replace(request, warnings=(*request.warnings, warning))
 
 

@@ -144,7 +144,7 @@ class ParsedRequest:
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
             messages = messages[:-1]
-        prompt = replace(prompts, substitutes_template=True).of_messages(
+        prompt = prompts.of_messages(
             messages,
             now=now,
             tools=tools,

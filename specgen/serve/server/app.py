@@ -27,6 +27,7 @@ from specgen.errors import SpecgenError
 from specgen.serve.formats.chat_completions import read_chat
 from specgen.serve.formats.completions import read_completion
 from specgen.serve.formats.embeddings import embedding_response
+from specgen.serve.formats.engine_requests import Reader
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.llama_server import read_infill, read_llama_cpp_completion
 from specgen.serve.formats.messages import read_messages
@@ -43,7 +44,7 @@ from specgen.serve.server.access import AccessCheck
 from specgen.serve.server.draining_server import DrainingServer
 from specgen.serve.server.endpoints import ollama_info, tokens
 from specgen.serve.server.endpoints.embeddings import embed
-from specgen.serve.server.endpoints.generation import Reader, generate
+from specgen.serve.server.endpoints.generation import generate
 from specgen.serve.server.endpoints.server_info import ServerInfo
 from specgen.serve.server.http import read_json, refusal, while_connected
 from specgen.serve.server.jobs import ServedModel

@@ -16,6 +16,7 @@ from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import CommittedEvent, Event, FinishedEvent, PromptEvent, ReadingEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
+from specgen.serve.formats.engine_requests import Insert
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.metrics import Metrics
 from specgen.session.engine import Engine
@@ -26,8 +27,6 @@ from specgen.system.quantities import seconds_text
 
 #: The number of an answer within its job, and an event of that answer or the error that ended it.
 JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
-#: Inserts an answer into an engine.
-Insert: TypeAlias = Callable[[Engine], Request]
 _log = logging.getLogger("specgen.serve.server")
 
 

@@ -30,7 +30,7 @@ from specgen.session.engine import Engine
 from specgen.session.found_models import why_not_loadable
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
-from specgen.session.prompts.chat import SubstituteTemplate
+from specgen.session.prompts.chat import missing_template_notice
 from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import correct, named_file, read_toml
@@ -198,9 +198,9 @@ class ModelLoader:
             )
             for notice in engine.take_notices():
                 reporter.note(notice)
-            substitute = SubstituteTemplate.of(session.target)
-            if substitute is not None:
-                reporter.note(substitute.notice(session.target))
+            notice = missing_template_notice(session.target)
+            if notice:
+                reporter.note(notice)
             learner = stack.enter_context(Learner(session, engine, reporter.note))
 
             def between_answers(begins: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,33 +45,40 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class SubstituteTemplate:
-    """The chat template that conversations use if the model has no default one."""
+class ChatTemplate:
+    """A chat template, of a model or in place of a missing one."""
 
-    name: str
     text: str
-    #: Texts that end an answer, since the model may have no such tokens.
+    #: Texts that end an answer, since a model without a template may have no such tokens.
     stop: tuple[str, ...] = ()
+    #: A sentence for the user if it replaces a missing template, else empty.
+    notice: str = ""
 
-    @staticmethod
-    def of(model: LlamaModel) -> SubstituteTemplate | None:
-        """Return the substitute for a model; None if it has a default template.
 
-        It is the model's template for tools, if it has one, or else ChatML, as in llama.cpp.
-        """
-        if model.chat_template() is not None:
-            return None
-        tool_template = model.chat_template(_TOOL_TEMPLATE)
-        if tool_template is not None:
-            return SubstituteTemplate(_TOOL_TEMPLATE, tool_template)
-        return SubstituteTemplate(_CHATML, BUILT_IN[_CHATML], stop=(_CHATML_END,))
+def substitute_template(model: LlamaModel) -> ChatTemplate:
+    """Return the template for conversations with a model that has no default one.
 
-    def notice(self, model: LlamaModel) -> str:
-        """Return a sentence for the user about what the substitute replaces."""
-        return (
-            f"a conversation needs a chat template, and {model.name} has no default one: "
-            f"{self.name} is used; --chat-template takes another"
-        )
+    It is the model's template for tools, if it has one, or else ChatML, as in llama.cpp.
+    """
+    name = _TOOL_TEMPLATE
+    text = model.chat_template(_TOOL_TEMPLATE)
+    stop: tuple[str, ...] = ()
+    if text is None:
+        name = _CHATML
+        text = BUILT_IN[_CHATML]
+        stop = (_CHATML_END,)
+    notice = (
+        f"a conversation needs a chat template, and {model.name} has no default one: "
+        f"{name} is used; --chat-template takes another"
+    )
+    return ChatTemplate(text, stop, notice)
+
+
+def missing_template_notice(model: LlamaModel) -> str:
+    """Return a sentence about what replaces a missing template; empty if none is missing."""
+    if model.chat_template() is not None:
+        return ""
+    return substitute_template(model).notice
 
 
 def template_problem(model: LlamaModel) -> str:
@@ -116,50 +124,39 @@ class ChatTurns:
     #: More variables for templates.
     variables: Mapping[str, Any]
 
+    def template_for(self, model: LlamaModel) -> ChatTemplate:
+        """Return the chat template of a model for this conversation, or what replaces it."""
+        own_template = self._own_template(model)
+        if own_template is None:
+            return substitute_template(model)
+        return ChatTemplate(own_template)
+
+    def _own_template(self, model: LlamaModel) -> str | None:
+        has_results = any(message.role == "tool" for message in self.messages)
+        return template_of(model, has_tools=bool(self.tools) or has_results)
+
     def rendered(
         self,
-        model: LlamaModel,
+        vocabulary: LlamaVocabulary,
+        template: str,
         n_ctx: int | None = None,
-        *,
-        substitute: SubstituteTemplate | None = None,
-    ) -> RenderedChat | None:
-        """Render and tokenize the conversation for a model.
+    ) -> RenderedChat:
+        """Render and tokenize the conversation.
 
         Only the template can write control tokens: the name of one in a message stays plain text.
 
         Args:
-            model: The model, whose own template and vocabulary are used.
+            vocabulary: The vocabulary of the model.
+            template: The chat template.
             n_ctx: A text that certainly has more tokens is refused; None refuses none.
-            substitute: The template to use if the model has none.
 
         Returns:
-            The text and its tokens; None if there is no chat template.
+            The text and its tokens.
 
         Raises:
             PromptError: If the template fails, or the text is too long.
         """
-        has_tools = bool(self.tools) or any(message.role == "tool" for message in self.messages)
-        template = template_of(model, has_tools=has_tools)
-        if template is None and substitute is not None:
-            template = substitute.text
-        if template is None:
-            return None
-        vocabulary = model.vocabulary
-        special = vocabulary.special_tokens()
-
-        def write(messages: Sequence[Message], *, marks_contents: bool = False) -> str:
-            """Render messages, with or without marks on their texts."""
-            return render(
-                template,
-                messages,
-                bos_token=vocabulary.control_text(special["bos"]),
-                eos_token=vocabulary.control_text(special["eos"]),
-                now=self.now,
-                tools=self.tools,
-                variables=self.variables,
-                marks_contents=marks_contents,
-            )
-
+        write = self._writer(vocabulary, template)
         fitted = render_fitted(
             write,
             template,
@@ -167,13 +164,15 @@ class ChatTurns:
             has_tools=bool(self.tools),
             variables=self.variables,
         )
-        text = fitted.text
-        check_length(vocabulary, text, n_ctx)
-        plain = RenderedChat(text, tokenize(vocabulary, text, parse_special=True))
-        controls = [token for token in set(plain.tokens) if vocabulary.is_control(token)]
-        names = [vocabulary.token_text(token) for token in controls]
-        # Did the template write all of these names, or are some of them in messages? To find out,
-        # render again with every character of the messages marked (`marked_text.py`).
+        check_length(vocabulary, fitted.text, n_ctx)
+        tokens = tokenize(vocabulary, fitted.text, parse_special=True)
+        plain = RenderedChat(fitted.text, tokens)
+
+        # Did the template write the names of all control tokens, or are some of them in messages?
+        # To find out, render again with every character of the messages marked (`marked_text.py`).
+        names = [
+            vocabulary.token_text(token) for token in set(tokens) if vocabulary.is_control(token)
+        ]
         try:
             marked_text = write(fitted.messages, marks_contents=True)
         except PromptError:
@@ -183,11 +182,24 @@ class ChatTurns:
             if any(name in contents for name in names):
                 raise
             return plain
-        if all(text.count(name) == marked_text.count(name) for name in names):
+        if all(plain.text.count(name) == marked_text.count(name) for name in names):
             return plain  # the template wrote all of them
         add_special = not begins_with_bos(vocabulary, marked_text)
         tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
         return RenderedChat(unmarked(marked_text), tokens)
+
+    def _writer(self, vocabulary: LlamaVocabulary, template: str) -> Callable[..., str]:
+        """Return `render` with everything but the messages, and whether they are marked."""
+        special_tokens = vocabulary.special_tokens()
+        return functools.partial(
+            render,
+            template,
+            bos_token=vocabulary.control_text(special_tokens["bos"]),
+            eos_token=vocabulary.control_text(special_tokens["eos"]),
+            now=self.now,
+            tools=self.tools,
+            variables=self.variables,
+        )
 
     def skipped_prefix(self, vocabulary: LlamaVocabulary, rendered: RenderedChat) -> range:
         """Return the positions of turns that the template itself adds before the first message.
@@ -201,7 +213,7 @@ class ChatTurns:
         has_own_beginning = bool(self.tools) or first.role == "system"
         if has_own_beginning or not content or content not in rendered.text:
             return range(0)
-        before = rendered.text[: rendered.text.index(content)]
+        before, _, _ = rendered.text.partition(content)
         tokens = tokenize(vocabulary, before, parse_special=True)
         # The lengths of `tokens` up to the end of each turn.
         ends = [n for n, token in enumerate(tokens, 1) if vocabulary.is_end(token)]
@@ -223,11 +235,13 @@ class ChatTurns:
         It is rendered with the draft's own template, without the turns that this adds before the
         first message. If the draft has no template, or it fails, each turn becomes a paragraph.
         """
-        with contextlib.suppress(PromptError):
-            rendered = self.rendered(model)
-            if rendered is not None:
-                skipped = self.skipped_prefix(model.vocabulary, rendered)
+        vocabulary = model.vocabulary
+        template = self._own_template(model)
+        if template is not None:
+            with contextlib.suppress(PromptError):
+                rendered = self.rendered(vocabulary, template)
+                skipped = self.skipped_prefix(vocabulary, rendered)
                 tokens = rendered.tokens
                 return (*tokens[: skipped.start], *tokens[skipped.stop :])
-        paragraphs = "".join(f"{message.content}\n\n" for message in self.messages)
-        return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
+        paragraphs = [f"{message.content}\n\n" for message in self.messages]
+        return tuple(tokenize(vocabulary, "".join(paragraphs), parse_special=False))

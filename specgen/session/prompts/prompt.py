@@ -10,7 +10,7 @@ from typing import Any
 from specgen.errors import PromptError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
-from specgen.session.prompts.chat import ChatTurns, SubstituteTemplate, Tools, template_of
+from specgen.session.prompts.chat import ChatTurns, Tools
 from specgen.session.prompts.template import Message
 from specgen.session.prompts.thoughts import begun_in, thoughts_after
 from specgen.session.prompts.tokens import check_length, tokenize, tokens_of
@@ -20,7 +20,6 @@ from specgen.text.grammar.free_text import ThoughtMarks
 _HARMONY_END = "<|start|>assistant"
 #: What such a model writes before the text of its answer.
 _HARMONY_FINAL = "<|channel|>final<|message|>"
-_GIVE_TEMPLATE = "give one with --chat-template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,8 @@ class Prompt:
     thoughts: ThoughtMarks | None = None
     #: The user's first message, which identifies a conversation; empty without a conversation.
     subject: str = ""
+    #: A sentence for the user about the template that replaces a missing one; empty if none does.
+    notice: str = ""
 
     @classmethod
     def of(cls, text: str, tokens: Sequence[int]) -> Prompt:
@@ -73,9 +74,6 @@ class Prompts:
     n_ctx: int | None = None
     #: More variables for chat templates.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether conversations use a `SubstituteTemplate` if the target has no chat template. The
-    #: caller then shows its notice.
-    substitutes_template: bool = False
 
     def of_text(
         self,
@@ -89,31 +87,28 @@ class Prompts:
 
         Args:
             text: The user's turn, or the text to continue.
-            chat: Whether the text is a user's turn in the chat template (True) or is continued as
-                it is (False). None uses the template if there is one.
-            system: A system message before it, which needs the template.
+            chat: Whether the text is a user's turn in a chat template (True) or is continued as it
+                is (False). None uses a template if the model has one, or for a system message.
+            system: A system message before it.
             now: The time that templates write; None is the present.
 
         Raises:
-            UsageError: If a template is needed, and there is none or `chat` is False.
+            UsageError: If there is a system message, and `chat` is False.
             PromptError: If the text is empty, too long, or refused by the template.
         """
-        if chat is not False and self.target.chat_template() is not None:
-            messages = [Message("user", text)]
-            if system is not None:
-                messages.insert(0, Message("system", system))
-            return self.of_messages(messages, now=now)
         if chat is False and system is not None:
             raise UsageError(
                 "a system message needs the chat template, and the prompt is to be used as it is"
             )
-        if chat or system is not None:
-            what = "a chat" if chat else "a system message"
-            raise UsageError(
-                f"{what} needs a chat template, and {self.target.name} has none",
-                hint=f"{_GIVE_TEMPLATE}, or leave --chat and --system out to continue the prompt "
-                "as it is",
-            )
+        is_conversation = chat
+        if is_conversation is None:
+            has_template = self.target.chat_template() is not None
+            is_conversation = has_template or system is not None
+        if is_conversation:
+            messages = [Message("user", text)]
+            if system is not None:
+                messages.insert(0, Message("system", system))
+            return self.of_messages(messages, now=now)
         check_length(self.target.vocabulary, text, self.n_ctx)
         return Prompt.of(text, tokenize(self.target.vocabulary, text, parse_special=True))
 
@@ -127,6 +122,8 @@ class Prompts:
     ) -> Prompt:
         """Return the prompt for the next turn of a conversation, in the models' own templates.
 
+        If the target has none, a substitute is used, and the prompt has a notice.
+
         Args:
             messages: The conversation so far.
             now: The time that templates write; None is the present.
@@ -134,23 +131,14 @@ class Prompts:
             variables: Variables for the templates. They take precedence over `self.variables`.
 
         Raises:
-            UsageError: If the target has no template.
             PromptError: If there are no messages, the template refuses them, or they are too long.
         """
         if not messages:
             raise PromptError("the conversation has no messages", hint="give at least one")
         now = now or datetime.datetime.now().astimezone()
         chat = ChatTurns(messages, now, tools, {**self.variables, **(variables or {})})
-        substitute = SubstituteTemplate.of(self.target) if self.substitutes_template else None
-        rendered = chat.rendered(self.target, self.n_ctx, substitute=substitute)
-        if rendered is None:
-            raise UsageError(
-                f"a conversation needs a chat template, and {self.target.name} has none",
-                hint=_GIVE_TEMPLATE,
-            )
-        template = template_of(self.target, has_tools=bool(tools))
-        if template is None:
-            template = "" if substitute is None else substitute.text
+        template = chat.template_for(self.target)
+        rendered = chat.rendered(self.target.vocabulary, template.text, self.n_ctx)
         draft_tokens: tuple[int, ...] | None = None
         if self.own_draft is not None:
             draft_tokens = chat.draft_tokens(self.own_draft)
@@ -159,9 +147,10 @@ class Prompts:
             Prompt.of(rendered.text, rendered.tokens),
             skipped_prefix=chat.skipped_prefix(self.target.vocabulary, rendered),
             draft_tokens=draft_tokens,
-            stop=() if substitute is None else substitute.stop,
-            thoughts=thoughts_after(rendered.text, template),
+            stop=template.stop,
+            thoughts=thoughts_after(rendered.text, template.text),
             subject=next(user_messages, ""),
+            notice=template.notice,
         )
 
     def of_tokens(self, parts: Sequence[int | str]) -> Prompt:

@@ -97,7 +97,9 @@ def render(
     """
     mark: Callable[[Any], Any] = marked if marks_contents else _unchanged
     # Defaults as in llama.cpp. Without a `date_string`, some templates write an outdated date.
-    context: dict[str, Any] = {"enable_thinking": True, "date_string": now.strftime("%d %b %Y")}
+    context: dict[str, Any] = {}
+    context["enable_thinking"] = True
+    context["date_string"] = now.strftime("%d %b %Y")
     for name, value in (variables or {}).items():
         context[name] = mark(value)
     context["add_generation_prompt"] = True
@@ -112,12 +114,25 @@ def render(
         context["xml_tools"] = context["tools"]  # SmolLM3's name for them
     # A template that does not mention `tools` may be Firefunction's, which requires these names.
     if not _TAKES_TOOLS.search(template):
-        context["functions"] = mark(to_json(tools, indent=4)) if tools else ""
+        functions = to_json(tools, indent=4) if tools else ""
+        context["functions"] = mark(functions)
         context["datetime"] = now.strftime("%b %d %Y")
 
-    # Roles stay unmarked: templates write control tokens with them.
-    turns = [_turn(message, template) for message in messages]
-    context["messages"] = [mark(turn) | {"role": turn["role"]} for turn in turns]
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turn = mark(_turn(message, template))
+        turn["role"] = message.role  # unmarked: templates write control tokens with it
+        turns.append(turn)
+    context["messages"] = turns
+    return _written(template, context)
+
+
+def _written(template: str, context: Mapping[str, Any]) -> str:
+    """Return what a template writes, with the variables of a context.
+
+    Raises:
+        PromptError: If it fails.
+    """
     try:
         return "".join(compiled(template).generate(context))
     except Exception as error:  # a template's expressions can raise anything

@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from specgen.errors import PromptError
@@ -22,6 +22,7 @@ from specgen.session.prompts.conversation_shapes import (
     PLAIN_FORMS,
     REPAIRS,
     Change,
+    Messages,
     changed,
     shapes_of,
 )
@@ -33,11 +34,12 @@ Write: TypeAlias = Callable[[Sequence[Message]], str]
 
 #: The number of shapes that are tried with texts that a template refuses.
 _MAX_SHAPES = 100
-#: The tool of probes.
+#: The tool of probes. A number is added to the names of further tools.
+_PROBED_NAME = "weather"
 _PROBED_TOOL = {
     "type": "function",
     "function": {
-        "name": "weather",
+        "name": _PROBED_NAME,
         "description": "Return the weather.",
         "parameters": {
             "type": "object",
@@ -54,7 +56,7 @@ class FittedText:
 
     text: str
     #: The messages in the shape that was rendered.
-    messages: list[Message]
+    messages: Messages
 
 
 def render_fitted(
@@ -80,28 +82,25 @@ def render_fitted(
     Raises:
         PromptError: If the template refuses all shapes.
     """
+    variables_text = json.dumps(variables or {}, default=str)
+    inputs = _TemplateInputs(template, has_tools, variables_text)
     first_failure: PromptError | None = None
-    for shape in _candidates(template, messages, has_tools, variables or {}):
+    for candidate in _candidates(inputs, list(messages)):
         try:
-            return FittedText(write(shape), shape)
+            return FittedText(write(candidate), candidate)
         except PromptError as error:  # noqa: PERF203 - a rendering costs far more
             first_failure = first_failure or error
     assert first_failure is not None, "a conversation has at least one shape"
     raise first_failure
 
 
-def _candidates(
-    template: str,
-    messages: Sequence[Message],
-    has_tools: bool,
-    variables: Mapping[str, Any],
-) -> Iterator[list[Message]]:
+def _candidates(inputs: _TemplateInputs, messages: Messages) -> Iterator[Messages]:
     """Yield the shape that fits, and then others, since a template may refuse some texts."""
-    surroundings = _Surroundings(template, has_tools, json.dumps(variables, default=str))
-    changes = _fitting_changes(surroundings, _kinds_of(messages))
+    changes = _fitting_changes(inputs, _kinds_of(messages))
     if changes is not None:
         yield changed(messages, changes)
-    for shape in itertools.islice(shapes_of(messages, (*FORMS, *REPAIRS)), _MAX_SHAPES):
+    other_shapes = shapes_of(messages, (*FORMS, *REPAIRS))
+    for shape in itertools.islice(other_shapes, _MAX_SHAPES):
         yield shape.messages
 
 
@@ -110,10 +109,12 @@ def _candidates(
 
 @dataclass(frozen=True, slots=True)
 class _CallKind:
-    """All that matters of a call, whatever its function and arguments."""
+    """All that matters of a call, whatever its arguments."""
 
     #: The number of its id among the ids of the conversation.
     identity: int
+    #: The number of its name among the names of tools in the conversation.
+    name: int
     #: Whether the arguments are a text.
     has_text: bool
 
@@ -128,35 +129,45 @@ class _MessageKind:
     calls: tuple[_CallKind, ...]
     #: In a result: the number of the id of its call.
     answered: int | None
-    has_name: bool
+    #: The number of the name of the tool or the sender; None if there is no name.
+    name: int | None
     has_reasoning: bool
 
 
 _Kinds: TypeAlias = tuple[_MessageKind, ...]
 
 
+class _Numbers:
+    """Numbers texts as they come, so that other texts in the same places have the same numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def of(self, text: str) -> int:
+        """Return the number of a text."""
+        return self._numbers.setdefault(text, len(self._numbers))
+
+
 def _kinds_of(messages: Sequence[Message]) -> _Kinds:
-    """Return the kinds of messages. Ids of calls are numbered as they come."""
-    numbers: dict[str, int] = {}
-
-    def number(identity: str) -> int:
-        return numbers.setdefault(identity, len(numbers))
-
+    """Return the kinds of messages."""
+    identities = _Numbers()
+    names = _Numbers()
     kinds: list[_MessageKind] = []
     for message in messages:
-        calls = [
-            _CallKind(number(call.identity), isinstance(call.arguments, str))
-            for call in message.tool_calls
-        ]
-        answered = None
+        calls: list[_CallKind] = []
+        for call in message.tool_calls:
+            identity = identities.of(call.identity)
+            has_text = isinstance(call.arguments, str)
+            calls.append(_CallKind(identity, names.of(call.name), has_text))
+        answered: int | None = None
         if message.role == "tool":
-            answered = number(message.tool_call_id or "")
+            answered = identities.of(message.tool_call_id or "")
         kind = _MessageKind(
             message.role,
             blank=None if message.content.strip() else message.content,
             calls=tuple(calls),
             answered=answered,
-            has_name=message.name is not None,
+            name=None if message.name is None else names.of(message.name),
             has_reasoning=bool(message.reasoning),
         )
         kinds.append(kind)
@@ -169,7 +180,7 @@ def _kinds_with(*turns: Message) -> _Kinds:
 
 
 _USER = Message("user", "x")
-_CALLS = (ToolCall("1", "weather", {}), ToolCall("2", "weather", {}))
+_CALLS = (ToolCall("1", "x", {}), ToolCall("2", "x", {}))
 _RESULTS = [Message("tool", "x", tool_call_id=call.identity, name=call.name) for call in _CALLS]
 #: A conversation that every template should take.
 _PLAIN = _kinds_with(_USER)
@@ -189,14 +200,15 @@ _WITH_FORMS = (
 class _Probe:
     """A conversation with messages of given kinds, and the markers in them."""
 
-    messages: list[Message]
+    messages: Messages
     #: The texts that have to be in the prompt. Thoughts have none, since templates drop them on
     #: purpose; nor has the text before a call, which many templates have no place for.
     markers: list[str]
 
 
 def _probe_of(kinds: _Kinds) -> _Probe:
-    messages: list[Message] = []
+    """Return a conversation of these kinds."""
+    messages: Messages = []
     markers: list[str] = []
     for place, kind in enumerate(kinds):
         content = f"content{place}x"
@@ -214,7 +226,7 @@ def _probe_of(kinds: _Kinds) -> _Probe:
             content,
             tuple(calls),
             tool_call_id=None if kind.answered is None else _identity(kind.answered),
-            name="weather" if kind.has_name else None,
+            name=None if kind.name is None else _name(kind.name),
             reasoning="why" if kind.has_reasoning else None,
         )
         messages.append(message)
@@ -226,7 +238,13 @@ def _probed_call(kind: _CallKind, marker: str) -> ToolCall:
     arguments: Mapping[str, Any] | str = {"city": marker}
     if kind.has_text:
         arguments = to_json(arguments)
-    return ToolCall(_identity(kind.identity), "weather", arguments)
+    return ToolCall(_identity(kind.identity), _name(kind.name), arguments)
+
+
+def _name(number: int) -> str:
+    if number == 0:
+        return _PROBED_NAME
+    return f"{_PROBED_NAME}{number}"
 
 
 def _identity(number: int) -> str:
@@ -234,17 +252,18 @@ def _identity(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """What a template is given besides messages, as far as it matters for the shape of these."""
+class _TemplateInputs:
+    """A template, and what it is given besides messages, as far as it matters for their shape."""
 
     template: str
+    #: Whether it is given tools.
     has_tools: bool
     #: The variables for the template, as JSON.
     variables: str
 
 
 @functools.lru_cache(maxsize=512)
-def _fitting_changes(surroundings: _Surroundings, kinds: _Kinds) -> tuple[Change, ...] | None:
+def _fitting_changes(inputs: _TemplateInputs, kinds: _Kinds) -> tuple[Change, ...] | None:
     """Return what to change in a conversation with messages of these kinds so that it fits.
 
     Returns:
@@ -252,42 +271,48 @@ def _fitting_changes(surroundings: _Surroundings, kinds: _Kinds) -> tuple[Change
         not even show all messages of a plain conversation.
     """
     probe = _probe_of(kinds)
-    if _fits(surroundings, probe):
+    if _fits(inputs, probe.messages, probe.markers):
         return ()
-    if not _fits(surroundings, _probe_of(_PLAIN)):
+    plain = _probe_of(_PLAIN)
+    if not _fits(inputs, plain.messages, plain.markers):
         return None
-    for forms in (_needed_forms(surroundings), PLAIN_FORMS):
-        for shape in shapes_of(changed(probe.messages, forms), REPAIRS):
-            if _fits(surroundings, replace(probe, messages=shape.messages)):
+    for forms in (_needed_forms(inputs), PLAIN_FORMS):
+        messages = changed(probe.messages, forms)
+        for shape in shapes_of(messages, REPAIRS):
+            if _fits(inputs, shape.messages, probe.markers):
                 return (*forms, *shape.changes)
     return None
 
 
 @functools.lru_cache(maxsize=64)
-def _needed_forms(surroundings: _Surroundings) -> tuple[Change, ...]:
+def _needed_forms(inputs: _TemplateInputs) -> tuple[Change, ...]:
     """Return the forms in which a template takes system messages, calls and results."""
     needed: set[Change] = set()
     for kinds in _WITH_FORMS:
         probe = _probe_of(kinds)
         for shape in shapes_of(probe.messages, FORMS):
-            if _fits(surroundings, replace(probe, messages=shape.messages)):
+            if _fits(inputs, shape.messages, probe.markers):
                 needed.update(shape.changes)
                 break
     return tuple(change for change in FORMS if change in needed)
 
 
-def _fits(surroundings: _Surroundings, probe: _Probe) -> bool:
-    """Return whether a template renders a probe with all of its markers."""
+def _fits(
+    inputs: _TemplateInputs,
+    messages: Messages,
+    markers: Sequence[str],
+) -> bool:
+    """Return whether a template renders the messages of a probe with all of its markers."""
     try:
         text = render(
-            surroundings.template,
-            probe.messages,
+            inputs.template,
+            messages,
             bos_token="",
             eos_token="",
             now=datetime.datetime(2026, 1, 1),
-            tools=[_PROBED_TOOL] if surroundings.has_tools else [],
-            variables=json.loads(surroundings.variables),
+            tools=[_PROBED_TOOL] if inputs.has_tools else [],
+            variables=json.loads(inputs.variables),
         )
     except PromptError:
         return False
-    return all(marker in text for marker in probe.markers)
+    return all(marker in text for marker in markers)

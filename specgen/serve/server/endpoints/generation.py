@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
@@ -17,21 +15,20 @@ from starlette.responses import JSONResponse, Response
 
 from specgen.errors import PromptLengthError, SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent
-from specgen.options import SamplerOptions
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
+from specgen.serve.formats.engine_requests import (
+    Insert,
+    Reader,
+    inserts_of,
+    parse_requests,
+    prompt_of,
+)
 from specgen.serve.formats.fields import Json
-from specgen.serve.formats.model_adaptation import for_model
-from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, ParsedRequests
+from specgen.serve.formats.parsed_request import ParsedRequest, ParsedRequests
 from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.serve.server.http import EventStream, while_connected
-from specgen.serve.server.jobs import Insert, Job, ServedModel
+from specgen.serve.server.jobs import Job, ServedModel
 from specgen.serve.server.options import Limits
-from specgen.session.engine import Engine
-from specgen.session.prompts import Prompt
-from specgen.session.prompts.infill import infill_prompt
-
-#: Reads a body in the format of an API; raises `BodyError` if a field cannot be honoured.
-Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 
 
 async def generate(
@@ -91,53 +88,6 @@ async def generate(
 # --- reading and submitting -----------------------------------------------------------------------
 
 
-def parse_requests(
-    read: Reader,
-    model: ServedModel,
-    body: Json,
-) -> ParsedRequests:
-    """Return the requests in a body, one for each of its prompts.
-
-    Raises:
-        BodyError: If a field cannot be honoured.
-    """
-    options = model.session.options
-    requests = read(body, Defaults(options.sampler, options.generation))
-    return tuple(for_model(request, model.target) for request in requests)
-
-
-def prompt_of(
-    request: ParsedRequest,
-    model: ServedModel,
-    *,
-    must_fit: bool = True,
-) -> Prompt:
-    """Render the prompt of a request.
-
-    Args:
-        request: The request.
-        model: The model that the prompt is for.
-        must_fit: Whether a text that is certainly too long is refused without being tokenized.
-
-    Raises:
-        UsageError: If the model lacks a chat template or tokens that the request needs.
-        PromptError: If the prompt is empty, too long, or not valid.
-    """
-    session = model.session
-    n_ctx = model.engine.n_ctx
-    if request.gap is None:
-        prompts = replace(session.prompts, n_ctx=n_ctx if must_fit else None)
-        return request.prompt(prompts, datetime.datetime.now().astimezone())
-    # The parts of a text that are far from the gap matter little, so they are cut to leave room for
-    # the answer. The answer gets at most three quarters of the context.
-    n_answer_tokens = request.generation.max_tokens
-    if n_answer_tokens < 0:
-        n_answer_tokens = n_ctx // 4
-    max_tokens = max(n_ctx // 4, n_ctx - n_answer_tokens)
-    prompt, _ = infill_prompt(session.target, session.own_vocabulary, request.gap, max_tokens)
-    return prompt
-
-
 def _submit(
     read: Reader,
     limits: Limits,
@@ -151,7 +101,7 @@ def _submit(
         RequestError: If too many requests are waiting.
         SpecgenError: If the body is not valid or wants too many answers, or the engine has failed.
     """
-    requests = parse_requests(read, model, body)
+    requests = parse_requests(read, model.session, body)
     n_answers = requests[0].n * len(requests)
     max_answers = model.n_parallel + limits.n_waiting
     if limits.n_answers > 0:
@@ -177,21 +127,10 @@ def _inserts(
     if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
         generation = replace(generation, max_tokens=limits.answer_tokens)
         request = replace(request, generation=generation)
-    prompt = prompt_of(request, model)
-    _check_length(len(prompt.tokens), model.engine.n_ctx, limits)
-    wishes = request.speculative
-    return [
-        partial(
-            Engine.insert,
-            prompt=prompt,
-            sampling=_sampling(request.sampling, number),
-            generation=generation,
-            draft=wishes.draft,
-            n_drafted_max=wishes.max,
-            verifier=wishes.verifier,
-        )
-        for number in range(request.n)
-    ]
+    n_ctx = model.engine.n_ctx
+    prompt = prompt_of(request, model.session, n_ctx)
+    _check_length(len(prompt.tokens), n_ctx, limits)
+    return inserts_of(request, prompt)
 
 
 def _check_length(
@@ -208,13 +147,6 @@ def _check_length(
     if n_tokens > max_tokens:
         message = f"the prompt has {n_tokens} tokens; {reason}"
         raise PromptLengthError(message, n_tokens, max_tokens)
-
-
-def _sampling(sampling: SamplerOptions, number: int) -> SamplerOptions:
-    """Return the sampler options of one of several answers, which differ in their seeds."""
-    if sampling.seed < 0:  # each answer gets a random seed
-        return sampling
-    return replace(sampling, seed=sampling.seed + number)
 
 
 # --- writing --------------------------------------------------------------------------------------

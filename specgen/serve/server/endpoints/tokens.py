@@ -5,10 +5,11 @@ from __future__ import annotations
 from pydantic import AliasChoices, Field
 
 from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.engine_requests import Reader, parse_requests, prompt_of
 from specgen.serve.formats.fields import Fields, Integer, Json, parse
 from specgen.serve.formats.messages import read_messages
-from specgen.serve.server.endpoints.generation import Reader, parse_requests, prompt_of
 from specgen.serve.server.jobs import ServedModel
+from specgen.session.prompts import Prompt
 
 
 def count_message_tokens(model: ServedModel, body: Json) -> Json:
@@ -33,14 +34,22 @@ def _n_tokens(
     model: ServedModel,
     body: Json,
 ) -> int:
-    (request,) = parse_requests(read, model, body)
-    return len(prompt_of(request, model, must_fit=False).tokens)
+    return len(_prompt(read, model, body).tokens)
 
 
 def apply_template(model: ServedModel, body: Json) -> Json:
     """Return the prompt that the chat template makes from messages."""
-    (request,) = parse_requests(read_chat, model, body)
-    return {"prompt": prompt_of(request, model, must_fit=False).text}
+    return {"prompt": _prompt(read_chat, model, body).text}
+
+
+def _prompt(
+    read: Reader,
+    model: ServedModel,
+    body: Json,
+) -> Prompt:
+    """Render the prompt in a body, even if it is too long for the context."""
+    (request,) = parse_requests(read, model.session, body)
+    return prompt_of(request, model.session, model.engine.n_ctx, must_fit=False)
 
 
 class _TokenizeBody(Fields):

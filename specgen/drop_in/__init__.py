@@ -1,0 +1,1 @@
+"""Stand-ins for classes of other libraries, with specgen's engine inside."""
