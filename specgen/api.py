@@ -168,8 +168,9 @@ def load(
     """Load a target and its draft. Close the result, or use it as a context manager.
 
     Args:
-        target: A GGUF file, a name from `specgen models list`, or ``hf:USER/REPO:QUANT`` on the
-            Hugging Face hub. Models that are not on this disk are downloaded.
+        target: A GGUF file, a name from `specgen models list`, such as ``ollama:MODEL:TAG``, or
+            ``hf:USER/REPO:QUANT`` on the Hugging Face hub. Models that are not on this disk are
+            downloaded.
         draft: A file, a name or a hub reference as for the target, ``ngram``, or ``none``. In a
             list, each draft drafts for the one before it. None chooses a draft as `specgen run`
             does.

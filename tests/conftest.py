@@ -133,6 +133,10 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     home = next(_homes)
     for name in ("SPECGEN_CACHE", "SPECGEN_DATA", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(home / name.lower()))
+    # Other programs keep their models in the home directory.
+    monkeypatch.setenv("HOME", str(home / "home"))
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
         monkeypatch.delenv(name, raising=False)
     # Nothing is piped into the commands.

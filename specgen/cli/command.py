@@ -98,12 +98,17 @@ def _model_given_first(
 
 
 def _is_model(word: str) -> bool:
-    """Return whether a word is a GGUF file, looks like one, or names a model in the registry."""
+    """Return whether a word is a GGUF file, looks like one, or names a model."""
     if word.endswith(".gguf") and named_file(word):
         return True
     # A misspelt file such as model.ggfu must be an error, not a prompt.
     if re.fullmatch(r"\S+\.gg\w+", word):
         return True
+    # The name of another program's model, as ollama:NAME.
+    if re.fullmatch(r"[\w.-]+:\S+", word):
+        from specgen.models.stored_models import prefix_of
+
+        return prefix_of(word) is not None
     # A name has a hyphen. A word without one is a prompt, and the registry need not be loaded.
     if "-" not in word or not re.fullmatch(r"[\w.-]+", word):
         return False

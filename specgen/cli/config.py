@@ -10,6 +10,7 @@ from specgen.cli.command import Command
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.cli.user_defaults import config_file, option_keys
+from specgen.models.own_folders import FOLDERS_KEY, model_folders
 from specgen.system.files import NOWHERE, named_path
 
 #: Our names for where a value comes from, by Typer's.
@@ -29,6 +30,11 @@ class ConfigCommand(Command):
             print(f"# {path}")
         else:
             print(f"# {path} (there is no such file)")
+        folders = [str(folder) for folder in model_folders()]
+        if folders:
+            print(f"{FOLDERS_KEY} = {_toml(folders)}  # file")
+        else:
+            print(f"# {FOLDERS_KEY} is not set: no folders of your own are searched for models")
         for option in self.params:
             if option_keys(option):
                 print(_line(option, ctx))

@@ -123,7 +123,7 @@ def _save_and_show(
     if search.is_interrupted:
         output.note(interrupted)
     elif search.saved is not None:
-        name = search.target.name
+        name = name_of(search.target)
         output.note(f"for {name}, `specgen run` without --draft now uses: {name_of(search.saved)}")
     elif save:
         output.note("nothing was saved, because the machine was busy")

@@ -30,8 +30,11 @@ from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference, stderr_progress
 from specgen.models.files import identify, size_of
 from specgen.models.hub_names import locate, parse_reference
+from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
 from specgen.models.registry import CatalogueModel, ModelPair, Registry, load_registry
+from specgen.models.stored_models import named_stored, other_program_of, stored_models
 from specgen.options import SourceChoice
+from specgen.session.choose_models import name_of
 from specgen.system.folders import cache_folder, packed_folder, prefixes_folder
 from specgen.system.quantities import human_bytes
 
@@ -67,16 +70,30 @@ _NAME_OR_REPO = _name_or_repo(
 @app.command("list", cls=Command)
 @takes_options
 def list_models(*, as_json: bool = JSON_REPORT) -> None:
-    """List the models and pairs that have a name, and the models in the Hugging Face cache.
+    """List specgen's models and pairs, and the models of other programs on this disk.
 
-    Models in that cache are named as for `-m` (hf:USER/REPO:QUANT).
+    These are in the Hugging Face cache, in the stores of Ollama, LM Studio, llama.cpp, Jan and
+    GPT4All, and in the folders of `model-folders` in config.toml. Nothing in them is changed. The
+    names are as for `-m`. The draft is the one that is used if none is named. "fits" tells whether
+    the weights of both fit into memory.
     """
+    from specgen.llama.file_check import remember_checks
+
+    remember_checks(cache_folder())
     registry = load_registry()
-    models = [_model_values(registry, model) for model in registry.models.values()]
+    models = [
+        _model_values(registry, model) | _use_values(registry, locate(model))
+        for model in registry.models.values()
+    ]
     pairs = [_pair_values(registry, pair) for pair in registry.pairs.values()]
     named_paths = {model["path"] for model in models}
     cached = [
-        _cached_values(model) for model in cached_models() if str(model.path) not in named_paths
+        _cached_values(model) | _use_values(registry, model.path)
+        for model in hub.cached_models()
+        if str(model.path) not in named_paths
+    ]
+    others = [
+        _stored_values(registry, model) for model in stored_models() if model.prefix != HUB_PREFIX
     ]
     if as_json:
         document = {
@@ -85,21 +102,41 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
             "models": models,
             "pairs": pairs,
             "hub_cache": cached,
+            "other_programs": others,
         }
         _print_json(document)
         return
-    rows: list[tuple[str, ...]] = []
-    for values in (*models, *cached):
-        is_on_disk = _shown(bool(values["path"]))
-        size = human_bytes(values["size_bytes"])
-        rows.append((values["model"], is_on_disk, size, values.get("licence", "")))
-    _print_table(("model", "on disk", "size", "licence"), rows)
-    print()
+    _print_models([*models, *cached, *others])
     rows = [
         (pair["pair"], pair["target"], pair["draft"], _shown(pair["default"])) for pair in pairs
     ]
     _print_table(("pair", "target", "draft", "default"), rows)
     _print_kept_sizes()
+
+
+def _print_models(models: Sequence[dict[str, Any]]) -> None:
+    """Print a table of models, and then one of those that cannot be used, with the reasons."""
+    rows: list[tuple[str, ...]] = []
+    unusable: list[tuple[str, ...]] = []
+    for values in models:
+        if values["problem"]:
+            unusable.append((values["model"], values["problem"]))
+            continue
+        rows.append(
+            (
+                values["model"],
+                _shown(values["source"]),
+                human_bytes(values["size_bytes"]),
+                _shown(values["fits_memory"]),
+                _shown(_short_draft(values["draft"])),
+                values.get("licence", ""),
+            )
+        )
+    _print_table(("model", "source", "size", "fits", "draft", "licence"), rows)
+    print()
+    if unusable:
+        _print_table(("not usable", "reason"), unusable)
+        print()
 
 
 def _print_kept_sizes() -> None:
@@ -121,12 +158,14 @@ def _print_kept_sizes() -> None:
 @takes_options
 def show(*, name: str = _NAME, as_json: bool = JSON_REPORT) -> None:
     """Show what is known about a model or a pair."""
-    if "/" in name:
+    if "/" in name and other_program_of(name) is None:
         page = hub.page_of(parse_reference(name).repo)
         raise UnknownModelError(f"{name} has no entry in models.toml", f"see {page}")
     registry = load_registry()
     pair = registry.pairs.get(name)
-    if pair is not None:
+    if other_program_of(name) is not None:
+        values = _stored_values(registry, named_stored(name))
+    elif pair is not None:
         values = _pair_values(registry, pair)
     else:
         # An unknown name is an error, which suggests similar names of models and pairs.
@@ -154,6 +193,9 @@ def pull(
     An interrupted download is resumed. From the hub, the newest version is downloaded.
     """
     progress = stderr_progress(quiet=quiet)
+    if other_program_of(name) is not None:
+        print(named_stored(name).path)
+        return
     if "/" in name:
         print(fetch_reference(parse_reference(name), progress=progress, newest=True))
         return
@@ -181,7 +223,9 @@ def on_disk(name: str) -> list[Path]:
         ModelFileError: If a model is not on this disk.
     """
     paths_by_name: dict[str, Path | None]
-    if "/" in name:
+    if other_program_of(name) is not None:
+        paths_by_name = {name: named_stored(name).path}
+    elif "/" in name:
         paths_by_name = {name: hub.find_in_cache(parse_reference(name))}
     else:
         models = models_of(name, load_registry())
@@ -208,6 +252,10 @@ def remove_model(
 
     Other programs may use the files in the Hugging Face cache, too.
     """
+    program = other_program_of(name)
+    if program is not None:
+        message = f"{named_stored(name).name} belongs to {program}: specgen does not remove it"
+        raise UsageError(message, f"remove it with {program}")
     removal = _find_removal(name, load_registry())
     names = ", ".join(removal.names)
     # Links to blobs take no space themselves.
@@ -311,6 +359,57 @@ def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
     }
 
 
+def _use_values(
+    registry: Registry,
+    path: Path | None,
+    known_problem: str = "",
+) -> dict[str, Any]:
+    """Return how a model would be used, as the JSON document has it; None is one not on this disk.
+
+    Args:
+        registry: The models that are known by name.
+        path: The model's first file.
+        known_problem: Why the model cannot be used, if that is known already.
+    """
+    from specgen.session.found_models import ModelUse, use_of
+
+    use = ModelUse(problem=known_problem)
+    if path is not None and not known_problem:
+        use = use_of(path, registry)
+    return {
+        "source": None if path is None else _source_of(path),
+        "fits_memory": use.fits_memory,
+        "draft": None if use.draft is None else str(use.draft),
+        "problem": use.problem or None,
+    }
+
+
+def _source_of(path: Path) -> str:
+    """Return the program whose folder has a file of the registry or of the hub's cache."""
+    is_cached = path.is_relative_to(hub.cache_of_hub())
+    return PROGRAMS[HUB_PREFIX].title if is_cached else "specgen"
+
+
+def _stored_values(registry: Registry, model: StoredModel) -> dict[str, Any]:
+    """Return what is known about a model of another program, as the JSON document has it."""
+    identity = identify(model.path)
+    return {
+        "model": model.name,
+        "path": str(model.path),
+        "size_bytes": 0 if identity is None else identity.size_bytes,
+        **_use_values(registry, model.path, model.problem),
+        "source": model.program,
+    }
+
+
+def _short_draft(draft: str | None) -> str | None:
+    """Return a draft of the JSON document as the table shows it."""
+    if draft is None:
+        return None
+    is_file = Path(draft).is_absolute()
+    return name_of(Path(draft) if is_file else draft)
+
+
 def _pair_values(registry: Registry, pair: ModelPair) -> dict[str, Any]:
     """Return what is known about a pair, as the JSON document has it."""
     return {
@@ -322,7 +421,7 @@ def _pair_values(registry: Registry, pair: ModelPair) -> dict[str, Any]:
     }
 
 
-def _cached_values(model: CachedModel) -> dict[str, Any]:
+def _cached_values(model: hub.CachedModel) -> dict[str, Any]:
     """Return what is known about a model in the Hugging Face cache, as the JSON document has it."""
     return {
         "model": str(model.reference),
@@ -386,7 +485,7 @@ def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
 def _removal_from_hub_cache(reference: hub.HubReference) -> _ModelRemoval:
     """Return the removal of one model of a repository, or of all with the unfinished downloads."""
     storage = hub.storage_of(reference.repo)
-    models = cached_models(reference.repo)
+    models = hub.cached_models(reference.repo)
     unfinished_downloads: list[Path] = []
     if reference.quant or reference.file:
         all_files = [name for model in models for name in model.names]
@@ -408,12 +507,12 @@ def _removal_of_named(model: CatalogueModel) -> _ModelRemoval:
     # It is looked up by its file's name, not its path: the path may be in an older snapshot than
     # the newest one, which `cached_models` returns.
     storage = hub.storage_of(model.hub.repo)
-    cached = [each for each in cached_models(model.hub.repo) if model.hub.file in each.names]
+    cached = [each for each in hub.cached_models(model.hub.repo) if model.hub.file in each.names]
     files += _files_in_hub_cache(storage, cached)
     return _ModelRemoval([model.name], files, storage if cached else None)
 
 
-def _files_in_hub_cache(storage: Path, models: Sequence[CachedModel]) -> list[Path]:
+def _files_in_hub_cache(storage: Path, models: Sequence[hub.CachedModel]) -> list[Path]:
     """Return the files of models in the Hugging Face cache, in all versions of their repository.
 
     A file is usually a link to a blob. A blob is included unless another file links to it.
@@ -451,51 +550,3 @@ def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:
     if pair is not None:
         return tuple(map(registry.model, pair.model_names))
     return (registry.model(name, registry.pairs),)
-
-
-# --- the Hugging Face cache
-
-
-@dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A model in the Hugging Face cache."""
-
-    #: The name of the model, as for `-m`.
-    reference: hub.HubReference
-    #: The first file of the model.
-    path: Path
-    #: The names of all its files in the repository.
-    names: tuple[str, ...]
-    #: The size of all its files.
-    size_bytes: int
-
-
-def cached_models(repo: str | None = None) -> list[CachedModel]:
-    """Return the models in the Hugging Face cache, each in its newest version.
-
-    Args:
-        repo: The repository whose models are returned; None is all repositories.
-    """
-    if repo is not None:
-        return _models_in(hub.storage_of(repo))
-    models: list[CachedModel] = []
-    for storage in sorted(hub.cache_of_hub().glob("models--*--*")):
-        models += _models_in(storage)
-    return models
-
-
-def _models_in(storage: Path) -> list[CachedModel]:
-    """Return the models of the repository with this folder in the cache."""
-    repo = storage.name.removeprefix("models--").replace("--", "/", 1)
-    models: dict[str, CachedModel] = {}  # by the name of the first file
-    for snapshot, names in hub.snapshots(storage):  # the newest first
-        for files in hub.models_among(names, with_drafts=True):
-            first_file = files[0]
-            if first_file in models:
-                continue
-            path = snapshot / first_file
-            identity = identify(path)
-            if identity is not None:  # the file can be read
-                reference = hub.reference_of(repo, files, names)
-                models[first_file] = CachedModel(reference, path, tuple(files), identity.size_bytes)
-    return list(models.values())

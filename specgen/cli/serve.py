@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
@@ -20,6 +20,9 @@ from specgen.options import parse_size
 from specgen.serve.server.options import Limits, ServedOptions, ServerOptions, bound_socket, url_of
 from specgen.system.machine import usable_memory
 from specgen.system.quantities import human_bytes
+
+if TYPE_CHECKING:
+    from specgen.serve.server.model_pool import ModelEntry
 
 #: The default of --memory, as a share of the memory that this process may use.
 _MEMORY_SHARE = 0.8
@@ -44,12 +47,12 @@ def serve(
         "Serve several models, each loaded when a request names it: those of a TOML file, with a "
         "table of options for each, or of a folder.",
         metavar="FILE|FOLDER",
-        show_default="one model",
+        show_default="the models on this disk, if no model is named",
     ),
     memory: int | None = _server(
         None,
         "--memory",
-        "With --models: how much memory loaded models may use, for example 24GB or 24GiB.",
+        "With several models: how much memory loaded models may use, for example 24GB or 24GiB.",
         metavar="SIZE",
         parse=_memory_size,
         show_default=f"{_MEMORY_SHARE:.0%} of the memory of the machine or the container",
@@ -67,6 +70,9 @@ def serve(
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
+    Without a model, all models on this disk are served by their names, also those of Ollama, LM
+    Studio and other programs (`specgen models list`). Each is loaded when a request names it.
+
     Standard output shows the address, which opens a small chat in a browser. Options apply to
     requests that leave them out. SIGTERM ends the server as soon as the current answers are
     finished.
@@ -74,18 +80,19 @@ def serve(
     try:
         from specgen.serve.server.app import serve as answer_requests
         from specgen.serve.server.model_pool import ModelPool
-        from specgen.serve.server.served_models import ModelLoader, read_models
+        from specgen.serve.server.served_models import ModelLoader, read_models, read_stored
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         hint = "pip install 'specgen-gguf[server]'"
         raise UsageError(f"specgen serve needs {name}, which is not installed", hint) from error
-    if memory is not None and models is None:
+    default_setup = model()
+    stored = {} if models is not None else _models_to_serve(default_setup, server)
+    if memory is not None and models is None and not stored:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:
         raise UsageError("--alias names a single model; with --models, each has its own name")
     server = replace(server, limits=limits)
     stop = Interrupt()
-    default_setup = model()
 
     def options_of(table: Mapping[str, Any]) -> ServedOptions:
         """Return the options of a model in the file of --models."""
@@ -103,23 +110,28 @@ def serve(
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         stack.enter_context(log_shown(output))
         kernels = default_setup.setup.machine.kernels
-        if models is None:
+        entries: list[ModelEntry] = []
+        max_bytes = math.inf
+        has_several = models is not None or bool(stored)
+        if has_several:
+            use_kernels(kernels, output)  # before reading models: kernels decide which files work
+            max_bytes = _memory_for_models(memory, output)
+            loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
+            if models is not None:
+                entries = read_models(models, options_of, loader)
+                output.note(f"serving {', '.join(entry.name for entry in entries)}")
+            else:
+                entries = read_stored(stored, options_of, loader)
+                output.note(_note_about_stored(entries))
+        is_single = not entries
+        if is_single:
             max_bytes = math.inf
             loader = ModelLoader(output.reporter, learn_across, stop)
             entries = [loader.entry(server.alias or "", default_setup.served(quiet=output.quiet))]
-            use_kernels(kernels, output)
-        else:
-            use_kernels(kernels, output)  # before reading models: kernels decide which files work
-            usable = usable_memory()
-            max_bytes = memory or _MEMORY_SHARE * usable.amount
-            if max_bytes > usable.amount:
-                why = usable.limit or f"this machine has {human_bytes(usable.amount)}"
-                output.note(f"--memory {human_bytes(int(max_bytes))} is too much: {why}")
-            loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
-            entries = read_models(models, options_of, loader)
-            output.note(f"serving {', '.join(entry.name for entry in entries)}")
+            if not has_several:
+                use_kernels(kernels, output)
         pool = stack.enter_context(ModelPool(entries, limits, max_bytes, output.note))
-        if models is None:
+        if is_single:
             with stop:  # a single model is loaded before the first request
                 pool.load(entries[0].name)
             if stop():
@@ -133,3 +145,32 @@ def serve(
             note=output.note,
         )
     return 0
+
+
+def _models_to_serve(setup: ModelSetup, server: ServerOptions) -> dict[str, Path]:
+    """Return the models on this disk, by their names in requests, if the user named no model."""
+    from specgen.models.registry import load_registry
+    from specgen.models.stored_models import servable_models
+
+    models = setup.setup.models
+    if models.target or models.draft or models.pair or server.alias is not None:
+        return {}
+    return servable_models(load_registry())
+
+
+def _memory_for_models(given: int | None, output: Output) -> float:
+    """Return how many bytes loaded models may use; say so if it is more than there are."""
+    usable = usable_memory()
+    max_bytes = given or _MEMORY_SHARE * usable.amount
+    if max_bytes > usable.amount:
+        why = usable.limit or f"this machine has {human_bytes(usable.amount)}"
+        output.note(f"--memory {human_bytes(int(max_bytes))} is too much: {why}")
+    return max_bytes
+
+
+def _note_about_stored(entries: Sequence[ModelEntry]) -> str:
+    """Return what is served if the user named no model."""
+    if not entries:
+        return "no model on this disk can be served: serving the default pair"
+    names = ", ".join(entry.name for entry in entries)
+    return f"serving the models on this disk, each loaded when a request names it: {names}"

@@ -16,6 +16,7 @@ import typer
 
 from specgen.cli.typer_messages import reason
 from specgen.errors import UsageError
+from specgen.models.own_folders import FOLDERS_KEY, model_folders
 from specgen.system.files import named_path, read_toml
 
 #: Commands that answer prompts, and the one that shows their options, take all defaults.
@@ -82,6 +83,7 @@ def user_defaults(context: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     command = context.command
     all_options = _options_of_all_commands(context)
     own_options = _options_by_key(command)
+    model_folders()  # raises if the file does not list them as it should
     top_entries, entries_by_target = _read_entries(document, path, all_options)
     target = _value_given(given, own_options.get("target"))
     pair = _value_given(given, own_options.get("pair"))
@@ -176,6 +178,7 @@ def _read_entries(
         options: All options that the file can set, by their keys.
     """
     top = dict(document)
+    top.pop(FOLDERS_KEY, None)  # no option: `model_folders` reads and checks it
     tables = top.pop("targets", {})
     if not isinstance(tables, dict) or not all(isinstance(item, dict) for item in tables.values()):
         raise UsageError(f'{path}: targets: give tables, as in [targets."NAME"]')

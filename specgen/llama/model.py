@@ -17,6 +17,7 @@ from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.models.files import parts_of
+from specgen.models.stored_models import shown_name
 from specgen.options import CacheType, Workers
 from specgen.system.files import version_of
 
@@ -152,10 +153,10 @@ class LlamaModel:
 
     # --- the file
 
-    @property
+    @cached_property
     def name(self) -> str:
-        """The name of the file that was asked for."""
-        return self.path.name
+        """The name of the file that was asked for, or Ollama's name of the model."""
+        return shown_name(self.path)
 
     @cached_property
     def architecture(self) -> str:

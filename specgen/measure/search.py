@@ -19,8 +19,10 @@ from specgen.method.drafter import never
 from specgen.models import hub_names
 from specgen.models.files import FileIdentity, identify, identity_of
 from specgen.models.registry import load_registry
+from specgen.models.stored_models import stored_models
 from specgen.session.calibration import PairCosts, break_even
 from specgen.session.choose_models import name_of
+from specgen.session.found_models import problem_with
 from specgen.session.measurement_store import Threads
 from specgen.session.open import DRAFT_ERRORS
 from specgen.session.saved_drafts import saved_draft
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 #: The advice gives the cost of a batch of this many rows, as an example.
 _EXAMPLE_ROWS = 4
+#: A model of another program is tried as a draft for targets of at least this many times its size.
+_MIN_RATIO = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +238,7 @@ def advice(search: Search) -> tuple[str, ...]:
     best = search.tried[0]
     figures = best.figures
 
-    answers = f"{counted(len(baseline.answers), 'answer')} of {search.target.name}"
+    answers = f"{counted(len(baseline.answers), 'answer')} of {name_of(search.target)}"
     measured = f"measured on {answers}: {1.0 / baseline.token_s:.1f} tokens/s without a draft"
     if best.draft != "none":
         speed = f"{figures.tokens_per_s:.1f} with {name_of(best.draft)}"
@@ -273,8 +277,8 @@ def find_candidates(
     Args:
         named: The files that the user named.
         target: The target's file.
-        tries_known: Whether to add the registry's models that are on this disk, and the draft saved
-            for the target, unless they are larger than the target.
+        tries_known: Whether to add the models on this disk, and the draft saved for the target,
+            unless they are larger than the target.
 
     Returns:
         The files to try, without copies of the same file; and the named files that cannot draft.
@@ -304,9 +308,19 @@ def find_candidates(
 
 
 def _known_files(target: Path) -> list[Path]:
-    """Return the registry's models that are on this disk, and the draft saved for the target."""
+    """Return the models on this disk that may draft for a target, and the draft saved for it.
+
+    These are the registry's models, and those of other programs that are much smaller than the
+    target: there may be many of them, and each is tried.
+    """
     located = map(hub_names.locate, load_registry().models.values())
     files = [path for path in located if path is not None]
+    max_bytes = identity_of(target).size_bytes // _MIN_RATIO
+    for model in stored_models():
+        identity = identify(model.path)
+        is_small = identity is not None and identity.size_bytes <= max_bytes
+        if is_small and not problem_with(model):
+            files.append(model.path)
     # The saved draft competes with the others, so that only a faster one replaces it.
     saved = saved_draft(identity_of(target))
     if saved is not None and isinstance(saved.draft, Path):

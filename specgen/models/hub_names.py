@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models.files import parts_of, size_of
+from specgen.models.files import identify, parts_of, size_of
 from specgen.models.registry import CatalogueModel
 from specgen.system.folders import cache_folder, usable
 
@@ -306,3 +306,52 @@ def cache_of_hub() -> Path:
         hint = "correct or unset the variables that begin with HF_"
         raise UsageError(f"a variable of huggingface_hub is wrong: {error}", hint) from error
     return usable(Path(constants.HF_HUB_CACHE))
+
+
+# --- the models in the cache ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the Hugging Face cache."""
+
+    #: The name of the model, as for `-m`.
+    reference: HubReference
+    #: The first file of the model.
+    path: Path
+    #: The names of all its files in the repository.
+    names: tuple[str, ...]
+    #: The size of all its files.
+    size_bytes: int
+
+
+def cached_models(repo: str | None = None, *, cache: Path | None = None) -> list[CachedModel]:
+    """Return the models in the Hugging Face cache, each in its newest version.
+
+    Args:
+        repo: The repository whose models are returned; None is all repositories.
+        cache: Another folder that is laid out like the cache.
+    """
+    if repo is not None:
+        return _models_in(storage_of(repo))
+    models: list[CachedModel] = []
+    for storage in sorted((cache or cache_of_hub()).glob("models--*--*")):
+        models += _models_in(storage)
+    return models
+
+
+def _models_in(storage: Path) -> list[CachedModel]:
+    """Return the models of the repository with this folder in the cache."""
+    repo = storage.name.removeprefix("models--").replace("--", "/", 1)
+    models: dict[str, CachedModel] = {}  # by the name of the first file
+    for snapshot, names in snapshots(storage):  # the newest first
+        for files in models_among(names, with_drafts=True):
+            first_file = files[0]
+            if first_file in models:
+                continue
+            path = snapshot / first_file
+            identity = identify(path)
+            if identity is not None:  # the file can be read
+                reference = reference_of(repo, files, names)
+                models[first_file] = CachedModel(reference, path, tuple(files), identity.size_bytes)
+    return list(models.values())

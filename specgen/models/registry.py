@@ -204,6 +204,8 @@ class Registry:
             names = {model.file}
             if model.hub is not None:
                 names.add(Path(model.hub.file).name)
+            # Ollama names files after their digests.
+            names.add(f"sha256-{model.sha256}")
             if file.size_bytes == model.size_bytes and file.name in names:
                 return model
         return None

@@ -185,9 +185,9 @@ def print_draft_table(
     print_argument(search, console)
     n_answers = counted(len(search.baseline.answers), "answer")
     explanation = (
-        f"For {search.target.name} at temperature 0, on {n_answers}. Columns: the speed-up over "
-        "plain decoding, and the worst; tokens per second; the share of drafted tokens that the "
-        "target accepted; tokens per pass of the target; milliseconds to draft a token, and to "
+        f"For {name_of(search.target)} at temperature 0, on {n_answers}. Columns: the speed-up "
+        "over plain decoding, and the worst; tokens per second; the share of drafted tokens that "
+        "the target accepted; tokens per pass of the target; milliseconds to draft a token, and to "
         "start, since a draft model needs a prefill too (not counted in the speed-up)."
     )
     for sentence in (explanation, *sentences):
@@ -228,7 +228,7 @@ def _cost_table(search: Search, best: Tried | None) -> Table:
 
     for n_tokens in (1, 2, 4, 8):
         if n_tokens <= max(baseline.batch_s):
-            label = f"{counted(n_tokens, 'token')} of {search.target.name}"
+            label = f"{counted(n_tokens, 'token')} of {name_of(search.target)}"
             add(label, baseline.costs.rows_s(n_tokens))
     if best is not None and best.figures.draft_token_s is not None:
         add(f"1 token of {name_of(best.draft)}", best.figures.draft_token_s)

@@ -19,6 +19,13 @@ from specgen.models.hub_names import (
     parse_reference,
 )
 from specgen.models.registry import CatalogueModel, Registry, load_registry
+from specgen.models.stored_models import (
+    find_stored,
+    named_stored,
+    prefix_of,
+    shown_name,
+    stored_models,
+)
 from specgen.options import DraftSource, ModelChoice
 from specgen.session.saved_drafts import SavedDraft, saved_draft
 from specgen.system.files import named_file, named_path, path_of
@@ -131,7 +138,9 @@ def _named_draft(
 ) -> DraftSource:
     """Return the draft that the user named: a model's file, or a word such as ``ngram``."""
     words = ("none", *WORDS)
-    is_model = name in registry.models or named_path(name) is not None
+    is_model = (
+        name in registry.models or named_path(name) is not None or prefix_of(name) is not None
+    )
     # The words that are listed to users always win. Other words, which plugins may accept, are
     # words only if no model has that name.
     if name not in words and (is_model or not is_word(name)):
@@ -178,13 +187,14 @@ def find_model(
     """Return the file of a model, fetched if it is missing.
 
     Args:
-        name: A model on the hub (``hf:...``), a path, or a name in the registry.
+        name: A model on the hub (``hf:...``), a path, a name in the registry, or the name of
+            another program's model (``ollama:...``).
         registry: The models that are known by name.
         fetch: Fetches a model.
         others: More words to suggest if the name is unknown and similar to one of them.
 
     Raises:
-        UnknownModelError: If the name is not in the registry, or is an address.
+        UnknownModelError: If no model has the name, several have it, or it is an address.
         ModelFileError: If the name looks like one on the hub without ``hf:``, and is no file.
         FetchError: If the model cannot be fetched.
     """
@@ -193,7 +203,14 @@ def find_model(
     path = path_of(name)
     exists = named_path(name) is not None
     if not exists:
+        if prefix_of(name) is not None:
+            return named_stored(name).path
         check_no_address(name)
+    # The stores of other programs are searched only for names that mean nothing else.
+    if name and not exists and name not in registry.models:
+        stored = find_stored(name)
+        if stored is not None:
+            return stored.path
     separators = (os.sep, os.altsep or os.sep)
     looks_like_path = name.endswith(".gguf") or any(each in name for each in separators)
     # A name in the registry wins over a file of that name. A missing file is reported later, when
@@ -204,6 +221,8 @@ def find_model(
         return path
     if path.suffix:  # perhaps a misspelt file name: suggest the files beside it, too
         others = [*others, *(each.name for each in path.parent.glob("*.gguf"))]
+    if name not in registry.models:
+        others = [*others, *(each.name for each in stored_models())]
     return fetch(registry.model(name, others).name)
 
 
@@ -311,7 +330,7 @@ def _partner(
         path = locate(registry.model(pair.draft))
         if path is not None:
             role = f"the draft of {pair.target} in the pair {pair.name}"
-            yield DraftChoice(path, f"drafting with {path.name}, {role}")
+            yield DraftChoice(path, f"drafting with {name_of(path)}, {role}")
             return
 
 
@@ -329,12 +348,12 @@ def _general_draft(
         return
     path = locate(general)
     if path is not None:
-        why = f"drafting with {path.name}, the general draft"
+        why = f"drafting with {name_of(path)}, the general draft"
         yield DraftChoice(path, why, "`specgen draft find` looks for a better one")
 
 
 def name_of(draft: DraftSource) -> str:
     """Return the name of a draft that messages show to users."""
     if isinstance(draft, Path):
-        return draft.name
+        return shown_name(draft)
     return {"mtp": "MTP layers", "ngram": "n-grams"}.get(draft, draft)

@@ -22,6 +22,7 @@ from specgen.llama.file_check import remember_checks
 from specgen.llama.kernels.admission import KernelStatus, choose_kernels, note_about
 from specgen.llama.kernels.attached import computing
 from specgen.llama.kernels.packed_weights import is_packed_first, keep_packed_weights
+from specgen.models.stored_models import shown_name
 from specgen.options import (
     Contexts,
     DraftOptions,
@@ -163,7 +164,7 @@ def open_session(
     # Only choices that the user did not make have a reason. They are loaded after the target, so
     # that an error of the target is not taken for one of the draft.
     is_draft_automatic = bool(wanted.drafts) and wanted.drafts[0].why != ""
-    message = f"loading {options.target.name}"
+    message = f"loading {shown_name(options.target)}"
     if is_packed_first(options.target):
         message += ", whose weights are packed for this machine"
 

@@ -82,14 +82,30 @@ def usable(folder: Path) -> Path:
     return folder
 
 
-def _folder(variable: str, default: Callable[[PlatformDirs], Path]) -> Path:
-    """Return the folder that a variable sets, or else the system's default."""
+def user_folder(
+    choose: Callable[[PlatformDirs], Path],
+    program: str | None = None,
+    *,
+    roaming: bool = False,
+) -> Path:
+    """Return one of the system's folders for the user's files, `NOWHERE` if there is none.
+
+    Args:
+        choose: Returns the folder.
+        program: The program whose folder it is; None is the folder that all programs share.
+        roaming: Whether it is the one that Windows copies between a user's machines.
+    """
     from platformdirs import PlatformDirs
 
+    try:
+        return usable(choose(PlatformDirs(program, appauthor=False, roaming=roaming)))
+    except RuntimeError:  # newer versions of platformdirs; older ones return "~/..."
+        return NOWHERE
+
+
+def _folder(variable: str, default: Callable[[PlatformDirs], Path]) -> Path:
+    """Return the folder that a variable sets, or else the system's default."""
     given = os.environ.get(variable)
     if given:
         return usable(path_of(given))
-    try:
-        return usable(default(PlatformDirs("specgen", appauthor=False)))
-    except RuntimeError:  # newer versions of platformdirs; older ones return "~/..."
-        return NOWHERE
+    return user_folder(default, "specgen")

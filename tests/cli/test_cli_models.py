@@ -61,12 +61,12 @@ def lines_of(result: Result) -> dict[str, list[str]]:
 def test_list_is_a_line_for_each_model_and_each_pair(tiny: CatalogueModel) -> None:
     lines = lines_of(run("list"))
     assert {*load_registry().models, *load_registry().pairs} < set(lines)
-    assert lines["gemma-3-270m"] == ["no", "253 MB", "Gemma"]
-    assert lines["tiny"] == ["no", "100 kB", "MIT"]
+    assert lines["gemma-3-270m"] == ["-", "253 MB", "-", "-", "Gemma"]
+    assert lines["tiny"] == ["-", "100 kB", "-", "-", "MIT"]
     assert lines["tiny-pair"] == ["tiny", "ngram", "no"]
     assert lines["qwen2.5-coder-smollm2"][-1] == "yes"
     fetch(tiny)
-    assert lines_of(run("list"))["tiny"] == ["yes", "100 kB", "MIT"]
+    assert lines_of(run("list"))["tiny"][0].startswith("not a GGUF file"), "these are random bytes"
 
 
 def test_list_as_json_holds_models_pairs_and_the_default(tiny: CatalogueModel) -> None:
@@ -126,9 +126,10 @@ def cached(server: WebServer) -> dict[str, Path]:
 
 def test_list_and_path_know_the_cache_of_the_hub(cached: dict[str, Path]) -> None:
     lines = lines_of(run("list"))
-    assert lines[f"hf:{REPO}:Q4_K_M"] == ["yes", "100 kB"]
-    assert lines["hf:you/Tiny-GGUF/tiny-it.gguf"] == ["yes", "100 kB"]
+    for name in (f"hf:{REPO}:Q4_K_M", "hf:you/Tiny-GGUF/tiny-it.gguf"):
+        assert lines[name][0].startswith("not a GGUF file"), "these are random bytes"
     document = json.loads(run("list", "--json").stdout)
+    assert {model["source"] for model in document["hub_cache"]} == {"Hugging Face"}
     quantisations = [model["quantisation"] for model in document["hub_cache"]]
     assert quantisations == ["Q4_K_M", "Q5_0", "Q8_0", None]
     assert {model["path"] for model in document["hub_cache"]} == set(map(str, cached.values()))

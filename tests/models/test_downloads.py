@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from specgen.cli.models import cached_models
 from specgen.errors import FetchError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
 from specgen.models.download import fetch, fetch_reference
 from specgen.models.files import size_of
-from specgen.models.hub_names import HubReference, locate, parse_reference
+from specgen.models.hub_names import HubReference, cached_models, locate, parse_reference
 from specgen.models.registry import CatalogueModel, HubSource
 from specgen.system.quantities import human_bytes
 from tests.helpers import fetch as web

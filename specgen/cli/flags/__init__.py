@@ -43,10 +43,12 @@ from specgen.text.built_in_templates import BUILT_IN
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Complete the name of a model."""
+    """Complete the name of a model, in the registry or in a program's store."""
     from specgen.models.registry import load_registry
+    from specgen.models.stored_models import stored_models
 
-    return [name for name in load_registry().models if name.startswith(incomplete)]
+    names = [*load_registry().models, *(model.name for model in stored_models())]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def pair_names(incomplete: str) -> list[str]:

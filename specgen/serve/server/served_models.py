@@ -14,24 +14,27 @@ from specgen.drafters.kinds import refuse_draft
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, SpecgenError, UsageError
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
-from specgen.llama.file_check import check_file
+from specgen.llama.file_check import check_file, remember_checks
 from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.llama.model import CACHE_TYPES
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
 from specgen.models.files import SHARD, parts_of
+from specgen.models.stored_models import shown_name
 from specgen.options import ContextOptions, DraftSource, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import N_PARALLEL, ServedOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
+from specgen.session.found_models import why_not_loadable
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
 from specgen.session.prompts.chat import missing_template_notice
 from specgen.session.prompts.sandbox import check_syntax
 from specgen.session.session import usual_n_ctx
 from specgen.system.files import correct, named_file, read_toml
+from specgen.system.folders import cache_folder
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
 
@@ -62,7 +65,7 @@ class ModelLoader:
         """Return an entry of the pool for a model, after fetching its files if necessary.
 
         Args:
-            name: The model's name in requests; empty for the name of its file.
+            name: The model's name in requests; empty for the name of its file, or Ollama's name.
             model: The options of the model.
 
         Raises:
@@ -76,7 +79,9 @@ class ModelLoader:
             raise UsageError("--learn uses one user's texts to draft for the others", hint)
         wanted = model.find(model.models)
         target = wanted.options.target
-        name = name or target.name.removesuffix(".gguf")
+        if not name:
+            # Ollama's clients name models without a prefix.
+            name = shown_name(target).removeprefix("ollama:").removesuffix(".gguf")
         self._note_invalid_template(name, wanted.options)
         if pooling_of(target) is not None:
             if model.models.draft is not None:
@@ -360,6 +365,35 @@ def _in_folder(
     if not entries:
         raise UsageError(f"{folder}: no file in this folder can be served")
     return list(entries.values())
+
+
+def read_stored(
+    models: Mapping[str, Path],
+    options_of: OptionsOf,
+    loader: ModelLoader,
+) -> list[ModelEntry]:
+    """Return those of the models on this disk that can be served.
+
+    Args:
+        models: The models' first files, by the names in requests.
+        options_of: Makes the options of a model.
+        loader: Makes the entries of the pool.
+    """
+    remember_checks(cache_folder())
+    common = options_of({})
+    entries = []
+    for name, path in models.items():
+        model = replace(common, models=replace(common.models, target=str(path)))
+        # Loading the vocabulary too, as for a folder, would take a second for each model.
+        problem = why_not_loadable(path)
+        if not problem:
+            try:
+                entries.append(loader.entry(name, model))
+            except (ModelFileError, MemoryLimitError) as error:
+                problem = error.message
+        if problem:
+            loader.reporter.note(f"not served: {name}: {problem}")
+    return entries
 
 
 def _check_loads(path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Whether the models on this disk can be used, and how: the draft, and the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specgen.drafters.kinds import refuse_draft
+from specgen.errors import BackendError, ModelFileError
+from specgen.llama.embeddings import pooling_of
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_file import GgufMetadata
+from specgen.llama.mtp_layers import mtp_of
+from specgen.models.files import FileIdentity, identity_of
+from specgen.models.other_programs import StoredModel
+from specgen.models.registry import Registry
+from specgen.options import DraftSource
+from specgen.session.choose_models import choose_drafts
+from specgen.session.saved_drafts import saved_draft
+from specgen.system.machine import usable_memory
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUse:
+    """How a model on this disk would be used."""
+
+    #: Whether the weights of the model and its draft fit into memory.
+    fits_memory: bool | None = None
+    #: The draft that commands choose for it without --draft.
+    draft: DraftSource | None = None
+    #: Why it cannot be used; empty if it can.
+    problem: str = ""
+
+
+def use_of(path: Path, registry: Registry) -> ModelUse:
+    """Return how a model would be used. Its metadata is read, but not its weights."""
+    problem = problem_with_file(path)
+    if problem:
+        return ModelUse(problem=problem)
+    target = identity_of(path)
+    draft = choose_drafts(target, saved_draft(target), registry, mtp=mtp_of(path))[0].draft
+    return ModelUse(_fits_memory(target, draft), draft)
+
+
+def problem_with(model: StoredModel) -> str:
+    """Return why a program's model cannot be used to generate text; empty if it can."""
+    return model.problem or problem_with_file(model.path)
+
+
+def problem_with_file(path: Path) -> str:
+    """Return why a file cannot be used to generate text; empty if it can."""
+    problem = why_not_loadable(path)
+    if not problem and pooling_of(path) is not None:
+        return "an embedding model, which generates no text; `specgen serve` serves it"
+    return problem
+
+
+def why_not_loadable(path: Path) -> str:
+    """Return why a file is not a complete model; empty if it is one, as its metadata tell."""
+    try:
+        check_file(path)
+        refuse_draft(path)
+        with GgufMetadata(path):
+            pass
+    except ModelFileError as error:
+        return error.message.removeprefix(f"{path}: ")
+    except BackendError:
+        return "damaged: its metadata cannot be read"
+    return ""
+
+
+def _fits_memory(target: FileIdentity, draft: DraftSource) -> bool:
+    n_bytes = target.size_bytes
+    if isinstance(draft, Path):
+        n_bytes += identity_of(draft).size_bytes
+    return n_bytes <= usable_memory().amount
