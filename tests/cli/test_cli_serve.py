@@ -161,7 +161,8 @@ def test_options_that_are_refused(
     [
         (b"\n\n", "no key"),
         (b"good\ntwo words\n", "line 2"),
-        (b"\xff", "not ASCII"),
+        (b"\xff", "not UTF-8"),
+        ("clé".encode(), "not ASCII"),
     ],
 )
 def test_files_without_keys(
@@ -289,7 +290,10 @@ def test_an_embedding_model_alone(tmp_path: Path, specgen: Specgen) -> None:
             "[a]\ntarget = 'target.gguf'\nkernels = 'auto'",
             "[a]: kernels: a model has no such option",
         ),
-        ("[a]\ntarget = 'target.gguf'\nctx-size = 'long'", "[a]: ctx-size = long: "),
+        (
+            "[a]\ntarget = 'target.gguf'\nctx-size = 'long'",
+            "[a]: ctx-size: give a whole number, not 'long'",
+        ),
         ("[a]\ntarget = 'target.gguf'\nlearn = true", "[a]: --learn uses one user's texts"),
     ],
 )
