@@ -162,7 +162,7 @@ def test_options_that_are_refused(
         (b"\n\n", "no key"),
         (b"good\ntwo words\n", "line 2"),
         (b"\xff", "not UTF-8"),
-        ("clé".encode(), "not ASCII"),
+        ("clé".encode(), "line 1 is not a valid key"),
     ],
 )
 def test_files_without_keys(
