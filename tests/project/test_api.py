@@ -676,3 +676,34 @@ def test_the_pages_examples_run(files: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = namespace["answers"]
     assert isinstance(answers, list)
     assert len({answer.text for answer in answers}) > 1
+
+
+def test_the_pages_table_gives_what_llama_cpp_python_gives(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = re.findall(r"^\| `(.*)` \| `(.*)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    monkeypatch.chdir(files)
+    names: dict[str, Any] = {
+        "specgen": specgen,
+        "Llama": specgen.Llama,
+        "LlamaGrammar": specgen.LlamaGrammar,
+        "messages": [{"role": "user", "content": "Yes or no?"}],
+        "gbnf": 'root ::= "yes" | "no"',
+        "person": {"type": "object", "properties": {"a": {"type": "boolean"}}},
+    }
+
+    def value(code: str) -> Any:
+        """Run a cell, and return the value of an expression."""
+        if re.match(r"\w+ = ", code):
+            exec(code, names)
+            return None
+        return eval(code, names)
+
+    n_equal = 0
+    for theirs, ours in rows:
+        expected = value(theirs)
+        given = value(ours)
+        if isinstance(expected, (str, int)):
+            assert given == expected, ours
+            n_equal += 1
+    assert n_equal >= 5
