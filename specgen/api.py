@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import inspect
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -492,6 +493,8 @@ class ModelChat:
         self._conversation = Conversation(system)
         now = datetime.datetime.now().astimezone()
         self._window = PromptWindow(model.session, model.engine.n_ctx, now)
+        #: Held while a message is added: tasks add messages in several threads.
+        self._adding = threading.Lock()
         #: The conversation with the last message of the user.
         self._asked = self._conversation
         #: The last answer; None before the first.
@@ -560,15 +563,16 @@ class ModelChat:
         sampling = _sampling(defaults.sampler, options)
         # The marks tell the thinking, which templates leave out of later prompts, from the answer.
         generation = showing_thoughts(_generation(defaults.generation, options))
-        asked = self._conversation.asking(text)
-        prompt, n_newly_left_out = self._window.prompt_of(asked, generation.max_tokens)
-        if n_newly_left_out:
-            self._note(self._window.notice(asked, n_newly_left_out))
-        if self._answer is not None and not self._answer.is_done:
-            self._model.cancel(self._answer)
-        self._answer = self._model.submit(prompt, sampling=sampling, generation=generation)
-        self._asked = asked
-        return self._answer
+        with self._adding:
+            asked = self._conversation.asking(text)
+            prompt, n_newly_left_out = self._window.prompt_of(asked, generation.max_tokens)
+            if n_newly_left_out:
+                self._note(self._window.notice(asked, n_newly_left_out))
+            if self._answer is not None and not self._answer.is_done:
+                self._model.cancel(self._answer)
+            self._answer = self._model.submit(prompt, sampling=sampling, generation=generation)
+            self._asked = asked
+            return self._answer
 
     def _keep(self, answer: Request) -> None:
         """Add the last turn to the conversation, unless its answer was cut off or replaced."""

@@ -302,6 +302,22 @@ def test_tasks_get_the_same_answers(files: Path, model: specgen.Model) -> None:
     assert model.engine.is_idle
 
 
+def test_the_last_of_several_messages_at_once_is_answered(model: specgen.Model) -> None:
+    async def send_at_once() -> None:
+        chat = model.chat()
+        words = ("hi", "else", "in", "the", "zzz")
+        with model.engine.stepping:  # nothing is generated meanwhile
+            tasks = [asyncio.create_task(chat.asend(word, max_tokens=N)) for word in words]
+            await asyncio.wait(tasks, timeout=0.2)
+        answers = await asyncio.gather(*tasks)
+        (complete,) = (each for each in answers if each.usage.completion_tokens)
+        question, answer = chat.messages
+        assert question.content in complete.prompt.text
+        assert answer.content == complete.text
+
+    asyncio.run(send_at_once())
+
+
 def test_an_event_loop_goes_on_while_an_answer_is_generated(model: specgen.Model) -> None:
     async def wait() -> str:
         # The lock lets this thread step, but no other.
