@@ -384,14 +384,17 @@ class LlamaModel:
             self.is_closed = True
             self.loaded.release()
 
-    def _check_usable(self) -> None:
-        """Raise `ModelFileError` if the model cannot generate text, or would hang llama.cpp."""
-        check_weights(self.file)
+    def _check_rotation(self) -> None:
+        """Raise `ModelFileError` if llama.cpp would never finish its first batch."""
         architecture = self.architecture
         n_rotated = self.metadata(f"{architecture}.rope.dimension_count")
         if n_rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:
-            # llama.cpp would never finish its first batch.
             raise ModelFileError(f"{self.path}: damaged: {architecture}.rope.dimension_count is 0")
+
+    def _check_usable(self) -> None:
+        """Raise `ModelFileError` if the model cannot generate text, or would hang llama.cpp."""
+        check_weights(self.file)
+        self._check_rotation()
         if self.number("nextn_predict_layers") and holds_mtp_only(self.file):
             raise ModelFileError(
                 f"{self.path}: MTP layers, and not the model that they belong to",
@@ -403,7 +406,7 @@ class LlamaModel:
             if self.pooling is not None and other_kind == _EMBEDDING_MODEL:
                 hint += f"; `specgen serve -m {self.path}` answers /v1/embeddings with this one"
             raise ModelFileError(
-                f"{self.path}: {other_kind} ({architecture}); specgen generates text, "
+                f"{self.path}: {other_kind} ({self.architecture}); specgen generates text, "
                 "token by token",
                 hint,
             )
