@@ -372,10 +372,12 @@ def test_tasks_get_the_errors_of_their_answers(files: Path, model: specgen.Model
             await anext(untyped_model.astream(3))
 
     async def closed(made: specgen.Model) -> None:
-        answer = asyncio.create_task(made.agenerate(PROMPT))
-        async for _ in made.astream("else"):
-            made.close()
-            break
+        pieces = made.astream("else", ignore_eos=True)
+        await anext(pieces)
+        # It waits until the other one fills the context.
+        answer = asyncio.create_task(made.agenerate(PROMPT, ignore_eos=True))
+        await asyncio.sleep(0)
+        made.close()
         with pytest.raises(BackendError, match="closed"):
             await answer
         with pytest.raises(BackendError, match="closed"):
