@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specgen.api import AnswerOptions, Model, load
+    from specgen.api import AnswerOptions, Model, ModelChat, load
     from specgen.drop_in.grammar import LlamaGrammar
     from specgen.drop_in.install import install_as_llama_cpp
     from specgen.drop_in.llama import Llama
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from specgen.session.engine import Engine
     from specgen.session.prompts import Prompt
     from specgen.session.prompts.template import Message
-    from specgen.session.request import Request
+    from specgen.session.request import Request, Usage
     from specgen.session.session import Session
 
 __version__ = "0.1.0"
@@ -65,6 +65,7 @@ __all__ = [
     "MemoryLimitError",
     "Message",
     "Model",
+    "ModelChat",
     "ModelFileError",
     "NoticeEvent",
     "PairError",
@@ -79,6 +80,7 @@ __all__ = [
     "SpecgenError",
     "TreeShape",
     "UnknownModelError",
+    "Usage",
     "UsageError",
     "VerifiedEvent",
     "__version__",
@@ -92,6 +94,7 @@ _MODULES = (
     "specgen.events",
     "specgen.options",
     "specgen.api",
+    "specgen.session.request",
     "specgen.drop_in.install",
 )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import inspect
 import json
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
 
@@ -32,12 +35,15 @@ from specgen.options import (
     SamplerOptions,
     staged,
 )
+from specgen.session.async_engine import AsyncEngine
 from specgen.session.calibration import calibrate
 from specgen.session.choose_models import find_models
+from specgen.session.conversation import Conversation, PromptWindow
 from specgen.session.engine import Engine
 from specgen.session.open import Reporter, WantedSession, open_session, start_kernels
 from specgen.session.prompts import Prompt
 from specgen.session.prompts.template import Message
+from specgen.session.prompts.thoughts import ThoughtMarker, showing_thoughts
 from specgen.session.request import Request
 from specgen.session.session import Session
 from specgen.system.folders import note_about_folders
@@ -274,7 +280,8 @@ def _with_template(context: ContextOptions) -> ContextOptions:
 class Model:
     """A target and its draft, ready to generate answers. `load` makes it.
 
-    It may be used by several threads: one at a time decodes, for the answers of all of them.
+    It may be used by several threads and event loops: one thread at a time decodes, for the answers
+    of all of them.
     """
 
     def __init__(
@@ -289,6 +296,7 @@ class Model:
         self._known_notices = {""}
         #: The engine that generates the answers, for callers that step it themselves.
         self.engine = engine
+        self._async_engine = AsyncEngine(engine)
 
     def __enter__(self) -> Model:
         return self
@@ -298,6 +306,7 @@ class Model:
 
     def close(self) -> None:
         """Free all memory, and save measurements. Unfinished answers fail with `BackendError`."""
+        self._async_engine.close()
         self.engine.close()
         self._session.measurements.save()
         self._session.close()
@@ -321,7 +330,8 @@ class Model:
         """Generate one answer, and return it when it is complete.
 
         Returns:
-            The request, with the answer as `text`, and its figures in `finished`.
+            The request, with the answer as `text`, the numbers of tokens as `usage`, and its
+            figures in `finished`.
 
         Raises:
             PromptError: If the prompt is empty, too long, or refused by the chat template.
@@ -338,8 +348,7 @@ class Model:
 
         Raises what `generate` raises.
         """
-        events = self.events(prompt, **options)
-        return (event.text for event in events if isinstance(event, CommittedEvent) and event.text)
+        return _texts(self.events(prompt, **options))
 
     def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
         """Queue a request, and yield the events of its answer: drafts, verdicts, tokens, figures.
@@ -347,6 +356,42 @@ class Model:
         Raises what `generate` raises.
         """
         return self.engine.stream(self.submit(prompt, **options))
+
+    async def agenerate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
+        """Generate one answer as `generate` does, without blocking the event loop.
+
+        Tasks generate up to `n_parallel` answers at once. If the task is cancelled, so is the
+        answer.
+        """
+        answer = await self._async_engine.insert(partial(self.submit, prompt, **options))
+        async for _ in self._async_engine.stream(answer):
+            pass
+        return answer
+
+    async def astream(
+        self, prompt: Asked, **options: Unpack[AnswerOptions]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the text of an answer in pieces as `stream` does, without blocking the event loop.
+
+        The request is queued when the first piece is asked for. If the task is cancelled or leaves
+        the loop, the answer is cancelled.
+        """
+        answer = await self._async_engine.insert(partial(self.submit, prompt, **options))
+        async with contextlib.aclosing(self._async_engine.texts(answer)) as texts:
+            async for text in texts:
+                yield text
+
+    def chat(self, system: str | None = None) -> ModelChat:
+        """Begin a conversation, which keeps its messages.
+
+        Args:
+            system: A system message.
+
+        Raises:
+            UsageError: If the system message is not a text.
+        """
+        system = checked_value("system", str | None, system)
+        return ModelChat(self, self._async_engine, self._note, system)
 
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
@@ -418,6 +463,128 @@ class Model:
         if isinstance(asked, Prompt):
             return asked
         return prompts.of_messages(_messages(asked))
+
+
+def _texts(events: Iterable[Event]) -> Iterator[str]:
+    """Return the pieces of text that the events of an answer have."""
+    return (event.text for event in events if isinstance(event, CommittedEvent) and event.text)
+
+
+class ModelChat:
+    """A conversation with a model, which `Model.chat` begins.
+
+    Each turn has a message of the user and its answer. A turn belongs to the conversation once its
+    answer is complete; if it fails or is cancelled, the conversation is as it was before. Once the
+    context is full, the oldest turns are left out of the prompts, and `note` of `load` is told so.
+
+    A conversation has one turn at a time: a new message cancels an unfinished answer.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        async_engine: AsyncEngine,
+        note: Callable[[str], None],
+        system: str | None,
+    ) -> None:
+        self._model = model
+        self._async_engine = async_engine
+        self._note = note
+        self._conversation = Conversation(system)
+        now = datetime.datetime.now().astimezone()
+        self._window = PromptWindow(model.session, model.engine.n_ctx, now)
+        #: Held while a message is added: tasks add messages in several threads.
+        self._adding = threading.Lock()
+        #: The conversation with the last message of the user.
+        self._asked = self._conversation
+        #: The last answer; None before the first.
+        self._answer: Request | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of all turns, after the system message if there is one.
+
+        Thinking is in a message's `reasoning`, not in its `content`.
+        """
+        return self._conversation.all_messages()
+
+    def send(self, text: str, **options: Unpack[AnswerDefaults]) -> Request:
+        """Add a message of the user, and return its answer when it is complete.
+
+        Raises what `Model.generate` raises.
+        """
+        answer = self._submit(text, options)
+        for _ in self._model.engine.stream(answer):
+            pass
+        self._keep(answer)
+        return answer
+
+    def stream(self, text: str, **options: Unpack[AnswerDefaults]) -> Iterator[str]:
+        """Add a message of the user, and yield the text of its answer as it is generated.
+
+        Raises what `Model.generate` raises.
+        """
+        return self._stream(self._submit(text, options))
+
+    async def asend(self, text: str, **options: Unpack[AnswerDefaults]) -> Request:
+        """Do what `send` does, without blocking the event loop."""
+        answer = await self._async_engine.insert(partial(self._submit, text, options))
+        async for _ in self._async_engine.stream(answer):
+            pass
+        self._keep(answer)
+        return answer
+
+    async def astream(
+        self, text: str, **options: Unpack[AnswerDefaults]
+    ) -> AsyncGenerator[str, None]:
+        """Do what `stream` does, without blocking the event loop."""
+        answer = await self._async_engine.insert(partial(self._submit, text, options))
+        async with contextlib.aclosing(self._async_engine.texts(answer)) as texts:
+            async for piece in texts:
+                yield piece
+        self._keep(answer)
+
+    def _stream(self, answer: Request) -> Iterator[str]:
+        """Yield the text of an answer, and keep it when it is complete."""
+        with contextlib.closing(self._model.engine.stream(answer)) as events:
+            yield from _texts(events)
+        self._keep(answer)
+
+    def _submit(self, text: str, options: AnswerDefaults) -> Request:
+        """Queue a request for the answer to a message of the user, and return it."""
+        text = checked_value("text", str, text)
+        options = cast("AnswerDefaults", _own_names(options, _NAMES))
+        for name in ("system", "chat"):
+            if name in options:
+                raise UsageError(
+                    f"{name} is not an option of a turn", "give model.chat the system message"
+                )
+        defaults = self._model.session.options
+        sampling = _sampling(defaults.sampler, options)
+        # The marks tell the thinking, which templates leave out of later prompts, from the answer.
+        generation = showing_thoughts(_generation(defaults.generation, options))
+        with self._adding:
+            asked = self._conversation.asking(text)
+            prompt, n_newly_left_out = self._window.prompt_of(asked, generation.max_tokens)
+            if n_newly_left_out:
+                self._note(self._window.notice(asked, n_newly_left_out))
+            if self._answer is not None and not self._answer.is_done:
+                self._model.cancel(self._answer)
+            self._answer = self._model.submit(prompt, sampling=sampling, generation=generation)
+            self._asked = asked
+            return self._answer
+
+    def _keep(self, answer: Request) -> None:
+        """Add the last turn to the conversation, unless its answer was cut off or replaced."""
+        finished = answer.finished
+        if answer is not self._answer or finished is None:
+            return
+        if finished.finish_reason == "interrupted":
+            return
+        grammar = answer.settings.generation.grammar
+        marker = ThoughtMarker(answer.prompt.text, None if grammar is None else grammar.text)
+        text = marker.feed(finished.text) + marker.finish()
+        self._conversation = self._asked.answered(text)
 
 
 # --- prompts --------------------------------------------------------------------------------------

@@ -57,11 +57,21 @@ class Conversation:
         turns = self.turns[:-1] if self.is_open else self.turns
         return replace(self, turns=(*turns, Turn(question)))
 
+    def answered(self, answer: str) -> Conversation:
+        """Return this conversation with another answer to its last question."""
+        *turns, last = self.turns
+        return replace(self, turns=(*turns, replace(last, answer=answer)))
+
     def messages(self, n_left_out: int = 0) -> list[Message]:
         """Return the messages up to the last question, without the first `n_left_out` turns.
 
         The system message and the files are always included.
         """
+        # The answer to the last question is what the model will write (again).
+        return self.all_messages(n_left_out)[:-1]
+
+    def all_messages(self, n_left_out: int = 0) -> list[Message]:
+        """Return the messages with the last answer, without the first `n_left_out` turns."""
         messages: list[Message] = []
         if self.system is not None:
             messages.append(Message("system", self.system))
@@ -70,8 +80,7 @@ class Conversation:
             messages.append(Message("user", before_question + turn.question))
             messages.append(_answer_message(turn.answer or ""))
             before_question = ""
-        # The answer to the last question is what the model will write (again).
-        return messages[:-1]
+        return messages
 
 
 def _answer_message(text: str) -> Message:
@@ -114,6 +123,90 @@ def save_conversation(path: Path, conversation: Conversation) -> None:
         replace_bytes(path, to_line(asdict(conversation)))
 
 
+class PromptWindow:
+    """Makes the prompts of a conversation, without its oldest turns once the context is full.
+
+    Args:
+        session: The loaded models.
+        n_ctx: The size of the context in tokens.
+        now: The time for templates. It never changes, so that all prompts of the conversation
+            begin with the same tokens and the caches stay valid.
+    """
+
+    def __init__(self, session: Session, n_ctx: int, now: datetime.datetime) -> None:
+        self._session = session
+        self._n_ctx = n_ctx
+        self._now = now
+        #: The number of oldest turns that are left out, because they do not fit into the context.
+        self._n_left_out = 0
+
+    def reset(self) -> None:
+        """Leave out no turn, since another conversation begins."""
+        self._n_left_out = 0
+
+    def prompt_of(self, conversation: Conversation, max_tokens: int) -> tuple[Prompt, int]:
+        """Return the prompt of the next answer, and the number of turns newly left out of it.
+
+        When turns have to be left out, more are left out than necessary. Each time it happens, the
+        remaining turns have to be prefilled again, so it should happen rarely.
+
+        Args:
+            conversation: The conversation; its last question is to be answered.
+            max_tokens: The maximum number of tokens of the answer; negative for no limit.
+
+        Raises:
+            PromptError: If the last question alone does not fit into the context.
+        """
+        last = len(conversation.turns) - 1
+
+        def prompt(n_left_out: int) -> Prompt:
+            messages = conversation.messages(n_left_out)
+            return self._session.prompts.of_messages(messages, now=self._now)
+
+        def n_tokens(n_left_out: int) -> int:
+            return len(prompt(n_left_out).tokens)
+
+        n_alone = n_tokens(last)
+        if n_alone > self._n_ctx:
+            raise PromptError(
+                f"the message, with the system message and files, has {n_alone} tokens; "
+                f"the context has {self._n_ctx}",
+                hint=self._session.fitting_hint(n_alone + 1, "a shorter message"),
+            )
+        n_before = self._n_left_out
+        if n_before < last and n_tokens(n_before) > self._n_ctx - self._n_reserved(max_tokens):
+            # Leave out as few turns as bring the prompt down to the goal. Lengths decrease with
+            # the number of turns left out; bisection needs an ascending order, so negate them.
+            n_goal = int(self._n_ctx * _REMAINING_SHARE)
+            self._n_left_out = bisect_left(
+                range(last),
+                -n_goal,
+                lo=n_before + 1,
+                key=lambda first: -n_tokens(first),
+            )
+        return prompt(self._n_left_out), self._n_left_out - n_before
+
+    def _n_reserved(self, max_tokens: int) -> int:
+        """Return the number of tokens of the context that are reserved for an answer."""
+        n_default = int(self._n_ctx * _ANSWER_SHARE)
+        if max_tokens < 0:  # no limit
+            return n_default
+        return min(n_default, max_tokens)
+
+    def notice(self, conversation: Conversation, n_turns: int) -> str:
+        """Return the notice that `n_turns` more turns are left out from now on."""
+        turns = "the oldest turn is" if n_turns == 1 else f"the {n_turns} oldest turns are"
+        message = f"the context of {self._n_ctx} tokens is full: {turns} left out from here on"
+        kept_parts = []
+        if conversation.system is not None:
+            kept_parts.append("the system message")
+        if conversation.files:
+            kept_parts.append("the files")
+        if kept_parts:
+            message += f" ({' and '.join(kept_parts)} kept)"
+        return message
+
+
 class Chat:
     """Generates the answers of a conversation, and stores the conversation in a file.
 
@@ -136,13 +229,12 @@ class Chat:
             engine: Generates the answers.
             conversation: The turns so far.
             path: The file that stores the conversation; None stores it nowhere.
-            now: The time for templates. It never changes, so that all prompts of the conversation
-                begin with the same tokens and the caches stay valid.
+            now: The time for templates, in all prompts.
         """
         self._session = session
         self._engine = engine
         self._path = path
-        self._now = now
+        self._window = PromptWindow(session, engine.n_ctx, now)
         self.conversation = conversation
         #: The conversation as the file contains it.
         self._saved = conversation
@@ -152,8 +244,6 @@ class Chat:
         self.answers: list[FinishedEvent] = []
         #: The first and the last event of the last answer; None until it is finished.
         self.last: tuple[PromptEvent, FinishedEvent] | None = None
-        #: The number of oldest turns that are left out, because they do not fit into the context.
-        self._n_left_out = 0
         #: The number of times that the last question was answered again.
         self._n_again = 0
 
@@ -210,7 +300,7 @@ class Chat:
             OutputError: If it cannot be written to the file. The chat continues with it all the
                 same.
         """
-        self._n_left_out = 0
+        self._window.reset()
         self._change_to(conversation)
 
     def keep(self) -> None:
@@ -232,51 +322,8 @@ class Chat:
         self.keep()
 
     def _make_prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
-        """Return the prompt of the next answer, and the number of turns newly left out of it.
-
-        When turns have to be left out, more are left out than necessary. Each time it happens, the
-        remaining turns have to be prefilled again, so it should happen rarely.
-
-        Raises:
-            PromptError: If the last question alone does not fit into the context.
-        """
-        last = len(conversation.turns) - 1
-
-        def prompt(n_left_out: int) -> Prompt:
-            messages = conversation.messages(n_left_out)
-            return self._session.prompts.of_messages(messages, now=self._now)
-
-        def n_tokens(n_left_out: int) -> int:
-            return len(prompt(n_left_out).tokens)
-
-        n_alone = n_tokens(last)
-        if n_alone > self.n_ctx:
-            raise PromptError(
-                f"the message, with the system message and files, has {n_alone} tokens; "
-                f"the context has {self.n_ctx}",
-                hint=self._session.fitting_hint(n_alone + 1, "a shorter message"),
-            )
-        n_before = self._n_left_out
-        if n_before < last and n_tokens(n_before) > self.n_ctx - self._n_reserved:
-            # Leave out as few turns as bring the prompt down to the goal. Lengths decrease with
-            # the number of turns left out; bisection needs an ascending order, so negate them.
-            n_goal = int(self.n_ctx * _REMAINING_SHARE)
-            self._n_left_out = bisect_left(
-                range(last),
-                -n_goal,
-                lo=n_before + 1,
-                key=lambda first: -n_tokens(first),
-            )
-        return prompt(self._n_left_out), self._n_left_out - n_before
-
-    @property
-    def _n_reserved(self) -> int:
-        """The number of tokens of the context that are reserved for an answer."""
-        n_default = int(self.n_ctx * _ANSWER_SHARE)
-        max_tokens = self._session.options.generation.max_tokens
-        if max_tokens < 0:  # no limit
-            return n_default
-        return min(n_default, max_tokens)
+        """Return what `PromptWindow.prompt_of` returns."""
+        return self._window.prompt_of(conversation, self._session.options.generation.max_tokens)
 
     def _answer(self, prompt: Prompt, n_newly_left_out: int) -> Generator[Event, None, None]:
         """Generate an answer, yield its events, and store its text, even if it is cut off.
@@ -305,26 +352,11 @@ class Chat:
                     self.answers.append(event)
                 yield event
                 if isinstance(event, PromptEvent) and n_newly_left_out:
-                    notice = self._left_out_notice(n_newly_left_out)
+                    notice = self._window.notice(self.conversation, n_newly_left_out)
                     yield NoticeEvent(event.sequence, event.time_s, notice)
         finally:
             events.close()  # cancels the answer if the caller stopped reading
             text += marker.finish()
             # A complete answer may be empty; an interrupted one without text is no answer.
             if text or is_complete:
-                *turns, last = self.conversation.turns
-                turns.append(replace(last, answer=text))
-                self._change_to(replace(self.conversation, turns=tuple(turns)))
-
-    def _left_out_notice(self, n_turns: int) -> str:
-        """Return the notice that `n_turns` more turns are left out from now on."""
-        turns = "the oldest turn is" if n_turns == 1 else f"the {n_turns} oldest turns are"
-        message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
-        kept_parts = []
-        if self.conversation.system is not None:
-            kept_parts.append("the system message")
-        if self.conversation.files:
-            kept_parts.append("the files")
-        if kept_parts:
-            message += f" ({' and '.join(kept_parts)} kept)"
-        return message
+                self._change_to(self.conversation.answered(text))

@@ -204,6 +204,23 @@ class Slot(CacheSlot):
     used_last: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The numbers of tokens of an answer, under the names of OpenAI's API."""
+
+    #: The tokens of the prompt.
+    prompt_tokens: int
+    #: The tokens of the answer.
+    completion_tokens: int
+    #: The tokens of the prompt that were in the cache, and did not have to be decoded.
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """The tokens of the prompt and the answer."""
+        return self.prompt_tokens + self.completion_tokens
+
+
 @dataclass(eq=False, repr=False)
 class Request:
     """A request for one answer of an engine: waiting, being served, or done."""
@@ -278,12 +295,33 @@ class Request:
             SpecgenError: If the answer failed.
             RuntimeError: If the answer is not finished yet.
         """
+        finished = self._summary
+        # `thoughts` are set only with a grammar: the text is then what the grammar describes.
+        if self.settings.thoughts is not None:
+            _, answer = split_thought(self.prompt.text, finished.text)
+            return answer
+        return finished.text
+
+    @property
+    def usage(self) -> Usage:
+        """The numbers of tokens.
+
+        Raises:
+            SpecgenError: If the answer failed.
+            RuntimeError: If the answer is not finished yet.
+        """
+        finished = self._summary
+        return Usage(
+            prompt_tokens=finished.n_prompt_tokens,
+            completion_tokens=finished.n_tokens,
+            cached_tokens=finished.n_cached_tokens,
+        )
+
+    @property
+    def _summary(self) -> FinishedEvent:
+        """The summary of the finished answer; raises what `text` raises."""
         if self.failure is not None:
             raise self.failure
         if self.finished is None:
             raise RuntimeError(f"answer {self.index} is not done")
-        # `thoughts` are set only with a grammar: the text is then what the grammar describes.
-        if self.settings.thoughts is not None:
-            _, answer = split_thought(self.prompt.text, self.finished.text)
-            return answer
-        return self.finished.text
+        return self.finished

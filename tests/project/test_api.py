@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
+import inspect
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,233 @@ def test_messages_are_also_objects_of_openais_api(model: specgen.Model) -> None:
         answer = model.generate(given, max_tokens=N)
         assert (answer.prompt, answer.text) == (expected.prompt, expected.text)
     assert '"a": 1' in expected.prompt.text
+
+
+def test_a_chat_keeps_its_messages(model: specgen.Model) -> None:
+    chat = model.chat(system="be brief")
+    first = chat.send("hi", max_tokens=N)
+    assert [(each.role, each.content) for each in chat.messages] == [
+        ("system", "be brief"),
+        ("user", "hi"),
+        ("assistant", first.text),
+    ]
+    asked = [*chat.messages, specgen.Message("user", "and then?")]
+    expected = model.generate(asked, max_tokens=N).text
+    assert "".join(chat.stream("and then?", max_tokens=N)) == expected
+    assert chat.messages == [*asked, specgen.Message("assistant", expected)]
+    assert chat.send("yes?", grammar='root ::= "maybe"', temperature=2.0).text == "maybe"
+    assert chat.messages[-1].content == "maybe"
+    # Another conversation begins anew.
+    assert model.chat().messages == []
+
+
+def test_a_turn_without_a_complete_answer_is_no_part_of_a_chat(model: specgen.Model) -> None:
+    chat = model.chat()
+    chat.send("hi", max_tokens=2)
+    before = chat.messages
+    for _ in chat.stream("a"):
+        break
+    untyped_chat: Any = chat
+    wrong: Any = ({"max_token": 3}, {"temperature": -1}, {"system": "x"}, {"chat": True})
+    for options in wrong:
+        with pytest.raises(UsageError):
+            untyped_chat.send("b", **options)
+    with pytest.raises(UsageError, match="text: give a text, not None"):
+        untyped_chat.send(None)
+    with pytest.raises(PromptError, match="the context has 256"):
+        chat.send("too long " * 300)
+    assert chat.messages == before
+    # A new message replaces an unanswered one, whose answer may have been generated since.
+    unread = chat.stream("c", max_tokens=N)
+    chat.send("d", max_tokens=2)
+    assert list(unread) == [] or chat.messages[-2].content == "d"
+    assert [each.content for each in chat.messages if each.role == "user"] == ["hi", "d"]
+    assert model.engine.is_idle
+
+
+def test_a_chat_leaves_out_its_oldest_turns_when_the_context_is_full(files: Path) -> None:
+    notes: list[str] = []
+    target = files / "target.gguf"
+    with specgen.load(target, "none", n_ctx=256, note=notes.append) as made:
+        chat = made.chat(system="be brief")
+        notes.clear()
+        answers = [chat.send(f"number {turn} is the cat", max_tokens=N) for turn in range(8)]
+    assert all(answer.usage.total_tokens <= 256 for answer in answers)
+    assert all("be brief" in answer.prompt.text for answer in answers)
+    assert "number 0" not in answers[-1].prompt.text
+    assert "number 7" in answers[-1].prompt.text
+    assert len(chat.messages) == 1 + 2 * 8
+    assert notes
+    assert all("left out from here on (the system message kept)" in note for note in notes)
+
+
+def test_an_answer_has_the_numbers_of_its_tokens(model: specgen.Model) -> None:
+    usage = model.generate(PROMPT, max_tokens=N).usage
+    assert usage == specgen.Usage(usage.prompt_tokens, N, cached_tokens=0)
+    assert usage.total_tokens == usage.prompt_tokens + N
+    again = model.generate(PROMPT, max_tokens=N).usage
+    assert 0 < again.cached_tokens < again.prompt_tokens == usage.prompt_tokens
+    with pytest.raises(RuntimeError, match="is not done"):
+        _ = model.submit(PROMPT, max_tokens=1).usage
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def test_tasks_get_the_same_answers(files: Path, model: specgen.Model) -> None:
+    prompts = [PROMPT, "else", "a b c d", "zzz", "the", "in"]
+
+    async def streamed(pieces: AsyncIterator[str]) -> str:
+        return "".join([piece async for piece in pieces])
+
+    async def texts() -> list[str]:
+        answers = [model.agenerate(prompt, max_tokens=N) for prompt in prompts]
+        streams = [streamed(model.astream(prompt, max_tokens=N)) for prompt in prompts]
+        complete = [answer.text for answer in await asyncio.gather(*answers)]
+        return complete + await asyncio.gather(*streams)
+
+    async def chatted() -> list[str]:
+        chat = model.chat()
+        first = await chat.asend(PROMPT, max_tokens=N)
+        second = await streamed(chat.astream("else", max_tokens=N))
+        assert [each.content for each in chat.messages[1::2]] == [first.text, second]
+        return [first.text, second]
+
+    expected = [plain(files, prompt) for prompt in prompts]
+    assert asyncio.run(texts()) == expected * 2
+    assert asyncio.run(texts()) == expected * 2  # in another event loop
+    same_chat = model.chat()
+    assert asyncio.run(chatted()) == [
+        same_chat.send(PROMPT, max_tokens=N).text,
+        same_chat.send("else", max_tokens=N).text,
+    ]
+    assert model.engine.is_idle
+
+
+def test_the_last_of_several_messages_at_once_is_answered(model: specgen.Model) -> None:
+    async def send_at_once() -> None:
+        chat = model.chat()
+        words = ("hi", "else", "in", "the", "zzz")
+        with model.engine.stepping:  # nothing is generated meanwhile
+            tasks = [asyncio.create_task(chat.asend(word, max_tokens=N)) for word in words]
+            await asyncio.wait(tasks, timeout=0.2)
+        answers = await asyncio.gather(*tasks)
+        (complete,) = (each for each in answers if each.usage.completion_tokens)
+        question, answer = chat.messages
+        assert question.content in complete.prompt.text
+        assert answer.content == complete.text
+
+    asyncio.run(send_at_once())
+
+
+def test_an_event_loop_goes_on_while_an_answer_is_generated(model: specgen.Model) -> None:
+    async def wait() -> str:
+        # The lock lets this thread step, but no other.
+        with model.engine.stepping:
+            answer = asyncio.create_task(model.agenerate(PROMPT, max_tokens=N))
+            _, unfinished = await asyncio.wait([answer], timeout=0.2)
+            assert unfinished
+            assert not model.engine.is_idle
+        return (await answer).text
+
+    assert asyncio.run(wait()) == model.generate(PROMPT, max_tokens=N).text
+
+
+def test_an_answer_is_cancelled_with_its_task(files: Path, model: specgen.Model) -> None:
+    async def leave(pieces: AsyncIterator[str]) -> None:
+        async for _ in pieces:
+            break
+
+    async def cancel() -> str:
+        other = asyncio.create_task(model.agenerate(PROMPT, max_tokens=N))
+        chat = model.chat()
+        for _ in range(3):
+            await leave(model.astream("the"))
+            await leave(chat.astream("the"))
+        with model.engine.stepping:  # nothing is generated meanwhile
+            answers = (model.agenerate("else"), model.agenerate("in"), chat.asend("x"))
+            tasks = [asyncio.create_task(answer) for answer in answers]
+            await asyncio.wait(tasks, timeout=0.1)
+            # This one is cancelled while it is inserted.
+            tasks.append(asyncio.create_task(model.agenerate("zzz")))
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+        assert chat.messages == []
+        return (await other).text
+
+    assert asyncio.run(cancel()) == plain(files)
+    model.engine.step()
+    assert model.engine.is_idle
+
+
+def test_tasks_get_the_errors_of_their_answers(files: Path, model: specgen.Model) -> None:
+    untyped_model: Any = model
+
+    async def refused() -> None:
+        for ask in (model.agenerate, model.chat().asend):
+            with pytest.raises(UsageError, match="did you mean max_tokens"):
+                await ask(PROMPT, max_token=3)  # type: ignore[call-arg]
+        with pytest.raises(UsageError, match="give a text or messages, not 3"):
+            await anext(untyped_model.astream(3))
+
+    async def closed(made: specgen.Model) -> None:
+        pieces = made.astream("else", ignore_eos=True)
+        await anext(pieces)
+        # It waits until the other one fills the context.
+        answer = asyncio.create_task(made.agenerate(PROMPT, ignore_eos=True))
+        await asyncio.sleep(0)
+        made.close()
+        with pytest.raises(BackendError, match="closed"):
+            await answer
+        with pytest.raises(BackendError, match="closed"):
+            await made.agenerate(PROMPT)
+
+    asyncio.run(refused())
+    assert model.engine.is_idle
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
+        asyncio.run(closed(made))
+
+
+def test_a_failed_round_ends_only_the_tasks_of_its_answers(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
+        decode = made.engine.target.decode
+        failures = [BackendError("lost")]
+
+        def failing_once(*batch: Any, **options: Any) -> Any:
+            request = made.engine.slots[0].request
+            if failures and request is not None and request.state == "decoding":
+                raise failures.pop()
+            return decode(*batch, **options)
+
+        async def ask() -> list[Any]:
+            tasks = [made.agenerate(PROMPT, max_tokens=N) for _ in range(2)]
+            return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made.engine.target, "decode", failing_once)
+            answers = asyncio.run(ask())
+    (failed,) = (each for each in answers if isinstance(each, BackendError))
+    assert failed.message == "lost"
+    (answer,) = (each for each in answers if each is not failed)
+    assert answer.text == plain(files)
+
+
+def test_editors_know_the_options_of_everything_that_answers() -> None:
+    ways = ("generate", "stream", "events", "generate_all", "submit", "agenerate", "astream")
+    chat_ways = ("send", "stream", "asend", "astream")
+    kinds = {
+        **{getattr(specgen.Model, name): "Unpack[AnswerOptions]" for name in ways},
+        **{getattr(specgen.ModelChat, name): "Unpack[AnswerDefaults]" for name in chat_ways},
+        specgen.load: "Unpack[AnswerDefaults]",
+    }
+    for function, kind in kinds.items():
+        *_, options = inspect.signature(function).parameters.values()
+        assert (options.kind, options.annotation) == (inspect.Parameter.VAR_KEYWORD, kind)
 
 
 # --- what cannot be -------------------------------------------------------------------------------
@@ -464,3 +693,34 @@ def test_the_pages_examples_run(files: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = namespace["answers"]
     assert isinstance(answers, list)
     assert len({answer.text for answer in answers}) > 1
+
+
+def test_the_pages_table_gives_what_llama_cpp_python_gives(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = re.findall(r"^\| `(.*)` \| `(.*)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    monkeypatch.chdir(files)
+    names: dict[str, Any] = {
+        "specgen": specgen,
+        "Llama": specgen.Llama,
+        "LlamaGrammar": specgen.LlamaGrammar,
+        "messages": [{"role": "user", "content": "Yes or no?"}],
+        "gbnf": 'root ::= "yes" | "no"',
+        "person": {"type": "object", "properties": {"a": {"type": "boolean"}}},
+    }
+
+    def value(code: str) -> Any:
+        """Run a cell, and return the value of an expression."""
+        if re.match(r"\w+ = ", code):
+            exec(code, names)
+            return None
+        return eval(code, names)
+
+    n_equal = 0
+    for theirs, ours in rows:
+        expected = value(theirs)
+        given = value(ours)
+        if isinstance(expected, (str, int)):
+            assert given == expected, ours
+            n_equal += 1
+    assert n_equal >= 5
