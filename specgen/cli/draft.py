@@ -415,8 +415,8 @@ def _model_to_fit(
         UsageError: If --draft is given with another kind, or there is no model for --kind
             distilled.
     """
-    from specgen.models.hub_names import locate
     from specgen.models.registry import load_registry
+    from specgen.models.stored_models import find_on_disk
 
     if kind in ("heads", "pruned"):
         if draft is not None:
@@ -427,7 +427,7 @@ def _model_to_fit(
     registry = load_registry()
     general_draft: Path | None = None
     if registry.general_draft:
-        general_draft = locate(registry.model(registry.general_draft))
+        general_draft = find_on_disk(registry.model(registry.general_draft))
     if general_draft is None and kind is not None:
         what = "--kind distilled: no model to fit is on this disk"
         raise UsageError(what, "name one with --draft")

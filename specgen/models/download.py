@@ -23,6 +23,7 @@ from specgen.models.hub_names import SHA256, HubReference
 from specgen.models.network_errors import requests_to
 from specgen.models.pypi import download_from_pypi
 from specgen.models.registry import CatalogueModel, HubSource
+from specgen.models.stored_models import find_on_disk
 from specgen.models.transfer import (
     announcement,
     check_room,
@@ -65,7 +66,7 @@ def fetch(
         UnknownModelError: If its repository does not exist.
     """
     progress = progress or ProgressView(None)
-    path = hub.locate(model)
+    path = find_on_disk(model)
     if path is not None:
         return path
     # The lock is in specgen's own folder for this model, even if the file goes to the hub's cache.

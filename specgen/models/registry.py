@@ -104,6 +104,15 @@ class CatalogueModel:
         """The licence, with its address if it has one."""
         return f"{self.licence}, {self.licence_url}" if self.licence_url else self.licence
 
+    def is_in(self, file: FileIdentity) -> bool:
+        """Return whether a file is this model, by its name and size."""
+        names = {self.file}
+        if self.hub is not None:
+            names.add(Path(self.hub.file).name)
+        # Ollama names files after their digests.
+        names.add(f"sha256-{self.sha256}")
+        return file.size_bytes == self.size_bytes and file.name in names
+
     def __post_init__(self) -> None:
         if self.name == NGRAM:
             raise ValueError(f'the name "{NGRAM}" stands for drafts without a model')
@@ -201,12 +210,7 @@ class Registry:
     def recognise(self, file: FileIdentity) -> CatalogueModel | None:
         """Return the model to which a file belongs by its name and size; None for other files."""
         for model in self.models.values():
-            names = {model.file}
-            if model.hub is not None:
-                names.add(Path(model.hub.file).name)
-            # Ollama names files after their digests.
-            names.add(f"sha256-{model.sha256}")
-            if file.size_bytes == model.size_bytes and file.name in names:
+            if model.is_in(file):
                 return model
         return None
 

@@ -10,7 +10,7 @@ from specgen.errors import UnknownModelError
 from specgen.models.files import identify
 from specgen.models.hub_names import locate
 from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
-from specgen.models.registry import Registry
+from specgen.models.registry import CatalogueModel, Registry
 
 #: Ollama's tag of a model whose name is given without a tag.
 _LATEST = ":latest"
@@ -29,6 +29,21 @@ def stored_models(prefix: str | None = None) -> list[StoredModel]:
             # The stores of a program are read in the order in which it looks for models itself.
             models.setdefault(model.name, model)
     return list(models.values())
+
+
+def find_on_disk(model: CatalogueModel) -> Path | None:
+    """Return the file of a registry model, even in the store of another program; None if missing.
+
+    Names and sizes decide: no file is read.
+    """
+    path = locate(model)
+    if path is not None:
+        return path
+    for stored in stored_models():
+        file = identify(stored.path)
+        if file is not None and not stored.problem and model.is_in(file):
+            return stored.path
+    return None
 
 
 def servable_models(registry: Registry) -> dict[str, Path]:

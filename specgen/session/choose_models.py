@@ -14,12 +14,12 @@ from specgen.models.files import FileIdentity, heads_file, identity_of
 from specgen.models.hub_names import (
     PREFIX,
     check_no_address,
-    locate,
     looks_like_reference,
     parse_reference,
 )
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.models.stored_models import (
+    find_on_disk,
     find_stored,
     named_stored,
     prefix_of,
@@ -248,7 +248,7 @@ def choose_drafts(
     registry: Registry,
     *,
     mtp: DraftSource | None = None,
-    locate: Callable[[CatalogueModel], Path | None] = locate,
+    locate: Callable[[CatalogueModel], Path | None] = find_on_disk,
 ) -> tuple[DraftChoice, ...]:
     """Return the drafts to try for a target, best first.
 

@@ -258,7 +258,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         if batches_are_quick:
             gain = expected_gain(costs)
             why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
-        reasons.append(f"not drafting with {model.name}: {why}")
+        reasons.append(f"not drafting with {shown_name(model)}: {why}")
     session.change_draft("none")
     return "; ".join([*reasons, "not drafting"])
 

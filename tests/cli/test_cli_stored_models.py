@@ -16,6 +16,7 @@ from specgen.cli.flags import model_names
 from specgen.errors import UnknownModelError
 from specgen.models.stored_models import find_stored, stored_models
 from tests.helpers.cli import Specgen, spawn
+from tests.helpers.fetch import sha256
 from tests.helpers.server import PATIENCE_S
 from tests.helpers.stores import Stores, write
 from tests.helpers.wrong_files import WRONG_FILES
@@ -186,6 +187,37 @@ def test_the_list_says_where_a_model_is_and_how_it_would_be_used(
     assert ["ollama:tiny:1b", "Ollama", size, "kB", "yes", "n-grams"] in rows
     own = {name: value for name, value in stores.state().items() if name in before}
     assert own == before, "nothing in the stores changes"
+
+
+def test_a_known_model_in_another_programs_store_is_used_and_not_downloaded(
+    specgen: Specgen, stores: Stores, content: bytes, tmp_path: Path
+) -> None:
+    """The registry's target is in LM Studio's folder, and its draft among Ollama's."""
+    small = content_of(tmp_path, seed=2)
+    known = {"tiny": content, "small": small}
+    lines = ['default_pair = "tiny-small"']
+    for name, data in known.items():
+        about = {"name": name, "file": f"{name}.gguf", "sha256": sha256(data), "licence": "MIT"}
+        about |= {"parameters": "0", "quantisation": "F32", "description": "random weights"}
+        lines.append("[[models]]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in about.items()]
+        lines.append(f"size_bytes = {len(data)}")
+    pair = {"name": "tiny-small", "target": "tiny", "draft": "small", "description": "a pair"}
+    lines += ["[[pairs]]", *(f"{key} = {json.dumps(value)}" for key, value in pair.items())]
+    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "specgen"
+    write(folder / "models.toml", "\n".join(lines).encode())
+    path = stores.add_to_lm_studio("me/Tiny-GGUF/tiny.gguf", content)
+    blob = stores.add_to_ollama(f"{LIBRARY}/small:1b", small)
+
+    models = listed(specgen)
+    assert models["lmstudio:me/Tiny-GGUF/tiny"]["draft"] == str(blob)
+    for name, file in (("tiny", path), ("small", blob)):
+        result = specgen("models", "pull", name)
+        assert (result.code, result.out.strip()) == (0, str(file)), result.err
+    run = specgen("run", "-m", "lmstudio:me/Tiny-GGUF/tiny", "-n", "4", "hi")
+    assert run.code == 0, run.err
+    # By its costs, so large a draft does not pay.
+    assert "not drafting with ollama:small:1b: " in run.err
 
 
 @pytest.mark.parametrize("kind", WRONG_FILES)
