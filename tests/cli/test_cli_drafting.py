@@ -273,7 +273,7 @@ def test_a_shape_is_drafted_every_round(cli: Cli) -> None:
     [
         (("--tree", "3;2"), "is not a shape"),
         (("--tree", "9,9,9"), "more than 64"),
-        (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, but at most 5"),
+        (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, more than the maximum of 5"),
     ],
 )
 def test_impossible_shapes_are_refused(cli: Cli, arguments: tuple[str, ...], message: str) -> None:

@@ -81,7 +81,6 @@ def test_a_named_model_that_cannot_be_used_is_one_error(tune: Specgen, tmp_path:
         (("--prompts", bad), 3, "line 2: no prompt in it"),
         (("--draft-max", "0"), 2, "--draft-max 0 drafts nothing"),
         (("--draft", "draft", "--draft", "ngram"), 2, "give one --draft"),
-        (("--chat",), 2, "needs a chat template"),
         (("--policy", "fixed"), 2, "--policy"),
         (("-n", "1"), 2, "--max-tokens"),
     ):

@@ -60,7 +60,7 @@ def opened(files: Path, **arguments: Any) -> Llama:
     return Llama(str(files / "target.gguf"), verbose=False, n_threads=1, **arguments)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llama(files: Path) -> Iterator[Llama]:
     """A `Llama` whose answers do not depend on earlier ones."""
     with opened(files) as made:

@@ -45,7 +45,7 @@ def model(files: Path) -> Iterator[specgen.Model]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shared(files: Path) -> Iterator[specgen.Model]:
     """A model for requests that are refused, which is as good as new after each."""
     with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
