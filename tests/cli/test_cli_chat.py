@@ -336,6 +336,8 @@ def terminal(chat_models: Path) -> Iterator[Terminal]:
         command += arguments
         env = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
         like: dict[str, Any] = {"dimensions": (30, 100), "encoding": "utf-8", "timeout": 30}
+        # Tests that run in the background of a shell ignore Ctrl-C, and so would their children.
+        like["preexec_fn"] = heed_ctrl_c
         child = pexpect.spawn(sys.executable, command, env=env, cwd=str(ROOT), **like)
         children.append(child)
         child.expect_exact(ready)
@@ -344,6 +346,11 @@ def terminal(chat_models: Path) -> Iterator[Terminal]:
     yield begin
     for child in children:
         child.close(force=True)
+
+
+def heed_ctrl_c() -> None:
+    """Give SIGINT its default effect in this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def kept(name: str) -> list[tuple[str, str | None]]:
