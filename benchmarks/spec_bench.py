@@ -49,7 +49,7 @@ from benchmarks.worker_client import EngineWorker, WorkerCommand, running_worker
 from specgen.errors import SpecgenError
 from specgen.llama import build
 from specgen.session.choose_models import find_target
-from specgen.system.files import as_json
+from specgen.system.files import as_json, path_of
 from specgen.system.machine import look_at_machine
 
 PLAIN = "plain"
@@ -112,7 +112,7 @@ def settings_of(
 def read_other(text: str) -> tuple[str, WorkerCommand]:
     """Return the name and the command of `--other NAME=PATH`."""
     name, _, place = text.partition("=")
-    path = Path(place).expanduser().absolute()
+    path = path_of(place).absolute()
     if not name or not place or not path.exists():
         message = f"{text}: not NAME=PATH with a checkout of specgen or a Python"
         raise argparse.ArgumentTypeError(message)

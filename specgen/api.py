@@ -290,7 +290,8 @@ class Model:
         engine: Engine,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self._session = session
+        #: The loaded models, and what they were opened with.
+        self.session = session
         self._note = note
         #: The notices about prompts that were given to `note`.
         self._known_notices = {""}
@@ -308,23 +309,18 @@ class Model:
         """Free all memory, and save measurements. Unfinished answers fail with `BackendError`."""
         self._async_engine.close()
         self.engine.close()
-        self._session.measurements.save()
-        self._session.close()
-
-    @property
-    def session(self) -> Session:
-        """The loaded models, and what they were opened with."""
-        return self._session
+        self.session.measurements.save()
+        self.session.close()
 
     @property
     def target(self) -> str:
         """The target's file name."""
-        return self._session.target.name
+        return self.session.target.name
 
     @property
     def draft(self) -> str:
         """The name of the draft: a model's file name, ``ngram`` or ``none``."""
-        return self._session.draft_name
+        return self.session.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
         """Generate one answer, and return it when it is complete.
@@ -428,7 +424,7 @@ class Model:
             UsageError: If an option is invalid.
         """
         options = cast("AnswerOptions", _own_names(options, _NAMES))
-        defaults = self._session.options
+        defaults = self.session.options
         finished_prompt = self._prompt(prompt, options)
         if finished_prompt.notice not in self._known_notices:
             self._known_notices.add(finished_prompt.notice)
@@ -455,7 +451,7 @@ class Model:
         """
         system = checked_value("system", str | None, options.get("system"))
         chat = checked_value("chat", bool | None, options.get("chat"))
-        prompts = self._session.prompts
+        prompts = self.session.prompts
         if isinstance(asked, str):
             return prompts.of_text(asked, chat=chat, system=system)
         if system is not None or chat is not None:

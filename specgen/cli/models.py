@@ -32,7 +32,12 @@ from specgen.models.files import identify, size_of
 from specgen.models.hub_names import locate, parse_reference
 from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
 from specgen.models.registry import CatalogueModel, ModelPair, Registry, load_registry
-from specgen.models.stored_models import named_stored, other_program_of, stored_models
+from specgen.models.stored_models import (
+    RegistryModelFinder,
+    named_stored,
+    other_program_of,
+    stored_models,
+)
 from specgen.options import SourceChoice
 from specgen.session.choose_models import name_of
 from specgen.system.folders import cache_folder, packed_folder, prefixes_folder
@@ -81,19 +86,22 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
 
     remember_checks(cache_folder())
     registry = load_registry()
+    finder = RegistryModelFinder()
     models = [
-        _model_values(registry, model) | _use_values(registry, locate(model))
+        _model_values(registry, model) | _use_values(registry, finder, locate(model))
         for model in registry.models.values()
     ]
     pairs = [_pair_values(registry, pair) for pair in registry.pairs.values()]
     named_paths = {model["path"] for model in models}
     cached = [
-        _cached_values(model) | _use_values(registry, model.path)
+        _cached_values(model) | _use_values(registry, finder, model.path)
         for model in hub.cached_models()
         if str(model.path) not in named_paths
     ]
     others = [
-        _stored_values(registry, model) for model in stored_models() if model.prefix != HUB_PREFIX
+        _stored_values(registry, finder, model)
+        for model in stored_models()
+        if model.prefix != HUB_PREFIX
     ]
     if as_json:
         document = {
@@ -164,7 +172,7 @@ def show(*, name: str = _NAME, as_json: bool = JSON_REPORT) -> None:
     registry = load_registry()
     pair = registry.pairs.get(name)
     if other_program_of(name) is not None:
-        values = _stored_values(registry, named_stored(name))
+        values = _stored_values(registry, RegistryModelFinder(), named_stored(name))
     elif pair is not None:
         values = _pair_values(registry, pair)
     else:
@@ -361,6 +369,7 @@ def _model_values(registry: Registry, model: CatalogueModel) -> dict[str, Any]:
 
 def _use_values(
     registry: Registry,
+    finder: RegistryModelFinder,
     path: Path | None,
     known_problem: str = "",
 ) -> dict[str, Any]:
@@ -368,6 +377,7 @@ def _use_values(
 
     Args:
         registry: The models that are known by name.
+        finder: Finds the drafts among them.
         path: The model's first file.
         known_problem: Why the model cannot be used, if that is known already.
     """
@@ -375,7 +385,7 @@ def _use_values(
 
     use = ModelUse(problem=known_problem)
     if path is not None and not known_problem:
-        use = use_of(path, registry)
+        use = use_of(path, registry, finder)
     return {
         "source": None if path is None else _source_of(path),
         "fits_memory": use.fits_memory,
@@ -390,14 +400,18 @@ def _source_of(path: Path) -> str:
     return PROGRAMS[HUB_PREFIX].title if is_cached else "specgen"
 
 
-def _stored_values(registry: Registry, model: StoredModel) -> dict[str, Any]:
+def _stored_values(
+    registry: Registry,
+    finder: RegistryModelFinder,
+    model: StoredModel,
+) -> dict[str, Any]:
     """Return what is known about a model of another program, as the JSON document has it."""
     identity = identify(model.path)
     return {
         "model": model.name,
         "path": str(model.path),
         "size_bytes": 0 if identity is None else identity.size_bytes,
-        **_use_values(registry, model.path, model.problem),
+        **_use_values(registry, finder, model.path, model.problem),
         "source": model.program,
     }
 

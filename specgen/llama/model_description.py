@@ -6,7 +6,6 @@ import collections
 import functools
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
 from specgen.llama.library import llama_cpp, native
 from specgen.models.files import parts_of
+from specgen.models.hub_names import SHA256
 from specgen.system.files import version_of
 
-#: The name of a file in the Hugging Face cache: the SHA-256 of its content.
-_SHA256 = re.compile("[0-9a-f]{64}")
 _FILE_TYPE_PREFIX = "LLAMA_FTYPE_"
 
 
@@ -111,6 +109,6 @@ def _digest(file: Path, version: tuple[int, int, int]) -> str:
     The content itself is not read: that would take minutes.
     """
     name = file.resolve().name
-    if _SHA256.fullmatch(name):
+    if SHA256.fullmatch(name):  # the name of a file in the Hugging Face cache
         return name
     return hashlib.sha256(repr((file.name, version[1:])).encode()).hexdigest()

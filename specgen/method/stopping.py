@@ -136,15 +136,19 @@ class CostAwareStopping(StoppingRule):
         return draft.only(self.best_nodes(self.cumulative_acceptances(draft)))
 
     def best_nodes(self, cumulative_acceptances: Sequence[float]) -> list[int]:
-        """Return the nodes that save most time together, the likeliest first.
+        """Return the nodes that are best together, the likeliest first: those that save most time.
 
         Cumulative acceptances fall along each path. So the n likeliest nodes form a tree, which is
         the best tree with n nodes (Sequoia, arXiv:2402.12374).
         """
         nodes = range(len(cumulative_acceptances))
         order = sorted(nodes, key=cumulative_acceptances.__getitem__, reverse=True)
-        savings_s = self._savings_s([cumulative_acceptances[node] for node in order])
-        return order[: savings_s.index(max(savings_s))]
+        merits = self._merits([cumulative_acceptances[node] for node in order])
+        return order[: merits.index(max(merits))]
+
+    def _merits(self, cumulative_acceptances: Sequence[float]) -> list[float]:
+        """Return how good it is to verify the first n nodes, at index n; more is better."""
+        return self._savings_s(cumulative_acceptances)
 
     def worth_of(self, draft: Draft) -> float:
         """Return the seconds that verifying a draft is expected to save."""
@@ -195,17 +199,13 @@ class FastestRound(CostAwareStopping):
     #: The seconds of the target's batch without a draft.
     plain_s: float
 
-    def best_nodes(self, cumulative_acceptances: Sequence[float]) -> list[int]:
-        """Return the nodes with the most expected tokens per second, the likeliest first."""
-        nodes = range(len(cumulative_acceptances))
-        order = sorted(nodes, key=cumulative_acceptances.__getitem__, reverse=True)
+    def _merits(self, cumulative_acceptances: Sequence[float]) -> list[float]:
+        """Return the expected tokens per second with the first n nodes, at index n."""
         # The target adds one token to those that it accepts.
-        sorted_acceptances = [cumulative_acceptances[node] for node in order]
-        n_tokens = itertools.accumulate(sorted_acceptances, initial=1.0)
-        tokens_per_s = [
+        n_tokens = itertools.accumulate(cumulative_acceptances, initial=1.0)
+        return [
             n / (self.plain_s + extra_s) for n, extra_s in zip(n_tokens, self.extra_s, strict=False)
         ]
-        return order[: tokens_per_s.index(max(tokens_per_s))]
 
 
 def draft_step_values(

@@ -31,19 +31,34 @@ def stored_models(prefix: str | None = None) -> list[StoredModel]:
     return list(models.values())
 
 
-def find_on_disk(model: CatalogueModel) -> Path | None:
-    """Return the file of a registry model, even in the store of another program; None if missing.
+class RegistryModelFinder:
+    """Finds the files of registry models, even in the stores of other programs.
 
-    Names and sizes decide: no file is read.
+    Names and sizes decide: no file is read. The stores are listed once, and only if a model is in
+    neither specgen's folder nor the hub's cache: listing them takes milliseconds.
     """
-    path = locate(model)
-    if path is not None:
-        return path
-    for stored in stored_models():
-        file = identify(stored.path)
-        if file is not None and not stored.problem and model.is_in(file):
-            return stored.path
-    return None
+
+    def __init__(self) -> None:
+        #: The usable models of other programs; None before they are listed.
+        self._stored: list[StoredModel] | None = None
+
+    def find(self, model: CatalogueModel) -> Path | None:
+        """Return the file of a model; None if it is not on this disk."""
+        path = locate(model)
+        if path is not None:
+            return path
+        if self._stored is None:
+            self._stored = [stored for stored in stored_models() if not stored.problem]
+        for stored in self._stored:
+            file = identify(stored.path)
+            if file is not None and model.is_in(file):
+                return stored.path
+        return None
+
+
+def find_on_disk(model: CatalogueModel) -> Path | None:
+    """Return the file of a registry model, as `RegistryModelFinder.find` does."""
+    return RegistryModelFinder().find(model)
 
 
 def servable_models(registry: Registry) -> dict[str, Path]:

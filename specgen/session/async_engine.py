@@ -68,11 +68,10 @@ class AsyncEngine:
         """
         try:
             while True:
-                # Read before the events are taken: the thread may finish the answer meanwhile.
-                is_done = request.is_done
-                while request.events:
-                    yield request.events.popleft()
-                if is_done:
+                new_events, are_last = request.take_events()
+                for event in new_events:
+                    yield event
+                if are_last:
                     break
                 await self._wait_for_step()
         finally:

@@ -19,7 +19,7 @@ from specgen.models.hub_names import (
 )
 from specgen.models.registry import CatalogueModel, Registry, load_registry
 from specgen.models.stored_models import (
-    find_on_disk,
+    RegistryModelFinder,
     find_stored,
     named_stored,
     prefix_of,
@@ -248,7 +248,7 @@ def choose_drafts(
     registry: Registry,
     *,
     mtp: DraftSource | None = None,
-    locate: Callable[[CatalogueModel], Path | None] = find_on_disk,
+    locate: Callable[[CatalogueModel], Path | None] | None = None,
 ) -> tuple[DraftChoice, ...]:
     """Return the drafts to try for a target, best first.
 
@@ -261,11 +261,13 @@ def choose_drafts(
         saved: The draft that was saved for it, if any.
         registry: The models that are known by name.
         mtp: The target's MTP layers, if it has any.
-        locate: Returns the file of a model in the registry; None if it is not on this disk.
+        locate: Returns the file of a model in the registry; None if it is not on this disk. By
+            default, a `RegistryModelFinder` looks for it.
 
     Returns:
         The choices; only "none" if a measurement found that no draft pays.
     """
+    locate = locate or RegistryModelFinder().find
     by = f"as `specgen draft find --save` found best for {target.name}"
     #: Precedes the reason for any other choice, if the saved draft is missing.
     missing_note = ""

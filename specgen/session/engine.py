@@ -361,11 +361,9 @@ class Engine:
                 raise UsageError("the request belongs to another engine")
         try:
             while True:
-                # Read before the events are taken: another thread may finish the answer meanwhile.
-                is_done = request.is_done
-                while request.events:
-                    yield request.events.popleft()
-                if is_done:
+                new_events, are_last = request.take_events()
+                yield from new_events
+                if are_last:
                     break
                 try:
                     self.step()

@@ -14,6 +14,7 @@ from specgen.llama.mtp_layers import mtp_of
 from specgen.models.files import FileIdentity, identity_of
 from specgen.models.other_programs import StoredModel
 from specgen.models.registry import Registry
+from specgen.models.stored_models import RegistryModelFinder
 from specgen.options import DraftSource
 from specgen.session.choose_models import choose_drafts
 from specgen.session.saved_drafts import saved_draft
@@ -32,13 +33,30 @@ class ModelUse:
     problem: str = ""
 
 
-def use_of(path: Path, registry: Registry) -> ModelUse:
-    """Return how a model would be used. Its metadata is read, but not its weights."""
+def use_of(
+    path: Path,
+    registry: Registry,
+    finder: RegistryModelFinder,
+) -> ModelUse:
+    """Return how a model would be used. Its metadata is read, but not its weights.
+
+    Args:
+        path: The model's first file.
+        registry: The models that are known by name.
+        finder: Finds the drafts among them.
+    """
     problem = problem_with_file(path)
     if problem:
         return ModelUse(problem=problem)
     target = identity_of(path)
-    draft = choose_drafts(target, saved_draft(target), registry, mtp=mtp_of(path))[0].draft
+    choices = choose_drafts(
+        target,
+        saved_draft(target),
+        registry,
+        mtp=mtp_of(path),
+        locate=finder.find,
+    )
+    draft = choices[0].draft
     return ModelUse(_fits_memory(target, draft), draft)
 
 

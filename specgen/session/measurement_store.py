@@ -148,8 +148,9 @@ class MeasurementStore:
         table = self._tables.get(keys[depth])
         if table is None:
             known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
-            table = kind(known.known)
-            if keys[depth] in self._rough_since_s:
+            if keys[depth] not in self._rough_since_s:
+                table = kind(known.known)
+            else:
                 # A size that is set later than at the start is corrected faster by decodes.
                 table = kind({})
                 for size, seconds in known.known.items():

@@ -267,6 +267,15 @@ class Request:
             if isinstance(event, CommittedEvent) and self.settings.generation.logprobs is not None:
                 self.logprobs.extend(event.pieces)
 
+    def take_events(self) -> tuple[list[Event], bool]:
+        """Remove the events so far, and return them, and whether they are the last ones."""
+        # Read before the events are taken, since another thread may finish the answer meanwhile.
+        are_last = self.is_done
+        taken: list[Event] = []
+        while self.events:
+            taken.append(self.events.popleft())
+        return taken, are_last
+
     @property
     def state(self) -> Literal["waiting", "prefill", "decoding", "done"]:
         """What the engine is doing with the request."""

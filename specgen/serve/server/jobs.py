@@ -99,12 +99,11 @@ class Job:
         """
         new_events: list[JobEvent] = []
         for number, answer in list(self._open.items()):
-            is_done = answer.is_done  # read before the events, so that none is missed
-            while answer.events:
-                new_events.append((number, answer.events.popleft()))
+            events, are_last = answer.take_events()
+            new_events += ((number, event) for event in events)
             if answer.failure is not None:
                 new_events.append((number, answer.failure))
-            if is_done:
+            if are_last:
                 del self._open[number]
         return new_events
 
