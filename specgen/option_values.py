@@ -201,7 +201,7 @@ def _validated(adapter: TypeAdapter[Any], name: str, value: Any) -> Any:
         return adapter.validate_python(value)
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
-    # Names in the place are those of the types in a union.
+    # Names in the location are those of types in a union, which mean nothing to users.
     indices = [key for key in first_error["loc"] if isinstance(key, int)]
     raise UsageError(f"{name}{place_of(indices)}: {described(first_error)}")
 

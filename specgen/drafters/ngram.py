@@ -99,8 +99,8 @@ class SuffixDrafter(Drafter):
 
     With `n_children` above 1, a draft is a tree of the likeliest paths. The drafter does not ask
     the plan where to stop: a draft takes microseconds, and the caller cuts it by its probabilities.
-    These are counted (`ngram_counts.py`): at every token of the answer, the drafter learns which
-    continuations came next.
+    These are counted (`ngram_counts.py`): with every token of the answer, the drafter learns which
+    continuations came true.
 
     Args:
         min_match: Nothing is drafted if fewer tokens match.

@@ -6,7 +6,7 @@ often such continuations came next, starting from a prior. `TextChances` adds ho
 text deviates from these rates, since an edit repeats itself and a poem does not.
 
 Continuations are counted at every token of the answer, whether they were drafted or not. So the
-rates have no bias towards what a policy decided to draft.
+rates are not biased towards what a policy chose to draft.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ _DECAY = 1.0 - 1.0 / 1500.0
 _TEXT_DECAY = 1.0 - 1.0 / 150.0
 #: A text starts with this many hits...
 _TEXT_HITS = 4.0
-#: ...where this many were expected: the rates are averages in which repetitive answers dominate.
+#: ...out of this many expected ones: repetitive answers dominate the average rates, so most texts
+#: start below them.
 _TEXT_EXPECTED = 8.0
 #: Chances stay at least this far from 0 and from 1.
 _MIN_CHANCE = 0.002
 
-#: The prior rate of each evidence: by place and unanimity, then for each length from 1 to `LONGEST`
-#: the rates for 1, 2, and 3 or more times. Texts other than the answer count as prompts. They were
-#: counted in answers of a 1.5B model to prompts of Spec-Bench.
+#: The prior rate of each evidence: by place and unanimity, then one row for each length from 1 to
+#: `LONGEST`, with the rates for tokens that followed once, twice, and three or more times. Texts
+#: other than the answer count as prompts. The rates were counted in a 1.5B model's answers to
+#: Spec-Bench questions.
 _PRIOR: dict[tuple[Place, bool], tuple[tuple[float, float, float], ...]] = {
     ("answer", True): (
         (0.27, 0.38, 0.69),

@@ -45,8 +45,8 @@ class Draft:
     #: The drafter's largest probability at each draft step. In a chain, entry i belongs to the step
     #: that drafted token i, and a last entry may belong to a step whose token was not kept.
     step_confidences: tuple[float, ...] = field(default=(), compare=False)
-    #: Whether `probabilities` are acceptance rates already. A model's confidence is not one: it has
-    #: to be learnt how often tokens with some confidence are accepted.
+    #: Whether `probabilities` are acceptance rates already. A model's confidence is not: how often
+    #: tokens with a given confidence are accepted has to be learnt.
     is_calibrated: bool = field(default=False, compare=False)
     #: For the display: which part of this draft a cheaper drafter guessed, in words.
     guesses: str = field(default="", compare=False)

@@ -1,4 +1,4 @@
-"""Other arrangements of a conversation, for chat templates that do not take every one.
+"""Other arrangements of a conversation, for chat templates that refuse some.
 
 Conversations are cut off: users stop an answer, agents deny a call, programs begin with a greeting.
 Many templates refuse what is left, since they were written for complete turns, and some have no
@@ -43,8 +43,8 @@ def shapes_of(messages: Messages, changes: Sequence[Change]) -> Iterator[Shape]:
 
     Args:
         messages: The conversation.
-        changes: What may be changed. Each change is applied to all earlier shapes, so that
-            combinations come, too.
+        changes: What may be changed. Each change is applied to all earlier shapes, so
+            combinations are tried as well.
     """
     original = Shape(messages)
     yield original
