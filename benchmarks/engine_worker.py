@@ -77,7 +77,7 @@ class Specgen:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from specgen import GenerationOptions, SamplerOptions, Session, SessionOptions
-        from specgen.options import KernelOptions
+        from specgen.options import ContextOptions, KernelOptions
         from specgen.session.calibration import calibrate
         from specgen.session.open import start_kernels
 
@@ -90,6 +90,8 @@ class Specgen:
             draft,
             sampler=SamplerOptions(temperature=0.0),
             generation=GenerationOptions(max_tokens=settings["max_tokens"]),
+            target_context=ContextOptions(n_ctx=settings.get("n_ctx")),
+            draft_context=ContextOptions(n_ctx=settings.get("n_ctx")),
         )
         self._keeps_learning = settings["keeps_learning"]
         # This session stays open, and with it the weights: opening another one takes no time.
@@ -100,10 +102,14 @@ class Specgen:
     def about(self) -> dict[str, Any]:
         import specgen
 
+        target = self._session.target
         return {
             "version": specgen.__version__,
             "folder": str(Path(specgen.__file__).parent),
-            "kernels": self._session.target.kernels,
+            "kernels": target.kernels,
+            "weights_bytes": target.size_bytes,
+            # Earlier versions do not have it.
+            "streamed_bytes": getattr(target, "streamed_bytes", 0),
         }
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +122,10 @@ class Specgen:
             if self._keeps_learning:
                 return self._figures(self._session, request["prompt"])
             measurements = copy.deepcopy(self._calibrated)
-            with Session(self._options, time.perf_counter, measurements) as session:
+            same: dict[str, Any] = {}
+            if hasattr(self._session, "budget"):  # earlier versions hold all weights in memory
+                same["budget"] = self._session.budget
+            with Session(self._options, time.perf_counter, measurements, **same) as session:
                 return self._figures(session, request["prompt"])
         except SpecgenError as error:
             return {"error": error.message}
@@ -137,6 +146,65 @@ class Specgen:
 
         *_, finished = generate(session, session.prompts.of_text(prompt))
         return {name: getattr(finished, name) for name in _FIGURES}
+
+
+class MappedLlama:
+    """llama.cpp's own code on the mapped file, without drafts.
+
+    The weights are not repacked, since that needs memory for all of them.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._llama: Any = importlib.import_module("llama_cpp")
+        self._numpy: Any = importlib.import_module("numpy")
+        self._max_tokens = settings["max_tokens"]
+        llama = self._llama
+        llama.llama_backend_init()
+        options = llama.llama_model_default_params()
+        options.n_gpu_layers = 0
+        options.use_mmap = True
+        options.use_extra_bufts = False
+        self._model = llama.llama_model_load_from_file(settings["target"].encode(), options)
+        if not self._model:
+            raise RuntimeError(f"{settings['target']} cannot be loaded")
+        self._vocabulary = llama.llama_model_get_vocab(self._model)
+        self._n_vocab = llama.llama_vocab_n_tokens(self._vocabulary)
+        context_options = llama.llama_context_default_params()
+        context_options.n_ctx = settings["n_ctx"]
+        context_options.n_threads = settings["n_threads"]
+        context_options.n_threads_batch = settings["n_threads"]
+        self._context = llama.llama_init_from_model(self._model, context_options)
+
+    def about(self) -> dict[str, Any]:
+        return {"version": self._llama.__version__}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        max_tokens = N_WARM_UP_TOKENS if request["is_warm_up"] else self._max_tokens
+        llama = self._llama
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        started_s = time.perf_counter()
+        token = self._decode(request["tokens"])
+        first_s = time.perf_counter()
+        token_ids = [token]
+        while len(token_ids) < max_tokens and not self._is_end(token):
+            token = self._decode([token])
+            token_ids.append(token)
+        if self._is_end(token):  # specgen does not count it
+            token_ids.pop()
+        return _timed(token_ids, started_s, first_s, time.perf_counter())
+
+    def _is_end(self, token: int) -> bool:
+        return bool(self._llama.llama_vocab_is_eog(self._vocabulary, token))
+
+    def _decode(self, tokens: Sequence[int]) -> int:
+        """Decode tokens in one batch; return the likeliest token after them."""
+        llama = self._llama
+        rows = (llama.llama_token * len(tokens))(*tokens)
+        status = llama.llama_decode(self._context, llama.llama_batch_get_one(rows, len(tokens)))
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
+        logits = llama.llama_get_logits_ith(self._context, -1)
+        return int(self._numpy.ctypeslib.as_array(logits, (self._n_vocab,)).argmax())
 
 
 class OpenVino:
@@ -280,6 +348,7 @@ def _timed(
 
 _ENGINES: dict[str, Callable[[dict[str, Any]], Answering]] = {
     "specgen": Specgen,
+    "mapped-llama": MappedLlama,
     "openvino": OpenVino,
     "ik-llama": IkLlama,
 }
@@ -290,7 +359,22 @@ def serve(name: str, requests: TextIO, answers: TextIO) -> None:
     engine = _ENGINES[name](json.loads(next(requests)))
     _write(answers, engine.about())
     for line in requests:
-        _write(answers, engine.answer(json.loads(line)))
+        read_before = _bytes_read()
+        answer = engine.answer(json.loads(line))
+        read_after = _bytes_read()
+        if read_before is not None and read_after is not None:
+            answer["disk_bytes"] = read_after - read_before
+        _write(answers, answer)
+
+
+def _bytes_read() -> int | None:
+    """Return the bytes that this process made the disk read; None if the system does not count."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["read_bytes"])
 
 
 def _write(stream: TextIO, value: dict[str, Any]) -> None:

@@ -37,6 +37,17 @@ class WorkerCommand:
     python: Path = Path(sys.executable)
     #: The folder from which specgen is imported; None if it is not needed, or installed.
     checkout: Path | None = _TOP
+    #: The file of a control group that the process writes its id to first; None for no group.
+    group: Path | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line of the process."""
+        arguments = [str(self.python), str(_SCRIPT), self.engine]
+        if self.group is None:
+            return arguments
+        enter = 'echo $$ > "$0" && exec "$@"'
+        return ["sh", "-c", enter, str(self.group), *arguments]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -120,7 +131,7 @@ def running_worker(command: WorkerCommand, settings: Mapping[str, Any]) -> Itera
         log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
         try:
             process = subprocess.Popen(
-                [str(command.python), str(_SCRIPT), command.engine],
+                command.arguments,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

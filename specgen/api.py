@@ -225,6 +225,7 @@ def load(
     for each in (note_about_folders(), kernel_note):
         if each is not None:
             note(each)
+    wanted = replace(wanted, n_slots=n_parallel)
     with contextlib.ExitStack() as on_error:
         session = open_session(wanted, Reporter(note), clock=time.perf_counter)
         on_error.callback(session.close)

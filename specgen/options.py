@@ -33,6 +33,8 @@ PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 TranslateMode: TypeAlias = Literal["auto", "off"]
 KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
+#: The memory for a target's weights: so many bytes; whatever they need; or what is available.
+WeightsMemory: TypeAlias = int | Literal["all", "auto"]
 Show: TypeAlias = Literal["accepted", "all", "rounds", "none"]
 
 #: The default temperature of the draft model, relative to the target's. It is lower, because a
@@ -45,6 +47,8 @@ FIXED_P_MIN = 0.5
 #: The default maximum length of drafts with other policies. Longer drafts are rarely accepted as a
 #: whole.
 LONGEST_DRAFT = 16
+#: The same for a target that is read from the disk in each pass: there a row costs next to nothing.
+LONGEST_STREAMED_DRAFT = 32
 #: The default lengths of the shortest and the longest n-gram with the policy `fixed`.
 FIXED_NGRAMS = (4, 8)
 #: The same with other policies.
@@ -165,7 +169,8 @@ class DraftOptions(Options):
         "Maximum number of tokens to draft in a round; 0 drafts nothing.",
         min=0,
         max=128,
-        show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
+        show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed, or "
+        f"{LONGEST_STREAMED_DRAFT} for a target larger than memory",
     )
     tree: TreeShape = _drafting(
         AUTO_TREE,
@@ -354,6 +359,49 @@ class Workers:
     timeout_s: float = field(default=60.0, compare=False)
 
 
+def parse_size(text: str) -> int:
+    """Parse a number of bytes with a unit, such as 500M or 20G.
+
+    Raises:
+        ValueError: If it is not a size. The error has the message for the user.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
+    number, unit, binary = match.groups()
+    base = 1024 if binary else 1000
+    exponent = " kmgt".index(unit or " ")
+    return int(float(number) * base**exponent)
+
+
+def parse_weights_memory(text: str) -> WeightsMemory:
+    """Parse the memory for weights: a size, or one of the words.
+
+    Raises:
+        ValueError: If it is neither. The error has the message for the user.
+    """
+    word = text.strip().lower()
+    if word == "all":
+        return "all"
+    if word == "auto":
+        return "auto"
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a size, all or auto: give one like 10G") from None
+
+
+def _checked_weights_memory(given: WeightsMemory) -> WeightsMemory:
+    """Return the memory for weights.
+
+    Raises:
+        ValueError: If it is negative.
+    """
+    if isinstance(given, int) and given < 0:
+        raise ValueError(f"{given} bytes: give a size like 10G, all or auto")
+    return given
+
+
 _machine = partial(option, panel="Machine")
 
 
@@ -404,6 +452,15 @@ class ContextOptions(Options):
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")
     cache_type_v: CacheType = _machine("f16", "--cache-type-v -ctv", "Type of the cached values.")
+    weights_memory: WeightsMemory = _machine(
+        "auto",
+        "--weights-memory",
+        "Memory for the target's weights: a size such as 10G, or auto for what is free. The rest is "
+        "read from disk in every pass; all refuses a target that does not fit.",
+        metavar="SIZE|all|auto",
+        parse=parse_weights_memory,
+        check=_checked_weights_memory,
+    )
     #: Other machines that compute layers of the model.
     workers: Workers | None = None
     #: A chat template (Jinja) that replaces the model's own. In Python it may also be a name, such
@@ -443,21 +500,6 @@ class Contexts:
 
 
 # --- prompts
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes with a unit, such as 500M or 20G.
-
-    Raises:
-        ValueError: If it is not a size. The error has the message for the user.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
-    number, unit, binary = match.groups()
-    base = 1024 if binary else 1000
-    exponent = " kmgt".index(unit or " ")
-    return int(float(number) * base**exponent)
 
 
 _prompt = partial(option, panel="Prompt")
@@ -644,3 +686,10 @@ class SessionOptions(Options):
     prompt_cache: Path | None = None
     #: Which prefixes of prompts are stored in the folder `cache`; None: no prefixes.
     prefixes: PrefixOptions | None = None
+
+    def check_together(self) -> None:
+        """Check that only the target is given a limit on the memory of its weights."""
+        if self.draft_context.weights_memory != "auto":
+            raise UsageError(
+                "draft_context: a draft always stays in memory, so leave weights_memory out"
+            )

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 #: The maximum number of failed lines that the error message lists.
 _MAX_LISTED_LINES = 10
+#: The number of answers at once for whose contexts the weights of a target that is larger than
+#: memory leave room. Contexts for more are opened if they fit.
+_STREAMED_PARALLEL = 4
 
 _batch = partial(option, panel="Batch")
 
@@ -109,6 +112,7 @@ def batch(
         output.note(f"{name}: {note}")
     cluster = _ray_cluster(ray, setup.machine, cpus_per_worker, gpus_per_worker)
     wanted = setup.wanted_session(quiet=output.quiet)
+    wanted = replace(wanted, n_slots=parallel or _STREAMED_PARALLEL)
     kernels = setup.machine.kernels
     settings = _settings(wanted.options, template)
     now = datetime.datetime.now().astimezone()

@@ -80,7 +80,7 @@ def list_models(*, as_json: bool = JSON_REPORT) -> None:
     These are in the Hugging Face cache, in the stores of Ollama, LM Studio, llama.cpp, Jan and
     GPT4All, and in the folders of `model-folders` in config.toml. Nothing in them is changed. The
     names are as for `-m`. The draft is the one that is used if none is named. "fits" tells whether
-    the weights of both fit into memory.
+    the weights of both fit into memory, or how much of the model is read from disk in every pass.
     """
     from specgen.llama.file_check import remember_checks
 
@@ -135,7 +135,7 @@ def _print_models(models: Sequence[dict[str, Any]]) -> None:
                 values["model"],
                 _shown(values["source"]),
                 human_bytes(values["size_bytes"]),
-                _shown(values["fits_memory"]),
+                _fits(values),
                 _shown(_short_draft(values["draft"])),
                 values.get("licence", ""),
             )
@@ -145,6 +145,14 @@ def _print_models(models: Sequence[dict[str, Any]]) -> None:
     if unusable:
         _print_table(("not usable", "reason"), unusable)
         print()
+
+
+def _fits(values: dict[str, Any]) -> str:
+    """Return whether a model fits into memory, or how much of it is read from disk."""
+    streamed_bytes = values["streamed_bytes"]
+    if streamed_bytes is None:
+        return _shown(values["fits_memory"])
+    return f"{human_bytes(streamed_bytes)} from disk"
 
 
 def _print_kept_sizes() -> None:
@@ -389,6 +397,7 @@ def _use_values(
     return {
         "source": None if path is None else _source_of(path),
         "fits_memory": use.fits_memory,
+        "streamed_bytes": use.streamed_bytes,
         "draft": None if use.draft is None else str(use.draft),
         "problem": use.problem or None,
     }

@@ -11,21 +11,24 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from specgen.errors import UsageError
 from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
 from specgen.system.machine import process_age_s
-from specgen.system.progress import Kind, Progress, ProgressView
+from specgen.system.progress import INTERVAL_S, Kind, Progress, ProgressView
+from specgen.system.quantities import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
     from specgen.events import Event, FinishedEvent, PromptEvent
     from specgen.render.streams import Renderer
@@ -110,7 +113,13 @@ class Output:
         """The callbacks that show notes and progress while models are loaded."""
         from specgen.session.open import Reporter
 
-        return Reporter(self.note, self.status, shows_log=self.verbose > 0)
+        view = LoadingView(self)
+        return Reporter(
+            self.note,
+            view.status,
+            view.packing,
+            shows_log=self.verbose > 0,
+        )
 
     def needs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the log-probabilities that this output shows.
@@ -258,6 +267,44 @@ class Output:
         stream = None if self.quiet or self.verbose > 0 else sys.stderr
         with contextlib.closing(ProgressView(stream, kind=kind)) as view, Interrupt() as stop:
             yield view.show, stop
+
+
+class LoadingView:
+    """Shows on standard error what is being done while models are loaded.
+
+    On a terminal this is a spinner. Elsewhere only packing, which may take minutes, is shown, by a
+    line now and then.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        #: The spinner, while it is shown.
+        self._spinner: Status | None = None
+        #: When the latest line about packing was written, or else when loading began.
+        self._latest_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def status(self, text: str) -> Iterator[None]:
+        """Show what is being done in the block."""
+        self._latest_s = time.monotonic()
+        with self._output.status(text) as spinner:
+            self._spinner = cast("Status | None", spinner)
+            try:
+                yield
+            finally:
+                self._spinner = None
+
+    def packing(self, n_done: int, n_all: int) -> None:
+        """Show how many bytes of the weights are packed."""
+        percent = 100 * n_done // max(1, n_all)
+        text = f"packing {percent}% of {human_bytes(n_all)}, needed once"
+        if self._spinner is not None:
+            self._spinner.update(text)
+            return
+        now_s = time.monotonic()
+        if not self._output.quiet and now_s - self._latest_s >= INTERVAL_S:
+            self._latest_s = now_s
+            say(text)
 
 
 def show_answer(

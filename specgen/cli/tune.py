@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ def tune(
         opened(WantedSession(options), wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
+        for note in _streamed_note(session, len(prompts), wanted.trials.max_tokens):
+            output.note(note)
         search = search_drafts(
             session,
             drafts,
@@ -69,6 +72,23 @@ def tune(
         show_search(search, output, as_json=wanted.as_json)
     output.note(outcome)
     return stop.exit_code
+
+
+def _streamed_note(
+    session: Session,
+    n_answers: int,
+    n_tokens: int,
+) -> Iterator[str]:
+    """Yield a note if tuning takes long, because each token of the target is read from disk."""
+    from specgen.session.streaming_notes import pass_seconds
+    from specgen.system.quantities import counted, duration
+
+    pass_s = pass_seconds(session)
+    if session.target.is_streamed and pass_s is not None:
+        yield (
+            f"first, {counted(n_answers, 'answer')} of up to {n_tokens} tokens are generated without "
+            f"drafts, in up to {duration(n_answers * n_tokens * pass_s)} (-N and -n make it less)"
+        )
 
 
 def _save_measurements(session: Session, search: Search | None) -> str:

@@ -360,21 +360,29 @@ class CostAwareTree(Tree):
             return []
         nodes = [node for node in self._open_nodes() if self._may_be_expanded(node)]
         nodes.sort(key=acceptances.__getitem__, reverse=True)
-        n_verified = len(stop.best_nodes(acceptances))
+        verified = stop.best_nodes(acceptances)
+        n_verified = len(verified)
+        n_rows_max = len(stop.extra_s) - 1
+        # Once all rows are taken, a new node takes that of the least likely one.
+        displaced_s = 0.0
+        if n_verified >= n_rows_max:
+            displaced_s = acceptances[verified[-1]] * stop.token_s
+        # Each expanded node takes a cell of the drafter's cache.
+        n_expanded_max = min(self.max_width, n_rows_max - (len(self.confidences) - 1))
 
         # Each further node adds an expected gain, but a decode with more rows costs more.
         n_best = 0
         max_saved_s = 0.0
         gain_s = 0.0
-        for n, node in enumerate(nodes[: self.max_width], start=1):
+        for n, node in enumerate(nodes[: max(0, n_expanded_max)], start=1):
             # The children of all these nodes compete for the same rows of the target's batch.
             n_rows = max(n_verified + n - 1, self.depths[node] + 1)
-            if n_rows >= len(stop.extra_s) - 1:
-                break
+            n_rows = min(n_rows, n_rows_max - 1)
             # `stop.value` subtracts the drafter's decode (`next_s`) for each node. Add it back,
             # because one decode of all nodes is paid for below. Also subtract the value of a node
             # that is never accepted: it is above 0 if a larger batch of the target costs less.
-            gain_s += max(0.0, stop.value(n_rows, acceptances[node]) + stop.next_s)
+            step_s = stop.value(n_rows, acceptances[node]) + stop.next_s - displaced_s
+            gain_s += max(0.0, step_s)
             gain_s -= max(0.0, stop.value(n_rows, 0.0) + stop.next_s)
             saved_s = gain_s - self.request.costs.seconds_each(n)
             if saved_s > max_saved_s:

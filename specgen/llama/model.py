@@ -82,6 +82,8 @@ class LlamaModel:
         vocabulary_only: bool = False,
         workers: Workers | None = None,
         mtp: bool = False,
+        weights_bytes: int | None = None,
+        on_packing: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load a model.
 
@@ -93,6 +95,9 @@ class LlamaModel:
                 are unknown.
             workers: The workers that compute its layers; None: this machine.
             mtp: Whether to load its MTP layers, too.
+            weights_bytes: The maximum number of bytes of weights that stay in memory; the rest is
+                read from disk in each pass. None: all of them.
+            on_packing: Receives the number of bytes that are packed, and of all that will be.
 
         Raises:
             ModelFileError: If the file is not a usable model.
@@ -124,6 +129,8 @@ class LlamaModel:
             vocabulary_only=vocabulary_only,
             workers=workers,
             mtp=not self.why_no_mtp,
+            weights_bytes=weights_bytes,
+            on_packing=on_packing,
         )
         handle = self.loaded.handle
         self.size_bytes = int(llama_cpp.llama_model_size(handle))
@@ -315,6 +322,19 @@ class LlamaModel:
         return has_learned_positions(self.file)
 
     # --- memory
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether each pass reads weights from disk, since they are larger than their memory."""
+        return self.streamed_bytes > 0
+
+    @property
+    def streamed_bytes(self) -> int:
+        """The bytes of weights that each pass reads from disk, as far as that is known.
+
+        Unpacked weights are mapped, and the system decides what stays in memory: all of them count.
+        """
+        return self.size_bytes if self.loaded.is_unpacked else self.loaded.streamed_bytes
 
     def cache_bytes(
         self,

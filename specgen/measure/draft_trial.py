@@ -171,6 +171,9 @@ def measure_target(
     # The times of single tokens come from the answers, so only larger batches need to be timed.
     sizes = timed_batch_sizes(session.n_rows_max)
     timed_sizes = [*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_SMALL_SIZES]]
+    if session.target.is_streamed:  # each batch takes seconds, whatever its size
+        sizes = sorted({1, session.n_rows_max})
+        timed_sizes = sizes[1:]
     samples_s: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TrialAnswer] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):

@@ -59,12 +59,14 @@ def tune_threads(
         is_draft: Whether the model is the session's draft.
 
     Returns:
-        The thread counts by the model's name; empty if the user gave some, if the draft has no
-        context to measure, or if interrupted.
+        The thread counts by the model's name; empty if the user gave some, if the target is
+        streamed, if the draft has no context to measure, or if interrupted.
     """
     options = session.options.draft_context if is_draft else session.options.target_context
     is_given = options.n_threads is not None or options.n_threads_batch is not None
-    if is_given or interrupted():
+    # A pass of a streamed target takes as long as its reads from disk, with any threads.
+    is_limited_by_disk = session.target.is_streamed and not is_draft
+    if is_given or is_limited_by_disk or interrupted():
         return {}
     progress(f"threads for {model.name}", 0, 1)
     default = default_threads()

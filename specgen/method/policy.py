@@ -65,6 +65,8 @@ _MAX_CREDIT = 16.0
 _MAX_DEBT = 4.0
 #: The maximum time of a prefill, relative to the answer's time so far. Trials may take a quarter.
 _MAX_PREFILL = 2.0
+#: A prefill that takes less than this share of a plain decode need not wait.
+_SHORT_PREFILL = 0.25
 #: The number of tokens in a trial.
 _TRIAL_TOKENS = 3
 #: The maximum share of the answer's expected time that trials may take.
@@ -465,7 +467,11 @@ class CostAwarePolicy:
         if gate.is_put_aside:
             return RoundPlan("put aside", stop=stop), _NO_GAIN
         # A long prefill has to wait until the answer itself has taken some time.
-        if pays and price.prefill_s <= _MAX_PREFILL * self._recent.elapsed_s:
+        max_prefill_s = max(
+            _MAX_PREFILL * self._recent.elapsed_s,
+            _SHORT_PREFILL * self._plain_s,
+        )
+        if pays and price.prefill_s <= max_prefill_s:
             return plan, gain_s
         if not pays and self._can_never_pay(price, stop):
             detail = self._too_costly(price, stop)

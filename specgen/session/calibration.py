@@ -132,15 +132,18 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
         decode_s_before = target.decode_s
         if not _is_current(session, None, session.n_rows_max):
             measured.append(None)
-            _time_missing(
-                costs.table(),
-                target,
-                sizes,
-                lambda: target_share * budget_s(),
-                session.n_rows_max,
-                interrupted,
-                is_new=costs.are_outdated(),
-            )
+            if session.target.is_streamed:
+                _time_passes(costs.table(), target, session.n_rows_max, interrupted)
+            else:
+                _time_missing(
+                    costs.table(),
+                    target,
+                    sizes,
+                    lambda: target_share * budget_s(),
+                    session.n_rows_max,
+                    interrupted,
+                    is_new=costs.are_outdated(),
+                )
         if has_draft and not _is_current(session, timed):
             # The draft also gets the time that the target did not use.
             target_s = target.decode_s - decode_s_before
@@ -331,6 +334,43 @@ def _time_missing(
         table.set_seconds(size, seconds)
     if table and max(table.known) < n_rows:
         table.set_seconds(n_rows, table.seconds(n_rows))
+
+
+def _time_passes(
+    table: CostTable,
+    target: Backend,
+    n_rows: int,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Time a streamed target with only two batches, the smallest and the largest of a round.
+
+    Each of them is a pass that reads weights from disk, which takes seconds, whatever the number
+    of rows. The costs of batches between them are interpolated, and answers correct them.
+
+    Args:
+        table: The target's costs.
+        target: The target's context, which is empty before and after.
+        n_rows: The number of rows of the largest batch.
+        interrupted: Checked between the two.
+
+    Raises:
+        BackendError: If a batch cannot be decoded.
+        KeyboardInterrupt: If `interrupted` returned True.
+    """
+    decode_s_before = target.decode_s
+    text = begin_text(target)
+    small_s = target.decode_s - decode_s_before
+    if interrupted():
+        raise KeyboardInterrupt
+    large_s = time_batch(target, text, n_rows)
+    target.remove(0)
+    if large_s is None:
+        large_s = small_s
+    # By noise, the first pass may have taken longer: a batch never costs more than a larger one.
+    small_s = min(small_s, large_s)
+    for size in range(1, max(MIN_SIZES, min(n_rows, _N_UNTIMED + 1))):
+        table.set_seconds(size, small_s)
+    table.set_seconds(max(MIN_SIZES, n_rows), large_s)
 
 
 def measure_sizes(

@@ -11,13 +11,14 @@ from specgen.llama.embeddings import pooling_of
 from specgen.llama.file_check import check_file
 from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.mtp_layers import mtp_of
-from specgen.models.files import FileIdentity, identity_of
+from specgen.models.files import identity_of
 from specgen.models.other_programs import StoredModel
 from specgen.models.registry import Registry
 from specgen.models.stored_models import RegistryModelFinder
-from specgen.options import DraftSource
+from specgen.options import DraftSource, SessionOptions
 from specgen.session.choose_models import choose_drafts
 from specgen.session.saved_drafts import saved_draft
+from specgen.session.weights_memory import budget_within, can_stream
 from specgen.system.machine import usable_memory
 
 
@@ -27,6 +28,9 @@ class ModelUse:
 
     #: Whether the weights of the model and its draft fit into memory.
     fits_memory: bool | None = None
+    #: If they do not fit: the bytes of the model that are read from disk in each pass. None if
+    #: they fit, or if the model cannot be streamed.
+    streamed_bytes: int | None = None
     #: The draft that commands choose for it without --draft.
     draft: DraftSource | None = None
     #: Why it cannot be used; empty if it can.
@@ -57,7 +61,17 @@ def use_of(
         locate=finder.find,
     )
     draft = choices[0].draft
-    return ModelUse(_fits_memory(target, draft), draft)
+    options = SessionOptions(path, draft)
+    budget = budget_within(options, (draft,), usable_memory().amount)
+    fits_memory = budget.max_bytes is None
+    streamed_bytes = None
+    if budget.max_bytes is not None and can_stream(options.target_context):
+        streamed_bytes = max(0, target.size_bytes - budget.max_bytes)
+    return ModelUse(
+        fits_memory,
+        streamed_bytes,
+        draft,
+    )
 
 
 def problem_with(model: StoredModel) -> str:
@@ -85,10 +99,3 @@ def why_not_loadable(path: Path) -> str:
     except BackendError:
         return "damaged: its metadata cannot be read"
     return ""
-
-
-def _fits_memory(target: FileIdentity, draft: DraftSource) -> bool:
-    n_bytes = target.size_bytes
-    if isinstance(draft, Path):
-        n_bytes += identity_of(draft).size_bytes
-    return n_bytes <= usable_memory().amount

@@ -43,6 +43,8 @@ _ROUGH = "rough"
 _KINDS = (_COSTS, _ACCEPTANCE, _NGRAMS, _THREADS, _ROUGH)
 #: Rough costs are used for so many seconds. Then they are measured again.
 _ROUGH_LIFETIME_S = 300.0
+#: Costs of a target that reads weights from disk are kept separately for so many shares of them.
+_N_STREAMED_PARTS = 20
 
 _Value = TypeVar("_Value")
 #: Makes a cost table from the seconds of batches, by their numbers of rows.
@@ -428,6 +430,8 @@ class SessionCosts:
         self._measurements = measurements
         #: The kind of the target's tables, which depends on the device that it runs on.
         self.kind: _TableKind = CostTable
+        #: The share of the target's weights that each pass reads from disk.
+        self.streamed_share = 0.0
 
     def context_options(self, draft: Key | None = None) -> ContextOptions:
         """Return the options of a model's contexts, with measured thread counts filled in."""
@@ -471,6 +475,10 @@ class SessionCosts:
         if isinstance(draft, str):
             # A draft without a file belongs to its target: the name stands for both.
             file = file.with_name(f"{file.name}:{draft}")
+        elif draft is None and self.streamed_share > 0.0:
+            # How much is read from disk decides what a decode costs.
+            n_parts = round(_N_STREAMED_PARTS * self.streamed_share)
+            file = file.with_name(f"{file.name}:{n_parts} of {_N_STREAMED_PARTS} parts streamed")
         return file, self.context_options(draft)
 
 

@@ -11,6 +11,7 @@ The command line, the Python interface, the server and the adapters all open ses
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ from specgen.session.choose_models import DraftChoice, Sources
 from specgen.session.measurement_store import MeasurementStore
 from specgen.session.opening_notes import notes_about, notes_after_closing
 from specgen.session.session import Session
+from specgen.session.weights_memory import WeightsBudget, weights_budget
 from specgen.system.control_groups import group_limits
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
 from specgen.system.machine import allowed_processors, look_at_machine
@@ -63,6 +65,8 @@ class WantedSession:
     #: The drafts to try, best first. `open_session` uses the first that loads and is expected to
     #: pay. If empty, the draft in `options` is used, whatever it costs.
     drafts: tuple[DraftChoice, ...] = ()
+    #: The number of answers at once, for whose contexts streamed weights leave room.
+    n_slots: int = 1
 
     @classmethod
     def of(
@@ -93,6 +97,10 @@ def _no_note(_text: str) -> None:
     """Ignore a note."""
 
 
+def no_packing(_n_done: int, _n_all: int) -> None:
+    """Show no progress of packing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reporter:
     """Where to report the progress of loading, and notes; by default, nowhere."""
@@ -101,6 +109,8 @@ class Reporter:
     note: Callable[[str], None] = _no_note
     #: Shows what is being done while its context is open.
     status: Status = no_status
+    #: Shows how far the packing of streamed weights is: the bytes that are packed, and all of them.
+    packing: Callable[[int, int], None] = no_packing
     #: Whether llama.cpp's log is shown. If so, the models are loaded one after the other, to keep
     #: their log lines apart.
     shows_log: bool = False
@@ -140,6 +150,7 @@ def open_session(
     measurements: MeasurementStore | None = None,
     check: Check | None = None,
     vocabulary_only: bool = False,
+    budget: WeightsBudget | None = None,
 ) -> Session:
     """Load a target, and the first of its drafts that loads and is expected to pay.
 
@@ -154,6 +165,7 @@ def open_session(
         measurements: What was measured on this machine before; None reads the user's file.
         check: Called with the loaded target before drafts are tried. It may raise an error.
         vocabulary_only: Whether to load only the target's vocabulary, because it decodes elsewhere.
+        budget: The memory for the target's weights; None decides it, as `budget_of` does.
 
     Raises:
         SpecgenError: If the target, or a draft that the user named, cannot be used.
@@ -171,6 +183,9 @@ def open_session(
     if measurements is None:
         measurements = open_measurements()
 
+    if budget is None and not vocabulary_only:
+        budget = budget_of(wanted)
+
     started_s = clock()
     draft_note = ""
     with contextlib.ExitStack() as on_error, reporter.status(message):
@@ -180,6 +195,8 @@ def open_session(
             measurements,
             draft_ahead="none" if reporter.shows_log else options.draft,
             vocabulary_only=vocabulary_only,
+            budget=budget,
+            on_packing=reporter.packing,
         )
         on_error.callback(session.close)
         if check is not None:
@@ -201,6 +218,29 @@ def open_session(
 
     session.call_after_close(note_written_files)
     return session
+
+
+def budget_of(
+    wanted: WantedSession,
+    max_bytes: float = math.inf,
+) -> WeightsBudget:
+    """Decide how much memory the weights of a session's target may use, before anything is loaded.
+
+    Args:
+        wanted: The target, the drafts, and the number of answers at once.
+        max_bytes: The memory for everything that the session loads, if less is available.
+
+    Raises:
+        MemoryLimitError: If they do not fit, and `weights_memory` is ``all``.
+        UsageError: If `weights_memory` does not suit the other options.
+    """
+    drafts = [choice.draft for choice in wanted.drafts] or [wanted.options.draft]
+    return weights_budget(
+        wanted.options,
+        drafts,
+        wanted.n_slots,
+        max_bytes,
+    )
 
 
 def open_measurements() -> MeasurementStore:

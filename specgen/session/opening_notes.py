@@ -12,6 +12,7 @@ from specgen.llama.kernels.admission import is_first_time
 from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
+from specgen.session.streaming_notes import streaming_notes
 from specgen.system.folders import cache_folder, packed_folder
 from specgen.system.machine import usable_threads
 from specgen.system.quantities import human_bytes
@@ -33,6 +34,7 @@ def notes_about(
     for model in session.models:
         yield from _kernel_notes(model)
     yield from _disk_notes(session)
+    yield from streaming_notes(session)
     if never_drafts:
         yield from _unused_drafting_options(options.drafting)
     yield from layers_without_gpu(options.target_context, options.draft_context)

@@ -268,6 +268,9 @@ class Scheduler:
         # answer would depend on other requests.
         if len(self.slots) == 1 or not self._target.model.has_equal_rows:
             return None
+        # Each piece, however small, reads the weights of a streamed model from disk.
+        if self._target.model.is_streamed:
+            return None
         if self.decoding or not self._token_s:
             return N_PREFILL_ALONGSIDE
         return max(N_PREFILL_ALONGSIDE, int(_PIECE_S / self._token_s))

@@ -22,11 +22,25 @@ from specgen.llama.library import has_gpu
 from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
 from specgen.option_values import required
-from specgen.options import DraftOptions, DraftSource, SamplerOptions, SessionOptions
+from specgen.options import (
+    LONGEST_STREAMED_DRAFT,
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.session.kept_answers import Learnt, learnt_weights, read_learnt
 from specgen.session.measurement_store import MeasurementStore, SessionCosts
 from specgen.session.prompts import Prompts
 from specgen.session.request import RequestSettings
+from specgen.session.weights_memory import (
+    ALL_WEIGHTS,
+    DEFAULT_N_CTX,
+    WeightsBudget,
+    usual_n_ctx,
+    weights_budget,
+)
 
 #: The maximum number of sequences in a context of llama.cpp.
 MAX_SEQUENCES = 256
@@ -34,25 +48,8 @@ MAX_SEQUENCES = 256
 MIN_AHEAD_BYTES = 32 << 20
 #: llama.cpp rounds the sizes of contexts up to a multiple of this.
 CONTEXT_STEP = 256
-#: The default number of tokens for a prompt and its answer.
-_DEFAULT_N_CTX = 4096
 #: The number of tokens that are compared between two vocabularies: the first ones suffice.
 _N_COMPARED = 1024
-
-
-def usual_n_ctx(wanted: int | None, n_train: int) -> int:
-    """Return the size of a context, in tokens, that does not depend on a prompt.
-
-    Args:
-        wanted: The size that the user gave; 0 stands for the size that the model was trained with,
-            None for the default.
-        n_train: The size that the model was trained with; 0 if unknown.
-    """
-    if wanted is not None:
-        return wanted or n_train or _DEFAULT_N_CTX
-    if n_train > 0:
-        return min(_DEFAULT_N_CTX, n_train)
-    return _DEFAULT_N_CTX
 
 
 class Session:
@@ -70,6 +67,8 @@ class Session:
         *,
         draft_ahead: DraftSource = "none",
         vocabulary_only: bool = False,
+        budget: WeightsBudget | None = None,
+        on_packing: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load the models.
 
@@ -81,6 +80,10 @@ class Session:
                 disk while the target is loading.
             vocabulary_only: Whether to load only the target's vocabulary, because it decodes
                 elsewhere.
+            budget: The memory for the target's weights; None decides it by the options and by what
+                is available.
+            on_packing: Receives the number of bytes of streamed weights that are packed, and of all
+                that will be.
 
         Raises:
             ModelFileError: If a file cannot be used.
@@ -112,12 +115,17 @@ class Session:
             on_error.callback(self.close)
             refuse_draft(options.target)
             _check_helpers(options)
+            #: The memory for the target's weights.
+            self.budget = ALL_WEIGHTS
+            if not vocabulary_only:
+                self.budget = budget or weights_budget(options, (options.draft, draft_ahead))
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
-            self.target = self._load_target(vocabulary_only)
+            self.target = self._load_target(vocabulary_only, on_packing)
+            self.options = replace(options, drafting=self._with_length(options.drafting))
             #: The default settings of a request.
             self.settings = RequestSettings.of(
-                self.target, options.sampler, options.generation, options.drafting
+                self.target, options.sampler, options.generation, self.options.drafting
             )
             #: The n-gram draft, which may be used together with another draft.
             self.ngrams = self._open_ngrams()
@@ -142,8 +150,12 @@ class Session:
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def _load_target(self, vocabulary_only: bool) -> LlamaModel:
-        """Load the target, count the time, and decide on the kind of its cost tables."""
+    def _load_target(
+        self,
+        vocabulary_only: bool,
+        on_packing: Callable[[int, int], None] | None,
+    ) -> LlamaModel:
+        """Load the target, count the time, and decide which of its cost tables are used."""
         context = self.options.target_context
         started_s = self.clock()
         target = LlamaModel(
@@ -152,13 +164,26 @@ class Session:
             vocabulary_only=vocabulary_only,
             workers=context.workers,
             mtp=True,
+            weights_bytes=self.budget.max_bytes,
+            on_packing=None if self.budget.max_bytes is None else on_packing,
         )
         self._resources.callback(target.close)
         self._count_loading(target, started_s)
         if replays_graphs(target, context.n_gpu_layers):
             self.costs.kind = partial(GraphCostTable, n_layer=target.n_layer)
+        self.costs.streamed_share = target.streamed_bytes / max(1, target.size_bytes)
         target.own_template = context.chat_template
         return target
+
+    def _with_length(self, drafting: DraftOptions) -> DraftOptions:
+        """Return the drafting options with the length of drafts that suits the target.
+
+        If the user gave none, drafts may be longer if the target is streamed: a pass takes as long
+        as its reads from disk, and a row costs next to nothing.
+        """
+        if not self.target.is_streamed or drafting.max_tokens is not None or not drafting.is_by_cost:
+            return drafting
+        return replace(drafting, max_tokens=LONGEST_STREAMED_DRAFT)
 
     def _load_ahead(self, draft: Path) -> None:
         """Start reading the weights of a draft in the background.
@@ -259,6 +284,7 @@ class Session:
         Raises:
             UsageError: If an option is invalid.
         """
+        drafting = self._with_length(drafting)
         if drafting != self.options.drafting:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
@@ -391,7 +417,7 @@ class Session:
         if max_tokens is None:
             max_tokens = self.options.generation.max_tokens
         if max_tokens < 0:  # no limit
-            max_tokens = _DEFAULT_N_CTX
+            max_tokens = DEFAULT_N_CTX
         n_tokens = n_prompt + max_tokens + self.options.drafting.n_max
         n_steps = -(-n_tokens // CONTEXT_STEP)  # rounded up
         n_train = self.target.n_ctx_train  # 0 if unknown
@@ -428,7 +454,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self.target,
-                self.costs.context_options(),
+                self._target_options(),
                 n_ctx=n_ctx * n_slots,
                 clock=self.clock,
                 n_sequences=self.n_branches_max * n_slots,
@@ -443,6 +469,19 @@ class Session:
                     self.draft_contexts(n_ctx, target=target, n_slots=n_slots)
                 )
             yield target, draft_contexts
+
+    def _target_options(self) -> ContextOptions:
+        """Return the options of the target's contexts.
+
+        If the target is streamed, more of a prompt is decoded at once, since each batch reads the
+        weights from disk. Without batch-invariant kernels, that would change the text.
+        """
+        options = self.costs.context_options()
+        n_batch = self.budget.n_batch
+        is_default = options.n_batch == ContextOptions().n_batch
+        if n_batch is None or not is_default or not self.target.has_equal_rows:
+            return options
+        return replace(options, n_batch=n_batch)
 
     @contextlib.contextmanager
     def draft_contexts(

@@ -54,6 +54,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600.0:.1f} h"
 
 
+def rough_seconds(seconds: float) -> str:
+    """Return an estimated duration with one decimal below ten seconds: "1.2 s", "6 s", "14 s"."""
+    text = f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.1f}".removesuffix(".0")
+    return f"{text} s"
+
+
 def times_text(low: float, high: float) -> str:
     """Return a range of factors ("1.2 to 1.4"), or one number if both ends are shown the same."""
     first = f"{low:.1f}"

@@ -178,6 +178,7 @@ def test_the_list_says_where_a_model_is_and_how_it_would_be_used(
         "size_bytes": len(content),
         "source": "Ollama",
         "fits_memory": True,
+        "streamed_bytes": None,
         "draft": "ngram",
         "problem": None,
     }

@@ -204,7 +204,7 @@ def machine(
         chat_template=None if chat_template is None else read_template(chat_template),
         template_variables=read_variables(template_variables or "{}"),
     )
-    draft = replace(shared, n_gpu_layers=n_gpu_layers_draft)
+    draft = replace(shared, n_gpu_layers=n_gpu_layers_draft, weights_memory="auto")
     return Contexts(target, draft, kernels)
 
 

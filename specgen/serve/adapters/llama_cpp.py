@@ -125,7 +125,7 @@ class SpecgenDraft(LlamaDraftModel):
             sampling=SamplerOptions(),
             drafting=replace(drafting, tree=TreeShape("off")),
             answer=GenerationOptions(),
-            contexts=Contexts(context, context),
+            contexts=Contexts(context, replace(context, weights_memory="auto")),
         )
         with contextlib.ExitStack() as opened:
             self.session = opened.enter_context(_open_session(wanted))

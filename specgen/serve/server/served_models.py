@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,13 +16,11 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, Specg
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
 from specgen.llama.file_check import check_file, remember_checks
-from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
+from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.kernels.attached import kernel_problem
-from specgen.llama.model import CACHE_TYPES
-from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
-from specgen.models.files import SHARD, parts_of
+from specgen.models.files import SHARD
 from specgen.models.stored_models import shown_name
-from specgen.options import ContextOptions, DraftSource, SessionOptions
+from specgen.options import ContextOptions, SessionOptions
 from specgen.serve.server.jobs import OpenedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import N_PARALLEL, ServedOptions
@@ -29,10 +28,25 @@ from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
 from specgen.session.found_models import why_not_loadable
 from specgen.session.measurement_store import MeasurementStore
-from specgen.session.open import Reporter, WantedSession, open_measurements, open_session
+from specgen.session.open import (
+    Reporter,
+    WantedSession,
+    budget_of,
+    open_measurements,
+    open_session,
+)
 from specgen.session.prompts.chat import missing_template_notice
 from specgen.session.prompts.sandbox import check_syntax
-from specgen.session.session import usual_n_ctx
+from specgen.session.weights_memory import (
+    MemoryNeeds,
+    WeightsBudget,
+    can_stream,
+    context_bytes,
+    context_size,
+    memory_needs,
+    trained_context,
+    weights_bytes,
+)
 from specgen.system.files import correct, named_file, read_toml
 from specgen.system.folders import cache_folder
 from specgen.system.quantities import counted, human_bytes
@@ -97,13 +111,9 @@ class ModelLoader:
         reporter = self.reporter
         if self.memory_bytes is not None:
             check_file(target)
-            n_bytes = _needed_bytes(wanted, n_parallel)
-            # Generate fewer answers at once if the model does not fit otherwise.
-            while n_bytes > self.memory_bytes and n_parallel > 1 and model.n_parallel is None:
-                n_parallel //= 2
-                n_bytes = _needed_bytes(wanted, n_parallel)
-            self._check_memory(name, n_bytes)
+            n_parallel, n_bytes = self._fitted(name, wanted, model.n_parallel)
             reporter = reporter.prefixed(f"{name}: ")
+        wanted = replace(wanted, n_slots=n_parallel)
 
         def open_model(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
             def stops() -> bool:
@@ -111,7 +121,6 @@ class ModelLoader:
 
             return self._open(
                 wanted,
-                n_parallel,
                 make_engine,
                 reporter,
                 turns,
@@ -119,6 +128,45 @@ class ModelLoader:
             )
 
         return ModelEntry(name, open_model, n_bytes, options=wanted.options)
+
+    def _fitted(
+        self,
+        name: str,
+        wanted: WantedSession,
+        n_wanted: int | None,
+    ) -> tuple[int, int]:
+        """Return the number of answers at once, and the memory that a model then needs.
+
+        If its weights do not even fit with one answer at a time, they are streamed if possible, and
+        use the memory that the contexts leave.
+
+        Args:
+            name: The model's name.
+            wanted: The files and options of the model.
+            n_wanted: The number of answers at once that the user gave, if any.
+
+        Raises:
+            MemoryLimitError: If it needs too much memory.
+        """
+        memory_bytes = self.memory_bytes or math.inf
+        n_parallel = n_wanted or N_PARALLEL
+        needs = _needs(wanted, n_parallel)
+        # Generate fewer answers at once if the model does not fit otherwise.
+        while needs.total_bytes > memory_bytes and n_parallel > 1 and n_wanted is None:
+            n_parallel //= 2
+            needs = _needs(wanted, n_parallel)
+        is_streamed = can_stream(wanted.options.target_context)
+        if needs.total_bytes <= memory_bytes or not is_streamed or needs.other_bytes > memory_bytes:
+            self._check_memory(name, needs.total_bytes)
+            return n_parallel, needs.total_bytes
+
+        # All answers share what a pass reads from disk, so their number need not be small.
+        n_parallel = n_wanted or N_PARALLEL
+        needs = _needs(wanted, n_parallel)
+        while needs.other_bytes > memory_bytes / 2 and n_parallel > 1 and n_wanted is None:
+            n_parallel //= 2
+            needs = _needs(wanted, n_parallel)
+        return n_parallel, int(memory_bytes)
 
     def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
         """Return an entry of the pool for an embedding model."""
@@ -152,7 +200,6 @@ class ModelLoader:
     def _open(
         self,
         wanted: WantedSession,
-        n_parallel: int,
         make_engine: Callable[..., Engine],
         reporter: Reporter,
         turns: Turns,
@@ -161,8 +208,7 @@ class ModelLoader:
         """Load a model and open its engine, while `turns` keeps the other models from decoding.
 
         Args:
-            wanted: The files and options of the model.
-            n_parallel: The number of answers at once.
+            wanted: The files and options of the model, and the number of answers at once.
             make_engine: Makes the engine.
             reporter: Tells the user about progress.
             turns: The turns of all models.
@@ -173,20 +219,22 @@ class ModelLoader:
             with turns:  # so that no model changes them meanwhile
                 self._measurements.save()
 
+        budget = budget_of(wanted, self.memory_bytes or math.inf)
         with contextlib.ExitStack() as stack:
-            with _weights(wanted.options), turns:
+            with _weights(wanted.options, budget, reporter), turns:
                 session = open_session(
                     wanted,
                     reporter,
                     clock=time.perf_counter,
                     measurements=self._measurements,
+                    budget=budget,
                 )
                 stack.enter_context(session)
                 stack.callback(save_measurements)
                 notices = calibrate(session, stops, reporter.status)
                 engine = make_engine(
                     session,
-                    n_parallel=n_parallel,
+                    n_parallel=wanted.n_slots,
                     interrupted=stops,
                     learn_alone=not self.learns_across,
                 )
@@ -239,7 +287,11 @@ class ModelLoader:
 
 
 @contextlib.contextmanager
-def _weights(options: SessionOptions) -> Iterator[None]:
+def _weights(
+    options: SessionOptions,
+    budget: WeightsBudget,
+    reporter: Reporter,
+) -> Iterator[None]:
     """Keep the weights of a target loaded for the duration of a context.
 
     Loading them takes longest, and needs no turn: other models decode meanwhile. A session that is
@@ -258,6 +310,8 @@ def _weights(options: SessionOptions) -> Iterator[None]:
         n_gpu_layers=context.n_gpu_layers,
         workers=context.workers,
         mtp=True,
+        weights_bytes=budget.max_bytes,
+        on_packing=None if budget.max_bytes is None else reporter.packing,
     )
     try:
         yield
@@ -410,71 +464,19 @@ def _check_loads(path: Path) -> None:
 # --- the memory of models, from the metadata of their files --------------------------------------
 
 
-def _needed_bytes(wanted: WantedSession, n_parallel: int) -> int:
-    """Estimate the memory of a target, its largest draft, the helpers, and all their contexts."""
-    options = wanted.options
-    context = options.target_context
-    n_ctx = _context_size(options.target, context) * n_parallel
-
-    def draft_bytes(source: DraftSource) -> int:
-        if isinstance(source, Path):
-            return _model_bytes(source, options.draft_context, n_ctx)
-        return 0
-
-    target_bytes = _model_bytes(options.target, context, n_ctx)
-    largest_draft_bytes = max((draft_bytes(choice.draft) for choice in wanted.drafts), default=0)
-    helper_bytes = sum(draft_bytes(helper) for helper in options.helpers)
-    return target_bytes + largest_draft_bytes + helper_bytes
+def _needs(wanted: WantedSession, n_parallel: int) -> MemoryNeeds:
+    """Estimate the memory of a session that generates so many answers at once."""
+    drafts = [choice.draft for choice in wanted.drafts]
+    return memory_needs(wanted.options, drafts, n_parallel)
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
     """Return the size of an embedding model's context in tokens, and its estimated memory."""
-    n_ctx = _context_size(target, context)
-    n_train = _trained_context(target)
+    n_ctx = context_size(target, context)
+    n_train = trained_context(target)
     if n_train:
         n_ctx = min(n_ctx, n_train)
     with GgufMetadata(target) as about:
         n_vocab = about.length("tokenizer.ggml.tokens") or 0
     logits_bytes = 4 * n_ctx * n_vocab  # llama.cpp reserves a float32 row of logits per token
-    return n_ctx, _model_bytes(target, context, n_ctx) + logits_bytes
-
-
-def _model_bytes(
-    file: Path,
-    context: ContextOptions,
-    n_tokens: int,
-) -> int:
-    """Estimate the memory of a model's weights and of a context of `n_tokens` tokens.
-
-    If the number of heads differs between layers, all are taken to have the maximum.
-    """
-    with GgufMetadata(file) as about:
-        name = about.text("general.architecture")
-        n_layers = about.number(f"{name}.block_count")
-        n_heads = about.number(f"{name}.attention.head_count") or 1
-        n_heads_kv = about.number(f"{name}.attention.head_count_kv") or n_heads
-        size = about.number(f"{name}.embedding_length") // n_heads
-        size_k = about.number(f"{name}.attention.key_length") or size
-        size_v = about.number(f"{name}.attention.value_length") or size
-    head_bytes = size_k * CACHE_TYPES[context.cache_type_k][1]
-    head_bytes += size_v * CACHE_TYPES[context.cache_type_v][1]
-    cache_bytes = int(n_tokens * n_layers * n_heads_kv * head_bytes)
-    try:
-        weight_bytes = sum(part.stat().st_size for part in parts_of(file))
-    except OSError as error:
-        raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
-    return weight_bytes + cache_bytes + CONTEXT_OVERHEAD_BYTES
-
-
-def _context_size(file: Path, context: ContextOptions) -> int:
-    """Return the size of a model's context in tokens."""
-    n_train = _trained_context(file)
-    n_ctx = usual_n_ctx(context.n_ctx, n_train)
-    if n_ctx > n_train > 0 and has_learned_positions(file):
-        return n_train
-    return n_ctx
-
-
-def _trained_context(file: Path) -> int:
-    with GgufMetadata(file) as about:
-        return about.number(f"{about.text('general.architecture')}.context_length")
+    return n_ctx, weights_bytes(target) + context_bytes(target, context, n_ctx) + logits_bytes

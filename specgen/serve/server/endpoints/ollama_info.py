@@ -22,7 +22,7 @@ from specgen.serve.server.http import read_json
 from specgen.serve.server.jobs import ServedModel
 from specgen.serve.server.model_pool import LoadedModel, ModelEntry, ModelPool, PooledModel
 from specgen.serve.server.options import Limits
-from specgen.session.session import usual_n_ctx
+from specgen.session.weights_memory import usual_n_ctx
 
 
 async def list_models(pool: ModelPool, _request: HttpRequest) -> Response:
