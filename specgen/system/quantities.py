@@ -55,9 +55,12 @@ def duration(seconds: float) -> str:
 
 
 def rough_seconds(seconds: float) -> str:
-    """Return an estimated duration with one decimal below ten seconds: "1.2 s", "6 s", "14 s"."""
-    text = f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.1f}".removesuffix(".0")
-    return f"{text} s"
+    """Return an estimated duration with few digits: "40 ms", "1.2 s", "6 s", "14 s"."""
+    if seconds < 0.1:
+        return seconds_text(seconds)
+    if seconds >= 9.95:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s".replace(".0 s", " s")
 
 
 def times_text(low: float, high: float) -> str:

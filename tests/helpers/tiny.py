@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,4 +107,26 @@ def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0)
         for name, values in initial_changes(stacked, types).items()
     }
     write_weights(model, changes, path)
+    return path
+
+
+def write_large_model(path: Path, n_bytes: int) -> Path:
+    """Write a model whose weights are a hole in its file: it can be described, and not loaded."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(32)
+    writer.add_embedding_length(4096)
+    writer.add_feed_forward_length(11008)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(8)
+    writer.add_context_length(8192)
+    writer.add_token_list(["a", "b"])
+    shape = (n_bytes // (4 * 4096), 4096)
+    writer.add_tensor_info("blk.0.ffn_up.weight", shape, np.dtype(np.float32), n_bytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, path.stat().st_size + n_bytes + 4096)
     return path

@@ -339,6 +339,29 @@ def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length
     assert found.seconds < 0.97 * world.best_fixed()[1]
 
 
+@pytest.mark.parametrize("truth", ["honest", "better than it says", "says nothing"])
+def test_where_rows_cost_nothing_drafts_are_as_long_as_they_pay(truth: str) -> None:
+    """As for a target that is read from disk, where a draft step takes a hundredth of a pass."""
+    first, world = (
+        World(CURVES["flat"], 0.01, *text(1200, TRUTHS[truth], seed=seed), n_max=32)
+        for seed in (1, 2)
+    )
+    table = CostTable(first.table())
+    acceptance = dict[str, AcceptanceRates]()
+    options = DraftOptions(max_tokens=32)
+    run(first, CostAwarePolicy(options, table, acceptance))
+    found = run(world, CostAwarePolicy(options, table, acceptance))
+    assert max(found.lengths) > LONGEST_DRAFT
+    assert found.seconds < world.best_fixed()[1] / 0.97
+
+
+def test_a_short_prefill_does_not_wait() -> None:
+    """The first pass would be a plain one, which takes seconds if it is read from disk."""
+    policy = cost_aware()
+    assert planned(policy, price=Price(0.01, 0.01, prefill_s=0.1)).reason == "model"
+    assert planned(policy, price=Price(0.01, 0.01, prefill_s=0.5)).reason == "prefill"
+
+
 HOPELESS: dict[str, tuple[Callable[[float], float], float]] = {
     "always wrong": (lambda _: 0.0, 0.1),
     "random": (lambda _: 0.05, 0.1),

@@ -514,6 +514,22 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
     assert lengths[0] > 1.15 * lengths[1]
 
 
+def test_where_rows_cost_nothing_a_tree_grows_deeper_in_place_of_unlikely_nodes() -> None:
+    """As for a target that is read from disk: all rows are taken long before the draft is done."""
+    language = random_language(N_VOCAB, seed=5, scale=2.0)
+    n_nodes = 16
+    flat = dict.fromkeys(range(1, n_nodes + 2), 10.0)
+    drafter, _ = tree_drafter(
+        language, WORDS, "auto", n_ctx=512, costs=draft_costs(), n_sequences=64
+    )
+    generation, branched = grown(drafter, language, flat)
+    assert any(branched)
+    # A draft that is always right: with four candidates for each position, half of the rows
+    # would be taken by wrong ones.
+    assert generation.stats.mean_accepted_length is not None
+    assert generation.stats.mean_accepted_length > n_nodes / 2 + 1
+
+
 def test_where_each_row_costs_a_token_nothing_branches() -> None:
     """A chain may pay: its tokens are likelier than their siblings can be."""
     language = random_language(N_VOCAB, seed=5, scale=4.0)

@@ -16,14 +16,19 @@ from typing import Any
 import httpx
 import pytest
 
-from specgen.errors import ModelFileError
+from specgen.errors import MemoryLimitError, ModelFileError
 from specgen.events import FinishedEvent
+from specgen.method.drafter import never
+from specgen.options import ContextOptions, SessionOptions, staged
 from specgen.serve.server.jobs import OpenedModel, ServedModel, Turns
 from specgen.serve.server.model_pool import ModelEntry
-from specgen.serve.server.options import Limits
+from specgen.serve.server.options import Limits, ServedOptions
+from specgen.serve.server.served_models import ModelLoader
 from specgen.session.engine import Engine, generate
+from specgen.session.open import SILENT, WantedSession
 from tests.helpers.server import FIXED, N_CTX, PATIENCE_S, Pooled, pooled, session_of, wait_until
 from tests.helpers.sessions import folder_with
+from tests.helpers.tiny import write_large_model
 from tests.tiny import CHATML_TEMPLATE, TinyConfig
 
 NAMES = ("a", "b", "c")
@@ -309,3 +314,18 @@ def test_a_client_that_goes_away_while_it_waits(files: Path) -> None:
             wait_until(lambda: server.pool.n_open == 1, "the end of the request")
         assert server.ask("a").status_code == 200
         assert server.loads == ["a"]
+
+
+def test_a_model_larger_than_its_memory_is_read_from_disk(tmp_path: Path) -> None:
+    """Its weights use what its contexts leave of the memory of all models."""
+    target = write_large_model(tmp_path / "large.gguf", 10**10)
+
+    def served(**context: Any) -> ModelEntry:
+        options = SessionOptions(target, "none", target_context=ContextOptions(**context))
+        choice = staged(str(target), ["none"], None)
+        loader = ModelLoader(SILENT, learns_across=False, stop=never, memory_bytes=6e9)
+        return loader.entry("", ServedOptions(choice, lambda _: WantedSession(options)))
+
+    assert served().n_bytes == 6e9
+    with pytest.raises(MemoryLimitError, match="large needs about 10.* but --memory allows 6"):
+        served(weights_memory="all")
