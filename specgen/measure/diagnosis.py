@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from specgen import __version__, errors
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.kernels.admission import KernelStatus
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import as_json, named_file, scratch_folder
 from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
 from specgen.system.machine import Machine, look_at_machine
@@ -48,6 +48,10 @@ _TOLERANCE = 0.1
 #: The text to decode, and how many of its tokens.
 _TEXT = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on). What comes next?"
 _N_TOKENS = 24
+#: How many if each token reads weights from disk.
+_N_STREAMED_TOKENS = 4
+#: The size of the context to decode in, in tokens.
+_N_CTX = 256
 
 
 # --- the report
@@ -304,21 +308,26 @@ def decode_both_ways(place: str, file: str | None = None) -> str:
             tiny = Path(folder) / "tiny.gguf"
             write_tiny_model(tiny)
             # One thread: on a busy machine, waiting for others takes far longer than the work.
-            batched, one_by_one, _ = _decode(tiny, replace(options, n_threads=1))
-        return compared(batched, one_by_one)
+            decoded = _decode(tiny, replace(options, n_threads=1))
+        return compared(decoded.batched, decoded.one_by_one)
 
     path = Path(file)
     problem = _kernel_problem(path)
     # Decode even if specgen's kernels have a problem: an error of the model itself comes first.
-    batched, one_by_one, why_rows_differ = _decode(path, options)
+    decoded = _decode(path, options)
     if problem:
         hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
         raise BackendError(f"specgen's kernels: {problem}", hint)
-    message = compared(batched, one_by_one)
-    if not why_rows_differ and np.array_equal(batched, one_by_one):
-        return f"{message}: rows are the same in any batch"
-    because = f", because {why_rows_differ}" if why_rows_differ else ""
-    return f"{message}: rows depend on their batch{because}"
+    message = compared(decoded.batched, decoded.one_by_one)
+    why_rows_differ = decoded.why_rows_differ
+    if not why_rows_differ and np.array_equal(decoded.batched, decoded.one_by_one):
+        message += ": rows are the same in any batch"
+    else:
+        because = f", because {why_rows_differ}" if why_rows_differ else ""
+        message += f": rows depend on their batch{because}"
+    if decoded.streamed_bytes:
+        message += f"; larger than memory, so {_from_disk(decoded.streamed_bytes)}"
+    return message
 
 
 def _kernel_problem(path: Path) -> str:
@@ -336,12 +345,26 @@ def _kernel_problem(path: Path) -> str:
     return KernelTests(kernels.path, cache_folder()).problem_of(path, rerun=True)
 
 
-def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
-    """Decode a text in one batch, and again token by token.
+def _from_disk(streamed_bytes: int) -> str:
+    return f"{human_bytes(streamed_bytes)} of its weights are read from disk in each pass"
 
-    Returns:
-        The logits of the batch and of the single tokens, each float32[n_tokens, n_vocab]; and why
-        they are expected to differ, empty if they are not.
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A text that was decoded in two ways."""
+
+    #: The logits of all tokens in one batch, float32[n_tokens, n_vocab].
+    batched: Logits
+    #: Those of single tokens, in the same shape.
+    one_by_one: Logits
+    #: Why the two are expected to differ; empty if they are not.
+    why_rows_differ: str
+    #: The bytes of weights that each pass reads from disk; 0 if they fit into memory.
+    streamed_bytes: int
+
+
+def _decode(path: Path, options: ContextOptions) -> _Decoded:
+    """Decode a text in one batch, and again token by token.
 
     Raises:
         SpecgenError: If the model cannot be used.
@@ -350,18 +373,34 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
 
     from specgen.drafters.kinds import refuse_draft
     from specgen.llama import LlamaBackend, LlamaModel
+    from specgen.llama.kernels.packed_weights import Streaming, keep_packed_weights, streaming_of
     from specgen.method.backend import Batch
+    from specgen.session.weights_memory import weights_budget
+    from specgen.system.folders import packed_folder
 
     refuse_draft(path)
-    model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
+    context = replace(options, n_ctx=_N_CTX)
+    budget = weights_budget(SessionOptions(path, "none", target_context=context), ())
+    n_tokens = _N_TOKENS
+    if budget.max_bytes is not None:
+        n_tokens = _N_STREAMED_TOKENS
+        # Nothing is packed here, which would take minutes, but what is packed is used.
+        keep_packed_weights(packed_folder())
+        if streaming_of(path) is not Streaming.STORED:
+            keep_packed_weights(None)
+    model = LlamaModel(
+        path,
+        n_gpu_layers=options.n_gpu_layers,
+        weights_bytes=budget.max_bytes,
+    )
     backend = LlamaBackend(
         model,
         options,
-        n_ctx=256,
+        n_ctx=_N_CTX,
         clock=time.perf_counter,
         n_outputs=_N_TOKENS,
     )
-    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:_N_TOKENS]
+    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:n_tokens]
 
     def rows(start: int, end: int) -> Logits:
         return backend.decode(Batch.of(tokens[start:end], start, end - start)).copy()
@@ -369,10 +408,15 @@ def _decode(path: Path, options: ContextOptions) -> tuple[Logits, Logits, str]:
     batched = rows(0, len(tokens))
     backend.remove(0)
     one_by_one = np.concatenate([rows(start, start + 1) for start in range(len(tokens))])
-    why_rows_differ = model.row_exception
+    decoded = _Decoded(
+        batched,
+        one_by_one,
+        model.row_exception,
+        model.streamed_bytes,
+    )
     backend.close()
     model.close()
-    return batched, one_by_one, why_rows_differ
+    return decoded
 
 
 def compared(batched: Logits, one_by_one: Logits) -> str:

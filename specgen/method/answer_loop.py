@@ -224,18 +224,20 @@ class AnswerLoop(Loop):
         self,
         answer: AnswerState,
         costs: CostTable,
+        n_cheap: int,
         batch: Batch,
         active: Sequence[AnswerState],
         events: list[Event],
     ) -> DecodedBatch:
         """Decode a round's batch together with as much of another answer's prompt as costs allow.
 
-        This is exact, since a row has the same logits in any batch. With the first two arguments
+        This is exact, since a row has the same logits in any batch. With the first three arguments
         bound, it is a `Decode` for `Loop.round`.
 
         Args:
             answer: The answer whose prompt is decoded.
             costs: The costs of the target's batches.
+            n_cheap: The number of the prompt's rows that a batch may have whatever `costs` say.
             batch: The round's batch. Rows of the prompt are added to it.
             active: The answers of the round.
             events: The events of the round. Those of `answer` are added to it.
@@ -246,7 +248,7 @@ class AnswerLoop(Loop):
         n_round_rows = len(batch)
         decode_s_before = self.target.decode_s
         events += self.begin_prefill(answer, self.clock())
-        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs)
+        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs, n_cheap)
         is_last = False
         if n_prompt_rows_max > 0 and not answer.is_finished:
             is_last = self.add_prefill_chunk(batch, answer, n_prompt_rows_max)
@@ -256,9 +258,12 @@ class AnswerLoop(Loop):
         if n_rows == n_round_rows:  # nothing was added
             return decoded
 
-        # The round pays what its rows would have cost alone, the prefill the rest.
+        # The round pays what its rows would have cost alone, the prefill the rest. Rows that are
+        # cheap in any case cost nothing.
         round_share = n_round_rows / n_rows
-        if costs:
+        if n_cheap:
+            round_share = 1.0
+        elif costs:
             round_share = costs.seconds(n_round_rows) / costs.seconds(n_rows)
         prefill_s = (self.target.decode_s - decode_s_before) * (1.0 - min(1.0, round_share))
         last_logits = decoded.logits[-1:] if is_last else None
@@ -269,7 +274,12 @@ class AnswerLoop(Loop):
             answer.failure = error
         return DecodedBatch(decoded.logits, decoded.hidden, prefill_s)
 
-    def _rows_alongside(self, n_round_rows: int, costs: CostTable) -> int:
+    def _rows_alongside(
+        self,
+        n_round_rows: int,
+        costs: CostTable,
+        n_cheap: int,
+    ) -> int:
         """Return the maximum number of prompt rows in the batch of a round.
 
         The batch may take twice as long with them, so that running answers keep half their speed.
@@ -281,7 +291,7 @@ class AnswerLoop(Loop):
             sizes = range(1, n_batch)
             # The number of sizes within the limit, which is also the largest of them.
             n_max = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_round_rows + n))
-        return min(n_max, n_batch - n_round_rows)
+        return min(max(n_max, n_cheap), n_batch - n_round_rows)
 
     def begin_prefill(self, answer: AnswerState, started_s: float) -> list[Event]:
         """Record that a prefill begins, and commit the tokens that a grammar forces at the start.

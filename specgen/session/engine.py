@@ -42,6 +42,10 @@ from specgen.session.session import MAX_SEQUENCES, Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 
+#: While other answers are decoded, so many tokens of a prompt join their round if the target is
+#: streamed: its pass takes as long as its reads from disk, which hide their computation.
+_N_STREAMED_ALONGSIDE = 128
+
 
 def _leave_unchanged(_request: Request, _answer: AnswerState) -> None:
     """Do nothing to prepare an answer."""
@@ -476,9 +480,11 @@ class Engine:
             participants.append(request_to_prefill)
         with self._fail_on_error(participants, raises=True):
             if request_to_prefill is not None:
-                costs = self._session.costs.table()
                 decode = functools.partial(
-                    self._loop.decode_alongside, request_to_prefill.running, costs
+                    self._loop.decode_alongside,
+                    request_to_prefill.running,
+                    self._session.costs.table(),
+                    _N_STREAMED_ALONGSIDE if self.target.model.is_streamed else 0,
                 )
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in participants}
