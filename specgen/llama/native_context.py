@@ -161,11 +161,14 @@ class _Opening:
         available = self._available_bytes()
         if needed > available:
             limit = usable_memory().limit
+            hint = "use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0"
+            if self._model.is_streamed:
+                hint += "; if you name a --ctx-size, streamed weights leave room for it"
             raise MemoryLimitError(
                 f"{self._model.name}: a context of {self._size.n_ctx} tokens needs about "
                 f"{human_bytes(int(needed))}, but only {human_bytes(int(available))} are free"
                 f"{f' ({limit})' if limit else ''}",
-                hint="use a smaller --ctx-size, or --cache-type-k q8_0 --cache-type-v q8_0",
+                hint=hint,
             )
         handle = self._make(n_sequences, n_snapshots=0)
         if not handle:

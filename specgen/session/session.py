@@ -479,7 +479,9 @@ class Session:
         options = self.costs.context_options()
         n_batch = self.budget.n_batch
         is_default = options.n_batch == ContextOptions().n_batch
-        if n_batch is None or not is_default or not self.target.has_equal_rows:
+        if n_batch is None or not is_default:
+            return options
+        if not self.target.is_streamed or not self.target.has_equal_rows:
             return options
         return replace(options, n_batch=n_batch)
 
