@@ -180,7 +180,7 @@ void *(*procedure_of_cpu)(ggml_backend_reg *, const char *) = nullptr;
 bool (*is_numa)() = nullptr;
 
 bool maps_when_used() {
-    return (packed_file != nullptr && packed_file->is_whole()) || is_numa();
+    return (packed_file != nullptr && packed_file->reads_rows()) || is_numa();
 }
 
 void *procedure(ggml_backend_reg *registry, const char *name) {

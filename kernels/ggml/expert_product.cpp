@@ -9,6 +9,7 @@
 
 #include "ggml/operator_kinds.h"
 #include "ggml/packed_matrix.h"
+#include "packed/weight_stream.h"
 
 namespace {
 
@@ -141,6 +142,7 @@ struct ExpertProduct {
 
 struct ExpertProductTraits : ggml::cpu::tensor_traits {
     bool work_size(int, const ggml_tensor *op, size_t &size) override {
+        expect_weights(op->src[0]);
         size = ExpertProduct(op).work_bytes();
         return true;
     }
@@ -153,6 +155,7 @@ struct ExpertProductTraits : ggml::cpu::tensor_traits {
         if (params->ith == 0) {
             n_products++;
             start_turns(params);
+            begin_weights(op->src[0]);
             product.sort(by_expert);
         }
         ggml_api.barrier(params->threadpool);

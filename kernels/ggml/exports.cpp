@@ -89,11 +89,34 @@ EXPORTED void specgen_kernels_serve() {
     serve_packed(ggml_api.device_of(cpu, 0));
 }
 
+// Bytes of the packed form of a ggml_tensor; 0 if it has none.
+EXPORTED uint64_t specgen_kernels_packed_size(const void *tensor) {
+    const auto *weights = static_cast<const ggml_tensor *>(tensor);
+    return can_pack(weights) ? packed_size(weights) : 0;
+}
+
 // Packed weights in a file: see `PackedFile`.
 EXPORTED void *specgen_kernels_open_packed(const char *path) { return new PackedFile(path); }
 // From now on, the calling thread loads models with this file, or without one (null).
 EXPORTED void specgen_kernels_load_packed(void *file) {
     packed_file = static_cast<PackedFile *>(file);
+}
+// Let a buffer of more bytes than this be streamed, if need be from the new file at `new_path`.
+EXPORTED void specgen_kernels_limit_packed(void *file, uint64_t max_bytes, const char *new_path) {
+    static_cast<PackedFile *>(file)->limit(max_bytes, new_path);
+}
+// After the model was loaded. Returns 0 or errno.
+EXPORTED int specgen_kernels_finish_packed(void *file) {
+    return static_cast<PackedFile *>(file)->finish();
+}
+EXPORTED int specgen_kernels_packed_problem(const void *file) {
+    return static_cast<const PackedFile *>(file)->problem();
+}
+EXPORTED int specgen_kernels_is_whole_packed(const void *file) {
+    return static_cast<const PackedFile *>(file)->is_whole();
+}
+EXPORTED uint64_t specgen_kernels_streamed_bytes(const void *file) {
+    return static_cast<const PackedFile *>(file)->streamed_bytes();
 }
 EXPORTED int specgen_kernels_used_packed(const void *file) {
     return static_cast<const PackedFile *>(file)->was_used();

@@ -6,6 +6,7 @@
 #include "ggml/operator_kinds.h"
 #include "ggml/operators.h"
 #include "ggml/packed_matrix.h"
+#include "packed/weight_stream.h"
 
 // See operators.h. The thread that computes a graph has a limit; the other threads of its pool
 // learn it from that thread.
@@ -91,6 +92,7 @@ struct PackedProduct {
 
 struct PackedProductTraits : ggml::cpu::tensor_traits {
     bool work_size(int, const ggml_tensor *op, size_t &size) override {
+        expect_weights(op->src[0]);
         size = PackedProduct(op).work_bytes();
         return true;
     }
@@ -105,6 +107,7 @@ struct PackedProductTraits : ggml::cpu::tensor_traits {
         if (params->ith == 0) {
             n_products++;
             start_turns(params);
+            begin_weights(op->src[0]);
             const bool is_limited =
                 row_limit != nullptr && row_limit->n_rows == product.matrix.n_rows;
             limit = is_limited ? row_limit : nullptr;

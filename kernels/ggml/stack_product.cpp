@@ -5,6 +5,7 @@
 #include "ggml/operator_kinds.h"
 #include "ggml/packed_matrix.h"
 #include "ggml/stacked_columns.h"
+#include "packed/weight_stream.h"
 
 namespace {
 
@@ -55,6 +56,7 @@ struct StackProduct {
 
 struct StackProductTraits : ggml::cpu::tensor_traits {
     bool work_size(int, const ggml_tensor *op, size_t &size) override {
+        expect_weights(op->src[0]);
         size = StackProduct(op).work_bytes();
         return true;
     }
@@ -65,6 +67,7 @@ struct StackProductTraits : ggml::cpu::tensor_traits {
         if (params->ith == 0) {
             n_products++;
             start_turns(params);
+            begin_weights(op->src[0]);
         }
         product.prepare(work, params->ith, params->nth);
         ggml_api.barrier(params->threadpool);

@@ -3,89 +3,99 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
-#include <unordered_map>
+#include <vector>
 
 #include "ggml/ggml_internals.h"
+#include "packed/model_rows.h"
+#include "packed/packed_format.h"
+#include "packed/tensor_writer.h"
+#include "packed/weight_stream.h"
 
-// While a thread loads a model with a PackedFile, the memory of the model's packed buffer is the
-// contents of the file, mapped, and tensors that are in the file are left as they are. If there
-// is no such file, the buffer is remembered, so that it can be written to one.
+// While a thread loads a model with a PackedFile, the memory of the model's packed buffer is
+//
+// - the file, mapped, if it exists: tensors that are in the file are left as they are;
+// - else, if the buffer may not be in memory as a whole, a new file, mapped: each tensor is packed
+//   and written to it;
+// - else memory of the process, which is remembered, so that it can be written to a file.
 class PackedFile {
   public:
-    // Map the file at `path`, if it is complete.
+    // Use the file at `path`, if it is complete.
     explicit PackedFile(const char *path);
     ~PackedFile();
     PackedFile(const PackedFile &) = delete;
 
-    // --- a buffer ---
+    // Let a buffer of more bytes than this be streamed. Unless the file exists, such a buffer is
+    // packed into the empty file at `new_path`.
+    void limit(size_t max_bytes, const char *new_path);
 
-    // Return `size` bytes of memory for a packed buffer: the mapped file; null if it has no such
-    // buffer. The buffer unmaps it.
+    // Map the file as the memory of a packed buffer of `size` bytes, which unmaps it. Null if the
+    // file is not for this buffer. If there is a `problem` then, the buffer must not be loaded.
     void *take_memory(size_t size);
     // Remember the memory that a buffer got instead.
     void remember(void *memory, size_t size);
+    // Bring the packed form of a tensor into its memory. `rows` is as in the model's file.
+    void load(ggml_tensor *tensor, const char *rows);
+    // All tensors were loaded: complete the new file, and begin to stream. Returns 0 or errno; a
+    // file that cannot be completed serves this process nevertheless.
+    int finish();
 
-    // --- its tensors ---
-
-    // Whether the tensor is in the mapped memory as it would be packed from `rows`.
-    bool has(const ggml_tensor *tensor, const char *rows, size_t packed_bytes);
-    // Note that a tensor was packed into its memory.
-    void note_packed(const ggml_tensor *tensor, const char *rows, size_t packed_bytes);
-    // Let go of rows of the model's file that are not needed any more: if they are mapped, they
-    // leave this process's memory.
-    void release_rows(const char *rows, size_t bytes);
-
-    // --- afterwards ---
-
-    // Whether the file exists and is complete, so that most of the model's own file need not be
-    // read.
-    bool is_whole() const { return file_ >= 0; }
+    // Whether the file exists and is complete.
+    bool is_whole() const { return is_whole_; }
+    // Whether the rows that are needed are read here, so that llama.cpp need not read them all.
+    bool reads_rows() const { return file_ >= 0; }
     // Whether all weights came from the file, and none were packed.
-    bool was_used() const { return memory_ != nullptr && is_mapped_ && n_packed_ == 0; }
-    // How many bytes there are to write; 0 if there is nothing that a file could keep.
+    bool was_used() const { return is_whole_ && memory_ != nullptr && n_packed_ == 0; }
+    // Why a buffer that must be streamed cannot be: EBADMSG if the file has other weights, or the
+    // error of writing the new one; 0 if it can.
+    int problem() const { return problem_; }
+    // How many bytes each pass over the model reads from the disk.
+    size_t streamed_bytes() const { return stream_ ? stream_->streamed_bytes() : 0; }
+
+    // How many bytes were packed, if a file could keep them; else 0.
     size_t bytes() const;
     // Write the remembered buffer, which must still exist, to a new file. Returns 0 or errno.
     int write(const char *path) const;
 
   private:
-    void read_ahead(char *memory, size_t size);
-    void find_source(const char *rows);
+    bool must_stream() const { return max_bytes_ > 0 && size_ > max_bytes_; }
+    // Whether the buffer is mapped from the file.
+    bool is_mapped() const { return memory_ != nullptr && file_ >= 0; }
+    void forget_file();
+    int extend_file(size_t size) const;
+    void read_ahead();
+    bool has(const ggml_tensor *tensor, const char *rows, size_t packed_bytes) const;
+    void note_packed(const ggml_tensor *tensor, const char *rows, const char *packed,
+                     size_t packed_bytes);
+    int pack_into_file(const ggml_tensor *tensor, const char *rows, size_t packed_bytes);
 
-    // A tensor in the packed buffer.
-    struct Entry {
-        // Where its packed form is, from the beginning of the buffer.
-        uint64_t offset;
-        uint64_t bytes;
-        // Checks of the rows that it was packed from, and of the packed form.
-        uint64_t rows_check;
-        uint64_t packed_check;
-    };
-    // By the name of the tensor.
-    std::unordered_map<std::string, Entry> entries_;
-
-    // The file, open; -1 if there is none.
+    // The file, or the new one, open; -1 if there is none.
     int file_ = -1;
-    // Where the packed buffer begins in it.
-    size_t data_start_ = 0;
-    // The packed buffer: mapped from the file, or remembered.
+    bool is_whole_ = false;
+    PackedEntries entries_;
+    // How much of a buffer may be in memory; 0: all of it.
+    size_t max_bytes_ = 0;
+    int problem_ = 0;
+
+    // The packed buffer, once it has memory.
     char *memory_ = nullptr;
+    // Its size, or that of the one in the file.
     size_t size_ = 0;
-    bool is_mapped_ = false;
     // How many packed buffers the model has. (A file keeps only one.)
     int n_buffers_ = 0;
     int n_packed_ = 0;
-
-    // The part of this process's memory that is mapped from the model's own file. Empty: the rows
-    // that were asked about last are not mapped from a file.
-    const char *source_start_ = nullptr;
-    const char *source_end_ = nullptr;
+    ModelRows rows_;
+    // Writes the new file.
+    std::unique_ptr<TensorWriter> writer_;
 
     // The thread that maps pages ahead, and whether it should end.
     std::thread reader_;
     std::atomic<bool> is_ending_{false};
+    // The tensors that were loaded into the mapped file, and what streams them.
+    std::vector<WeightStream::Tensor> tensors_;
+    std::unique_ptr<WeightStream> stream_;
 };
 
 // What the calling thread loads models with, or null.

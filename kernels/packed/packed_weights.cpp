@@ -53,19 +53,13 @@ void pack_groups(const ggml_tensor *weights, const char *rows, char *packed,
     }
 }
 
-// Pack a whole tensor into its memory, unless the packed file in use has it already.
+// Load a whole tensor.
 void load_tensor(ggml_tensor *tensor, const char *rows) {
-    auto *packed = static_cast<char *>(tensor->data);
-    if (packed_file == nullptr) {
-        pack(tensor, rows, packed);
-        return;
+    if (packed_file != nullptr) {
+        packed_file->load(tensor, rows);
+    } else {
+        pack(tensor, rows, static_cast<char *>(tensor->data));
     }
-    const size_t bytes = packed_size(tensor);
-    if (!packed_file->has(tensor, rows, bytes)) {
-        pack(tensor, rows, packed);
-        packed_file->note_packed(tensor, rows, bytes);
-    }
-    packed_file->release_rows(rows, ggml_api.nbytes(tensor));
 }
 
 // Weights that arrive in pieces wait here until the whole tensor has arrived.
@@ -112,6 +106,7 @@ void clear(ggml_backend_buffer *buffer, uint8_t value) {
 ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {
     void *memory = packed_file != nullptr ? packed_file->take_memory(size) : nullptr;
     if (memory == nullptr) {
+        if (packed_file != nullptr && packed_file->problem() != 0) return nullptr;
         memory = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) return nullptr;

@@ -6,12 +6,13 @@ Users are models and contexts.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,12 @@ from specgen.errors import (
     WorkerLostError,
 )
 from specgen.llama.kernels.attached import LLAMA_CPP, computing, kernel_problem, loading_with
-from specgen.llama.kernels.packed_weights import PackedWeights, packed_weights_of
+from specgen.llama.kernels.packed_weights import (
+    PackedWeights,
+    must_stream,
+    packed_weights_of,
+    weight_sizes,
+)
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
@@ -47,6 +53,7 @@ class WeightsKey(NamedTuple):
     workers: Workers | None = None
 
 
+_log = logging.getLogger("specgen.llama.weights")
 #: The weights that are in use.
 _loaded: dict[WeightsKey, LoadedWeights] = {}
 #: The threads of `load_ahead`, by the weights that they load.
@@ -66,6 +73,12 @@ class LoadedWeights:
     remote: RemoteCalls | None = None
     #: The file of the packed weights; None if they are not kept.
     packed: PackedWeights | None = None
+    #: The bytes of weights that each pass over the model reads from the disk; 0 if all of them stay
+    #: in memory.
+    streamed_bytes: int = 0
+    #: Whether the system reads the weights from the model's own file as they are needed, because
+    #: they exceed the memory that they may use and cannot be streamed.
+    is_unpacked: bool = False
     n_users: int = 1
 
     @cached_property
@@ -106,6 +119,19 @@ def _always() -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """How weights are loaded. None of it changes what they are."""
+
+    #: The bytes of weights that may stay in memory; None: all.
+    weights_bytes: int | None = None
+    #: Called between tensors; loading stops if it returns False.
+    goes_on: Callable[[], bool] = _always
+    #: Called between tensors while weights are packed, with the bytes that are packed and the bytes
+    #: in all.
+    on_packing: Callable[[int, int], None] | None = None
+
+
 def lease_weights(
     file: Path,
     n_gpu_layers: int,
@@ -113,11 +139,17 @@ def lease_weights(
     vocabulary_only: bool = False,
     workers: Workers | None = None,
     mtp: bool = False,
+    weights_bytes: int | None = None,
     goes_on: Callable[[], bool] = _always,
+    on_packing: Callable[[int, int], None] | None = None,
 ) -> LoadedWeights:
     """Return the weights of a file, which are loaded unless they are in use already.
 
-    The caller becomes a user, and calls `release` later.
+    The caller becomes a user, and calls `release` later. Weights that exceed `weights_bytes` are
+    streamed: an equal share of each layer stays in memory, and each pass over the model reads the
+    rest from a file of packed weights. Without such a file and without room for one, or if the
+    kernels do not compute the model, the system reads the model's own file: see
+    `LoadedWeights.is_unpacked`.
 
     Args:
         file: The file.
@@ -125,7 +157,11 @@ def lease_weights(
         vocabulary_only: Whether to load only the vocabulary.
         workers: The workers that get the layers; None: this machine.
         mtp: Whether to load the MTP layers, too.
+        weights_bytes: The bytes of weights that may stay in memory; None: all. It has no effect on
+            weights that are in use already, or that workers get.
         goes_on: Called between tensors; loading stops if it returns False.
+        on_packing: Called between tensors while weights are packed, with the bytes that are packed
+            and the bytes in all. Weights that were packed before do not call it.
 
     Raises:
         ModelFileError: If llama.cpp cannot load the file.
@@ -157,7 +193,7 @@ def lease_weights(
             key,
             params,
             problem,
-            goes_on,
+            LoadSettings(weights_bytes, goes_on, on_packing),
         )
     else:
         weights = _load_onto_workers(
@@ -176,7 +212,7 @@ def _load_here(
     key: WeightsKey,
     params: Any,
     problem: str,
-    goes_on: Callable[[], bool],
+    settings: LoadSettings,
 ) -> LoadedWeights:
     """Load a file into the memory of this machine.
 
@@ -185,37 +221,145 @@ def _load_here(
         key: The key of the weights.
         params: llama.cpp's parameters for loading a model.
         problem: Why the kernels in use cannot compute the model; empty if they can.
-        goes_on: Called between tensors; loading stops if it returns False.
+        settings: How it is loaded.
 
     Raises:
         ModelFileError: If llama.cpp cannot load the file.
         MemoryLimitError: If it does not fit into memory.
         KeyboardInterrupt: If Ctrl-C stopped the loading.
     """
-    packed: PackedWeights | None = None
-    with ExitStack() as loading:
-        loading.enter_context(loading_with(problem))
-        if not key.vocabulary_only:
-            packed = packed_weights_of(file, n_gpu_layers=key.n_gpu_layers, mtp=key.mtp)
-        if packed is not None:
-            loading.enter_context(packed.loading())
-        loading.enter_context(_interrupt_between_tensors(params, goes_on))
+    weights = LoadedWeights(key, handle=None, kernel_problem=problem)
+    with loading_with(problem):
+        if key.vocabulary_only:
+            weights.handle = _load_native(file, params, settings)
+        else:
+            _load_packed(weights, file, params, settings)
+            if not weights.handle and weights.packed is None:
+                _load_unpacked(weights, file, params, settings)
+    if not weights.handle:
+        if weights.packed is not None:
+            weights.packed.discard()
+        raise _load_error(file, last_error())
+    return weights
+
+
+def _load_packed(
+    weights: LoadedWeights,
+    file: Path,
+    params: Any,
+    settings: LoadSettings,
+) -> None:
+    """Load weights with their file of packed weights, if they have one or get one."""
+    packed = packed_weights_of(
+        file,
+        settings.weights_bytes,
+        n_gpu_layers=weights.key.n_gpu_layers,
+        mtp=weights.key.mtp,
+    )
+    if packed is None:
+        return
+    try:
+        weights.handle = packed.load(lambda: _load_native(file, params, settings, packed))
+    except OSError as error:
+        _log.info("weights are not packed: %s", error)
+        packed.discard()
+        return
+    except BaseException:
+        packed.discard()
+        raise
+    weights.packed = packed
+    weights.streamed_bytes = packed.streamed_bytes
+
+
+def _load_unpacked(
+    weights: LoadedWeights,
+    file: Path,
+    params: Any,
+    settings: LoadSettings,
+) -> None:
+    """Load weights without a file of packed weights.
+
+    Those that fit into memory are packed there, if the kernels compute. The others stay in the
+    mapped file.
+    """
+    if must_stream(file, settings.weights_bytes):
+        weights.is_unpacked = True
+        # Least recently used pages leave the memory first, so that a pass finds none of those that
+        # the last one read.
+        weights.streamed_bytes = weight_sizes(file).file_bytes
+        # llama.cpp's layouts of weights are not files either.
+        params.use_extra_bufts = False
+        settings = replace(settings, on_packing=None)
+    weights.handle = _load_native(file, params, settings)
+
+
+def _load_native(
+    file: Path,
+    params: Any,
+    settings: LoadSettings,
+    packed: PackedWeights | None = None,
+) -> Any:
+    """Load a file with llama.cpp.
+
+    Args:
+        file: The file.
+        params: llama.cpp's parameters for loading a model.
+        settings: How it is loaded.
+        packed: The file of packed weights that is used or made; None: there is none.
+
+    Returns:
+        llama.cpp's pointer to the model; None if it cannot be loaded, or loading was stopped.
+
+    Raises:
+        KeyboardInterrupt: If Ctrl-C stopped the loading.
+    """
+
+    def load() -> Any:
+        return llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+
+    progress = _LoadProgress(file, settings, packed)
+    with _interrupt_between_tensors(params, progress.goes_on):
         other_threads = _other_load_ahead_threads()
-        handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
-        if not handle and other_threads and threading.current_thread() is threading.main_thread():
+        handle = load()
+        is_alone = not other_threads or threading.current_thread() is not threading.main_thread()
+        if not handle and not is_alone and progress.goes_on(0.0):
             # The log mixes lines of all threads. Try again alone, to log the reason of the failure.
             for thread in other_threads:
                 thread.join()
             forget_log()
-            handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
-    if not handle:
-        raise _load_error(file, last_error())
-    return LoadedWeights(
-        key,
-        handle,
-        problem,
-        packed=packed,
-    )
+            handle = load()
+    # The problem may be with the last tensor.
+    if handle and packed is not None and packed.has_problem:
+        llama_cpp.llama_model_free(handle)
+        return None
+    return handle
+
+
+class _LoadProgress:
+    """Reports how much of a model is packed, and decides whether its loading goes on."""
+
+    def __init__(self, file: Path, settings: LoadSettings, packed: PackedWeights | None) -> None:
+        """Begin to load.
+
+        Args:
+            file: The file.
+            settings: How it is loaded.
+            packed: The file of packed weights; None: there is none.
+        """
+        self._settings = settings
+        self._packed = packed
+        #: The bytes that are packed in all; 0 if they need not be reported.
+        self._n_bytes = 0
+        is_stored = packed is not None and packed.is_stored
+        if settings.on_packing is not None and not is_stored:
+            self._n_bytes = weight_sizes(file).packed_bytes
+
+    def goes_on(self, share: float) -> bool:
+        """Return whether loading goes on after a share of the model."""
+        if self._n_bytes and self._settings.on_packing is not None:
+            self._settings.on_packing(int(share * self._n_bytes), self._n_bytes)
+        has_problem = self._packed is not None and self._packed.has_problem
+        return not has_problem and self._settings.goes_on()
 
 
 def _load_onto_workers(
@@ -325,8 +469,8 @@ def _other_load_ahead_threads() -> list[threading.Thread]:
 
 
 @contextlib.contextmanager
-def _interrupt_between_tensors(params: Any, goes_on: Callable[[], bool]) -> Iterator[None]:
-    """Let Ctrl-C or `goes_on` stop the loading in the block.
+def _interrupt_between_tensors(params: Any, goes_on: Callable[[float], bool]) -> Iterator[None]:
+    """Let Ctrl-C or `goes_on`, which gets the share that is loaded, stop the loading in the block.
 
     The handler of Ctrl-C only makes the progress callback return False, and KeyboardInterrupt is
     raised after the block: ctypes would print and lose an exception in a callback.
@@ -337,8 +481,8 @@ def _interrupt_between_tensors(params: Any, goes_on: Callable[[], bool]) -> Iter
         nonlocal is_interrupted
         is_interrupted = True
 
-    def on_progress(_share: float, _data: object) -> bool:
-        return not is_interrupted and goes_on()
+    def on_progress(share: float, _data: object) -> bool:
+        return not is_interrupted and goes_on(share)
 
     # This reference keeps the callback alive until llama.cpp is done.
     callback = llama_cpp.llama_progress_callback(on_progress)

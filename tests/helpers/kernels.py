@@ -56,7 +56,13 @@ EXPORT void specgen_kernels_serve(void) {}
 EXPORT void *specgen_kernels_new_row_limit(int64_t, const int32_t *, int64_t) { return nullptr; }
 EXPORT void specgen_kernels_delete_row_limit(void *) {}
 EXPORT void specgen_kernels_set_row_limit(void *) {}
+EXPORT uint64_t specgen_kernels_packed_size(const void *) { return 0; }
 EXPORT void *specgen_kernels_open_packed(const char *) { return nullptr; }
+EXPORT void specgen_kernels_limit_packed(void *, uint64_t, const char *) {}
+EXPORT int specgen_kernels_finish_packed(void *) { return 0; }
+EXPORT int specgen_kernels_packed_problem(const void *) { return 0; }
+EXPORT int specgen_kernels_is_whole_packed(const void *) { return 0; }
+EXPORT uint64_t specgen_kernels_streamed_bytes(const void *) { return 0; }
 EXPORT void specgen_kernels_load_packed(void *) {}
 EXPORT int specgen_kernels_used_packed(const void *) { return 0; }
 EXPORT uint64_t specgen_kernels_packed_file_bytes(const void *) { return 0; }

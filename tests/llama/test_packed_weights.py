@@ -86,16 +86,17 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size - 1)
 
 
-def scrawl(offset_from_end: int) -> Callable[[Path], None]:
+def scrawl(offset: int) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         data = bytearray(path.read_bytes())
-        data[-offset_from_end] ^= 0xFF
+        data[offset] ^= 0xFF
         path.write_bytes(data)
 
     return change
 
 
-@pytest.mark.parametrize("damage", [cut, scrawl(64), scrawl(1)])
+# The packed weights begin at 64 KB, and their description follows them.
+@pytest.mark.parametrize("damage", [cut, scrawl(0), scrawl(64 << 10), scrawl(-64), scrawl(-1)])
 def test_a_damaged_file_is_packed_anew(
     folder: Path, model_file: Path, damage: Callable[[Path], None]
 ) -> None:
