@@ -1,7 +1,8 @@
 r"""A target that is larger than the memory that it may use, against llama.cpp's mapped file.
 
     python -m benchmarks.bigger_target -m 1.5b.gguf --times 5 -o bigger.gguf
-    python -m benchmarks.larger_than_memory -m bigger.gguf -md 0.5b.gguf --limit 2.5G --json out.json
+    python -m benchmarks.larger_than_memory -m bigger.gguf -md 0.5b.gguf --limit 2.5G \
+        --json out.json
 
 Each contender is a process in a control group of its own, whose memory is limited; the cache of
 files counts. They answer four prompts in turns, with 64 tokens each, greedily. Before each answer

@@ -16,33 +16,34 @@ LARGER_THAN_MEMORY = (
     "## Larger than memory",
     (
         "A target that is larger than memory runs, too: as much of its weights as fits stays in "
-        "memory, and the rest is read from disk in every pass, ahead of the computation. The output "
-        "is the same, bit for bit. Before the first answer, specgen tells what that means:"
+        "memory, and the rest is read from disk in every pass, ahead of the computation. The "
+        "output is the same, bit for bit. Before the first answer, a note tells what that means:"
     ),
     (
-        "    note: 19.2 GB of weights, 10.1 GB of memory: 9.8 GB are read from disk per pass, about "
-        "6 s; with drafts about 1.2 s a token"
+        "    note: 19.2 GB of weights, 10.1 GB of memory: 9.8 GB are read from disk per pass, "
+        "about 6 s; with drafts about 1.2 s a token"
     ),
     (
         "**What to expect.** A pass takes as long as its reads: the bytes that do not fit, divided "
         "by the speed of the disk. It takes hardly longer for 32 tokens than for one, so drafts "
         "save more time here than anywhere else, and are longer: use a draft model. The draft "
-        "always stays in memory. `specgen serve` and `specgen batch` generate several answers per "
-        "pass, and a prompt is read in batches that are as large as memory allows."
+        "always stays in memory. `specgen serve` and `specgen batch` generate several answers "
+        "per pass, and a prompt is read in batches that are as large as memory allows."
     ),
     (
         "**Memory.** The weights may use what is available, within the limits of the container, "
         "minus the draft, the KV caches and a reserve. `--weights-memory 10G` sets that size, and "
-        "`--weights-memory all` refuses a target that does not fit (exit code 8). A smaller context "
-        "(`-c`) leaves more memory for weights. `specgen models list` shows how much of a model "
-        "would be read from disk."
+        "`--weights-memory all` refuses a target that does not fit (exit code 8). A smaller "
+        "context (`-c`) leaves more memory for weights. `specgen models list` shows how much of a "
+        "model would be read from disk."
     ),
     (
-        "**Disk space.** On first use, the weights are packed into a file in the cache folder, which "
-        "is about as large as the model: this takes minutes, and is needed once. The file may take "
-        "half of the free space. If there is too little, specgen says so and lets llama.cpp's "
-        "kernels compute from the model's own file, which is several times slower. `specgen doctor` "
-        "shows the folder and its room; `specgen models clear` deletes the files."
+        "**Disk space.** On first use, the weights are packed into a file in the cache folder, "
+        "which is about as large as the model: this takes minutes, and is needed once. The file "
+        "may take half of the free space. If there is too little, specgen says so and lets "
+        "llama.cpp's kernels compute from the model's own file, which is several times slower. "
+        "`specgen doctor` shows the folder and its room; `specgen models clear` deletes the "
+        "files."
     ),
     (
         "**Limits.** Mixtures of experts, and all such models on macOS and Windows, are left to the "

@@ -455,8 +455,8 @@ class ContextOptions(Options):
     weights_memory: WeightsMemory = _machine(
         "auto",
         "--weights-memory",
-        "Memory for the target's weights: a size such as 10G, or auto for what is free. The rest is "
-        "read from disk in every pass; all refuses a target that does not fit.",
+        "Memory for the target's weights: a size such as 10G, or auto for what is free. The rest "
+        "is read from disk in every pass; all refuses a target that does not fit.",
         metavar="SIZE|all|auto",
         parse=parse_weights_memory,
         check=_checked_weights_memory,

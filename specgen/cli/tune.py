@@ -86,8 +86,9 @@ def _streamed_note(
     pass_s = pass_seconds(session)
     if session.target.is_streamed and pass_s is not None:
         yield (
-            f"first, {counted(n_answers, 'answer')} of up to {n_tokens} tokens are generated without "
-            f"drafts, in up to {duration(n_answers * n_tokens * pass_s)} (-N and -n make it less)"
+            f"first, {counted(n_answers, 'answer')} of up to {n_tokens} tokens are generated "
+            f"without drafts, in up to {duration(n_answers * n_tokens * pass_s)}: -N and -n make "
+            "it less"
         )
 
 

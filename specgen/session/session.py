@@ -181,7 +181,8 @@ class Session:
         If the user gave none, drafts may be longer if the target is streamed: a pass takes as long
         as its reads from disk, and a row costs next to nothing.
         """
-        if not self.target.is_streamed or drafting.max_tokens is not None or not drafting.is_by_cost:
+        is_given = drafting.max_tokens is not None
+        if not self.target.is_streamed or is_given or not drafting.is_by_cost:
             return drafting
         return replace(drafting, max_tokens=LONGEST_STREAMED_DRAFT)
 

@@ -94,8 +94,8 @@ def _unpacked_notes(session: Session) -> Iterator[str]:
             packed_bytes = weight_sizes(target.file).packed_bytes
             yield (
                 f"there is no room for {human_bytes(packed_bytes)} of packed weights in "
-                f"{packed_folder()}, {slower}: free {human_bytes(2 * packed_bytes)} on that disk, or "
-                "set SPECGEN_CACHE to a folder on another one"
+                f"{packed_folder()}, {slower}: free {human_bytes(2 * packed_bytes)} on that disk, "
+                "or set SPECGEN_CACHE to a folder on another one"
             )
         case Streaming.NOT_KEPT:
             yield f"--packed-cache off keeps no packed weights, {slower}: leave it out"
