@@ -178,7 +178,7 @@ def test_drafts_for_a_streamed_target_are_longer(models: Path, clock: VirtualTim
         session.change_drafting(DraftOptions(ngrams=False))
         assert session.n_rows_max == 1 + LONGEST_STREAMED_DRAFT
         finished = answered(session, "the cat is in the house of")
-        assert finished.n_tokens / finished.n_rounds > 4
+        assert finished.n_tokens / finished.n_rounds > 2.5
         assert finished.n_drafted / finished.n_rounds > LONGEST_DRAFT
     with streamed(models, clock, DraftOptions(max_tokens=5)) as session:
         assert session.n_rows_max == 6
@@ -226,12 +226,12 @@ def test_the_disk_is_measured_past_the_cache(tmp_path: Path) -> None:
     small.write_bytes(bytes(1000))
     assert read_speed(small, time.perf_counter) is None
     assert read_speed(tmp_path / "missing", time.perf_counter) is None
-    times = iter(range(1000))
+    times = iter(range(1000))  # a reading a second
     file = tmp_path / "file"
     file.write_bytes(bytes(32 * 2**20))
     speed = read_speed(file, lambda: float(next(times)), max_bytes=16 * 2**20, max_s=100.0)
     # Some file systems, such as those in memory, have no other way than through the cache.
-    assert speed is None or speed == pytest.approx(16 * 2**20 / 4)
+    assert speed is None or speed == pytest.approx(16 * 2**20 / 3)
 
 
 def test_estimates_have_few_digits() -> None:
