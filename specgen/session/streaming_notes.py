@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import platform
 from collections.abc import Iterator
 
 from specgen.llama.kernels.packed_weights import Streaming, streaming_of, weight_sizes
@@ -25,7 +25,7 @@ def streaming_notes(session: Session) -> Iterator[str]:
         return
     yield _summary(session)
     yield from _unpacked_notes(session)
-    if sys.platform != "linux":
+    if platform.system() != "Linux":
         yield (
             "this system decides by itself which weights stay in memory and what is read ahead; "
             "on Linux, specgen does, which is faster"
