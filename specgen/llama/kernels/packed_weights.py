@@ -333,8 +333,7 @@ def must_stream(file: Path, max_bytes: int | None) -> bool:
     return max_bytes is not None and weight_sizes(file).in_memory_bytes > max_bytes
 
 
-def streaming_of(file: Path)| None) -> TypeGuard[int]:
-XX: Path) -> Streaming:
+def streaming_of(file: Path) -> Streaming:
     """Return how the weights of a model can be streamed, before they are loaded.
 
     For a quick answer, a file that was packed by other kernels counts as one of this model.
