@@ -96,7 +96,7 @@ def scrawl(offset: int) -> Callable[[Path], None]:
 
 
 # The packed weights begin at 64 KB, and their description follows them.
-@pytest.mark.parametrize("damage", [cut, scrawl(0), scrawl(64 << 10), scrawl(-64), scrawl(-1)])
+@pytest.mark.parametrize("damage", [cut, scrawl(0), scrawl(64 << 10), scrawl(-96), scrawl(-1)])
 def test_a_damaged_file_is_packed_anew(
     folder: Path, model_file: Path, damage: Callable[[Path], None]
 ) -> None:

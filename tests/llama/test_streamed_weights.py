@@ -292,7 +292,7 @@ def test_a_damaged_file_is_packed_anew(
     assert again.read_bytes() == data
 
 
-# --- where weights cannot be streamed ---------------------------------------------------------------
+# --- where weights cannot be streamed -------------------------------------------------------------
 
 
 def unpacked(path: Path, weights_bytes: int) -> Logits:
