@@ -25,7 +25,7 @@ LARGER_THAN_MEMORY = (
     ),
     (
         "**What to expect.** A pass takes as long as its reads: the bytes that do not fit, divided "
-        "by the speed of the disk. It takes hardly longer for 32 tokens than for one, so drafts "
+        "by the speed of the disk. It takes hardly longer for 60 tokens than for one, so drafts "
         "save more time here than anywhere else, and are longer: use a draft model. The draft "
         "always stays in memory. `specgen serve` and `specgen batch` generate several answers "
         "per pass, and a prompt is read in batches that are as large as memory allows."

@@ -22,7 +22,12 @@ from specgen.llama.model import CACHE_TYPES
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
 from specgen.models.files import parts_of
 from specgen.models.stored_models import shown_name
-from specgen.options import ContextOptions, DraftSource, SessionOptions
+from specgen.options import (
+    LONGEST_STREAMED_DRAFT,
+    ContextOptions,
+    DraftSource,
+    SessionOptions,
+)
 from specgen.system.machine import available_memory_bytes, usable_memory
 from specgen.system.quantities import human_bytes
 
@@ -165,6 +170,14 @@ def trained_context(file: Path) -> int:
         return about.number(f"{about.text('general.architecture')}.context_length")
 
 
+def _logits_bytes(file: Path, n_slots: int) -> int:
+    """Return the memory of the logits of the largest drafts for a streamed target."""
+    with GgufMetadata(file) as about:
+        n_vocab = about.length("tokenizer.ggml.tokens") or 0
+    n_rows = n_slots * (1 + LONGEST_STREAMED_DRAFT)
+    return 4 * n_rows * n_vocab  # float32
+
+
 def _row_bytes(file: Path) -> int:
     """Estimate the memory of the activations of one row of a batch."""
     with GgufMetadata(file) as about:
@@ -264,7 +277,8 @@ def budget_within(
         if wanted == "all":
             raise _too_large(target, needs, memory_bytes)
         other_bytes = memory_needs(options, drafts, n_slots).other_bytes
-        return _streamed_budget(target, int(memory_bytes) - other_bytes - _RESERVE_BYTES)
+        other_bytes += _RESERVE_BYTES + _logits_bytes(target, n_slots)
+        return _streamed_budget(target, int(memory_bytes) - other_bytes)
     except (ModelFileError, BackendError, OSError):
         return ALL_WEIGHTS
 
