@@ -189,12 +189,13 @@ def find(
     if save:
         # If the file of saved drafts is damaged, this raises now rather than after minutes.
         saved_draft(identity_of(path))
-    wanted_session = WantedSession(wanted.options(alone(path)))
+    candidates, refused = find_candidates(files or (), path, tries_known=not files)
+    options = wanted.options(alone(path))
+    wanted_session = WantedSession(options, later_drafts=tuple(candidates))
     with (
         opened(wanted_session, wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
-        candidates, refused = find_candidates(files or (), path, tries_known=not files)
         search = search_drafts(
             session,
             candidates,

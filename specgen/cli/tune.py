@@ -52,7 +52,9 @@ def tune(
         candidates, _ = find_candidates([], sources.target)
         drafts += [path for path in candidates if path not in drafts]
     with (
-        opened(WantedSession(options), wanted.machine.kernels, output) as session,
+        opened(
+            WantedSession(options, later_drafts=tuple(drafts)), wanted.machine.kernels, output
+        ) as session,
         output.measuring() as (progress, stop),
     ):
         for note in _streamed_note(session, len(prompts), wanted.trials.max_tokens):

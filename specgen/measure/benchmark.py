@@ -443,6 +443,7 @@ def measure(
         SpecgenError: If the measurement fails before the first result.
     """
     from specgen.session.session import Session
+    from specgen.session.weights_memory import weights_budget
     from specgen.system.machine import LoadOfOthers
 
     runs = Runs()
@@ -450,9 +451,14 @@ def measure(
     contenders: list[Contender] = []
     try:
         with contextlib.ExitStack() as stack:
+            # All entries share the target's weights, which leave room for everything else.
+            drafts = [entry.options.draft for entry in entries]
+            budget = weights_budget(entries[0].options, drafts, len(entries))
             for n_done, entry in enumerate(entries):
                 progress("loading", n_done, len(entries))
-                session = stack.enter_context(Session(entry.options, time.perf_counter))
+                session = stack.enter_context(
+                    Session(entry.options, time.perf_counter, budget=budget)
+                )
                 contenders.append(contender_of(entry.name, session, chat, interrupted))
                 runs.kernels = session.target.kernels
             # The target is the same for all entries, so the last one can name it.

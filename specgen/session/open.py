@@ -67,6 +67,8 @@ class WantedSession:
     drafts: tuple[DraftChoice, ...] = ()
     #: The number of answers at once, for whose contexts streamed weights leave room.
     n_slots: int = 1
+    #: Drafts that will be loaded later, one at a time, for which they leave room, too.
+    later_drafts: tuple[DraftSource, ...] = ()
 
     @classmethod
     def of(
@@ -237,7 +239,7 @@ def budget_of(
     drafts = [choice.draft for choice in wanted.drafts] or [wanted.options.draft]
     return weights_budget(
         wanted.options,
-        drafts,
+        (*drafts, *wanted.later_drafts),
         wanted.n_slots,
         max_bytes,
     )

@@ -59,9 +59,10 @@ def pass_seconds(session: Session) -> float | None:
     if is_pair_measured(session, None):
         return session.costs.table().seconds(1)
     target = session.target
-    if target.loaded.is_unpacked:  # unknown: the system decides what it reads
+    packed = target.loaded.packed
+    if packed is None:  # unknown: the system decides what it reads of the model's own file
         return None
-    speed = read_speed(target.file, session.clock)
+    speed = read_speed(packed.path, session.clock)
     return None if speed is None else target.streamed_bytes / speed
 
 

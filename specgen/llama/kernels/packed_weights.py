@@ -79,6 +79,11 @@ class PackedWeights:
         self.written_bytes = 0
 
     @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
     def is_stored(self) -> bool:
         """Whether the file exists and is complete, so that nothing needs to be packed."""
         return bool(self._native.is_whole_packed(self._handle))
