@@ -15,7 +15,8 @@ the system does not allow that, it is said.
 - ngram, and each draft model: specgen with drafts. Each answer begins without knowledge of the
   others.
 - unlimited: specgen without drafts and without a limit. Its texts are those that the others have to
-  have. `--no-reference` leaves it out on a machine that has less memory than the target.
+  have. It answers last, alone: what it maps would stay in the cache of files for the others.
+  `--no-reference` leaves it out on a machine that has less memory than the target.
 
 Printed are, for each contender, the seconds per token after the first one, the tokens and the bytes
 read from the disk per pass, and how many texts are those of the reference. The speed of the disk is
@@ -55,13 +56,15 @@ _SPEED_S = 5.0
 
 @dataclass(slots=True)
 class Contender:
-    """A running process, its group, and its answers."""
+    """A process and its answers."""
 
     name: str
     worker: EngineWorker
-    #: Its control group; None if its memory is not limited.
-    group: MemoryGroup | None
     answers: list[dict[str, Any]] = field(default_factory=list)
+    #: The most memory that its control group used, and how many processes were killed in it. They
+    #: are counted when it ends; None without a limit.
+    peak_bytes: int | None = None
+    n_killed: int | None = None
 
     def summary(self, plain: Contender, reference: Contender) -> dict[str, Any]:
         """Return what the answers come to, compared with plain decoding under the limit."""
@@ -81,8 +84,8 @@ class Contender:
             "tokens_per_pass": round(n_tokens / sum(n_passes), 2),
             "disk_bytes_per_pass": round(sum(disk_bytes) / sum(n_passes)) if disk_bytes else None,
             "n_equal": sum(equal),
-            "peak_bytes": None if self.group is None else self.group.peak_bytes,
-            "n_killed": None if self.group is None else self.group.n_killed,
+            "peak_bytes": self.peak_bytes,
+            "n_killed": self.n_killed,
             "about": self.worker.about,
         }
 
@@ -105,17 +108,14 @@ class Setting:
     is_limited: bool = True
 
 
-def settings_of(drafts: Sequence[Path], *, has_reference: bool) -> list[Setting]:
-    """Return the contenders; plain decoding comes first, since it may have to pack."""
-    settings = [
+def settings_of(drafts: Sequence[Path]) -> list[Setting]:
+    """Return the contenders with a limit; plain decoding comes first, since it may have to pack."""
+    return [
         Setting(PLAIN, "specgen"),
         Setting("ngram", "specgen", "ngram"),
         *(Setting(draft.name, "specgen", str(draft)) for draft in drafts),
         Setting(LLAMA_CPP, "mapped-llama"),
     ]
-    if has_reference:
-        settings.append(Setting(REFERENCE, "specgen", is_limited=False))
-    return settings
 
 
 @contextlib.contextmanager
@@ -142,7 +142,11 @@ def running(
         worker = stack.enter_context(running_worker(command, settings))
         took_s = time.perf_counter() - started_s
         print(f"{setting.name}: loaded in {took_s:.0f} s, {worker.about}", file=sys.stderr)
-        yield Contender(setting.name, worker, group)
+        contender = Contender(setting.name, worker)
+        yield contender
+        if group is not None:
+            contender.peak_bytes = group.peak_bytes
+            contender.n_killed = group.n_killed
 
 
 def answer_all(
@@ -217,26 +221,29 @@ def main() -> None:
     if disk_speed is not None:
         print(f"the disk reads {human_bytes(int(disk_speed))} a second", file=sys.stderr)
     tokens = prompt_tokens(asked.target, texts)
+    groups = [settings_of(asked.draft)]
+    if not asked.no_reference:
+        groups.append([Setting(REFERENCE, "specgen", is_limited=False)])
+    contenders: list[Contender] = []
+    is_dropped = True
     try:
-        with contextlib.ExitStack() as stack:
-            contenders = [
-                stack.enter_context(running(setting, asked))
-                for setting in settings_of(asked.draft, has_reference=not asked.no_reference)
-            ]
-            is_dropped = answer_all(
-                contenders,
-                texts,
-                tokens,
-                files,
-            )
-            by_name = {contender.name: contender for contender in contenders}
-            plain = by_name[PLAIN]
-            reference = by_name.get(REFERENCE, plain)
-            summaries = {each.name: each.summary(plain, reference) for each in contenders}
+        for settings in groups:
+            with contextlib.ExitStack() as stack:
+                present = [stack.enter_context(running(setting, asked)) for setting in settings]
+                is_dropped &= answer_all(
+                    present,
+                    texts,
+                    tokens,
+                    files,
+                )
+                contenders += present
     except (GroupError, WorkerError) as error:
         sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
     if not is_dropped:
         print("the cache of files could not be dropped: speeds may be too high", file=sys.stderr)
+    plain = contenders[0]
+    reference = plain if asked.no_reference else contenders[-1]
+    summaries = {each.name: each.summary(plain, reference) for each in contenders}
     report(summaries, len(texts))
     write_json(
         asked.json,
