@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <string_view>
 
 #include "packed/packed_weights.h"
@@ -16,31 +17,27 @@
 
 namespace {
 
-// The reader takes pieces of this size: large enough for the disk, small enough to notice soon
-// that something else is needed.
+// The readers take pieces of this size: large enough for the disk, small enough to share a part and
+// to notice soon that something else is needed.
 constexpr size_t piece_bytes = 4 << 20;
 // The window has room for so many of the largest matrices, and for so many bytes at least. More
 // would only take memory from what is kept.
 constexpr size_t window_matrices = 2;
 constexpr size_t min_window_bytes = 64 << 20;
-// For so long a product waits for the reader without any progress.
+// Matrices of at most so many bytes are kept as a whole, if there is memory for all of them: a disk
+// is slow if it reads little at a time.
+constexpr size_t small_bytes = 1 << 20;
+// For so long a product waits for the readers without any progress.
 constexpr std::chrono::milliseconds patience{500};
 
-// Whether a tensor belongs to a layer of the model. The output matrix does not.
-bool is_of_layer(const ggml_tensor *tensor) {
-    const std::string_view name(tensor->name, strnlen(tensor->name, sizeof tensor->name));
-    return name.substr(0, 4) == "blk." || name.find(".blk.") != std::string_view::npos;
-}
-
-// The whole pages of a tensor's packed form.
-StreamedMatrix whole_pages(WeightStream *stream, const WeightStream::Tensor &each) {
-    const Pages pages =
-        Pages::within(static_cast<const char *>(each.tensor->data), each.packed_bytes);
-    StreamedMatrix matrix = {};
-    matrix.stream = stream;
-    matrix.start = pages.start;
-    matrix.streamed_bytes = pages.bytes;
-    return matrix;
+// Whether a tensor is kept as a whole, if there is memory for all of these: a small one, or one of
+// no layer, such as the output matrix.
+bool is_kept_first(const WeightStream::Tensor &each) {
+    const std::string_view name(each.tensor->name,
+                                strnlen(each.tensor->name, sizeof each.tensor->name));
+    const bool is_of_layer =
+        name.substr(0, 4) == "blk." || name.find(".blk.") != std::string_view::npos;
+    return !is_of_layer || each.packed_bytes <= small_bytes;
 }
 
 StreamedMatrix *streamed_matrix(const ggml_tensor *weights) {
@@ -49,20 +46,46 @@ StreamedMatrix *streamed_matrix(const ggml_tensor *weights) {
     return static_cast<StreamedMatrix *>(whole->extra);
 }
 
+// Memory for a copy of a part. It is in huge pages as far as the part's place can be, which takes
+// less time than to fill and to move small ones. Null if there is none.
+char *new_memory(const StreamedPart &part) {
+    constexpr size_t huge_page = 2 << 20;
+    const size_t more_bytes = part.bytes + huge_page;
+    void *memory =
+        mmap(nullptr, more_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    auto *all = static_cast<char *>(memory);
+    const size_t before =
+        (reinterpret_cast<uintptr_t>(part.start) - reinterpret_cast<uintptr_t>(all)) % huge_page;
+    char *copy = all + before;
+    if (before > 0) munmap(all, before);
+    munmap(copy + part.bytes, huge_page - before);
+    madvise(copy, part.bytes, MADV_HUGEPAGE);
+    return copy;
+}
+
+// Open the file of a descriptor again, such that reading it leaves nothing in the system's cache.
+int open_direct(int file) {
+    const std::string path = "/proc/self/fd/" + std::to_string(file);
+    return open(path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+}
+
 }  // namespace
 
 WeightStream::WeightStream(int file, size_t data_start, char *memory,
                            const std::vector<Tensor> &tensors, size_t max_bytes)
-    : file_(file), data_start_(data_start), memory_(memory), process_(getpid()) {
+    : file_(file), direct_file_(open_direct(file)), data_start_(data_start), memory_(memory),
+      process_(getpid()) {
     divide(tensors, max_bytes);
     if (const char *delay = std::getenv("SPECGEN_KERNELS_READ_DELAY_MS")) {
         delay_ms_ = static_cast<unsigned>(std::atoi(delay));
     }
     // Loading has read the first and the last page of each tensor, and what the system read ahead.
-    for (const StreamedMatrix &matrix : matrices_) {
-        drop(matrix.start, matrix.kept_bytes + matrix.streamed_bytes);
+    for (StreamedMatrix &matrix : matrices_) {
+        let_go(matrix.kept);
+        let_go(matrix.streamed);
     }
-    reader_ = std::thread([this] { run(); });
+    for (std::thread &reader : readers_) reader = std::thread([this] { run(); });
 }
 
 WeightStream::~WeightStream() {
@@ -71,50 +94,53 @@ WeightStream::~WeightStream() {
         is_ending_ = true;
     }
     wanted_.notify_all();
-    reader_.join();
+    for (std::thread &reader : readers_) reader.join();
     for (const StreamedMatrix &matrix : matrices_) {
-        if (matrix.copy != nullptr) munmap(matrix.copy, matrix.kept_bytes);
+        if (matrix.kept.copy != nullptr) munmap(matrix.kept.copy, matrix.kept.bytes);
+        if (matrix.streamed.copy != nullptr) munmap(matrix.streamed.copy, matrix.streamed.bytes);
     }
+    if (direct_file_ >= 0) close(direct_file_);
 }
 
-// Decide which part of each matrix is kept: an equal share of each matrix of a layer, so that the
-// disk is never idle while layers are computed whose weights are in memory; and all of the others,
-// whose products follow each other without much else to compute.
+// Decide what is kept: an equal share of each large matrix of a layer, so that the disk is never
+// idle while layers are computed that are in memory; and all of the others.
 void WeightStream::divide(const std::vector<Tensor> &tensors, size_t max_bytes) {
-    size_t layer_bytes = 0;
+    size_t first_bytes = 0;
     size_t other_bytes = 0;
     size_t largest = 0;
-    matrices_.reserve(tensors.size());
     for (const Tensor &each : tensors) {
-        const StreamedMatrix &matrix = matrices_.emplace_back(whole_pages(this, each));
-        (is_of_layer(each.tensor) ? layer_bytes : other_bytes) += matrix.streamed_bytes;
-        if (is_of_layer(each.tensor)) largest = std::max(largest, matrix.streamed_bytes);
-        each.tensor->extra = &matrices_.back();
+        (is_kept_first(each) ? first_bytes : other_bytes) += each.packed_bytes;
+        if (!is_kept_first(each)) largest = std::max(largest, each.packed_bytes);
     }
 
     // Besides the window, there is a matrix that was used and is about to be dropped.
     window_bytes_ = std::max(min_window_bytes, window_matrices * largest);
     window_bytes_ = std::min(window_bytes_, max_bytes / 4) / page_bytes() * page_bytes();
-    const size_t not_kept = std::min(window_bytes_ + largest, max_bytes / 2);
-    const size_t kept_bytes = max_bytes - not_kept;
-    const bool keeps_others = other_bytes <= kept_bytes;
-    const auto share =
-        keeps_others
-            ? static_cast<double>(kept_bytes - other_bytes) / std::max<size_t>(layer_bytes, 1)
-            : static_cast<double>(kept_bytes) / std::max<size_t>(layer_bytes + other_bytes, 1);
-    for (size_t i = 0; i < tensors.size(); i++) {
-        StreamedMatrix &matrix = matrices_[i];
-        const size_t bytes = matrix.streamed_bytes;
-        const bool is_kept = keeps_others && !is_of_layer(tensors[i].tensor);
-        const double kept = is_kept ? 1.0 : std::min(share, 1.0);
-        matrix.kept_bytes = static_cast<size_t>(kept * bytes) / page_bytes() * page_bytes();
-        matrix.streamed_bytes = bytes - matrix.kept_bytes;
+    const size_t kept_bytes = max_bytes - std::min(window_bytes_ + largest, max_bytes / 2);
+    const bool keeps_first = first_bytes <= kept_bytes;
+    const size_t shared_bytes = keeps_first ? kept_bytes - first_bytes : kept_bytes;
+    const size_t sharing_bytes = keeps_first ? other_bytes : first_bytes + other_bytes;
+    const double share =
+        std::min(1.0, static_cast<double>(shared_bytes) / std::max<size_t>(1, sharing_bytes));
+
+    matrices_.reserve(tensors.size());
+    for (const Tensor &each : tensors) {
+        const Pages pages =
+            Pages::within(static_cast<const char *>(each.tensor->data), each.packed_bytes);
+        const double kept_share = keeps_first && is_kept_first(each) ? 1.0 : share;
+        const size_t kept =
+            static_cast<size_t>(kept_share * pages.bytes) / page_bytes() * page_bytes();
+        StreamedMatrix &matrix = matrices_.emplace_back();
+        matrix.stream = this;
+        matrix.kept = {pages.start, kept};
+        matrix.streamed = {pages.start + kept, pages.bytes - kept};
+        each.tensor->extra = &matrix;
     }
 }
 
 size_t WeightStream::streamed_bytes() const {
     size_t total = 0;
-    for (const StreamedMatrix &matrix : matrices_) total += matrix.streamed_bytes;
+    for (const StreamedMatrix &matrix : matrices_) total += matrix.streamed.bytes;
     return total;
 }
 
@@ -134,16 +160,16 @@ void WeightStream::begin(StreamedMatrix &matrix) {
     if (is_forked()) return;
     std::unique_lock<std::mutex> lock(mutex_);
     current_ = &matrix;
-    wanted_.notify_one();
-    // Page faults would read it, too, but in small pieces. They have to if the reader gets no
+    wanted_.notify_all();
+    // Page faults would read it, too, but in small pieces. They have to if the readers get no
     // further with this matrix: graphs of several threads may take turns, or the disk be stuck.
     size_t before = 0;
     do {
-        before = matrix.copied_bytes + matrix.read_bytes;
-        const bool is_read =
-            arrived_.wait_for(lock, patience, [&] { return matrix.is_read() || is_ending_; });
-        if (is_read) return;
-    } while (matrix.copied_bytes + matrix.read_bytes > before);
+        before = matrix.read_bytes();
+        const bool is_complete = arrived_.wait_for(
+            lock, patience, [&] { return matrix.is_complete() || is_ending_; });
+        if (is_complete) return;
+    } while (matrix.read_bytes() > before);
 }
 
 void expect_weights(const ggml_tensor *weights) {
@@ -156,9 +182,9 @@ void begin_weights(const ggml_tensor *weights) {
     if (matrix != nullptr) matrix->stream->begin(*matrix);
 }
 
-// --- the reader ---
+// --- the readers ---
 
-// Only this thread changes what is in memory, and it does so without the lock. It sleeps while the
+// Only the readers change what is in memory, and they do so without the lock. They sleep while the
 // window is full: between passes.
 void WeightStream::run() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -168,94 +194,111 @@ void WeightStream::run() {
             wanted_.wait(lock);
             continue;
         }
-        lock.unlock();
-        const size_t in_memory = take(step);
-        lock.lock();
-        StreamedMatrix &matrix = *step.matrix;
-        size_t &so_far = step.kind == Step::keep ? matrix.copied_bytes : matrix.read_bytes;
-        so_far = in_memory;
+        StreamedPart &part = *step.part;
+        part.n_busy++;
+        if (step.kind == Step::read) {
+            part.claimed_bytes += step.n_bytes;
+            read(step, lock);
+        } else {
+            lock.unlock();
+            drop(part);
+            lock.lock();
+            part.claimed_bytes = 0;
+            part.read_bytes = 0;
+            part.has_failed = false;
+        }
+        part.n_busy--;
         arrived_.notify_all();
     }
-    arrived_.notify_all();
 }
 
-// Look at the matrices that are used next, as many as fit into the window: the first one that was
-// not read is read, and whatever is outside of the window is dropped before.
+// Look at the matrices that are used next, as many as fit into the window: the first piece that
+// nobody reads is read, and whatever is outside of the window is dropped before.
 WeightStream::Step WeightStream::next_step() {
     Step step = {Step::wait, nullptr, 0, 0};
+    const auto want = [&](StreamedPart &part, size_t end) {
+        if (step.kind != Step::wait || part.claimed_bytes >= end) return;
+        const size_t n = std::min(piece_bytes, end - part.claimed_bytes);
+        step = {Step::read, &part, part.claimed_bytes, n};
+    };
     size_t room = window_bytes_;
     n_looks_++;
     for (StreamedMatrix *next = current_; next != nullptr && next->last_look != n_looks_;
          next = next->next) {
         next->last_look = n_looks_;
+        want(next->kept, next->kept.bytes);
         // The matrix in use is read even if it is larger than the window.
-        const size_t wanted =
-            next == current_ ? next->streamed_bytes : std::min(next->streamed_bytes, room);
-        if (step.kind == Step::wait && !next->is_kept()) {
-            const size_t n = std::min(piece_bytes, next->kept_bytes - next->copied_bytes);
-            step = {Step::keep, next, next->copied_bytes, n};
-        } else if (step.kind == Step::wait && next->read_bytes < wanted) {
-            const size_t n = std::min(piece_bytes, wanted - next->read_bytes);
-            step = {Step::read, next, next->read_bytes, n};
-        }
-        room -= std::min(room, next->streamed_bytes);
+        const size_t bytes = next->streamed.bytes;
+        want(next->streamed, next == current_ ? bytes : std::min(bytes, room));
+        room -= std::min(room, bytes);
         if (room == 0) break;
     }
     for (StreamedMatrix &matrix : matrices_) {
-        if (matrix.read_bytes > 0 && matrix.last_look != n_looks_) {
-            return {Step::drop, &matrix, 0, matrix.read_bytes};
+        StreamedPart &part = matrix.streamed;
+        if (part.claimed_bytes > 0 && part.n_busy == 0 && matrix.last_look != n_looks_) {
+            return {Step::drop, &part, 0, part.claimed_bytes};
         }
     }
     return step;
 }
 
-// Take a step. Returns how much of the part that it is about is in memory afterwards.
-size_t WeightStream::take(const Step &step) {
-    char *start = step.matrix->start + step.matrix->kept_bytes + step.first_byte;
-    if (step.kind == Step::drop) {
-        drop(start, step.n_bytes);
-        return 0;
-    }
+// Read a piece of a part, and move the part to its place if it is the last one. Without memory, or
+// if the file cannot be read, the part is left to page faults.
+void WeightStream::read(const Step &step, std::unique_lock<std::mutex> &lock) {
+    StreamedPart &part = *step.part;
+    if (step.first_byte == 0) part.copy = new_memory(part);
+    char *copy = part.copy;
+    lock.unlock();
     if (delay_ms_ > 0) usleep(delay_ms_ * 1000);
-    if (step.kind == Step::keep) return keep(step);
-    if (!populate({start, step.n_bytes})) {
-        // An older Linux reads ahead without mapping. Without memory, page faults have to do.
-        posix_fadvise(file_, offset(start), step.n_bytes, POSIX_FADV_WILLNEED);
+    const bool is_read =
+        copy != nullptr &&
+        read_file(copy + step.first_byte, part.start + step.first_byte, step.n_bytes);
+    lock.lock();
+    if (!is_read) part.has_failed = true;
+    part.read_bytes += step.n_bytes;
+    if (part.read_bytes < part.bytes) return;
+
+    part.copy = nullptr;
+    const bool is_whole = !part.has_failed;
+    lock.unlock();
+    if (!is_whole || mremap(copy, part.bytes, part.bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
+                            part.start) == MAP_FAILED) {
+        if (copy != nullptr) munmap(copy, part.bytes);
     }
-    return step.first_byte + step.n_bytes;
+    lock.lock();
 }
 
-// Read a piece of a kept part into memory of the process, and move that to its place after the
-// last piece. Without memory, or if the file cannot be read, the part is left to the system.
-size_t WeightStream::keep(const Step &step) {
-    StreamedMatrix &matrix = *step.matrix;
-    const size_t bytes = matrix.kept_bytes;
-    if (matrix.copy == nullptr) {
-        void *memory =
-            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) return bytes;
-        matrix.copy = static_cast<char *>(memory);
+// Read what the file has at a place of the buffer.
+bool WeightStream::read_file(char *into, const char *place, size_t bytes) {
+    while (bytes > 0) {
+        const auto from = static_cast<off_t>(offset(place));
+        ssize_t n = -1;
+        if (direct_file_ >= 0) n = pread(direct_file_, into, bytes, from);
+        // Not every file system can read past the cache.
+        if (n < 0) {
+            n = pread(file_, into, bytes, from);
+            posix_fadvise(file_, from, static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);
+        }
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return false;
+        into += n;
+        place += n;
+        bytes -= n;
     }
-    const uint64_t from = offset(matrix.start) + step.first_byte;
-    ssize_t n = 0;
-    do {
-        n = pread(file_, matrix.copy + step.first_byte, step.n_bytes, from);
-    } while (n < 0 && errno == EINTR);
-    posix_fadvise(file_, from, step.n_bytes, POSIX_FADV_DONTNEED);
-    if (n > 0 && step.first_byte + n < bytes) return step.first_byte + n;
-
-    // The system replaces the mapping at once: whoever reads there sees the same bytes as before.
-    const bool is_moved =
-        n > 0 && mremap(matrix.copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, matrix.start) !=
-                     MAP_FAILED;
-    if (!is_moved) munmap(matrix.copy, bytes);
-    matrix.copy = nullptr;
-    posix_fadvise(file_, offset(matrix.start), bytes, POSIX_FADV_DONTNEED);
-    return bytes;
+    return true;
 }
 
-// Let go of a part of the mapping, and of its pages in the system's cache.
-void WeightStream::drop(char *start, size_t bytes) {
-    madvise(start, bytes, MADV_DONTNEED);
-    posix_fadvise(file_, offset(start), bytes, POSIX_FADV_DONTNEED);
+void WeightStream::drop(StreamedPart &part) {
+    if (part.copy != nullptr) munmap(part.copy, part.bytes);
+    part.copy = nullptr;
+    mmap(part.start, part.bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, file_,
+         static_cast<off_t>(offset(part.start)));
+}
+
+// Let the system forget what it has read of the mapped file.
+void WeightStream::let_go(StreamedPart &part) {
+    if (part.bytes == 0) return;
+    madvise(part.start, part.bytes, MADV_DONTNEED);
+    posix_fadvise(file_, static_cast<off_t>(offset(part.start)), static_cast<off_t>(part.bytes),
+                  POSIX_FADV_DONTNEED);
 }

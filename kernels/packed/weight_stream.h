@@ -1,15 +1,14 @@
 // Packed weights that exceed the memory that they may use: a part of each matrix is kept in memory,
 // and the rest is read from the packed file for every pass over the model.
 //
-// The packed buffer stays one mapping of the file, so the kernels notice nothing, and a page that
-// was not read in time is read by the page fault of the thread that needs it: late, but right. One
-// thread reads the matrices that are used next into the page cache and maps them, and drops those
-// that were used. Left to itself, the system would keep what was used last, of which nothing is
-// left when the next pass comes to it.
+// Two threads read the matrices that are used next, and drop those that were used: one takes memory
+// while the other one waits for the disk. Left to itself, the system would keep what was used last,
+// of which nothing is left when the next pass comes to it.
 //
-// Kept parts are memory of the process, moved to their places in the mapping: the system may not
-// take them back, as it may with pages of a file. (`mlock` would serve, too, but containers refuse
-// it.)
+// The packed buffer stays one mapping of the file. A part of it is read into other memory of the
+// process, which is then moved to its place; to drop the part, the file is mapped there again. The
+// system does both at once, so the kernels see the same bytes at any time. What was not read in
+// time is read by the page fault of the thread that needs it: late, but right.
 #pragma once
 
 #include <condition_variable>
@@ -22,26 +21,37 @@
 
 class WeightStream;
 
+// Some pages of the packed buffer.
+struct StreamedPart {
+    char *start;
+    size_t bytes;
+    // How much of it is read or being read, and how much was.
+    size_t claimed_bytes = 0;
+    size_t read_bytes = 0;
+    // The memory that it is read into until it is moved; null: there is none.
+    char *copy = nullptr;
+    // Whether a piece could not be read.
+    bool has_failed = false;
+    // How many readers are busy with it.
+    int n_busy = 0;
+
+    bool is_complete() const { return read_bytes == bytes && n_busy == 0; }
+};
+
 // A packed matrix, or a stack of matrices. Only its whole pages count: a page that it shares with a
 // neighbour is left to the system.
 struct StreamedMatrix {
     WeightStream *stream;
-    // In memory: first the bytes that are kept, then those that are streamed.
-    char *start;
-    size_t kept_bytes;
-    size_t streamed_bytes;
-
+    // The part that stays in memory once it was read, and the other one.
+    StreamedPart kept;
+    StreamedPart streamed;
     // The matrix that is used after it, as far as is known; null: unknown.
     StreamedMatrix *next = nullptr;
-    // Memory that the kept part is read into; and how much of it was read, of both parts.
-    char *copy = nullptr;
-    size_t copied_bytes = 0;
-    size_t read_bytes = 0;
-    // The last of the reader's looks at what is used next in which it found this matrix.
+    // The last of the readers' looks at what is used next in which it found this matrix.
     uint64_t last_look = 0;
 
-    bool is_kept() const { return copied_bytes == kept_bytes; }
-    bool is_read() const { return is_kept() && read_bytes == streamed_bytes; }
+    bool is_complete() const { return kept.is_complete() && streamed.is_complete(); }
+    size_t read_bytes() const { return kept.read_bytes + streamed.read_bytes; }
 };
 
 class WeightStream {
@@ -75,11 +85,10 @@ class WeightStream {
     void begin(StreamedMatrix &matrix);
 
   private:
-    // What the reader does next.
+    // What a reader does next: nothing, to drop a part, or to read a piece of it.
     struct Step {
-        enum { wait, drop, keep, read } kind;
-        StreamedMatrix *matrix;
-        // Of its kept or its streamed part.
+        enum { wait, drop, read } kind;
+        StreamedPart *part;
         size_t first_byte;
         size_t n_bytes;
     };
@@ -87,12 +96,15 @@ class WeightStream {
     void divide(const std::vector<Tensor> &tensors, size_t max_bytes);
     void run();
     Step next_step();
-    size_t take(const Step &step);
-    size_t keep(const Step &step);
-    void drop(char *start, size_t bytes);
+    void drop(StreamedPart &part);
+    void read(const Step &step, std::unique_lock<std::mutex> &lock);
+    bool read_file(char *into, const char *place, size_t bytes);
+    void let_go(StreamedPart &part);
     uint64_t offset(const char *place) const { return data_start_ + (place - memory_); }
 
+    // The file; and open for reading past the system's cache, or -1 if it cannot be.
     int file_;
+    int direct_file_;
     size_t data_start_;
     char *memory_;
     std::vector<StreamedMatrix> matrices_;
@@ -101,9 +113,9 @@ class WeightStream {
     // A pause before each piece is read, for tests of late pages.
     unsigned delay_ms_ = 0;
 
-    // Guards what follows, and the matrices.
+    // Guards what follows, and what was read of the matrices.
     std::mutex mutex_;
-    // Something has changed for the reader; for those who wait for it.
+    // Something has changed for the readers; for those who wait for them.
     std::condition_variable wanted_;
     std::condition_variable arrived_;
     // The matrix in use, and the one that was planned last.
@@ -113,7 +125,7 @@ class WeightStream {
     bool is_ending_ = false;
 
     int process_;
-    std::thread reader_;
+    std::thread readers_[2];
 };
 
 // What the products of packed weights call. Both do nothing unless the weights are streamed.
