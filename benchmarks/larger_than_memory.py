@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.answers import begin, bench_prompts, parser_of, write_json
-from benchmarks.memory_group import GroupError, MemoryGroup, drop_cache, memory_group
+from benchmarks.memory_group import GroupError, drop_cache, memory_group
 from benchmarks.worker_client import EngineWorker, WorkerCommand, WorkerError, running_worker
 from specgen.llama.native_context import default_threads
 from specgen.models.files import parts_of
