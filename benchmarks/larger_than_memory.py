@@ -66,8 +66,19 @@ class Contender:
     peak_bytes: int | None = None
     n_killed: int | None = None
 
-    def summary(self, plain: Contender, reference: Contender) -> dict[str, Any]:
-        """Return what the answers come to, compared with plain decoding under the limit."""
+    def summary(
+        self,
+        plain: Contender,
+        reference: Contender,
+        disk_speed: float | None,
+    ) -> dict[str, Any]:
+        """Return what the answers come to, compared with plain decoding under the limit.
+
+        Args:
+            plain: Plain decoding under the limit.
+            reference: Whose texts the others have to have.
+            disk_speed: The bytes per second that the disk reads in sequence; None if unknown.
+        """
         token_s = [1.0 / answer["tokens_per_s"] for answer in self.answers]
         plain_s = [1.0 / answer["tokens_per_s"] for answer in plain.answers]
         n_passes = [_n_passes(answer) for answer in self.answers]
@@ -82,12 +93,20 @@ class Contender:
             "token_s": round(statistics.mean(token_s), 3),
             "times_plain": round(statistics.geometric_mean(ratios), 3),
             "tokens_per_pass": round(n_tokens / sum(n_passes), 2),
+            "reads_of_pass_s": self._reads_of_pass_s(disk_speed),
             "disk_bytes_per_pass": round(sum(disk_bytes) / sum(n_passes)) if disk_bytes else None,
             "n_equal": sum(equal),
             "peak_bytes": self.peak_bytes,
             "n_killed": self.n_killed,
             "about": self.worker.about,
         }
+
+    def _reads_of_pass_s(self, disk_speed: float | None) -> float | None:
+        """Return the seconds in which the disk reads what does not fit; None if that is unknown."""
+        streamed_bytes = self.worker.about.get("streamed_bytes")
+        if not streamed_bytes or disk_speed is None:
+            return None
+        return round(float(streamed_bytes) / disk_speed, 3)
 
 
 def _n_passes(answer: Mapping[str, Any]) -> int:
@@ -190,14 +209,18 @@ def prompt_tokens(target: Path, texts: Sequence[str]) -> list[list[int]]:
 def report(summaries: Mapping[str, Mapping[str, Any]], n_prompts: int) -> None:
     """Print a line for each contender."""
     for name, summary in summaries.items():
-        read = summary["disk_bytes_per_pass"]
-        print(
-            f"{name}\t{summary['token_s']:.2f} s a token\t{summary['times_plain']:.2f} x plain\t"
-            f"{summary['tokens_per_pass']:.2f} tokens per pass\t"
-            f"{'?' if read is None else human_bytes(read)} per pass\t"
-            f"{summary['n_equal']} of {n_prompts} texts equal",
-            flush=True,
-        )
+        columns = [
+            name,
+            f"{summary['token_s']:.2f} s a token",
+            f"{summary['times_plain']:.2f} x plain",
+            f"{summary['tokens_per_pass']:.2f} tokens per pass",
+        ]
+        if summary["disk_bytes_per_pass"] is not None:
+            columns.append(f"{human_bytes(summary['disk_bytes_per_pass'])} from the disk per pass")
+        if summary["reads_of_pass_s"] is not None:
+            columns.append(f"{summary['reads_of_pass_s']:.2f} s at the disk's speed")
+        columns.append(f"{summary['n_equal']} of {n_prompts} texts equal")
+        print("\t".join(columns), flush=True)
 
 
 def main() -> None:
@@ -243,7 +266,7 @@ def main() -> None:
         print("the cache of files could not be dropped: speeds may be too high", file=sys.stderr)
     plain = contenders[0]
     reference = plain if asked.no_reference else contenders[-1]
-    summaries = {each.name: each.summary(plain, reference) for each in contenders}
+    summaries = {each.name: each.summary(plain, reference, disk_speed) for each in contenders}
     report(summaries, len(texts))
     write_json(
         asked.json,
