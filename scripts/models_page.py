@@ -40,8 +40,8 @@ LARGER_THAN_MEMORY = (
     (
         "**Disk space.** On first use, the weights are packed into a file in the cache folder, "
         "which is about as large as the model: this takes minutes, and is needed once. The file "
-        "may take half of the free space. If there is too little, specgen says so and lets "
-        "llama.cpp's kernels compute from the model's own file, which is several times slower. "
+        "may take half of the free space. If there is too little, a note says so, and the model's "
+        "own file is read as it is needed, which is several times slower. "
         "`specgen doctor` shows the folder and its room; `specgen models clear` deletes the "
         "files."
     ),

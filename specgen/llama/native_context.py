@@ -19,6 +19,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 CONTEXT_OVERHEAD_BYTES = 100 * 2**20
 #: Architectures with snapshots whose graphs have room for only a few (see `_max_snapshots`).
 _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+#: The maximum number of sequences in a context of llama.cpp.
+MAX_SEQUENCES = 256
 #: The maximum number of cells: llama.cpp's positions are of type int32.
 _MAX_CELLS = 2**31 - 1
 #: More snapshots than any context asks for.

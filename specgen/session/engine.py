@@ -26,6 +26,7 @@ from specgen.errors import (
 )
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.llama import LlamaBackend
+from specgen.llama.native_context import MAX_SEQUENCES
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState, interrupted_event
 from specgen.method.drafter import never
@@ -38,7 +39,7 @@ from specgen.session.prefix_reuse import PrefixReuse
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request, Slot
 from specgen.session.scheduler import Scheduler
-from specgen.session.session import MAX_SEQUENCES, Session
+from specgen.session.session import Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 

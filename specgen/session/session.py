@@ -23,7 +23,6 @@ from specgen.llama.native_context import n_native_sequences
 from specgen.llama.weights import load_ahead
 from specgen.option_values import required
 from specgen.options import (
-    LONGEST_STREAMED_DRAFT,
     ContextOptions,
     DraftOptions,
     DraftSource,
@@ -42,8 +41,6 @@ from specgen.session.weights_memory import (
     weights_budget,
 )
 
-#: The maximum number of sequences in a context of llama.cpp.
-MAX_SEQUENCES = 256
 #: Smaller drafts load so quickly that reading them ahead is not worthwhile.
 MIN_AHEAD_BYTES = 32 << 20
 #: llama.cpp rounds the sizes of contexts up to a multiple of this.
@@ -184,7 +181,7 @@ class Session:
         is_given = drafting.max_tokens is not None
         if not self.target.is_streamed or is_given or not drafting.is_by_cost:
             return drafting
-        return replace(drafting, max_tokens=LONGEST_STREAMED_DRAFT)
+        return replace(drafting, max_tokens=self.budget.longest_draft)
 
     def _load_ahead(self, draft: Path) -> None:
         """Start reading the weights of a draft in the background.

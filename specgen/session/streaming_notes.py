@@ -89,7 +89,7 @@ def _unpacked_notes(session: Session) -> Iterator[str]:
     target = session.target
     if not target.loaded.is_unpacked:
         return
-    slower = "so llama.cpp's kernels compute from the model's own file, which is slower"
+    slower = "so the system reads the model's own file as it is needed, which is slower"
     match streaming_of(target.file):
         case Streaming.NO_ROOM:
             packed_bytes = weight_sizes(target.file).packed_bytes

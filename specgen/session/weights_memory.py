@@ -19,10 +19,11 @@ from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
 from specgen.llama.kernels.packed_weights import must_stream
 from specgen.llama.library import has_gpu
 from specgen.llama.model import CACHE_TYPES
-from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
+from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES, MAX_SEQUENCES
 from specgen.models.files import parts_of
 from specgen.models.stored_models import shown_name
 from specgen.options import (
+    LONGEST_DRAFT,
     LONGEST_STREAMED_DRAFT,
     ContextOptions,
     DraftSource,
@@ -170,11 +171,10 @@ def trained_context(file: Path) -> int:
         return about.number(f"{about.text('general.architecture')}.context_length")
 
 
-def _logits_bytes(file: Path, n_slots: int) -> int:
-    """Return the memory of the logits of the largest drafts for a streamed target."""
+def _logits_bytes(file: Path, n_rows: int) -> int:
+    """Return the memory of the logits of so many rows."""
     with GgufMetadata(file) as about:
         n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    n_rows = n_slots * (1 + LONGEST_STREAMED_DRAFT)
     return 4 * n_rows * n_vocab  # float32
 
 
@@ -201,6 +201,8 @@ class WeightsBudget:
     #: The number of a prompt's tokens to decode at once, for which there is memory beside streamed
     #: weights; None: as many as the options say.
     n_batch: int | None = None
+    #: The default maximum length of drafts for a target with streamed weights.
+    longest_draft: int = LONGEST_STREAMED_DRAFT
 
 
 #: The budget of weights that fit.
@@ -265,8 +267,9 @@ def budget_within(
     target = options.target
     wanted = options.target_context.weights_memory
     try:
+        longest_draft = _longest_draft(n_slots)
         if isinstance(wanted, int):
-            return _given_budget(target, wanted)
+            return _given_budget(target, wanted, longest_draft)
         if weights_bytes(target) < _SMALL_SHARE * memory_bytes:
             return ALL_WEIGHTS
         check_file(target)
@@ -277,8 +280,8 @@ def budget_within(
         if wanted == "all":
             raise _too_large(target, needs, memory_bytes)
         other_bytes = memory_needs(options, drafts, n_slots).other_bytes
-        other_bytes += _RESERVE_BYTES + _logits_bytes(target, n_slots)
-        return _streamed_budget(target, int(memory_bytes) - other_bytes)
+        other_bytes += _RESERVE_BYTES + _logits_bytes(target, n_slots * (1 + longest_draft))
+        return _streamed_budget(target, int(memory_bytes) - other_bytes, longest_draft)
     except (ModelFileError, BackendError, OSError):
         return ALL_WEIGHTS
 
@@ -293,19 +296,44 @@ def _is_on_cpu(context: ContextOptions) -> bool:
     return context.workers is None and (context.n_gpu_layers == 0 or not has_gpu())
 
 
-def _given_budget(target: Path, given_bytes: int) -> WeightsBudget:
+def _longest_draft(n_slots: int) -> int:
+    """Return the default maximum length of drafts if weights are streamed.
+
+    Each node of a tree may need a sequence. A draft and its text need a few more.
+    """
+    n_sequences = MAX_SEQUENCES // n_slots - 4
+    return max(LONGEST_DRAFT, min(LONGEST_STREAMED_DRAFT, n_sequences))
+
+
+def _given_budget(
+    target: Path,
+    given_bytes: int,
+    longest_draft: int,
+) -> WeightsBudget:
     """Return the budget if the user gave the memory for weights."""
     check_file(target)
     if not must_stream(target, given_bytes):
         return ALL_WEIGHTS
-    return WeightsBudget(given_bytes, _batch_rows(target, given_bytes))
+    return WeightsBudget(
+        given_bytes,
+        _batch_rows(target, given_bytes),
+        longest_draft,
+    )
 
 
-def _streamed_budget(target: Path, free_bytes: int) -> WeightsBudget:
+def _streamed_budget(
+    target: Path,
+    free_bytes: int,
+    longest_draft: int,
+) -> WeightsBudget:
     """Return the budget of streamed weights and of the batches of a prompt."""
     n_batch = _batch_rows(target, free_bytes)
     batch_bytes = n_batch * _row_bytes(target)
-    return WeightsBudget(max(0, free_bytes - batch_bytes), n_batch)
+    return WeightsBudget(
+        max(0, free_bytes - batch_bytes),
+        n_batch,
+        longest_draft,
+    )
 
 
 def _batch_rows(target: Path, max_bytes: int) -> int:

@@ -186,6 +186,13 @@ def test_drafts_for_a_streamed_target_are_longer(models: Path, clock: VirtualTim
         assert session.n_rows_max == 1 + DraftOptions(policy="fixed").n_max
 
 
+def test_drafts_leave_sequences_for_all_answers_at_once(large: SessionOptions) -> None:
+    lengths = {n: budget_within(large, (), 6 * GB, n).longest_draft for n in (1, 4, 8, 16)}
+    assert lengths[1] == lengths[4] == LONGEST_STREAMED_DRAFT
+    assert LONGEST_DRAFT < lengths[8] < LONGEST_STREAMED_DRAFT
+    assert lengths[16] == LONGEST_DRAFT
+
+
 def test_several_answers_share_the_passes_of_a_streamed_target(
     models: Path, clock: VirtualTime
 ) -> None:

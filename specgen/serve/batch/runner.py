@@ -12,6 +12,7 @@ from typing import Any
 
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.llama.native_context import MAX_SEQUENCES
 from specgen.serve.batch.lines import BatchLine, LineError, Write, result_of, unexpected
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.model_adaptation import for_model
@@ -20,7 +21,7 @@ from specgen.session.calibration import calibrate, target_costs
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
 from specgen.session.request import Request as EngineRequest
-from specgen.session.session import MAX_SEQUENCES, Session
+from specgen.session.session import Session
 from specgen.text.overlap import common_prefix_length
 
 
