@@ -42,8 +42,8 @@ LARGER_THAN_MEMORY = (
         "which is about as large as the model: this takes minutes, and is needed once. The file "
         "may take half of the free space. If there is too little, a note says so, and the model's "
         "own file is read as it is needed, which is several times slower. "
-        "`specgen doctor` shows the folder and its room; `specgen models clear` deletes the "
-        "files."
+        "`specgen doctor` shows the folder and its room; `specgen models clear` deletes "
+        "the files."
     ),
     (
         "**Limits.** Mixtures of experts, and all such models on macOS and Windows, are left to the "
