@@ -27,6 +27,25 @@ def test_the_answer_is_the_same_with_less_memory(cli: Cli, draft: str) -> None:
     assert "of weights" not in plain.err
 
 
+def test_a_batch_has_the_same_results_with_less_memory(
+    specgen: Specgen, cli: Cli, tmp_path: Path
+) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("the cat is in\nthe house of the house of\none two three\n")
+    answers: list[object] = []
+    for name, memory in (("few", "1000"), ("plain", "auto")):
+        results = tmp_path / f"{name}.jsonl"
+        models = ["-m", cli.model("target"), "-md", cli.model("draft")]
+        result = specgen(
+            *("batch", *models, "-n", "20", "--raw", "--weights-memory", memory, lines, results)
+        )
+        assert result.code == 0, result.err
+        records = [json.loads(line) for line in results.read_text().splitlines()]
+        by_line = {record["custom_id"]: record["response"]["body"] for record in records}
+        answers.append([by_line[number]["choices"][0] for number in sorted(by_line)])
+    assert answers[0] == answers[1]
+
+
 def test_memory_that_is_no_size_is_refused(cli: Cli) -> None:
     message = complaint(cli.run(PROMPT, "--weights-memory", "much"), 2)
     assert "--weights-memory: 'much' is not a size, all or auto" in message
