@@ -108,11 +108,12 @@ class PrefixReuse:
                 n_held,
                 n_again,
             )
-            stops.append(self._store.stop_at(slot.branches(self._target).first))
-        if marks and self._target.rollback != "cells":
-            # Such a cache can only return to places where its state was saved. Save it before the
-            # turn of the answer: the next prompt may continue differently from there on.
-            stops.append(marks[-1])
+            stops += self._store.stops(slot.branches(self._target).first)
+        if self._target.rollback != "cells":
+            # Such a cache can only return to places where its state was saved. Other prompts may
+            # diverge from this one after a prefix that was loaded, after the instructions, and
+            # before the turn of the answer.
+            stops += [n_loaded, prompt.n_instructions, *marks[-1:]]
         return PrefillPlan(n_loaded, tuple(stop for stop in stops if 0 < stop < n))
 
     def store(self, slot: Slot, prefill_s: Callable[[int], float]) -> None:
@@ -123,8 +124,7 @@ class PrefixReuse:
             prefill_s: Returns how many seconds the prefill of a number of tokens takes.
         """
         if self._store is not None:
-            sequence = slot.branches(self._target).first
-            self._store.store(sequence, prefill_s(self._store.stop_at(sequence)))
+            self._store.store(slot.branches(self._target).first, prefill_s)
 
     def _open_prompt_cache(self, path: Path, context: CachedContext) -> str:
         """Load the user's file (`--prompt-cache`), and have it written when the engine closes.
