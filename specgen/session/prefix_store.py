@@ -203,11 +203,16 @@ class PrefixStore:
         """
         longest = 0
         best: SavedText | None = None
+| None = None
         for saved in self._entries():
             n_shared = saved.n_shared(tokens)
             # A cache that cannot go back can only use an entry that is a prefix as a whole.
             is_usable = self._context.goes_back or n_shared == len(saved.tokens)
-            if n_shared > longest and is_usable and len(saved.tokens) < n_ctx:
+            if n_shared == 0 or not is_usable or len(saved.tokens) >= n_ctx:
+                continue
+            # Of entries that share equally much, the smallest loads most quickly.
+            is_smaller = best is not None and saved.n_bytes < best.n_bytes
+            if n_shared > longest or (n_shared == longest and is_smaller):
                 longest = n_shared
                 best = saved
         return longest, best
