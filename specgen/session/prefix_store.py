@@ -203,7 +203,6 @@ class PrefixStore:
         """
         longest = 0
         best: SavedText | None = None
-| None = None
         for saved in self._entries():
             n_shared = saved.n_shared(tokens)
             # A cache that cannot go back can only use an entry that is a prefix as a whole.
