@@ -132,7 +132,9 @@ def main() -> None:
     parser = parser_of(__doc__, ctx_size=32768)
     parser.add_argument("--requests", type=Path, required=True, help="the folder of the requests")
     parser.add_argument("--parallel", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="a tiny model stands in for a real one")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model stands in for a real one"
+    )
     parser.add_argument("steps", nargs="+", help=f"names of requests, and {RESTART!r}")
     asked = parser.parse_args()
     choose_kernels(wanted_in(os.environ), cache_folder())

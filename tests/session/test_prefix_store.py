@@ -47,10 +47,10 @@ TOOLS: Tools = ({"type": "function", "function": {"name": "read", "parameters": 
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_pairs(tmp_path_factory.mktemp("models"), n_ctx_train=2048)
     for name, architecture in CACHES.items():
-        config = TinyConfig(
-            architecture=architecture, n_ctx_train=2048, chat_template=CHATML_TEMPLATE
-        )
-        write_models(folder, {f"{name} chat": config})
+        window = 64 if name == "sliding window" else 0
+        config = TinyConfig(architecture=architecture, n_ctx_train=2048, sliding_window=window)
+        chat = replace(config, chat_template=CHATML_TEMPLATE)
+        write_models(folder, {name: config, f"{name} chat": chat})
     for mtp in MTP:
         write_mtp_model(folder / f"{mtp}.gguf", mtp, n_ctx_train=2048)
     return folder
@@ -193,7 +193,7 @@ def test_a_turn_whose_past_is_written_otherwise_reads_only_what_is_new(
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_conversation_goes_back_to_an_earlier_turn(models: Path, cache: str) -> None:
     target = models / f"{cache} chat.gguf"
-    long = "not what it said " * 40
+    long = "not what it said " * 20
     with session_on(target, None) as session, Engine(session) as engine:
         first = talked(engine, session, "cat and more")
         talked(engine, session, "cat and more", long, "self")

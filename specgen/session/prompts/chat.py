@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from specgen.errors import ModelFileError, PromptError
@@ -241,23 +241,29 @@ class ChatTurns:
         """Return the number of first tokens that do not depend on what the user writes.
 
         These are the system message and the tools of an agent, with which its next conversation is
-        likely to begin. The result is 0 without tools, and after the first turn.
+        likely to begin. The result is 0 without tools, and once one of them was called.
 
         Args:
             vocabulary: The vocabulary of the model.
             template: The chat template.
             rendered: What the template makes of this conversation.
         """
-        is_first_turn = all(message.role in ("system", "user") for message in self.messages)
-        if not self.tools or not is_first_turn:
+        has_calls = any(message.tool_calls for message in self.messages)
+        if not self.tools or has_calls:
             return 0
         # Where it diverges from another conversation with the same instructions.
         system_messages = [message for message in self.messages if message.role == "system"]
-        other = replace(self, messages=[*system_messages, Message("user", _OTHER_QUESTION)])
         try:
-            other_tokens = other.rendered(vocabulary, template).tokens
+            fitted = render_fitted(
+                self._writer(vocabulary, template),
+                template,
+                [*system_messages, Message("user", _OTHER_QUESTION)],
+                has_tools=True,
+                variables=self.variables,
+            )
         except PromptError:
             return 0
+        other_tokens = tokenize(vocabulary, fitted.text, parse_special=True)
         return common_prefix_length(rendered.tokens, other_tokens)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
