@@ -54,8 +54,8 @@ def _responses(*, streams: bool) -> Iterator[Json]:
     content = [{"type": "output_text", "text": _ANSWER, "annotations": []}]
     item = {"type": "message", "id": "m1", "role": "assistant", "content": content}
     usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
-    response = {"id": "r1", "object": "response", "status": "completed", "output": [item]}
-    response = {**response, "usage": usage}
+    response: Json = {"id": "r1", "object": "response", "status": "completed", "output": [item]}
+    response["usage"] = usage
     if not streams:
         yield response
         return
