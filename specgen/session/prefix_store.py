@@ -43,7 +43,7 @@ _SUFFIX = ".prefix"
 #: Shorter prefixes are not stored: prefilling them again is quick.
 MIN_TOKENS = 512
 #: A prefix is stored only if the longest one that is stored already lacks at least so many tokens.
-_MIN_GAIN = 128
+_MIN_GAIN = 64
 #: To store a prefix of a text in the cache, at most so many tokens after it are dropped there.
 _MAX_DROPPED = 256
 #: Prompts are compared at their first so many control tokens, besides the ends of blocks.
