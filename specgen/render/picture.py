@@ -140,8 +140,7 @@ class _Picture:
                 f".{name}{{animation:{name} {whole_s:.2f}s infinite}}"
             )
         lines = [
-            '<svg xmlns="http://www.w3.org/2000/svg" role="img" '
-            f'viewBox="0 0 {width} {height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}">',
             f"<title>{escape(title)}</title>",
             f"<style>{_STYLE}{''.join(animations)}</style>",
             f'<rect width="{width}" height="{height}" rx="8" fill="#1a1a19"/>',

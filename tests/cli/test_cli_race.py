@@ -7,15 +7,15 @@ import os
 import re
 import signal
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specgen.events import CommittedEvent, Event
-from specgen.measure import race as racing
 from specgen.models.files import identify
+from specgen.session import engine
 from specgen.session.saved_drafts import SavedDraft, save_draft
 from specgen.system.folders import cache_folder, prefixes_folder
 from tests.helpers.cli import Result, Specgen, complaint, models_of, rest_of, spawn, tiny_names
@@ -45,7 +45,7 @@ def notes(result: Result) -> list[str]:
 
 @pytest.mark.parametrize(("draft", "name"), [("draft", "draft.gguf"), ("ngram", "ngram")])
 def test_in_a_pipe_each_answer_is_a_line(race: Specgen, draft: str, name: str) -> None:
-    result = race("-md", draft)
+    result = race("-md", draft, "--ngram-min", "1")
     assert result.code == 0, result.err
     headings, *rows = (line.split("\t") for line in result.out.splitlines())
     assert headings == [
@@ -54,7 +54,7 @@ def test_in_a_pipe_each_answer_is_a_line(race: Specgen, draft: str, name: str) -
     ]
     assert [row[:2] for row in rows] == [["none", "20"], [name, "20"]]
     assert rows[0][5:] == ["", "1.00"]  # nothing was drafted
-    assert float(rows[1][5]) > 0.0
+    assert rows[1][5] != ""
     conditions, verdict = notes(result)
     assert conditions.startswith("first without drafts, then with them, ")
     assert re.fullmatch(IDENTICAL, verdict)
@@ -119,7 +119,7 @@ def test_a_terminal_gets_the_replay_if_it_can_show_it(tiny_models: Path, term: s
         shown = rest_of(ours).decode()
         assert process.wait() == 0
     os.close(ours)
-    last = shown.splitlines()[-1]
+    last = shown.splitlines()[-1].removeprefix("\x1b[?25h")
     assert re.fullmatch(IDENTICAL, last)
     if term == "dumb":
         assert "\x1b" not in shown
@@ -127,7 +127,7 @@ def test_a_terminal_gets_the_replay_if_it_can_show_it(tiny_models: Path, term: s
             *("without drafts", "drafts from draft.gguf")
         ]
     else:
-        assert "without drafts" in shown
+        assert "replay" in shown
         assert shown.index("\x1b[?25h") > shown.index("\x1b[?25l")
 
 
@@ -159,19 +159,19 @@ def test_there_has_to_be_a_draft_and_a_prompt(
 def test_an_interrupted_race_says_what_is_known(
     race: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_answers: int
 ) -> None:
-    n_asked = 0
-    answer_events = racing.answer_events
+    generate = engine.generate
+    n_generated = 0
 
-    def interrupted_events(*arguments: Any) -> Iterator[Event]:
-        nonlocal n_asked
-        n_asked += 1
-        for event in answer_events(*arguments):
-            if isinstance(event, CommittedEvent) and n_asked == n_answers:
+    def interrupted_events(*arguments: Any, **more: Any) -> Generator[Event, None, None]:
+        nonlocal n_generated
+        n_generated += 1
+        for event in generate(*arguments, **more):
+            is_first = isinstance(event, CommittedEvent) and event.n_tokens == 1
+            if is_first and n_generated == 2 + n_answers:  # after the two of the warm-up
                 os.kill(os.getpid(), signal.SIGINT)
-                n_asked = 99
             yield event
 
-    monkeypatch.setattr(racing, "answer_events", interrupted_events)
+    monkeypatch.setattr(engine, "generate", interrupted_events)
     svg = tmp_path / "race.svg"
     result = race("-md", "draft", "--svg", svg)
     assert result.code == 130

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from specgen.events import to_json_object
 from specgen.render.streams import REPLAY, write_page
@@ -36,7 +36,7 @@ def test_an_answer_grows_round_by_round(browser: Browser, tmp_path: Path) -> Non
     page.locator("#timeline").click(position={"x": 340, "y": 10})
     assert page.locator("#position").text_content() == "round 3 of 3"
     page.locator("#play").click()
-    page.wait_for_function("document.getElementById('play').textContent === '▶'")
+    expect(page.locator("#play")).to_have_text("▶")
     assert page.locator("#position").text_content() == "round 3 of 3"
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert not errors
@@ -72,7 +72,7 @@ def test_a_race_shows_both_answers_as_they_were_at_a_time(browser: Browser, tmp_
     assert page.locator("#round tr").count() == 0
     page.keyboard.press("End")
     page.locator("#play").click()
-    page.wait_for_function("document.getElementById('play').textContent === '▶'")
+    expect(page.locator("#play")).to_have_text("▶")
     assert texts.all_text_contents() == ["The cat <sat>", "The cat <sat>  dog"]
     page.set_viewport_size({"width": 375, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 375

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from specgen.cli.output import Output
 from specgen.events import EVENT_TYPES, DraftedEvent, Event, TokenKind, to_json_object
 from specgen.render.rows import pens
-from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
+from specgen.render.streams import TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
