@@ -181,6 +181,8 @@ class Race:
             speed = f"{times_text(speedup, speedup)} times as fast"
         if self.is_same_text:
             return f"{speed}, identical text"
+        if speedup is not None:
+            speed += " after the first token"
         if not self.is_greedy:
             return f"{speed}, same distribution"
         return f"{speed}, but the texts differ from token {self.n_same_tokens + 1} on"
