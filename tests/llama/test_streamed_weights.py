@@ -30,6 +30,7 @@ from specgen.llama.weights import LoadedWeights, lease_weights
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from tests.helpers import rows
+from tests.helpers.cli import Cli
 from tests.helpers.mtp import write_mtp_model
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -187,6 +188,17 @@ def test_several_contexts_take_turns(
         np.testing.assert_array_equal(result, in_memory)
 
 
+def status_of(child: int) -> int:
+    """The status of a child process that ends soon; if it does not, it is killed."""
+    for _ in range(1000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
 def test_a_fork_goes_on_without_the_reader(
     folder: Path, model_file: Path, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,15 +210,7 @@ def test_a_fork_goes_on_without_the_reader(
             # It has no reader that it could wait for when it frees the weights.
             weights.release()
             os._exit(0)
-        for _ in range(1000):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                break
-            time.sleep(0.01)
-        else:
-            os.kill(child, signal.SIGKILL)
-    assert ended == child
-    assert status == 0
+        assert status_of(child) == 0
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -371,3 +375,20 @@ def test_experts_are_not_streamed(folder: Path, tmp_path: Path) -> None:
     assert streaming_of(path) is Streaming.EXPERTS
     unpacked(path, weight_sizes(path).packed_bytes // 2)
     assert files(folder) == []
+
+
+def test_drafts_of_the_models_own_layers(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    """The graphs of the model and of its MTP layer use different matrices of the same file."""
+    path = write_mtp_model(tmp_path / "mtp.gguf", "qwen35", n_embd=256, n_ff=512)
+    arguments = ("-m", str(path), "--draft", "mtp", "-n", "40", "--raw", "--temp", "0", "Once")
+    in_memory = cli(*arguments)
+    weights_bytes = weight_sizes(path).packed_bytes // 2
+    # The command shares these weights.
+    weights = lease_weights(path, -1, mtp=True, weights_bytes=weights_bytes)
+    assert weights.streamed_bytes > 0
+    before = weights.n_users
+    streamed_answer = cli(*arguments)
+    assert weights.n_users == before
+    weights.release()
+    assert in_memory.code == streamed_answer.code == 0
+    assert streamed_answer.out == in_memory.out
