@@ -46,9 +46,9 @@ LARGER_THAN_MEMORY = (
         "the files."
     ),
     (
-        "**Limits.** Mixtures of experts, and all such models on macOS and Windows, are left to the "
-        "mapped file and to the system, which decides what stays in memory. With a GPU or with "
-        "workers (`--rpc`), the model has to fit."
+        "**Limits.** Mixtures of experts, and all such models on macOS and Windows, are left to "
+        "the mapped file and to the system, which decides what stays in memory. With a GPU or "
+        "with workers (`--rpc`), the model has to fit."
     ),
 )
 #: The checks of texts.
