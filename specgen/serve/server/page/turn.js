@@ -1,6 +1,6 @@
 import { AnswerStats } from "./answer_stats.js";
 import { counted, joined } from "./format.js";
-import { highlightTokens } from "./highlight.js";
+import { markTokens } from "./token_marks.js";
 import { showMarkdown } from "./markdown.js";
 import { downloadReplay } from "./replay_download.js";
 import { tokensOf } from "./tokens.js";
@@ -183,7 +183,7 @@ export class Turn {
     const startMs = performance.now();
     this.#part("thought").textContent = this.thought.trim();
     showMarkdown(this.#part("answer"), this.text, (rendered) =>
-      highlightTokens(rendered, this.text, this.#tokens),
+      markTokens(rendered, this.text, this.#tokens),
     );
     this.#drawMs = performance.now() - startMs;
   }
