@@ -44,18 +44,21 @@ export class ApiClient {
     return response.json();
   }
 
+  /** Return the number of tokens of the prompt that the body of a question makes. */
+  async countTokens(body, signal) {
+    const response = await this.#post("v1/chat/completions/input_tokens", body, signal);
+    const { input_tokens: nTokens } = await response.json();
+    return nTokens;
+  }
+
   /**
    * Yield the chunks of an answer as they arrive.
    *
    * Throws a ServerError, or an AbortError if `signal` aborts the request.
    */
   async *streamAnswer(body, signal) {
-    const response = await this.request("v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ ...body, stream: true }),
-      signal,
-    });
+    const request = { ...body, stream: true };
+    const response = await this.#post("v1/chat/completions", request, signal);
     const events = eventData(response.body);
     for (;;) {
       const { value: data, done } = await orServerError(events.next(), CONNECTION_LOST);
@@ -92,6 +95,15 @@ export class ApiClient {
       }
       await this.#replaceKey(key);
     }
+  }
+
+  #post(address, body, signal) {
+    return this.request(address, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    });
   }
 
   async #replaceKey(rejectedKey) {
