@@ -1,10 +1,14 @@
 // What happened at each position of an answer, from its events.
 
+export const END = "end of text";
+const PART_OF_CHARACTER = "part of a character";
+
 /**
  * A token of an answer, and what was drafted in its place.
  *
  * @typedef {object} Position
  * @property {object} piece - the token, as in a "committed" event
+ * @property {string} text - the text of the token; what it is if it has none
  * @property {object[]} guesses - the nodes of the draft at this position that were not accepted
  * @property {object|null} node - the node that was accepted
  * @property {number} nBefore - the number of accepted tokens before this one in the same round
@@ -32,6 +36,11 @@ export function positionsOf(events) {
       accepted = [];
     }
   }
+  // The end of the text is the last token, and has none itself.
+  const last = positions.at(-1);
+  if (last?.piece.text === "") {
+    last.text = END;
+  }
   return positions;
 }
 
@@ -43,6 +52,7 @@ function positionsOfRound({ pieces, reason_text: reason = null }, nodes, accepte
     const isGuess = (node, index) => node.parent === parent && index !== ownIndex;
     return {
       piece,
+      text: piece.text === "" ? PART_OF_CHARACTER : piece.text,
       guesses: nodes.filter(isGuess),
       node: nodes[ownIndex] ?? null,
       nBefore: Math.min(place, accepted.length),

@@ -1,19 +1,15 @@
+import { listenForFiles } from "./file_sources.js";
 import { messageOf, showNotice } from "./notice.js";
-import { fenced, nameWithSize, questionWithFiles, tokens } from "./question_files.js";
+import { fenced, nameWithSize, questionWithFiles, tokenCount } from "./question_files.js";
+import { requestFields, systemPrompt } from "./settings.js";
 import { FileError, readTextFile } from "./text_file.js";
+import { message } from "./turn.js";
 
-const COUNTING = "counting tokens…";
-
-/**
- * The files that will be sent with the next question.
- *
- * They are chosen with a button, dropped anywhere on the page, or pasted into the question.
- */
+/** The files that will be sent with the next question. */
 export class ComposerFiles {
   #client;
   #modelMenu;
   #list = document.getElementById("files");
-  #input = document.getElementById("file-input");
   /** @type {import("./question_files.js").Attachment[]} */
   #attachments = [];
   // Resolves when the tokens of all files are counted.
@@ -26,7 +22,7 @@ export class ComposerFiles {
   constructor(client, modelMenu) {
     this.#client = client;
     this.#modelMenu = modelMenu;
-    this.#listen();
+    listenForFiles((files) => this.#add(files));
   }
 
   /** Remove the files from the composer, and return them. */
@@ -37,72 +33,22 @@ export class ComposerFiles {
     return taken;
   }
 
-  /** Add attachments of an earlier question, which is edited. */
-  put(attachments) {
-    this.#attachments.push(...attachments);
-    this.#show();
-  }
-
-  /**
-   * Whether a question fits into the context together with the files. If not, the user is told.
-   *
-   * @param {{role: string, content: string}[]} otherMessages - those that cannot be left out
-   */
-  async fits(question, otherMessages) {
+  /** Whether a question with the files fits into the context. If not, the user is told. */
+  async fit(question) {
     if (this.#attachments.length === 0) {
       return true;
     }
     await this.#counting;
-    const content = questionWithFiles(question, this.#attachments);
-    const messages = [...otherMessages, { role: "user", content }];
+    const messages = [message("user", questionWithFiles(question, this.#attachments))];
+    if (systemPrompt() !== null) {
+      messages.unshift(message("system", systemPrompt()));
+    }
     try {
-      const n = await this.#client.countPromptTokens(this.#modelMenu.model, messages);
-      return this.#tellIfTooLong("The question with its files has", n);
+      const nTokens = await this.#client.countTokens({ ...requestFields(), messages });
+      return this.#checkFits("the question with its files", nTokens);
     } catch (error) {
       showNotice(messageOf(error));
       return false;
-    }
-  }
-
-  #listen() {
-    const button = document.getElementById("attach");
-    button.addEventListener("click", () => this.#input.click());
-    this.#input.addEventListener("change", () => {
-      this.#add([...this.#input.files]);
-      this.#input.value = ""; // so that the same file can be chosen again
-    });
-    document.getElementById("question").addEventListener("paste", (event) => this.#paste(event));
-    // Without this, the browser would leave the page and show the file.
-    addEventListener("dragover", (event) => this.#dragOver(event));
-    addEventListener("dragleave", (event) => {
-      if (event.relatedTarget === null) {
-        document.body.classList.remove("dropping");
-      }
-    });
-    addEventListener("drop", (event) => this.#drop(event));
-  }
-
-  // Programs for texts put a picture of a text next to the text itself, which is meant.
-  #paste(event) {
-    const { files, types } = event.clipboardData;
-    if (files.length > 0 && !types.includes("text/plain")) {
-      event.preventDefault();
-      this.#add([...files]);
-    }
-  }
-
-  #dragOver(event) {
-    if (event.dataTransfer.types.includes("Files")) {
-      event.preventDefault();
-      document.body.classList.add("dropping");
-    }
-  }
-
-  #drop(event) {
-    document.body.classList.remove("dropping");
-    if (event.dataTransfer.types.includes("Files")) {
-      event.preventDefault();
-      this.#add([...event.dataTransfer.files]);
     }
   }
 
@@ -123,43 +69,44 @@ export class ComposerFiles {
     }
     this.#attachments.push(...added);
     this.#show();
-    if (problems.length > 0) {
-      showNotice(problems.join(" "));
-    }
+    showNotice(problems.join(" "));
+    document.getElementById("question").focus();
     if (added.length > 0) {
       this.#counting = this.#counting.then(() => this.#count(added));
-      document.getElementById("question").focus();
     }
   }
 
   async #count(attachments) {
     try {
+      const { model } = requestFields();
       for (const attachment of attachments) {
-        const { model } = this.#modelMenu;
-        attachment.nTokens = await this.#client.countTokens(model, fenced(attachment));
+        attachment.nTokens = await this.#client.countTextTokens(model, fenced(attachment));
       }
       if (this.#modelMenu.isModelUnloaded) {
-        await this.#modelMenu.describe(); // counting has loaded it, and the context is known now
+        await this.#modelMenu.describe(); // counting has loaded it, and its context is known now
       }
     } catch (error) {
       showNotice(messageOf(error));
       return;
     }
     this.#show();
-    const nTokens = this.#attachments.reduce((sum, file) => sum + (file.nTokens ?? 0), 0);
-    const subject = this.#attachments.length === 1 ? `${this.#attachments[0].name} has` : "The files have";
-    this.#tellIfTooLong(subject, nTokens);
+    const [first, ...others] = this.#attachments;
+    if (first !== undefined) {
+      const nTokens = this.#attachments.reduce((sum, file) => sum + (file.nTokens ?? 0), 0);
+      this.#checkFits(others.length === 0 ? first.name : "the files together", nTokens);
+    }
   }
 
-  // Return whether tokens fit into the context; if not, say so.
-  #tellIfTooLong(subject, nTokens) {
+  // Return whether tokens fit into the context; if not, tell the user.
+  #checkFits(subject, nTokens) {
     const { nContext } = this.#modelMenu;
     if (nContext === null || nTokens < nContext) {
       return true;
     }
     showNotice(
-      `${subject} ${tokens(nTokens)}, but the model's context has only ${tokens(nContext)}: ` +
-        `remove or shorten a file, or start the server with a larger context (-c ${2 * nTokens}).`,
+      `Too long: ${subject} with ${tokenCount(nTokens)}. The context of the model has ` +
+        `${tokenCount(nContext)}. Remove or shorten a file, or start the server with a larger ` +
+        `context (-c ${2 * nTokens}).`,
     );
     return false;
   }
@@ -173,20 +120,13 @@ export class ComposerFiles {
     const { nContext } = this.#modelMenu;
     const label = document.createElement("span");
     label.textContent = nameWithSize(attachment);
-    if (attachment.nTokens === undefined) {
-      label.textContent += ` · ${COUNTING}`;
-    }
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = "✕";
     button.ariaLabel = `Remove ${attachment.name}`;
     button.addEventListener("click", () => this.#remove(attachment));
     const item = document.createElement("li");
-    const isTooLong = nContext !== null && attachment.nTokens >= nContext;
-    item.classList.toggle("too-long", isTooLong);
-    if (isTooLong) {
-      label.textContent += ", too long";
-    }
+    item.classList.toggle("too-long", nContext !== null && attachment.nTokens >= nContext);
     item.append(label, button);
     return item;
   }

@@ -3,6 +3,7 @@
 import { Answerer } from "./answerer.js";
 import { ApiClient } from "./api_client.js";
 import { copyText } from "./clipboard.js";
+import { ComposerFiles } from "./composer_files.js";
 import { Conversation } from "./conversation.js";
 import { downloadJson, downloadMarkdown, importedConversation } from "./conversation_export.js";
 import { ConversationList } from "./conversation_list.js";
@@ -23,6 +24,7 @@ import {
   saveSettings,
 } from "./settings.js";
 import { listenToPanel } from "./settings_panel.js";
+import { TokenInspector } from "./token_inspector.js";
 import { fillLegend } from "./tokens.js";
 import { focusUndo, offerUndo, withdrawUndo } from "./undo_bar.js";
 
@@ -45,6 +47,10 @@ const keepEndInView = (change) => view.keepEndInView(change);
 const client = new ApiClient(askForKey);
 const modelMenu = new ModelMenu(client);
 const answerer = new Answerer(client, modelMenu, keepEndInView, showRunning);
+const composerFiles = new ComposerFiles(client, modelMenu);
+const inspector = new TokenInspector(client, elementOf("conversation"), (element) =>
+  current.turnWith(element),
+);
 const store = new ConversationStore();
 const list = new ConversationList(store);
 
@@ -117,7 +123,8 @@ function listenToSettings() {
 }
 
 function listenToConversation() {
-  const actions = { copy: copyFor, retry, edit, replay: saveReplay };
+  const inspect = (turn) => inspector.open(turn);
+  const actions = { copy: copyFor, retry, edit, inspect, replay: saveReplay };
   elementOf("conversation").addEventListener("click", ({ target }) => {
     for (const [name, act] of Object.entries(actions)) {
       const button = target.closest(`button.${name}`);
@@ -375,14 +382,15 @@ function replacedText(nLaterTurns) {
 
 // --- asking --------------------------------------------------------------------------------------
 
-function send() {
+async function send() {
   const text = question.value.trim();
-  // Files
-  if (text === "" || answerer.isAnswering(current)) {
+  if (text === "" || answerer.isAnswering(current) || !(await composerFiles.fit(text))) {
     return;
   }
-  question.value = "";
-  ask(current, text, []);
+  if (!answerer.isAnswering(current)) { // it was not sent a second time meanwhile
+    question.value = "";
+    ask(current, text, composerFiles.take());
+  }
 }
 
 // Ask a question at the end of a conversation; resolves to its turn when the answer has ended.

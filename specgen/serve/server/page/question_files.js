@@ -32,11 +32,11 @@ export function fenced({ name, text }) {
 
 /** Return the name of a file with its size, if that is known. */
 export function nameWithSize({ name, nTokens }) {
-  return nTokens === undefined ? name : `${name} · ${tokens(nTokens)}`;
+  return nTokens === undefined ? name : `${name} · ${tokenCount(nTokens)}`;
 }
 
 /** Return a number of tokens as text: "1,234 tokens". */
-export function tokens(n) {
+export function tokenCount(n) {
   return counted(n, "token").replace(String(n), n.toLocaleString("en"));
 }
 

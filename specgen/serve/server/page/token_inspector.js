@@ -1,20 +1,16 @@
 import { positionsOf, promptOf } from "./answer_positions.js";
+import { likelyElements } from "./likely_tokens.js";
 import { messageOf } from "./notice.js";
-import { percentText, reasonOf, targetSentence } from "./token_reasons.js";
+import { likelihoodSentence, reasonOf } from "./token_reasons.js";
 import { ScoreError, TokenScores } from "./token_scores.js";
-import { shownText, visibleText } from "./token_text.js";
+import { visible } from "./token_text.js";
 
 const NOT_COMPLETE = "The probabilities can be computed when the answer is complete.";
-const COMPUTING = "Computing the probabilities: both models read the answer once…";
-const PROBABILITIES =
-  "Probabilities are those at temperature 1, before samplers and grammar.";
-const NGRAMS = "N-grams have no probabilities: earlier text went on like this.";
-const NO_DRAFT = "There is no draft model.";
-const NOT_COMPUTED = "This draft's probabilities cannot be computed afterwards.";
-const WITHIN = "None of the draft model's own tokens begins here.";
+const COMPUTING = "Computing the probabilities, once for the whole answer…";
+const PROBABILITIES = "Probabilities are those at temperature 1, before samplers and grammar.";
 
 /**
- * The panel that shows why a token of an answer is there.
+ * The panel that tells why a token is in an answer.
  *
  * A click on a token opens it, and so does a button below each answer. From there, the arrow keys
  * lead to the tokens before and after it.
@@ -23,11 +19,11 @@ export class TokenInspector {
   #scores;
   #turnWith;
   #panel = document.getElementById("inspector");
+  // The turn that is shown, what happened at the positions of its answer, and the shown position.
   #turn = null;
-  // What happened at each position of the turn's answer.
   #positions = [];
-  #temperature = 0;
   #number = 0;
+  #temperature = 0;
 
   /**
    * @param {import("./api_client.js").ApiClient} client
@@ -42,7 +38,7 @@ export class TokenInspector {
     this.#listenToPanel();
   }
 
-  /** Show the first token of an answer at which a guess was rejected, else the first token. */
+  /** Show the first token of an answer that corrects a guess, else the first one. */
   async open(turn) {
     await this.#load(turn);
     const firstCorrected = this.#positions.findIndex(({ piece }) => piece.kind === "corrected");
@@ -51,42 +47,43 @@ export class TokenInspector {
 
   async #click(element) {
     const token = element.closest("[data-token]");
+    const areTokensShown = document.body.classList.contains("colours");
+    // Whoever selects a text or follows a link does not ask about a token.
     const isOther = element.closest("a, button") !== null || !getSelection().isCollapsed;
-    const isMarked = document.body.classList.contains("colours");
-    if (token === null || isOther || !isMarked) {
+    if (token === null || !areTokensShown || isOther) {
       return;
     }
     const turn = this.#turnWith(token);
-    if (!turn.hasEvents) {
-      return;
+    if (turn.hasEvents) {
+      await this.#load(turn);
+      this.#show(nCommittedBefore(turn.tokens, Number(token.dataset.token)));
     }
-    await this.#load(turn);
-    this.#show(committedBefore(turn.tokens, Number(token.dataset.token)));
   }
 
   #listenToPanel() {
-    this.#button("previous").addEventListener("click", () => this.#show(this.#number - 1));
-    this.#button("next").addEventListener("click", () => this.#show(this.#number + 1));
-    this.#button("close").addEventListener("click", () => this.#panel.hidePopover());
-    this.#panel.addEventListener("keydown", ({ key }) => {
+    const panel = this.#panel;
+    panel.querySelector(".previous").addEventListener("click", () => this.#step(-1));
+    panel.querySelector(".next").addEventListener("click", () => this.#step(1));
+    panel.querySelector(".close").addEventListener("click", () => panel.hidePopover());
+    panel.addEventListener("keydown", ({ key }) => {
       if (key === "ArrowLeft") {
-        this.#show(this.#number - 1);
+        this.#step(-1);
       } else if (key === "ArrowRight") {
-        this.#show(this.#number + 1);
+        this.#step(1);
       }
     });
-    this.#panel.addEventListener("toggle", ({ newState }) => {
+    panel.addEventListener("toggle", ({ newState }) => {
       if (newState === "closed") {
-        this.#mark(null);
+        unmark();
       }
     });
-    // The key closes the panel, and does not stop an answer as well.
-    const stopEscape = (event) => {
-      if (event.key === "Escape" && this.#panel.matches(":popover-open")) {
+    // The browser closes the panel. An answer that is arriving goes on.
+    const keepEscape = (event) => {
+      if (event.key === "Escape" && panel.matches(":popover-open")) {
         event.stopPropagation();
       }
     };
-    document.addEventListener("keydown", stopEscape, { capture: true });
+    document.addEventListener("keydown", keepEscape, { capture: true });
   }
 
   async #load(turn) {
@@ -96,89 +93,86 @@ export class TokenInspector {
     this.#temperature = promptOf(events)?.sampler.temperature ?? 0;
   }
 
-  #show(number) {
-    const position = this.#positions[number];
-    if (position === undefined) {
-      return; // before the first token, or after the last one
+  #step(distance) {
+    const number = this.#number + distance;
+    if (number >= 0 && number < this.#positions.length) {
+      this.#show(number);
     }
+  }
+
+  #show(number) {
     this.#number = number;
-    const { kind, text } = position.piece;
-    const title = this.#part("title");
-    title.replaceChildren(
-      `Token ${number + 1} of ${this.#positions.length}: `,
-      textElement("code", visibleText(text)),
-      " ",
-      textElement("span", kind, kind),
-    );
-    this.#part("why").textContent = reasonOf(position, this.#temperature);
-    this.#button("previous").disabled = number === 0;
-    this.#button("next").disabled = number === this.#positions.length - 1;
-    this.#clearScores("");
+    this.#showReason();
     if (!this.#panel.matches(":popover-open")) {
       this.#panel.showPopover();
       this.#panel.focus();
     }
-    this.#mark(number);
-    this.#showScores(number);
+    this.#mark();
+    this.#showScores();
   }
 
-  async #showScores(number) {
+  #showReason() {
+    const position = this.#positions[this.#number];
+    const text = document.createElement("code");
+    text.textContent = visible(position.text);
+    const kind = document.createElement("span");
+    kind.textContent = position.piece.kind;
+    kind.className = position.piece.kind;
+    const n = this.#positions.length;
+    this.#part("title").replaceChildren(`Token ${this.#number + 1} of ${n}: `, text, " ", kind);
+    this.#part("why").textContent = reasonOf(position, this.#temperature);
+    this.#part("previous").disabled = this.#number === 0;
+    this.#part("next").disabled = this.#number === n - 1;
+  }
+
+  async #showScores() {
     const turn = this.#turn;
+    const number = this.#number;
     if (turn.isRunning) {
-      this.#clearScores(NOT_COMPLETE);
+      this.#showInsteadOfScores(NOT_COMPLETE);
       return;
     }
-    const isCurrent = () => turn === this.#turn && number === this.#number;
     if (!this.#scores.has(turn)) {
-      this.#clearScores(COMPUTING);
+      this.#showInsteadOfScores(COMPUTING);
     }
+    const isStillShown = () => turn === this.#turn && number === this.#number;
     try {
       const scores = await this.#scores.of(turn);
-      if (isCurrent()) {
-        this.#fillScores(scores, number);
+      if (isStillShown()) {
+        this.#fillScores(scores);
       }
     } catch (error) {
-      if (isCurrent()) {
-        this.#clearScores(error instanceof ScoreError ? error.message : messageOf(error));
+      if (isStillShown()) {
+        const text = error instanceof ScoreError ? error.message : messageOf(error);
+        this.#showInsteadOfScores(text);
       }
     }
   }
 
-  #clearScores(text) {
+  #fillScores(scores) {
+    const position = this.#positions[this.#number];
+    const guessIds = position.guesses.map(({ token_id: id }) => id);
+    const score = scores.tokens[this.#number];
+    this.#part("numbers").textContent = likelihoodSentence(position, score);
+    this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, guessIds));
+    this.#part("note").textContent = PROBABILITIES;
+  }
+
+  #showInsteadOfScores(text) {
     this.#part("numbers").textContent = text;
     this.#part("likely").replaceChildren();
     this.#part("note").textContent = "";
   }
 
-  #fillScores(scores, number) {
-    const position = this.#positions[number];
-    const score = scores.tokens[number];
-    this.#part("numbers").textContent = targetSentence(position, score);
-    const guessIds = position.guesses.map(({ token_id: id }) => id);
-    const draftEntries = score.draft_top_logprobs;
-    const draft = draftEntries === null
-      ? textElement("p", whyNoDraft(scores), "note")
-      : likelyTable("Draft model", draftEntries, score, guessIds);
-    this.#part("likely").replaceChildren(
-      likelyTable("Target model", score.top_logprobs, score, guessIds),
-      draft,
-    );
-    this.#part("note").textContent = PROBABILITIES;
-  }
-
-  // Mark a token in the answer, and scroll to it if the panel hides it; null removes the mark.
-  #mark(number) {
-    document.querySelectorAll(".inspected").forEach((element) => {
-      element.classList.remove("inspected");
-    });
-    if (number === null) {
-      return;
-    }
-    const index = indexOfCommitted(this.#turn.tokens, number);
+  // Mark the token in the answer, and scroll to it if it is out of view.
+  #mark() {
+    unmark();
+    const index = indexOfCommitted(this.#turn.tokens, this.#number);
     const elements = this.#turn.element.querySelectorAll(`[data-token="${index}"]`);
     elements.forEach((element) => element.classList.add("inspected"));
-    const bottom = elements[0]?.getBoundingClientRect().bottom ?? 0;
-    if (bottom > this.#panel.getBoundingClientRect().top || bottom < 0) {
+    const place = elements[0]?.getBoundingClientRect();
+    const panelTop = this.#panel.getBoundingClientRect().top;
+    if (place !== undefined && (place.top < 0 || place.bottom > panelTop)) {
       elements[0].scrollIntoView({ block: "start" });
     }
   }
@@ -186,73 +180,22 @@ export class TokenInspector {
   #part(name) {
     return this.#panel.querySelector(`.${name}`);
   }
-
-  #button(name) {
-    return this.#panel.querySelector(`button.${name}`);
-  }
 }
 
-// The number of committed tokens before the one with an index; rejected tokens are not counted.
-function committedBefore(tokens, index) {
-  return tokens.slice(0, index).filter(({ kind }) => kind !== "rejected").length;
+function unmark() {
+  document.querySelectorAll(".inspected").forEach(({ classList }) => classList.remove("inspected"));
 }
 
-// The index of a committed token among all tokens; -1 if there is none with this number.
+// The number of committed tokens before the token with an index.
+function nCommittedBefore(tokens, index) {
+  return tokens.slice(0, index).filter(isCommitted).length;
+}
+
+// The index of a committed token among all tokens.
 function indexOfCommitted(tokens, number) {
-  let nLeft = number;
-  return tokens.findIndex(({ kind }) => {
-    if (kind === "rejected") {
-      return false;
-    }
-    nLeft -= 1;
-    return nLeft < 0;
-  });
+  return tokens.indexOf(tokens.filter(isCommitted)[number]);
 }
 
-function whyNoDraft({ draft, tokens }) {
-  if (draft === "none") {
-    return NO_DRAFT;
-  }
-  if (draft === "ngram") {
-    return NGRAMS;
-  }
-  const hasSome = tokens.some(({ draft_top_logprobs: entries }) => entries !== null);
-  return hasSome ? WITHIN : NOT_COMPUTED;
-}
-
-// A table of likely tokens. The answer's own token and the guesses are marked.
-function likelyTable(title, entries, score, guessIds) {
-  const table = document.createElement("table");
-  table.append(textElement("caption", title));
-  for (const entry of entries) {
-    const probability = Math.exp(entry.logprob);
-    const text = textElement("code", visibleText(entry.bytes.length === 0 ? "" : entry.token));
-    const cell = document.createElement("td");
-    cell.append(text);
-    const row = document.createElement("tr");
-    if (isSameToken(entry, score)) {
-      row.className = "chosen";
-      cell.append(textElement("span", " in the answer", "role"));
-    } else if (guessIds.includes(entry.id)) {
-      row.className = "guessed";
-      cell.append(textElement("span", " guessed", "role"));
-    }
-    const number = textElement("td", percentText(probability));
-    number.style.setProperty("--share", probability);
-    row.append(cell, number);
-    table.append(row);
-  }
-  return table;
-}
-
-// The draft model may have other tokens: the same bytes are the same token.
-function isSameToken(entry, score) {
-  return String(entry.bytes) === String(score.bytes);
-}
-
-function textElement(tag, text, className = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  element.className = className;
-  return element;
+function isCommitted({ kind }) {
+  return kind !== "rejected";
 }

@@ -1,6 +1,7 @@
-// Sentences about a token: who chose it, and why.
+// Sentences about a token of an answer: who chose it, and why.
 
-import { shownText } from "./token_text.js";
+import { END } from "./answer_positions.js";
+import { quoted } from "./token_text.js";
 import { drafterName } from "./tokens.js";
 
 /**
@@ -9,18 +10,14 @@ import { drafterName } from "./tokens.js";
  * @param {import("./answer_positions.js").Position} position
  * @param {number} temperature
  */
-export function reasonOf(position, temperature) {
-  const { piece, guesses, node, nBefore, reason } = position;
+export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temperature) {
   switch (piece.kind) {
     case "accepted":
-      return `${capitalized(drafterName(node.origin))} guessed it${share(node)}, and the target ` +
-        `model accepted it${acceptedBecause(temperature)}.`;
+      return acceptedReason(node, temperature);
     case "corrected":
-      return `${guessSentence(guesses)} The target model chose ${shownText(piece.text)} ` +
-        `instead: ${rejectedBecause(temperature)}.`;
+      return `${guessSentence(guesses)} ${correction(text, temperature)}`;
     case "bonus":
-      return `The draft ended before this token. The target model chose it in the same pass in ` +
-        `which it accepted ${nBefore === 1 ? "the drafted token" : "all drafted tokens"}.`;
+      return bonusReason(nBefore);
     case "forced":
       return "It is the only token that the grammar allows here.";
     default:
@@ -28,19 +25,41 @@ export function reasonOf(position, temperature) {
   }
 }
 
-function plainReason(reason) {
-  if (reason === null) {
-    return "The target model chose it right after it had read the prompt.";
-  }
-  return `The target model chose it. Nothing was drafted: ${reason}.`;
+function acceptedReason(node, temperature) {
+  const guess = `${capitalized(drafterName(node.origin))} guessed it${share(node)}`;
+  const isGreedy = temperature === 0;
+  const why = isGreedy ? ", because it is also the target's most likely token" : "";
+  return `${guess}, and the target model accepted the guess${why}.`;
 }
 
 // Several guesses are the branches of a tree.
 function guessSentence(guesses) {
-  const texts = guesses.map((node) => `${shownText(node.text)}${share(node)}`);
-  const last = texts.pop();
-  const all = texts.length === 0 ? last : `${texts.join(", ")} and ${last}`;
-  return `${capitalized(drafterName(guesses[0].origin))} guessed ${all}.`;
+  const drafter = capitalized(drafterName(guesses[0].origin));
+  const texts = guesses.map((node) => `${quoted(node.text || END)}${share(node)}`);
+  return `${drafter} guessed ${enumeration(texts)}.`;
+}
+
+function correction(text, temperature) {
+  const choice = `The target model rejected that and chose ${quoted(text)}`;
+  if (temperature === 0) {
+    return `${choice}: at temperature 0, only its most likely token is accepted.`;
+  }
+  return (
+    `${choice}: at temperature ${temperature}, it accepts a guess only as often as it would ` +
+    "choose that token itself."
+  );
+}
+
+function bonusReason(nBefore) {
+  const draft = nBefore === 1 ? "the drafted token" : `all ${nBefore} drafted tokens`;
+  return `The target model accepted ${draft} before it, and chose this one in the same pass.`;
+}
+
+function plainReason(reason) {
+  if (reason === null) {
+    return "The target model chose it when it had read the prompt.";
+  }
+  return `The target model chose it. Nothing was drafted here: ${reason}.`;
 }
 
 // The probability that the drafter gave a guess, if it gives any.
@@ -48,44 +67,35 @@ function share({ probability }) {
   return probability === null ? "" : ` (${percentText(probability)})`;
 }
 
-function acceptedBecause(temperature) {
-  return temperature === 0 ? ", because it is also its own choice" : "";
-}
-
-function rejectedBecause(temperature) {
-  if (temperature === 0) {
-    return "at temperature 0, only its most likely token is accepted";
-  }
-  return (
-    `at temperature ${temperature} it accepts a guess only as often as it would choose that ` +
-    "token itself"
-  );
-}
-
 /**
- * Return what the target gives the token and the guesses, as a sentence.
+ * Return how likely a token and the guesses were to the target, as a sentence.
  *
  * @param {import("./answer_positions.js").Position} position
  * @param {object} score - the server's entry for the token
  */
-export function targetSentence({ piece, guesses }, score) {
-  const own = `${shownText(piece.text)} ${percentText(Math.exp(score.logprob))}`;
-  const others = guesses.flatMap((node) => {
+export function likelihoodSentence({ text, guesses }, score) {
+  const shares = [`${quoted(text)} ${percentText(Math.exp(score.logprob))}`];
+  for (const node of guesses) {
     const entry = score.top_logprobs.find(({ id }) => id === node.token_id);
-    return entry === undefined
-      ? []
-      : [`${shownText(node.text)} ${percentText(Math.exp(entry.logprob))}`];
-  });
-  return `The target model gives ${[own, ...others].join(", and ")}.`;
+    if (entry !== undefined) {
+      shares.push(`${quoted(node.text || END)} ${percentText(Math.exp(entry.logprob))}`);
+    }
+  }
+  return `The target model gives ${enumeration(shares)}.`;
 }
 
-/** Return a probability as text; small ones keep a digit. */
+/** Return a probability as text. */
 export function percentText(probability) {
   if (probability < 0.001) {
-    return "less than 0.1%";
+    return "under 0.1%";
   }
-  const nDigits = probability < 0.1 || (probability > 0.99 && probability < 1) ? 1 : 0;
-  return `${(100 * probability).toFixed(nDigits)}%`;
+  const isNearEnd = probability < 0.1 || probability > 0.99;
+  return `${(100 * probability).toFixed(isNearEnd ? 1 : 0)}%`;
+}
+
+function enumeration(texts) {
+  const first = texts.slice(0, -1);
+  return first.length === 0 ? texts[0] : `${first.join(", ")} and ${texts.at(-1)}`;
 }
 
 function capitalized(text) {

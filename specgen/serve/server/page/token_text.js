@@ -1,16 +1,11 @@
-/** Return a token's text in quotation marks, with white space that can be seen. */
-export function shownText(text) {
-  return `“${visibleText(text)}”`;
+// Tokens as texts in which white space can be seen.
+
+/** Return a token's text in quotation marks. */
+export function quoted(text) {
+  return `“${visible(text)}”`;
 }
 
-/** Return a token's text with white space that can be seen. */
-export function visibleText(text) {
-  if (text === "") {
-    return "end of text";
-  }
-  return text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ +| +$/g, toOpenBoxes);
-}
-
-function toOpenBoxes(spaces) {
-  return "␣".repeat(spaces.length);
+export function visible(text) {
+  const withSigns = text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
+  return withSigns.replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
 }

@@ -172,6 +172,11 @@ export class Turn {
     return message("user", questionWithFiles(this.question, this.attachments));
   }
 
+  /** Note the request, by which the server can score the answer afterwards. */
+  begin({ model, messages }) {
+    this.#events.push({ event: "request", model, messages });
+  }
+
   /** Add a chunk of the server's answer. */
   add(chunk) {
     const choice = chunk.choices?.[0];
@@ -262,6 +267,7 @@ export class Turn {
     this.#part("copy").hidden = !hasAnswer;
     this.#part("retry").textContent = hasAnswer ? "Regenerate" : "Try again";
     this.#part("replay").hidden = !this.hasEvents;
+    this.#part("inspect").hidden = !this.hasEvents;
   }
 
   #part(name) {
