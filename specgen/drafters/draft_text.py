@@ -107,6 +107,33 @@ class DraftText:
         self._spell_new_bytes(drafted)
         self.n_unchanged = first + common_prefix_length(tokens_before, self.tokens[first:])
 
+    def starts_of(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+    ) -> list[int | None]:
+        """Follow a whole text, and return where the tokens of its answer start among `tokens`.
+
+        Args:
+            prompt: The target's prompt.
+            answer: The target's tokens of the answer.
+
+        Returns:
+            For each of the target's tokens, the number of `tokens` before it. None if it starts
+            within one of them, and for control tokens.
+        """
+        self.follow(prompt)
+        start = len(self.data)
+        self.follow((*prompt, *answer))
+        starts: list[int | None] = []
+        for token in answer:
+            n_bytes = len(self._target.token_bytes(token))
+            n_before = bisect_right(self.ends, start)
+            has_boundary = n_before > 0 and self.ends[n_before - 1] == start
+            starts.append(n_before if has_boundary and n_bytes else None)
+            start += n_bytes
+        return starts
+
     def ending(self, n_tokens: int) -> bytes:
         """Return the bytes of the last `n_tokens` tokens; empty if `hold_back` cannot remove them.
 

@@ -89,6 +89,7 @@ __all__ = [
     "Reads",
     "RoundPlan",
     "RoundResult",
+    "ScorableText",
     "TreeShape",
     "ready",
 ]
@@ -274,6 +275,18 @@ class DraftSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class ScorableText:
+    """A prompt and an answer as a model reads them, to compute the probabilities of the answer."""
+
+    model: LlamaModel
+    #: The prompt and the answer in the model's tokens.
+    tokens: Sequence[int]
+    #: For each of the target's tokens of the answer, the number of `tokens` before it. None if none
+    #: of them begins there.
+    starts: Sequence[int | None]
+
+
+@dataclass(frozen=True, slots=True)
 class ContextSpec:
     """The size of a draft's contexts."""
 
@@ -345,6 +358,24 @@ class LoadedDraft:
     def drafter(self, request: DraftRequest) -> Drafter:
         """Return a drafter for one answer."""
         raise NotImplementedError
+
+    def scorable_text(
+        self,
+        prompt: Sequence[int],
+        draft_prompt: Sequence[int] | None,
+        answer: Sequence[int],
+    ) -> ScorableText | None:
+        """Return an answer as its model reads it, to compute its probabilities afterwards.
+
+        Args:
+            prompt: The target's tokens of the prompt.
+            draft_prompt: `Prompt.draft_tokens`.
+            answer: The target's tokens of the answer.
+
+        Returns:
+            None if it has no model, or if the probabilities depend on more than the text.
+        """
+        return None
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         """Store the tokens of a finished text for later answers, if the options ask for that."""

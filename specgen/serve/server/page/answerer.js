@@ -67,6 +67,7 @@ export class Answerer {
     conversation.save();
     try {
       const body = await this.#requestBody(conversation, turn, signal);
+      turn.begin(body);
       await this.#receive(turn, body, signal);
       if (this.#modelMenu.isModelUnloaded) {
         await this.#modelMenu.describe();

@@ -51,6 +51,19 @@ export class ApiClient {
     return nTokens;
   }
 
+  /** Return the number of tokens of a text. */
+  async countTextTokens(model, text) {
+    const response = await this.#post("tokenize", { model, content: text });
+    const { tokens } = await response.json();
+    return tokens.length;
+  }
+
+  /** Return how likely the tokens of an answer were; `body` has the question and the answer. */
+  async tokenProbabilities(body) {
+    const response = await this.#post("v1/chat/completions/token_probabilities", body);
+    return response.json();
+  }
+
   /**
    * Yield the chunks of an answer as they arrive.
    *

@@ -3,6 +3,7 @@
 import { titleOf } from "./conversation_title.js";
 import { download } from "./download.js";
 import { newId } from "./identifiers.js";
+import { questionWithFiles } from "./question_files.js";
 
 const FORMAT = "specgen conversation";
 // The maximum length of a file's name, without its ending.
@@ -39,20 +40,12 @@ function asMarkdown(conversation) {
 }
 
 function turnAsMarkdown({ question, attachments, text, error }) {
-  const files = attachments.map((file) => `${file.name}:\n\n${fenced(file.text)}`);
-  const parts = ["## Question", ...files, question, "## Answer", text.trim()];
+  const asked = questionWithFiles(question, attachments);
+  const parts = ["## Question", asked, "## Answer", text.trim()];
   if (error !== "") {
     parts.push(`*${error}*`);
   }
   return parts.filter((part) => part !== "").join("\n\n");
-}
-
-// A block of code, in a fence that is longer than any in the text.
-function fenced(text) {
-  const fences = text.match(/`{3,}/g) ?? [];
-  const length = Math.max(2, ...fences.map((fence) => fence.length)) + 1;
-  const fence = "`".repeat(length);
-  return `${fence}\n${text.trimEnd()}\n${fence}`;
 }
 
 // The conversation with names that others can read.

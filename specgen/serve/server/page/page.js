@@ -2,6 +2,7 @@
 
 import { Answerer } from "./answerer.js";
 import { ApiClient } from "./api_client.js";
+import { ComposerFiles } from "./composer_files.js";
 import { Conversation } from "./conversation.js";
 import { ConversationActions } from "./conversation_actions.js";
 import { ConversationList } from "./conversation_list.js";
@@ -23,6 +24,7 @@ import {
   saveSettings,
 } from "./settings.js";
 import { listenToPanel } from "./settings_panel.js";
+import { TokenInspector } from "./token_inspector.js";
 import { fillLegend } from "./tokens.js";
 import { withdrawUndo } from "./undo_bar.js";
 
@@ -41,6 +43,10 @@ const keepEndInView = (change) => view.keepEndInView(change);
 const client = new ApiClient(askForKey);
 const modelMenu = new ModelMenu(client);
 const answerer = new Answerer(client, modelMenu, keepEndInView, showRunning);
+const composerFiles = new ComposerFiles(client, modelMenu);
+const inspector = new TokenInspector(client, elementOf("conversation"), (element) =>
+  current.turnWith(element),
+);
 const store = new ConversationStore();
 const list = new ConversationList(store);
 const actions = new ConversationActions(store, answerer, list);
@@ -119,6 +125,9 @@ function listenToConversation() {
   onButton(elementOf("conversation"), "copy", copy);
   onButton(elementOf("conversation"), "retry", retry);
   onButton(elementOf("conversation"), "edit", edit);
+  onButton(elementOf("conversation"), "inspect", (button) => {
+    inspector.open(current.turnWith(button));
+  });
   onButton(elementOf("conversation"), "replay", saveReplay);
   for (const example of document.querySelectorAll(".example")) {
     example.addEventListener("click", () => {
@@ -327,14 +336,15 @@ function replacedText(nLaterTurns) {
 
 // --- asking --------------------------------------------------------------------------------------
 
-function send() {
+async function send() {
   const text = question.value.trim();
-  // Files
-  if (text === "" || answerer.isAnswering(current)) {
+  if (text === "" || answerer.isAnswering(current) || !(await composerFiles.fit(text))) {
     return;
   }
-  question.value = "";
-  ask(current, text, []);
+  if (!answerer.isAnswering(current)) { // it was not sent a second time meanwhile
+    question.value = "";
+    ask(current, text, composerFiles.take());
+  }
 }
 
 // Ask a question at the end of a conversation; resolves to its turn when the answer has ended.

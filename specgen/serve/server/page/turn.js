@@ -1,6 +1,6 @@
 import { AnswerStats } from "./answer_stats.js";
 import { counted, joined } from "./format.js";
-import { highlightTokens } from "./highlight.js";
+import { markTokens } from "./token_marks.js";
 import { showMarkdown } from "./markdown.js";
 import { questionWithFiles, showAttachments } from "./question_files.js";
 import { tokensOf } from "./tokens.js";
@@ -172,6 +172,11 @@ export class Turn {
     return message("user", questionWithFiles(this.question, this.attachments));
   }
 
+  /** Note the request, by which the server can score the answer afterwards. */
+  begin({ model, messages }) {
+    this.#events.push({ event: "request", model, messages });
+  }
+
   /** Add a chunk of the server's answer. */
   add(chunk) {
     const choice = chunk.choices?.[0];
@@ -232,7 +237,7 @@ export class Turn {
     const startMs = performance.now();
     this.#part("thought").textContent = this.thought.trim();
     showMarkdown(this.#part("answer"), this.text, (rendered) =>
-      highlightTokens(rendered, this.text, this.#tokens),
+      markTokens(rendered, this.text, this.#tokens),
     );
     this.#drawMs = performance.now() - startMs;
   }
@@ -262,6 +267,7 @@ export class Turn {
     this.#part("copy").hidden = !hasAnswer;
     this.#part("retry").textContent = hasAnswer ? "Regenerate" : "Try again";
     this.#part("replay").hidden = !this.hasEvents;
+    this.#part("inspect").hidden = !this.hasEvents;
   }
 
   #part(name) {
