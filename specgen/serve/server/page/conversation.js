@@ -155,10 +155,9 @@ export class Conversation {
     this.#adopt(saved);
     this.#createdMs = saved.createdMs;
     this.#changedMs = saved.changedMs;
-    this.#leftOut = saved.leftOut;
     this.#cut(this.#nSame(saved.turns));
     saved.turns.slice(this.#turns.length).forEach((turn) => this.#restoreTurn(turn));
-    this.#showMark();
+    this.leaveOut(saved.leftOut);
   }
 
   async #saveNow(answeredTurn) {

@@ -29,6 +29,7 @@ export class ConversationRow {
   show(summary, excerpt, isAnswering) {
     const when = isAnswering ? "answering …" : dateText(summary.changedMs);
     this.#part("title").textContent = summary.title;
+    this.#link.title = summary.title;
     this.#part("excerpt").textContent = excerpt;
     this.#part("when").textContent = when;
     this.#menu.querySelector("summary").ariaLabel = `Actions for “${summary.title}”`;
@@ -58,6 +59,7 @@ export class ConversationRow {
     field.value = former;
     this.closeMenu();
     this.#link.replaceWith(field);
+    field.focus();
     field.select();
     const end = (title) => {
       const hadFocus = document.activeElement === field;
