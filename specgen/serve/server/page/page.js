@@ -8,15 +8,12 @@ import { ConversationActions } from "./conversation_actions.js";
 import { ConversationList } from "./conversation_list.js";
 import { ConversationStore } from "./conversation_store.js";
 import { ConversationView } from "./conversation_view.js";
-import { copyFor } from "./copy_button.js";
 import { takeOverFormerConversation } from "./former_storage.js";
 import { askForKey } from "./key_dialog.js";
 import { isSubmitKey } from "./keys.js";
 import { closeList, isListOpen, listenToListPanel } from "./list_panel.js";
 import { ModelMenu } from "./model_menu.js";
-import { messageOf, NOT_STORED, showNotice } from "./notice.js";
-import { editedQuestion } from "./question_editor.js";
-import { downloadReplay } from "./replay_download.js";
+import { NOT_STORED, showNotice } from "./notice.js";
 import {
   applyTokenDisplay,
   onOtherTabsSettings,
@@ -26,12 +23,11 @@ import {
 import { listenToPanel } from "./settings_panel.js";
 import { TokenInspector } from "./token_inspector.js";
 import { fillLegend } from "./tokens.js";
+import { TurnActions } from "./turn_actions.js";
 import { withdrawUndo } from "./undo_bar.js";
 
 const NOT_HERE = "This browser has no such conversation.";
 const DELETED_ELSEWHERE = "The conversation was deleted in another tab.";
-const SAME_ANSWER =
-  "The answer is the same again. In the settings, a higher temperature allows other answers.";
 
 const elementOf = (id) => document.getElementById(id);
 const composer = elementOf("composer");
@@ -50,6 +46,8 @@ const inspector = new TokenInspector(client, elementOf("conversation"), (element
 const store = new ConversationStore();
 const list = new ConversationList(store);
 const actions = new ConversationActions(store, answerer, list);
+const offerToRestore = (text, backup) => actions.offerToRestore(text, backup);
+const turnActions = new TurnActions(client, store, answerer, offerToRestore, ask);
 
 // The conversation that is shown. A new one is stored with its first question.
 let current = newConversation();
@@ -122,13 +120,11 @@ function listenToSettings() {
 }
 
 function listenToConversation() {
-  onButton(elementOf("conversation"), "copy", copy);
-  onButton(elementOf("conversation"), "retry", retry);
-  onButton(elementOf("conversation"), "edit", edit);
-  onButton(elementOf("conversation"), "inspect", (button) => {
-    inspector.open(current.turnWith(button));
-  });
-  onButton(elementOf("conversation"), "replay", saveReplay);
+  onTurnButton("copy", (turn, button) => turnActions.copy(turn, button));
+  onTurnButton("retry", (turn) => turnActions.retry(turn, current));
+  onTurnButton("edit", (turn, button) => turnActions.edit(turn, current, button));
+  onTurnButton("replay", (turn) => turnActions.saveReplay(turn));
+  onTurnButton("inspect", (turn) => inspector.open(turn));
   for (const example of document.querySelectorAll(".example")) {
     example.addEventListener("click", () => {
       question.value = example.textContent.replace(/\s+/g, " ").trim();
@@ -159,6 +155,13 @@ function listenToList() {
     if (id === current.id) {
       followStore(id, isFromOtherTab);
     }
+  });
+}
+
+// Call `act` with the turn and the button when a button of this class is clicked in a turn.
+function onTurnButton(className, act) {
+  onButton(elementOf("conversation"), className, (button) => {
+    act(current.turnWith(button), button);
   });
 }
 
@@ -273,65 +276,6 @@ async function followStore(id, isFromOtherTab) {
   if (isFromOtherTab) {
     showNotice(DELETED_ELSEWHERE);
   }
-}
-
-// --- what can be done with a turn ----------------------------------------------------------------
-
-// Copy the block of code that the button belongs to, or the whole answer.
-function copy(button) {
-  const code = button.parentElement.querySelector("pre");
-  copyFor(button, code === null ? current.turnWith(button).text : code.textContent);
-}
-
-async function retry(button) {
-  const turn = current.turnWith(button);
-  const newTurn = await askAnew(turn, turn.question);
-  if (newTurn.text === turn.text && newTurn.text !== "") {
-    showNotice(SAME_ANSWER);
-  }
-}
-
-async function edit(button) {
-  const turn = current.turnWith(button);
-  const text = await editedQuestion(turn.questionElement, turn.question);
-  if (text === null || text === "") {
-    button.focus();
-    return;
-  }
-  question.focus();
-  askAnew(turn, text);
-}
-
-async function saveReplay(button) {
-  const turn = current.turnWith(button);
-  try {
-    const response = await client.request("page/replay.html");
-    downloadReplay(await response.text(), await turn.events());
-  } catch (error) {
-    showNotice(messageOf(error));
-  }
-}
-
-// Ask a question in place of a turn and all later ones, and return the new turn.
-async function askAnew(turn, text) {
-  const conversation = current;
-  await answerer.stop(conversation);
-  const backup = await store.backup(conversation.id).catch(() => null); // the storage is blocked
-  const nLater = conversation.removeFrom(turn) - 1;
-  const newTurn = ask(conversation, text, turn.attachments);
-  if (backup !== null && (turn.text !== "" || nLater > 0)) {
-    actions.offerToRestore(replacedText(nLater), backup);
-  }
-  return newTurn;
-}
-
-function replacedText(nLaterTurns) {
-  if (nLaterTurns === 0) {
-    return "The answer was replaced.";
-  }
-  return nLaterTurns === 1
-    ? "The answer was replaced, and the turn after it removed."
-    : `The answer was replaced, and the ${nLaterTurns} turns after it removed.`;
 }
 
 // --- asking --------------------------------------------------------------------------------------
