@@ -47,7 +47,7 @@ export class TurnActions {
   /** Let the user change a question, and ask it anew. */
   async edit(turn, conversation, button) {
     const text = await editedQuestion(turn.questionElement, turn.question);
-    if (text === null) {
+    if (text === null || text === "") {
       button.focus();
       return;
     }
