@@ -38,6 +38,11 @@ export class Answerer {
     return [...this.#running.keys()];
   }
 
+  /** Return the conversation with this id if an answer to it is arriving. */
+  conversationWith(id) {
+    return this.conversations.find((conversation) => conversation.id === id);
+  }
+
   /** Let the last turn of a conversation be answered, and resolve when the answer has ended. */
   async answer(conversation, turn) {
     const controller = new AbortController();

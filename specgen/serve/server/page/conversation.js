@@ -99,7 +99,7 @@ export class Conversation {
   /** Remove a turn and all later ones, and return how many these are. */
   removeFrom(turn) {
     const nBefore = this.#turns.indexOf(turn);
-    return this.#cut(nBefore);
+    return nBefore < 0 ? 0 : this.#cut(nBefore);
   }
 
   /** Return the messages of all turns for a request, without the first `nLeftOut` turns. */

@@ -107,6 +107,7 @@ export class ConversationStore {
   saveAtOnce(conversation) {
     const revision = conversation.revision + 1;
     const transaction = this.#database?.transaction(CONVERSATIONS, "readwrite");
+    transaction?.done.catch(() => {});
     transaction?.store.put({ ...conversation, revision });
     transaction?.commit();
     return revision;
@@ -182,6 +183,7 @@ export class ConversationStore {
   async #write() {
     const database = await this.#opening;
     const transaction = database.transaction([CONVERSATIONS, REPLAYS], "readwrite");
+    transaction.done.catch(() => {}); // what failed has its own error
     return {
       transaction,
       conversations: transaction.objectStore(CONVERSATIONS),

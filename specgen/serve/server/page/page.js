@@ -2,13 +2,13 @@
 
 import { Answerer } from "./answerer.js";
 import { ApiClient } from "./api_client.js";
-import { copyText } from "./clipboard.js";
 import { ComposerFiles } from "./composer_files.js";
 import { Conversation } from "./conversation.js";
-import { downloadJson, downloadMarkdown, importedConversation } from "./conversation_export.js";
+import { ConversationActions } from "./conversation_actions.js";
 import { ConversationList } from "./conversation_list.js";
 import { ConversationStore } from "./conversation_store.js";
 import { ConversationView } from "./conversation_view.js";
+import { copyFor } from "./copy_button.js";
 import { takeOverFormerConversation } from "./former_storage.js";
 import { askForKey } from "./key_dialog.js";
 import { isSubmitKey } from "./keys.js";
@@ -26,12 +26,8 @@ import {
 import { listenToPanel } from "./settings_panel.js";
 import { TokenInspector } from "./token_inspector.js";
 import { fillLegend } from "./tokens.js";
-import { focusUndo, offerUndo, withdrawUndo } from "./undo_bar.js";
+import { withdrawUndo } from "./undo_bar.js";
 
-// The label of a button after it has copied something.
-const COPIED = "Copied";
-// The time for which the button has that label.
-const COPIED_MS = 1500;
 const NOT_HERE = "This browser has no such conversation.";
 const DELETED_ELSEWHERE = "The conversation was deleted in another tab.";
 const SAME_ANSWER =
@@ -53,6 +49,7 @@ const inspector = new TokenInspector(client, elementOf("conversation"), (element
 );
 const store = new ConversationStore();
 const list = new ConversationList(store);
+const actions = new ConversationActions(store, answerer, list);
 
 // The conversation that is shown. A new one is stored with its first question.
 let current = newConversation();
@@ -82,7 +79,9 @@ function listen() {
   });
   // Phones close hidden pages without an event.
   document.addEventListener("visibilitychange", () => {
-    answerer.conversations.forEach((conversation) => conversation.save());
+    if (document.hidden) {
+      answerer.conversations.forEach((conversation) => conversation.save());
+    }
   });
 }
 
@@ -123,16 +122,13 @@ function listenToSettings() {
 }
 
 function listenToConversation() {
-  const inspect = (turn) => inspector.open(turn);
-  const actions = { copy: copyFor, retry, edit, inspect, replay: saveReplay };
-  elementOf("conversation").addEventListener("click", ({ target }) => {
-    for (const [name, act] of Object.entries(actions)) {
-      const button = target.closest(`button.${name}`);
-      if (button !== null) {
-        act(current.turnWith(button), button);
-      }
-    }
+  onButton(elementOf("conversation"), "copy", copy);
+  onButton(elementOf("conversation"), "retry", retry);
+  onButton(elementOf("conversation"), "edit", edit);
+  onButton(elementOf("conversation"), "inspect", (button) => {
+    inspector.open(current.turnWith(button));
   });
+  onButton(elementOf("conversation"), "replay", saveReplay);
   for (const example of document.querySelectorAll(".example")) {
     example.addEventListener("click", () => {
       question.value = example.textContent.replace(/\s+/g, " ").trim();
@@ -149,21 +145,29 @@ function listenToList() {
       closeList();
     }
   });
-  const actions = { markdown: exportMarkdown, json: exportJson, delete: deleteConversation };
-  elementOf("rows").addEventListener("click", ({ target }) => {
-    for (const [name, act] of Object.entries(actions)) {
-      if (target.closest(`button.${name}`) !== null) {
-        act(list.takeAction(target));
-      }
-    }
-  });
+  onButton(elementOf("rows"), "markdown", (row) => actions.exportMarkdown(list.takeAction(row)));
+  onButton(elementOf("rows"), "json", (row) => actions.exportJson(list.takeAction(row)));
+  onButton(elementOf("rows"), "delete", (row) => actions.delete(list.takeAction(row)));
   const importField = elementOf("import-file");
   elementOf("import").addEventListener("click", () => importField.click());
-  importField.addEventListener("change", () => importFile(importField));
+  importField.addEventListener("change", () => {
+    actions.importFile(importField.files[0]);
+    importField.value = ""; // so that the same file can be chosen again
+  });
   store.onChange((id, isFromOtherTab) => {
     list.refresh(id);
     if (id === current.id) {
       followStore(id, isFromOtherTab);
+    }
+  });
+}
+
+// Call `act` with each button of this class that is clicked in an element.
+function onButton(element, className, act) {
+  element.addEventListener("click", ({ target }) => {
+    const button = target.closest(`button.${className}`);
+    if (button !== null) {
+      act(button);
     }
   });
 }
@@ -225,10 +229,12 @@ async function openStored() {
 async function openAddress() {
   const id = idInAddress();
   if (id === "") {
-    show(newConversation());
+    if (current.isStored) {
+      show(newConversation());
+    }
     return;
   }
-  const answering = answeringConversation(id);
+  const answering = answerer.conversationWith(id);
   const saved = answering === undefined ? await store.get(id) : null;
   if (id !== idInAddress() || id === current.id) {
     return; // the user has gone on to another one, or has asked a question
@@ -252,10 +258,6 @@ function startNew() {
   question.focus();
 }
 
-function answeringConversation(id) {
-  return answerer.conversations.find((conversation) => conversation.id === id);
-}
-
 // Show what the store has of the current conversation, which this tab or another one has changed.
 async function followStore(id, isFromOtherTab) {
   const saved = await store.get(id);
@@ -273,73 +275,24 @@ async function followStore(id, isFromOtherTab) {
   }
 }
 
-// --- what can be done with a conversation --------------------------------------------------------
-
-async function exportMarkdown(id) {
-  downloadMarkdown(await store.get(id));
-}
-
-async function exportJson(id) {
-  downloadJson(await store.get(id));
-}
-
-async function importFile(field) {
-  const [file] = field.files;
-  const conversation = importedConversation(await file.text());
-  field.value = ""; // so that the same file can be chosen again
-  if (conversation === null) {
-    showNotice(`${file.name} is not a conversation that was saved as JSON.`);
-    closeList();
-    return;
-  }
-  const { id } = await store.save(conversation);
-  closeList();
-  location.hash = id;
-}
-
-async function deleteConversation(id) {
-  const title = list.titleOf(id);
-  await answerer.stop(answeringConversation(id));
-  const backup = await store.backup(id);
-  await store.delete(id);
-  offerToRestore(`“${title}” was deleted.`, backup);
-  focusUndo();
-}
-
-function offerToRestore(text, backup) {
-  const { id } = backup.conversation;
-  offerUndo(text, id, async () => {
-    await answerer.stop(answeringConversation(id));
-    await store.restore(backup);
-    closeList();
-    location.hash = id;
-  });
-}
-
 // --- what can be done with a turn ----------------------------------------------------------------
 
 // Copy the block of code that the button belongs to, or the whole answer.
-async function copyFor(turn, button) {
+function copy(button) {
   const code = button.parentElement.querySelector("pre");
-  await copyText(code === null ? turn.text : code.textContent);
-  const label = button.textContent;
-  if (label === COPIED) {
-    return; // it was clicked before, and gets its label back soon
-  }
-  button.textContent = COPIED;
-  setTimeout(() => {
-    button.textContent = label;
-  }, COPIED_MS);
+  copyFor(button, code === null ? current.turnWith(button).text : code.textContent);
 }
 
-async function retry(turn) {
+async function retry(button) {
+  const turn = current.turnWith(button);
   const newTurn = await askAnew(turn, turn.question);
   if (newTurn.text === turn.text && newTurn.text !== "") {
     showNotice(SAME_ANSWER);
   }
 }
 
-async function edit(turn, button) {
+async function edit(button) {
+  const turn = current.turnWith(button);
   const text = await editedQuestion(turn.questionElement, turn.question);
   if (text === null || text === "") {
     button.focus();
@@ -349,7 +302,8 @@ async function edit(turn, button) {
   askAnew(turn, text);
 }
 
-async function saveReplay(turn) {
+async function saveReplay(button) {
+  const turn = current.turnWith(button);
   try {
     const response = await client.request("page/replay.html");
     downloadReplay(await response.text(), await turn.events());
@@ -366,7 +320,7 @@ async function askAnew(turn, text) {
   const nLater = conversation.removeFrom(turn) - 1;
   const newTurn = ask(conversation, text, turn.attachments);
   if (backup !== null && (turn.text !== "" || nLater > 0)) {
-    offerToRestore(replacedText(nLater), backup);
+    actions.offerToRestore(replacedText(nLater), backup);
   }
   return newTurn;
 }
@@ -401,6 +355,7 @@ async function ask(conversation, text, attachments) {
   view.scrollToEnd();
   conversation.save().then(showIdentity);
   await answerer.answer(conversation, turn);
+  showIdentity(); // it has another one if it was stored as a copy
   return turn;
 }
 
