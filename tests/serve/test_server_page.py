@@ -326,7 +326,7 @@ def test_markdown_is_shown_with_all_its_tokens(page: Page) -> None:
         "noopener noreferrer",
     ]
     text = (shown.text_content() or "").replace("Copy code", "")
-    assert "".join("".join(shown.locator("span").all_text_contents()).split()) == "".join(
+    assert "".join("".join(shown.locator("[data-token]").all_text_contents()).split()) == "".join(
         text.split()
     )
 
@@ -378,7 +378,8 @@ def test_nothing_in_an_answer_runs_or_loads(page: Page, text: str) -> None:
     attributes = shown.locator("*").evaluate_all(
         "all => all.flatMap(each => [...each.attributes].map(one => one.name))"
     )
-    assert set(attributes) <= {"href", "target", "rel", "type", "class", "title"}
+    known = {"href", "target", "rel", "type", "class", "title", "data-token", "data-language"}
+    assert set(attributes) <= known
     tags = shown.locator("*").evaluate_all("all => all.map(each => each.tagName)")
     assert set(tags) <= {"P", "A", "BR", "DIV", "PRE", "CODE", "BUTTON", "SPAN"}
     for link in shown.locator("a[href]").all():

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from specgen.errors import MemoryLimitError
 from specgen.events import TokenLogprob
-from specgen.serve.formats.chat_completions import read_chat
+from specgen.serve.formats.chat_completions import ChatCompletionRequest, read_chat
 from specgen.serve.formats.engine_requests import parse_requests, prompt_of
 from specgen.serve.formats.fields import Fields, Integer, Json, parse
 from specgen.serve.formats.openai_common import MAX_LOGPROBS, logprob_entry
@@ -28,7 +28,7 @@ class _Guess(Fields):
     token: Integer
 
 
-class _TokenProbabilitiesBody(Fields):
+class _TokenProbabilitiesBody(ChatCompletionRequest):
     """The body of a chat request, with the answer to it."""
 
     #: The tokens of the answer.

@@ -1,5 +1,6 @@
 // Code blocks of an answer, with their syntax highlighted.
 
+import { escaped } from "./html_escape.js";
 import hljs from "./vendor/highlight.min.js";
 
 // What a language is called in the class of a code element.
@@ -44,9 +45,4 @@ function copyButton() {
   button.className = "copy";
   button.textContent = "Copy code";
   return button;
-}
-
-/** Return a text with the characters that HTML reserves written as references. */
-export function escaped(text) {
-  return text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
 }

@@ -4,7 +4,7 @@
 // replaces it by MathML, which browsers draw without fonts and style sheets of its own. It is loaded
 // with the first formula.
 
-import { escaped } from "./code_blocks.js";
+import { escaped } from "./html_escape.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
 // Anything but an empty line.

@@ -13,24 +13,16 @@ const WITHIN = "None of the draft model's own tokens begins here.";
  *
  * @param {object} scores - the server's scores of an answer
  * @param {number} number - the position in the answer
- * @param {number[]} guessIds - the tokens that were drafted there and not accepted
+ * @param {string[]} guesses - the texts that were drafted there and not accepted
  */
-export function likelyElements(scores, number, guessIds) {
+export function likelyElements(scores, number, guesses) {
   const score = scores.tokens[number];
-  const { id, bytes, top_logprobs: target, draft_top_logprobs: draft } = score;
-  const isOwn = (entry) => entry.id === id && String(entry.bytes) === String(bytes);
-  // A draft model may have other tokens, with other numbers.
-  const isOwnText = (entry) => bytes.length > 0 && String(entry.bytes) === String(bytes);
-  const isGuess = (entry) => guessIds.includes(entry.id);
-  const targetTable = likelyTable("Target model", target, isOwn, isGuess);
+  const { top_logprobs: target, draft_top_logprobs: draft } = score;
+  const targetTable = likelyTable("Target model", target, score, guesses);
   if (draft === null) {
     return [targetTable, noteElement(whyNoDraft(scores))];
   }
-  const hasOwnTokens = scores.tokens.some(({ draft_top_logprobs: entries }) => entries === null);
-  const draftTable = hasOwnTokens
-    ? likelyTable("Draft model", draft, isOwnText, () => false)
-    : likelyTable("Draft model", draft, isOwn, isGuess);
-  return [targetTable, draftTable];
+  return [targetTable, likelyTable("Draft model", draft, score, guesses)];
 }
 
 function whyNoDraft({ draft, tokens }) {
@@ -44,16 +36,15 @@ function whyNoDraft({ draft, tokens }) {
   return isKnownElsewhere ? WITHIN : NOT_COMPUTED;
 }
 
-function likelyTable(title, entries, isOwn, isGuess) {
+// The draft model may have other tokens than the target, so texts are compared, and not numbers.
+function likelyTable(title, entries, score, guesses) {
   const table = document.createElement("table");
-  const caption = document.createElement("caption");
-  caption.textContent = title;
-  table.append(caption);
+  table.createCaption().textContent = title;
   for (const entry of entries) {
     const row = tokenRow(entry);
-    if (isOwn(entry)) {
+    if (entry.token === score.token) {
       setRole(row, "chosen", "in the answer");
-    } else if (isGuess(entry)) {
+    } else if (guesses.includes(entry.token)) {
       setRole(row, "guessed", "guessed");
     }
     table.append(row);

@@ -3,8 +3,9 @@
 // Nothing that a model writes may run, load or submit anything: HTML is shown as text, images
 // become links, and DOMPurify then removes all but the elements and attributes below.
 
-import { codeBlockHtml, escaped, frameCodeBlock } from "./code_blocks.js";
+import { codeBlockHtml, frameCodeBlock } from "./code_blocks.js";
 import { formulaExtensions, showFormulas } from "./formulas.js";
+import { escaped } from "./html_escape.js";
 import { marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 

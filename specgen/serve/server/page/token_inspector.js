@@ -151,10 +151,10 @@ export class TokenInspector {
 
   #fillScores(scores) {
     const position = this.#positions[this.#number];
-    const guessIds = position.guesses.map(({ token_id: id }) => id);
+    const guesses = position.guesses.map(({ text }) => text);
     const score = scores.tokens[this.#number];
     this.#part("numbers").textContent = likelihoodSentence(position, score);
-    this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, guessIds));
+    this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, guesses));
     this.#part("note").textContent = PROBABILITIES;
   }
 

@@ -13,7 +13,7 @@ import { drafterName } from "./tokens.js";
 export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temperature) {
   switch (piece.kind) {
     case "accepted":
-      return acceptedReason(node, temperature);
+      return acceptedReason(piece.origin, node, temperature);
     case "corrected":
       return `${guessSentence(guesses)} ${correction(text, temperature)}`;
     case "bonus":
@@ -25,8 +25,8 @@ export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temper
   }
 }
 
-function acceptedReason(node, temperature) {
-  const guess = `${capitalized(drafterName(node.origin))} guessed it${share(node)}`;
+function acceptedReason(origin, node, temperature) {
+  const guess = `${capitalized(drafterName(origin))} guessed it${share(node)}`;
   const isGreedy = temperature === 0;
   const why = isGreedy ? ", because it is also the target's most likely token" : "";
   return `${guess}, and the target model accepted the guess${why}.`;
