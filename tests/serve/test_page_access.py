@@ -33,8 +33,10 @@ __all__ = ["browser", "page"]
 #: A server whose target accepts some drafted tokens and rejects others.
 server = serves(**CHATTING)
 
-ANSWER = "# A title\n\nSome `code` in a sentence with a [link](https://example.org).\n\n> quoted\n\n" \
+ANSWER = (
+    "# A title\n\nSome `code` in a sentence with a [link](https://example.org).\n\n> quoted\n\n"
     "```\nlines\n```\n\n| a | b |\n| - | - |\n| 1 | 2 |\n"
+)
 
 
 def show_everything(page: Page) -> None:
@@ -157,9 +159,7 @@ def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
 
 
 @pytest.fixture(params=[("light", 1280), ("light", 375), ("dark", 1280), ("dark", 375)])
-def shown_page(
-    request: pytest.FixtureRequest, browser: Browser, server: Running
-) -> Iterator[Page]:
+def shown_page(request: pytest.FixtureRequest, browser: Browser, server: Running) -> Iterator[Page]:
     """The page in a colour scheme and a width."""
     scheme, width = request.param
     viewport = {"width": width, "height": 800}

@@ -270,7 +270,9 @@ def test_a_tab_follows_what_another_one_changes(page: Page, server: Running) -> 
         expect(page.locator(".turn")).to_have_count(4)
         expect(rows(page)).to_have_count(1)
         act(other, "Animals", "Delete")
-        expect(page.get_by_role("alert")).to_have_text("The conversation was deleted in another tab.")
+        expect(page.get_by_role("alert")).to_have_text(
+            "The conversation was deleted in another tab."
+        )
         expect(page.locator(".turn")).to_have_count(0)
         other.get_by_role("button", name="Undo").click()
         expect(rows(page)).to_contain_text("Animals")
@@ -396,8 +398,10 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full(page: Page) -> N
         n_turns += 1
     assert n_turns > 2
     expect(turn(page).locator(".error")).to_be_hidden()
-    n_left_out = mark.evaluate("mark => [...document.querySelectorAll('.turn')]"
-                               ".filter(turn => mark.compareDocumentPosition(turn) & 2).length")
+    n_left_out = mark.evaluate(
+        "mark => [...document.querySelectorAll('.turn')]"
+        ".filter(turn => mark.compareDocumentPosition(turn) & 2).length"
+    )
     turns = "the turn above" if n_left_out == 1 else f"the {n_left_out} turns above"
     text = f"The context of 256 tokens is full: the model no longer sees {turns}."
     expect(mark).to_have_text(text)

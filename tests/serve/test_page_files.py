@@ -117,7 +117,7 @@ def test_a_file_that_does_not_fit_says_so_before_it_is_sent(page: Page, tmp_path
 
 
 def test_files_that_only_together_are_too_long(page: Page, tmp_path: Path) -> None:
-    half = "the cat is in the house " * 20
+    half = "the cat is in the house " * 10
     give(page, "drop", {"one.txt": half}, tmp_path)
     expect(page.locator("#files")).to_contain_text("tokens")
     expect(page.locator("#notice")).to_be_hidden()

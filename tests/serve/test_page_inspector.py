@@ -159,7 +159,10 @@ def test_escape_closes_the_panel_and_not_the_answer(browser: Browser, endless: R
 @pytest.mark.parametrize(
     ("answered", "told"),
     [
-        ({"target": "other.gguf"}, "This answer is by target.gguf, but the server has other.gguf"),
+        (
+            {"target": "other.gguf"},
+            "This answer is by target.gguf, but the server has other.gguf now.",
+        ),
         (None, "The server cannot be reached."),
         ({"error": {"message": "out of\nmemory", "code": "out_of_memory"}}, "out of memory"),
     ],

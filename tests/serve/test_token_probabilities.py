@@ -59,9 +59,7 @@ def log_softmax(row: Logits) -> Any:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def check_entries(
-    entries: list[dict[str, Any]], row: Logits, n_top: int, also: list[int]
-) -> None:
+def check_entries(entries: list[dict[str, Any]], row: Logits, n_top: int, also: list[int]) -> None:
     """The likeliest tokens of a row come first, then others; all have the row's probabilities."""
     logprobs = log_softmax(row)
     ids = [entry["id"] for entry in entries]
@@ -71,9 +69,7 @@ def check_entries(
         assert entry["logprob"] == pytest.approx(logprobs[entry["id"]], abs=1e-3)
 
 
-def test_probabilities_are_those_of_both_models_logits(
-    server: Running, answer: list[int]
-) -> None:
+def test_probabilities_are_those_of_both_models_logits(server: Running, answer: list[int]) -> None:
     guess = {"position": 2, "token": 7}
     response = server.post(
         PATH, messages=MESSAGES, answer=answer, guesses=[guess], top_logprobs=3

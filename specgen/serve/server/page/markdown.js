@@ -51,24 +51,32 @@ export function showMarkdown(element, text, decorate) {
   update(element, fragment);
 }
 
-// Give an element the children of another one. Equal ones at the beginning stay, and the first one
-// that differs is updated in the same way: it is the paragraph, list or code block that grows.
+// Give an element the children of another one. Equal ones stay, and elements that differ only in
+// their children are updated in the same way, such as the paragraph or code block that grows.
 function update(element, newElement) {
   const oldNodes = [...element.childNodes];
   const newNodes = [...newElement.childNodes];
-  let nKept = countSame(oldNodes, newNodes);
-  if (haveSameTag(oldNodes[nKept], newNodes[nKept])) {
-    update(oldNodes[nKept], newNodes[nKept]);
+  let nKept = 0;
+  while (canKeep(oldNodes[nKept], newNodes[nKept])) {
     nKept += 1;
   }
   oldNodes.slice(nKept).forEach((node) => node.remove());
   element.append(...newNodes.slice(nKept));
 }
 
-// Return the number of equal nodes at the beginning.
-function countSame(oldNodes, newNodes) {
-  const firstNew = newNodes.findIndex((node, index) => !oldNodes[index]?.isEqualNode(node));
-  return firstNew < 0 ? newNodes.length : firstNew;
+// Whether a node can stay in place of a new one; if so, it is made equal.
+function canKeep(node, newNode) {
+  if (node === undefined || newNode === undefined) {
+    return false;
+  }
+  if (node.isEqualNode(newNode)) {
+    return true;
+  }
+  if (!haveSameTag(node, newNode)) {
+    return false;
+  }
+  update(node, newNode);
+  return true;
 }
 
 // Whether two nodes are elements that differ at most in their children.
