@@ -285,7 +285,7 @@ def test_tabs_that_ask_at_the_same_time_keep_both_questions(page: Page) -> None:
     waiting: list[Route] = []
     with tab(page.context, page.url) as other:
         expect(other.locator(".turn")).to_have_count(1)
-        page.route(API, waiting.append)
+        page.route(API, lambda route: waiting.append(route))  # noqa: PLW0108
         send(page, "a dog")
         expect(other.locator(".turn")).to_have_count(2)
         expect(turn(other).locator(".stats")).to_contain_text("unfinished")
