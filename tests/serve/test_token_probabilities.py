@@ -40,7 +40,8 @@ def answer_of(server: Running) -> list[int]:
 
 def prompt_of(server: Running) -> list[int]:
     text = server.post("/apply-template", messages=MESSAGES).json()["prompt"]
-    tokens: list[int] = server.post("/tokenize", content=text).json()["tokens"]
+    body = {"content": text, "add_special": True}
+    tokens: list[int] = server.post("/tokenize", **body).json()["tokens"]
     return tokens
 
 
