@@ -357,8 +357,8 @@ def test_replaced_turns_can_be_brought_back(page: Page) -> None:
         page.get_by_role("button", name="Save replay").last.click()
     # Once the conversation has gone on, that would delete the later turns.
     page.get_by_role("button", name="Regenerate").last.click()
-    answer(page)
     expect(page.get_by_role("button", name="Undo")).to_be_visible()
+    answer(page)
     ask(page, "a horse")
     expect(page.get_by_role("button", name="Undo")).to_be_hidden()
 
