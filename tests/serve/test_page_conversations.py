@@ -287,7 +287,7 @@ def test_tabs_that_ask_at_the_same_time_keep_both_questions(page: Page) -> None:
     waiting: list[Route] = []
     with tab(page.context, page.url) as other:
         expect(other.locator(".turn")).to_have_count(1)
-        page.route(API, waiting.append)
+        page.route(API, lambda route: waiting.append(route))  # noqa: PLW0108
         send(page, "a dog")
         expect(other.locator(".turn")).to_have_count(2)
         expect(turn(other).locator(".stats")).to_contain_text("unfinished")
@@ -359,8 +359,8 @@ def test_replaced_turns_can_be_brought_back(page: Page) -> None:
         page.get_by_role("button", name="Save replay").last.click()
     # Once the conversation has gone on, that would delete the later turns.
     page.get_by_role("button", name="Regenerate").last.click()
-    answer(page)
     expect(page.get_by_role("button", name="Undo")).to_be_visible()
+    answer(page)
     ask(page, "a horse")
     expect(page.get_by_role("button", name="Undo")).to_be_hidden()
 

@@ -135,7 +135,10 @@ function listenToConversation() {
 
 function listenToList() {
   listenToListPanel();
-  elementOf("new").addEventListener("click", startNew);
+  elementOf("new").addEventListener("click", () => {
+    showNew();
+    question.focus();
+  });
   elementOf("rows").addEventListener("click", ({ target }) => {
     if (target.closest("a") !== null) {
       closeList();
@@ -243,7 +246,7 @@ async function openAddress() {
     return; // the user has gone on to another one, or has asked a question
   }
   if (saved === undefined) {
-    startNew();
+    showNew();
     showNotice(NOT_HERE);
   } else {
     show(answering ?? Conversation.restored(saved, store, keepEndInView));
@@ -251,14 +254,13 @@ async function openAddress() {
 }
 
 // An answer that is arriving goes on when another conversation is shown.
-function startNew() {
+function showNew() {
   if (idInAddress() !== "") {
     history.pushState(null, "", location.pathname + location.search);
   }
   closeList();
   showNotice("");
   show(newConversation());
-  question.focus();
 }
 
 // Show what the store has of the current conversation, which this tab or another one has changed.
@@ -272,7 +274,7 @@ async function followStore(id, isFromOtherTab) {
     showIdentity();
     return;
   }
-  startNew();
+  showNew();
   if (isFromOtherTab) {
     showNotice(DELETED_ELSEWHERE);
   }
