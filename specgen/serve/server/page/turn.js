@@ -264,7 +264,7 @@ export class Turn {
   #showState() {
     const hasAnswer = this.text !== "" && this.#error === "";
     this.element.classList.toggle("arriving", this.#isRunning);
-    this.#part("copy").hidden = !hasAnswer;
+    this.#part("actions .copy").hidden = !hasAnswer;
     this.#part("retry").textContent = hasAnswer ? "Regenerate" : "Try again";
     this.#part("replay").hidden = !this.hasEvents;
     this.#part("inspect").hidden = !this.hasEvents;
