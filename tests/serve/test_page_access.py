@@ -324,6 +324,15 @@ def test_a_failed_turn_has_nothing_to_copy(page: Page) -> None:
     expect(turn(page).get_by_role("button", name="Copy answer")).to_be_hidden()
 
 
+def test_an_answer_with_code_can_be_copied_as_a_whole(page: Page) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answer_every_request(page, ANSWER)
+    ask(page)
+    page.get_by_role("button", name="Copy answer").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == ANSWER
+
+
 def test_the_sampler_settings_are_sent(page: Page, server: Running) -> None:
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("Top k")).to_have_attribute("placeholder", "40")

@@ -135,10 +135,7 @@ function listenToConversation() {
 
 function listenToList() {
   listenToListPanel();
-  elementOf("new").addEventListener("click", () => {
-    showNew();
-    question.focus();
-  });
+  elementOf("new").addEventListener("click", startNew);
   elementOf("rows").addEventListener("click", ({ target }) => {
     if (target.closest("a") !== null) {
       closeList();
@@ -246,20 +243,27 @@ async function openAddress() {
     return; // the user has gone on to another one, or has asked a question
   }
   if (saved === undefined) {
-    showNew();
+    leaveConversation();
     showNotice(NOT_HERE);
   } else {
     show(answering ?? Conversation.restored(saved, store, keepEndInView));
   }
 }
 
-// An answer that is arriving goes on when another conversation is shown.
-function showNew() {
+// Begin a conversation. An answer that is arriving in the last one goes on.
+function startNew() {
   if (idInAddress() !== "") {
-    history.pushState(null, "", location.pathname + location.search);
+    history.pushState(null, "", location.href); // so that the last one is a step back
   }
   closeList();
   showNotice("");
+  leaveConversation();
+  question.focus();
+}
+
+// Show an empty conversation in place of one that is gone.
+function leaveConversation() {
+  history.replaceState(null, "", location.pathname + location.search);
   show(newConversation());
 }
 
@@ -274,7 +278,7 @@ async function followStore(id, isFromOtherTab) {
     showIdentity();
     return;
   }
-  showNew();
+  leaveConversation();
   if (isFromOtherTab) {
     showNotice(DELETED_ELSEWHERE);
   }

@@ -264,14 +264,19 @@ export class Turn {
   #showState() {
     const hasAnswer = this.text !== "" && this.#error === "";
     this.element.classList.toggle("arriving", this.#isRunning);
-    this.#part("actions .copy").hidden = !hasAnswer;
-    this.#part("retry").textContent = hasAnswer ? "Regenerate" : "Try again";
-    this.#part("replay").hidden = !this.hasEvents;
-    this.#part("inspect").hidden = !this.hasEvents;
+    this.#button("copy").hidden = !hasAnswer;
+    this.#button("retry").textContent = hasAnswer ? "Regenerate" : "Try again";
+    this.#button("replay").hidden = !this.hasEvents;
+    this.#button("inspect").hidden = !this.hasEvents;
   }
 
+  // A part of the turn itself: elements of the answer may have the same class.
   #part(name) {
-    return this.element.querySelector(`.${name}`);
+    return this.element.querySelector(`:scope > .${name}`);
+  }
+
+  #button(name) {
+    return this.#part("actions").querySelector(`.${name}`);
   }
 }
 
