@@ -1,4 +1,4 @@
-"""Whether everybody can use the page: keyboards, screen readers, contrasts, phones, lost servers."""
+"""Whether everybody can use the page: keyboards, screen readers, contrast, phones, lost servers."""
 
 from __future__ import annotations
 
