@@ -107,32 +107,29 @@ class DraftText:
         self._spell_new_bytes(drafted)
         self.n_unchanged = first + common_prefix_length(tokens_before, self.tokens[first:])
 
-    def starts_of(
+    def steps(
         self,
         prompt: Sequence[int],
         answer: Sequence[int],
-    ) -> list[int | None]:
-        """Follow a whole text, and return where the tokens of its answer start among `tokens`.
+    ) -> list[tuple[int, list[int]]]:
+        """Follow an answer token by token, and return what changes in `tokens`.
 
         Args:
             prompt: The target's prompt.
             answer: The target's tokens of the answer.
 
         Returns:
-            For each of the target's tokens, the number of `tokens` before it. None if it starts
-            within one of them, and for control tokens.
+            For the text before each token of the answer: how many tokens are unchanged, and those
+            that follow.
         """
-        self.follow(prompt)
-        start = len(self.data)
-        self.follow((*prompt, *answer))
-        starts: list[int | None] = []
-        for token in answer:
-            n_bytes = len(self._target.token_bytes(token))
-            n_before = bisect_right(self.ends, start)
-            has_boundary = n_before > 0 and self.ends[n_before - 1] == start
-            starts.append(n_before if has_boundary and n_bytes else None)
-            start += n_bytes
-        return starts
+        context = list(prompt)
+        self.follow(context)
+        steps = [(0, self.tokens.copy())]
+        for token in answer[:-1]:
+            context.append(token)
+            self.follow(context)
+            steps.append((self.n_unchanged, self.tokens[self.n_unchanged :]))
+        return steps
 
     def ending(self, n_tokens: int) -> bytes:
         """Return the bytes of the last `n_tokens` tokens; empty if `hold_back` cannot remove them.

@@ -276,14 +276,20 @@ class DraftSetup:
 
 @dataclass(frozen=True, slots=True)
 class ScorableText:
-    """A prompt and an answer as a model reads them, to compute the probabilities of the answer."""
+    """An answer as a model reads it, to compute the probabilities of its tokens."""
 
     model: LlamaModel
-    #: The prompt and the answer in the model's tokens.
-    tokens: Sequence[int]
-    #: For each of the target's tokens of the answer, the number of `tokens` before it. None if none
-    #: of them begins there.
-    starts: Sequence[int | None]
+    #: For each token of the answer, the text before it in the model's tokens: how many tokens of
+    #: the step before stay, and the tokens that follow them.
+    steps: Sequence[tuple[int, Sequence[int]]]
+
+    @classmethod
+    def of(cls, model: LlamaModel, prompt: Sequence[int], answer: Sequence[int]) -> ScorableText:
+        """Return an answer in the model's tokens, of which each step adds one."""
+        steps: list[tuple[int, Sequence[int]]] = [(0, prompt)]
+        for number, token in enumerate(answer[:-1]):
+            steps.append((len(prompt) + number, (token,)))
+        return cls(model, steps)
 
 
 @dataclass(frozen=True, slots=True)

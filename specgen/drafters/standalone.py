@@ -338,14 +338,12 @@ class StandaloneDraft(LoadedDraft):
         """Return an answer as the model reads it; None for a parallel draft, which reads masks."""
         if self.mask is not None:
             return None
-        tokens = (*prompt, *answer)
         if self._translation is not None:
             text = self._translation.text(prompt, draft_prompt)
-            starts = text.starts_of(prompt, answer)
-            return ScorableText(self.model, text.tokens, starts)
-        if max(tokens) >= self._n_shared_tokens:
+            return ScorableText(self.model, text.steps(prompt, answer))
+        if max((*prompt, *answer)) >= self._n_shared_tokens:
             return None
-        return ScorableText(self.model, tokens, range(len(prompt), len(tokens)))
+        return ScorableText.of(self.model, prompt, answer)
 
     def notices(self) -> Iterator[str]:
         """Yield a notice if the model would be faster with `--draft-mask`."""

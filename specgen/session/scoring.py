@@ -40,7 +40,7 @@ class ScoredToken:
     #: The target's likeliest tokens, then the token itself and the guesses.
     target: LikelyTokens
     #: The same for the draft model, in its own tokens. None without a draft model whose
-    #: probabilities depend on the text alone, and where none of its tokens begins.
+    #: probabilities depend on the text alone.
     draft: LikelyTokens | None
 
 
@@ -87,9 +87,13 @@ class AnswerScorer:
                 n_tokens,
                 self.n_ctx,
             )
-        text = ScorableText(self.session.target, tokens, range(len(prompt.tokens), n_tokens))
-        target = self._likely_tokens(None, text, guesses)
-        draft = self._likely_tokens_of_draft(prompt, answer, guesses)
+        text = ScorableText.of(self.session.target, prompt.tokens, answer)
+        wanted = {
+            position: [token_id, *guesses.get(position, ())]
+            for position, token_id in enumerate(answer)
+        }
+        target = self._likely_tokens(None, text, wanted)
+        draft = self._likely_tokens_of_draft(prompt, answer, wanted)
         return [
             _scored_token(token_id, target[position], draft.get(position))
             for position, token_id in enumerate(answer)
@@ -99,7 +103,7 @@ class AnswerScorer:
         self,
         prompt: Prompt,
         answer: Sequence[int],
-        guesses: Mapping[int, Sequence[int]],
+        wanted: Mapping[int, Sequence[int]],
     ) -> dict[int, LikelyTokens]:
         """Return the draft model's likely tokens by their position in the answer."""
         draft = self.session.draft
@@ -109,80 +113,107 @@ class AnswerScorer:
         if text is None:
             return {}
         if draft.own_vocabulary is not None:
-            guesses = {}  # they are tokens of the target
-        return self._likely_tokens(draft.timed, text, guesses)
+            wanted = {}  # they are tokens of the target
+        return self._likely_tokens(draft.timed, text, wanted)
 
     def _likely_tokens(
         self,
         key: Key | None,
         text: ScorableText,
-        guesses: Mapping[int, Sequence[int]],
+        wanted: Mapping[int, Sequence[int]],
     ) -> dict[int, LikelyTokens]:
         """Return a model's likely tokens by their position in the answer.
 
         Args:
             key: Identifies the options of the model's contexts; None for the target.
-            text: The text in the model's tokens.
-            guesses: More tokens of the model, by their position.
+            text: The answer in the model's tokens.
+            wanted: More tokens of the model whose probabilities are wanted, by position.
         """
         vocabulary = text.model.vocabulary
-        positions = {start: position for position, start in enumerate(text.starts)}
         likely: dict[int, LikelyTokens] = {}
-        for start, row in self._rows(key, text):
-            position = positions.get(start)
-            if position is None:  # a token of the model begins here, but none of the target
-                continue
-            # The text may end here in the model's tokens.
-            others = [*text.tokens[start : start + 1], *guesses.get(position, ())]
-            known = [token_id for token_id in others if token_id < vocabulary.n_tokens]
+        for position, row in self._rows(key, text):
+            known = [token for token in wanted.get(position, ()) if token < vocabulary.n_tokens]
             likely[position] = likely_tokens(row, self.n_top, known, vocabulary)
         return likely
 
     def _rows(self, key: Key | None, text: ScorableText) -> Iterator[tuple[int, Logits]]:
-        """Decode a text, and yield the logits of the tokens from the answer's first one on.
-
-        Each row of logits comes with the number of the model's tokens before it.
-        """
-        # A model cannot score more tokens than it has learnt positions for.
-        n_most = text.model.limited_n_ctx(len(text.tokens))
-        starts = [start for start in text.starts if start is not None and 0 < start <= n_most]
-        if not starts:
-            return
-        n_rows = max(starts)
+        """Decode a text, and yield the positions in the answer with their logits."""
+        # A model cannot score more tokens than it has learned positions for.
+        lengths = [n_kept + len(new_tokens) for n_kept, new_tokens in text.steps]
+        n_ctx = text.model.limited_n_ctx(max(lengths))
         context = LlamaBackend(
             text.model,
             self.session.costs.context_options(key),
-            n_ctx=CONTEXT_STEP * -(-n_rows // CONTEXT_STEP),  # rounded up
+            n_ctx=CONTEXT_STEP * -(-n_ctx // CONTEXT_STEP),  # rounded up
             clock=self.session.clock,
             n_outputs=_N_SCORED_ROWS,
             n_rollback=0,
         )
         with contextlib.closing(context):
-            for batch in _batches(text.tokens[:n_rows], min(starts) - 1, context.n_batch):
-                with self.turn():
-                    rows = context.decode(batch)
-                first_start = batch.positions[0] + 1
-                yield from enumerate(rows, first_start)
+            reader = _TextReader(context, self.turn)
+            for position, (n_kept, new_tokens) in enumerate(text.steps):
+                if lengths[position] > n_ctx:
+                    break
+                yield from reader.step(position, n_kept, new_tokens)
+            yield from reader.decode()
 
 
-def _batches(
-    tokens: Sequence[int],
-    n_unscored: int,
-    n_batch: int,
-) -> Iterator[Batch]:
-    """Yield the batches of a text: first those without logits, then those whose rows have logits.
+class _TextReader:
+    """Decodes a text that grows step by step, in batches that are as large as possible.
 
     Args:
-        tokens: The text.
-        n_unscored: The number of its first tokens whose logits are not needed.
-        n_batch: The maximum number of rows of a batch without logits.
+        context: An empty context.
+        turn: Makes a context manager in which each batch is decoded.
     """
-    for start in range(0, n_unscored, n_batch):
-        end = min(start + n_batch, n_unscored)
-        yield Batch.of(tokens[start:end], start)
-    for start in range(n_unscored, len(tokens), _N_SCORED_ROWS):
-        part = tokens[start : start + _N_SCORED_ROWS]
-        yield Batch.of(part, start, n_wanted=len(part))
+
+    def __init__(self, context: LlamaBackend, turn: Turn) -> None:
+        self._context = context
+        self._turn = turn
+        #: The number of tokens of the text, including those of the batch.
+        self._n_tokens = 0
+        #: The tokens that are not decoded yet.
+        self._batch = Batch()
+        #: The positions in the answer whose logits the batch wants.
+        self._positions: list[int] = []
+
+    def step(
+        self,
+        position: int,
+        n_kept: int,
+        new_tokens: Sequence[int],
+    ) -> Iterator[tuple[int, Logits]]:
+        """Change the text, and yield positions and logits if a batch had to be decoded.
+
+        Args:
+            position: The position in the answer for which the logits after the text are wanted.
+                If there are no new tokens, they are not computed.
+            n_kept: The number of tokens of the text that stay.
+            new_tokens: The tokens that follow them.
+        """
+        if n_kept < self._n_tokens:
+            yield from self.decode()
+            self._context.remove(0, n_kept)
+            self._n_tokens = n_kept
+        last = len(new_tokens) - 1
+        for index, token in enumerate(new_tokens):
+            if len(self._batch) == self._context.n_batch:
+                yield from self.decode()
+            self._batch.add(token, self._n_tokens, (0,), index == last)
+            self._n_tokens += 1
+        if new_tokens:
+            self._positions.append(position)
+        if len(self._positions) == _N_SCORED_ROWS:
+            yield from self.decode()
+
+    def decode(self) -> Iterator[tuple[int, Logits]]:
+        """Decode the batch, and yield its positions with their logits."""
+        if not len(self._batch):
+            return
+        with self._turn():
+            rows = self._context.decode(self._batch)
+        yield from zip(self._positions, rows, strict=True)
+        self._batch = Batch()
+        self._positions = []
 
 
 def _scored_token(

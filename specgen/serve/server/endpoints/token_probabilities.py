@@ -34,7 +34,7 @@ class _TokenProbabilitiesBody(ChatCompletionRequest):
     #: The tokens of the answer.
     answer: Annotated[list[Integer], Field(min_length=1)]
     #: More tokens whose probabilities are wanted.
-    guesses: list[_Guess] = []
+    guesses: list[_Guess] = Field(default_factory=list)
     #: The number of likeliest tokens at each position.
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 5
 

@@ -6,7 +6,6 @@ import { visible } from "./token_text.js";
 const NO_DRAFT = "There is no draft model.";
 const NGRAMS = "N-grams have no probabilities: an earlier text went on like this.";
 const NOT_COMPUTED = "The probabilities of this draft cannot be computed afterwards.";
-const WITHIN = "None of the draft model's own tokens begins here.";
 
 /**
  * Return the elements that show what was likely to the target and to the draft model.
@@ -20,20 +19,20 @@ export function likelyElements(scores, number, guesses) {
   const { top_logprobs: target, draft_top_logprobs: draft } = score;
   const targetTable = likelyTable("Target model", target, score, guesses);
   if (draft === null) {
-    return [targetTable, noteElement(whyNoDraft(scores))];
+    return [targetTable, noteElement(whyNoDraft(scores.draft))];
   }
   return [targetTable, likelyTable("Draft model", draft, score, guesses)];
 }
 
-function whyNoDraft({ draft, tokens }) {
-  if (draft === "none") {
-    return NO_DRAFT;
+function whyNoDraft(draft) {
+  switch (draft) {
+    case "none":
+      return NO_DRAFT;
+    case "ngram":
+      return NGRAMS;
+    default:
+      return NOT_COMPUTED;
   }
-  if (draft === "ngram") {
-    return NGRAMS;
-  }
-  const isKnownElsewhere = tokens.some(({ draft_top_logprobs: entries }) => entries !== null);
-  return isKnownElsewhere ? WITHIN : NOT_COMPUTED;
 }
 
 // The draft model may have other tokens than the target, so texts are compared, and not numbers.

@@ -10,10 +10,10 @@ import { drafterName } from "./tokens.js";
  * @param {import("./answer_positions.js").Position} position
  * @param {number} temperature
  */
-export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temperature) {
+export function reasonOf({ piece, text, guesses, nBefore, reason }, temperature) {
   switch (piece.kind) {
     case "accepted":
-      return acceptedReason(piece.origin, node, temperature);
+      return acceptedReason(piece.origin, temperature);
     case "corrected":
       return `${guessSentence(guesses)} ${correction(text, temperature)}`;
     case "bonus":
@@ -25,8 +25,8 @@ export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temper
   }
 }
 
-function acceptedReason(origin, node, temperature) {
-  const guess = `${capitalized(drafterName(origin))} guessed it${share(node)}`;
+function acceptedReason(origin, temperature) {
+  const guess = `${capitalized(drafterName(origin))} guessed it`;
   const isGreedy = temperature === 0;
   const why = isGreedy ? ", because it is also the target's most likely token" : "";
   return `${guess}, and the target model accepted the guess${why}.`;
@@ -35,7 +35,7 @@ function acceptedReason(origin, node, temperature) {
 // Several guesses are the branches of a tree.
 function guessSentence(guesses) {
   const drafter = capitalized(drafterName(guesses[0].origin));
-  const texts = guesses.map((node) => `${quoted(node.text || END)}${share(node)}`);
+  const texts = guesses.map((node) => quoted(node.text || END));
   return `${drafter} guessed ${enumeration(texts)}.`;
 }
 
@@ -62,26 +62,30 @@ function plainReason(reason) {
   return `The target model chose it. Nothing was drafted here: ${reason}.`;
 }
 
-// The probability that the drafter gave a guess, if it gives any.
-function share({ probability }) {
-  return probability === null ? "" : ` (${percentText(probability)})`;
-}
-
 /**
- * Return how likely a token and the guesses were to the target, as a sentence.
+ * Return how likely a token and the guesses were, as a sentence or two.
  *
  * @param {import("./answer_positions.js").Position} position
  * @param {object} score - the server's entry for the token
  */
-export function likelihoodSentence({ text, guesses }, score) {
+export function likelihoodSentence({ text, guesses, node }, score) {
   const shares = [`${quoted(text)} ${percentText(Math.exp(score.logprob))}`];
-  for (const node of guesses) {
-    const entry = score.top_logprobs.find(({ id }) => id === node.token_id);
+  for (const guess of guesses) {
+    const entry = score.top_logprobs.find(({ id }) => id === guess.token_id);
     if (entry !== undefined) {
-      shares.push(`${quoted(node.text || END)} ${percentText(Math.exp(entry.logprob))}`);
+      shares.push(`${quoted(guess.text || END)} ${percentText(Math.exp(entry.logprob))}`);
     }
   }
-  return `The target model gives ${enumeration(shares)}.`;
+  const target = `The target model gives ${enumeration(shares)}.`;
+  // Without a table of its own, the draft's probabilities are known from the draft itself.
+  const drafted = [...guesses, node].filter((each) => typeof each?.probability === "number");
+  if (score.draft_top_logprobs !== null || drafted.length === 0) {
+    return target;
+  }
+  const draftShares = drafted.map(
+    (each) => `${quoted(each.text || END)} ${percentText(each.probability)}`,
+  );
+  return `${target} The draft gave ${enumeration(draftShares)}.`;
 }
 
 /** Return a probability as text. */
