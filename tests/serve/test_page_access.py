@@ -279,6 +279,7 @@ def test_the_list_lies_over_a_narrow_page(browser: Browser, server: Running) -> 
 # --- errors --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_leaves_what_it_has_answered(browser: Browser, tmp_path: Path) -> None:
     config = TinyConfig(
         chat_template=str(CHATTING["chat_template"]),
@@ -302,6 +303,7 @@ def test_a_server_that_dies_leaves_what_it_has_answered(browser: Browser, tmp_pa
         again.click()
         expect(error).to_have_text("The server cannot be reached.")
         page.get_by_role("button", name="Undo").click()
+        expect(error).to_have_text("The connection was lost before the answer ended.")
         assert answer(page) == shown
         # A new server at the same address.
         port = url.rsplit(":", 1)[1].rstrip("/")
