@@ -39,9 +39,7 @@ def started(
 
 
 @contextlib.contextmanager
-def listening(
-    *arguments: str, port: str = "0"
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def listening(*arguments: str, port: str = "0") -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = spawn("serve", "--port", port, *arguments, text=True)
     try:
         assert process.stdout is not None

@@ -21,7 +21,6 @@ from tests.helpers.chat_page import (
     chunk_of,
     opened,
     page,
-    question,
     reply,
     rows,
     send,
