@@ -30,6 +30,8 @@ def share(logprob: float) -> str:
     probability = math.exp(logprob)
     if probability < 0.001:
         return "under 0.1%"
+    if probability > 0.999:
+        return "over 99.9%"
     n_digits = 1 if probability < 0.1 or probability > 0.99 else 0
     return f"{100 * probability:.{n_digits}f}%"
 

@@ -45,7 +45,7 @@ export class ComposerFiles {
     }
     try {
       const nTokens = await this.#client.countTokens({ ...requestFields(), messages });
-      return this.#checkFits("the question with its files", nTokens);
+      return this.#checkFits("The question with its files has", nTokens);
     } catch (error) {
       showNotice(messageOf(error));
       return false;
@@ -93,7 +93,8 @@ export class ComposerFiles {
     const [first, ...others] = this.#attachments;
     if (first !== undefined) {
       const nTokens = this.#attachments.reduce((sum, file) => sum + (file.nTokens ?? 0), 0);
-      this.#checkFits(others.length === 0 ? first.name : "the files together", nTokens);
+      const subject = others.length === 0 ? `${first.name} has` : "The files together have";
+      this.#checkFits(subject, nTokens);
     }
   }
 
@@ -104,9 +105,9 @@ export class ComposerFiles {
       return true;
     }
     showNotice(
-      `Too long: ${subject} with ${tokenCount(nTokens)}. The context of the model has ` +
-        `${tokenCount(nContext)}. Remove or shorten a file, or start the server with a larger ` +
-        `context (-c ${2 * nTokens}).`,
+      `${subject} ${tokenCount(nTokens)}, but the model's context has only ` +
+        `${nContext.toLocaleString("en")}: remove or shorten a file, or start the server with a ` +
+        `larger context (-c ${2 * nTokens}).`,
     );
     return false;
   }

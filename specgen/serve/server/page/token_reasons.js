@@ -109,6 +109,9 @@ export function percentText(probability) {
   if (probability < 0.001) {
     return "under 0.1%";
   }
+  if (probability > 0.999) {
+    return "over 99.9%";
+  }
   const isNearEnd = probability < 0.1 || probability > 0.99;
   return `${(100 * probability).toFixed(isNearEnd ? 1 : 0)}%`;
 }
