@@ -1,13 +1,16 @@
 import { positionsOf, promptOf } from "./answer_positions.js";
 import { likelyElements } from "./likely_tokens.js";
 import { messageOf } from "./notice.js";
-import { likelihoodSentence, reasonOf } from "./token_reasons.js";
+import { guessedOtherwise, likelihoodSentence, reasonOf } from "./token_reasons.js";
 import { ScoreError, TokenScores } from "./token_scores.js";
 import { visible } from "./token_text.js";
 
 const NOT_COMPLETE = "The probabilities can be computed when the answer is complete.";
 const COMPUTING = "Computing the probabilities, once for the whole answer…";
 const PROBABILITIES = "Probabilities are those at temperature 1, before samplers and grammar.";
+const READ_LESS =
+  "The draft model's are those after the whole text; to save time, it had read less of it when it " +
+  "guessed.";
 
 /**
  * The panel that tells why a token is in an answer.
@@ -155,7 +158,8 @@ export class TokenInspector {
     const score = scores.tokens[this.#number];
     this.#part("numbers").textContent = likelihoodSentence(position, score);
     this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, guesses));
-    this.#part("note").textContent = PROBABILITIES;
+    const hasReadLess = guessedOtherwise(position, score);
+    this.#part("note").textContent = hasReadLess ? `${PROBABILITIES} ${READ_LESS}` : PROBABILITIES;
   }
 
   #showInsteadOfScores(text) {

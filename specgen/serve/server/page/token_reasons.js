@@ -4,16 +4,19 @@ import { END } from "./answer_positions.js";
 import { quoted } from "./token_text.js";
 import { drafterName } from "./tokens.js";
 
+// The largest difference between two probabilities that are shown as nearly the same.
+const SAME_PROBABILITY = 0.02;
+
 /**
  * Return why a token is in the answer.
  *
  * @param {import("./answer_positions.js").Position} position
  * @param {number} temperature
  */
-export function reasonOf({ piece, text, guesses, nBefore, reason }, temperature) {
+export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temperature) {
   switch (piece.kind) {
     case "accepted":
-      return acceptedReason(piece.origin, temperature);
+      return acceptedReason(piece.origin, node, temperature);
     case "corrected":
       return `${guessSentence(guesses)} ${correction(text, temperature)}`;
     case "bonus":
@@ -25,8 +28,8 @@ export function reasonOf({ piece, text, guesses, nBefore, reason }, temperature)
   }
 }
 
-function acceptedReason(origin, temperature) {
-  const guess = `${capitalized(drafterName(origin))} guessed it`;
+function acceptedReason(origin, node, temperature) {
+  const guess = `${capitalized(drafterName(origin))} guessed it${share(node)}`;
   const isGreedy = temperature === 0;
   const why = isGreedy ? ", because it is also the target's most likely token" : "";
   return `${guess}, and the target model accepted the guess${why}.`;
@@ -35,7 +38,7 @@ function acceptedReason(origin, temperature) {
 // Several guesses are the branches of a tree.
 function guessSentence(guesses) {
   const drafter = capitalized(drafterName(guesses[0].origin));
-  const texts = guesses.map((node) => quoted(node.text || END));
+  const texts = guesses.map((node) => `${quoted(node.text || END)}${share(node)}`);
   return `${drafter} guessed ${enumeration(texts)}.`;
 }
 
@@ -62,13 +65,19 @@ function plainReason(reason) {
   return `The target model chose it. Nothing was drafted here: ${reason}.`;
 }
 
+// The probability that the drafter gave a guess, if it gives any.
+function share(node) {
+  const probability = node?.probability ?? null;
+  return probability === null ? "" : ` (${percentText(probability)})`;
+}
+
 /**
- * Return how likely a token and the guesses were, as a sentence or two.
+ * Return how likely a token and the guesses were to the target, as a sentence.
  *
  * @param {import("./answer_positions.js").Position} position
  * @param {object} score - the server's entry for the token
  */
-export function likelihoodSentence({ text, guesses, node }, score) {
+export function likelihoodSentence({ text, guesses }, score) {
   const shares = [`${quoted(text)} ${percentText(Math.exp(score.logprob))}`];
   for (const guess of guesses) {
     const entry = score.top_logprobs.find(({ id }) => id === guess.token_id);
@@ -76,16 +85,23 @@ export function likelihoodSentence({ text, guesses, node }, score) {
       shares.push(`${quoted(guess.text || END)} ${percentText(Math.exp(entry.logprob))}`);
     }
   }
-  const target = `The target model gives ${enumeration(shares)}.`;
-  // Without a table of its own, the draft's probabilities are known from the draft itself.
-  const drafted = [...guesses, node].filter((each) => typeof each?.probability === "number");
-  if (score.draft_top_logprobs !== null || drafted.length === 0) {
-    return target;
+  return `The target model gives ${enumeration(shares)}.`;
+}
+
+/**
+ * Return whether the draft model guessed something else than it would after the whole text.
+ *
+ * @param {import("./answer_positions.js").Position} position
+ * @param {object} score - the server's entry for the token
+ */
+export function guessedOtherwise({ guesses, node }, { draft_top_logprobs: entries }) {
+  const guess = [node, ...guesses].find((each) => each?.origin === "model");
+  if (guess === undefined || entries === null) {
+    return false;
   }
-  const draftShares = drafted.map(
-    (each) => `${quoted(each.text || END)} ${percentText(each.probability)}`,
-  );
-  return `${target} The draft gave ${enumeration(draftShares)}.`;
+  const entry = entries.find(({ token }) => token === guess.text);
+  const probability = entry === undefined ? 0 : Math.exp(entry.logprob);
+  return Math.abs(probability - (guess.probability ?? probability)) > SAME_PROBABILITY;
 }
 
 /** Return a probability as text. */
