@@ -308,6 +308,26 @@ def test_tabs_that_ask_at_the_same_time_keep_both_questions(page: Page) -> None:
             page.get_by_role("button", name="Save replay").first.click()
 
 
+def test_a_tab_that_is_closed_in_mid_answer_replaces_nothing(
+    browser: Browser, endless: Running
+) -> None:
+    with opened(browser, endless.url) as page:
+        send(page, "a dog")
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        other = page.context.new_page()
+        other.goto(page.url)
+        expect(turn(other).locator(".stats")).to_contain_text("unfinished")
+        answer_every_request(other, "sings")
+        ask(other, "a bird")
+        expect(rows(page)).to_have_count(1)
+        page.goto("about:blank")
+        expect(rows(other)).to_have_count(2)
+        for conversation, text in ((0, "a bird"), (1, "a dog")):
+            rows(other).nth(conversation).click()
+            expect(turn(other).locator(".question")).to_have_text(text)
+            assert turn(other).locator(".answer span").count()
+
+
 def wait_until_waiting(page: Page, waiting: list[Route]) -> None:
     """Wait until a request of the page was intercepted."""
     while not waiting:

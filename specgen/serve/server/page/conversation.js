@@ -22,6 +22,8 @@ export class Conversation {
   #createdMs = Date.now();
   #changedMs = Date.now();
   #revision = 0;
+  // Whether another tab has saved it since this one last did.
+  #isOutdated = false;
   #turns = [];
   /** @type {LeftOut|null} */
   #leftOut = null;
@@ -147,7 +149,15 @@ export class Conversation {
 
   /** Store the conversation while the page is being closed. */
   saveAtOnce() {
+    if (this.#isOutdated) {
+      this.id = newId(); // what the other tab has stored must not be replaced
+    }
     this.#revision = this.#store.saveAtOnce(this.saved());
+  }
+
+  /** Note that another tab has saved the conversation, which this one does not follow now. */
+  markOutdated() {
+    this.#isOutdated = true;
   }
 
   /** Show what another tab has stored; turns that are the same stay. */
@@ -178,6 +188,7 @@ export class Conversation {
     this.id = id;
     this.title = title;
     this.#revision = revision;
+    this.#isOutdated = false;
   }
 
   // The number of turns at the beginning that are the same as stored ones.

@@ -110,6 +110,7 @@ export class ConversationStore {
     transaction?.done.catch(() => {});
     transaction?.store.put({ ...conversation, revision });
     transaction?.commit();
+    this.#channel.postMessage(conversation.id);
     return revision;
   }
 

@@ -152,6 +152,9 @@ function listenToList() {
   });
   store.onChange((id, isFromOtherTab) => {
     list.refresh(id);
+    if (isFromOtherTab) {
+      answerer.conversationWith(id)?.markOutdated();
+    }
     if (id === current.id) {
       followStore(id, isFromOtherTab);
     }
