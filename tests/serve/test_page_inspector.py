@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from tests.helpers.browser import browser
 from tests.helpers.chat_page import API, CHATTING, ask, opened, page, reply, send, turn
 from tests.helpers.server import Running, serves
+from tests.serve.test_page_access import FAINT
 
 __all__ = ["browser", "page"]
 
@@ -194,3 +195,26 @@ def test_a_turn_without_events_has_nothing_to_inspect(page: Page) -> None:
     page.route(API, lambda route: reply(route, {"choices": [choice]}))
     ask(page)
     expect(turn(page).get_by_role("button", name="Inspect tokens")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_on_a_phone(browser: Browser, server: Running, scheme: Any) -> None:
+    viewport: Any = {"width": 375, "height": 700}
+    with browser.new_context(color_scheme=scheme, viewport=viewport) as context:
+        page = context.new_page()
+        page.goto(server.url)
+        ask(page)
+        page.locator("#file-input").set_input_files(
+            {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"the cat " * 500}
+        )
+        expect(page.locator("#notice")).to_contain_text("notes.txt has")
+        turn(page).get_by_role("button", name="Inspect tokens").click()
+        expect(panel(page).get_by_role("table")).to_have_count(2)
+        assert page.evaluate(FAINT) == []
+        assert page.evaluate("document.documentElement.scrollWidth") == 375
+        assert panel(page).evaluate("panel => panel.scrollWidth <= panel.clientWidth")
+        place = turn(page).locator(".inspected").first.bounding_box()
+        shown = panel(page).bounding_box()
+        assert place is not None
+        assert shown is not None
+        assert place["y"] + place["height"] <= shown["y"]
