@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
+from specgen.serve.server.options import Limits, ServerOptions
 from tests.helpers.browser import browser
 from tests.helpers.chat_page import (
     API,
@@ -27,7 +28,7 @@ from tests.helpers.chat_page import (
     tab,
     turn,
 )
-from tests.helpers.server import Running, serves, wait_until
+from tests.helpers.server import Running, serves, tiny_server, wait_until
 
 __all__ = ["browser", "page"]
 
@@ -450,6 +451,23 @@ def test_a_question_that_never_fits_leaves_out_nothing(page: Page) -> None:
     body = send(page, "a dog")
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     answer(page)
+
+
+def test_turns_are_left_out_where_the_server_limits_prompts(
+    browser: Browser, tmp_path: Path
+) -> None:
+    options = ServerOptions(port=0, limits=Limits(prompt_tokens=100))
+    with tiny_server(tmp_path, options, **CHATTING) as server, opened(browser, server.url) as page:
+        error = turn(page).get_by_role("alert")
+        for number in range(20):
+            ask(page, f"{QUESTION} house of the dog {number}")
+            if error.is_visible():
+                break
+        expect(error).to_contain_text("at most 100 are allowed")
+        turn(page).get_by_role("button", name="Try again").click()
+        expect(page.locator(".mark")).to_be_visible()
+        expect(error).to_be_hidden()
+        assert answer(page)
 
 
 def test_turns_are_left_out_as_chat_does(page: Page) -> None:

@@ -12,6 +12,8 @@ export class Answerer {
   #modelMenu;
   #keepEndInView;
   #onChange;
+  // The server's limit for prompts, known once a prompt was over it.
+  #promptLimit = Infinity;
   // The answers that are arriving, by their conversation: what aborts each, and when it has ended.
   #running = new Map();
 
@@ -74,6 +76,7 @@ export class Answerer {
       }
       this.#keepEndInView(() => turn.end(this.#modelMenu.nContext));
     } catch (error) {
+      this.#promptLimit = error.promptLimit ?? this.#promptLimit;
       this.#keepEndInView(() => (signal.aborted ? turn.stop() : turn.fail(messageOf(error))));
       if (turn.text === "") {
         conversation.leaveOut(leftOut); // the model has not seen the shorter conversation
@@ -96,14 +99,14 @@ export class Answerer {
     if (nTurns === 0) {
       return bodyWithout(0);
     }
-    if (this.#modelMenu.isModelUnloaded) {
-      await this.#client.countTokens(bodyWithout(0), signal); // loads it
+    if (this.#modelMenu.nContext === null) {
+      await this.#client.countTokens(bodyWithout(0), signal); // loads the model
       await this.#modelMenu.describe();
     }
-    const { nContext } = this.#modelMenu;
-    if (nContext === null) {
+    if (this.#modelMenu.nContext === null) {
       return bodyWithout(0);
     }
+    const nContext = Math.min(this.#modelMenu.nContext, this.#promptLimit);
     // With another context, the model may see all turns again.
     const { leftOut } = conversation;
     const nLeftOutBefore = leftOut?.nContext === nContext ? leftOut.nTurns : 0;

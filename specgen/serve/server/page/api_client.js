@@ -11,12 +11,15 @@ export class ServerError extends Error {
   /**
    * @param {string} message
    * @param {string|null} code - the server's name for the kind of error
+   * @param {number|null} nAllowed - the tokens that are allowed, if a prompt has too many
    */
-  constructor(message, code = null) {
+  constructor(message, code = null, nAllowed = null) {
     super(message);
+    const isPromptTooLong = code === "context_length_exceeded";
     // Prompts over the server's --limit-prompt have the same code, but another message.
-    this.isContextTooSmall =
-      code === "context_length_exceeded" && message.includes("the context has");
+    this.isContextTooSmall = isPromptTooLong && message.includes("the context has");
+    /** The server's --limit-prompt, if the prompt is over it; else null. */
+    this.promptLimit = isPromptTooLong && !this.isContextTooSmall ? nAllowed : null;
   }
 }
 
@@ -152,7 +155,7 @@ async function orServerError(promise, message) {
 async function errorOf(response) {
   try {
     const { error } = await response.json();
-    return new ServerError(error.message, error.code);
+    return new ServerError(error.message, error.code, error.n_ctx ?? null);
   } catch {
     return new ServerError(`The server answered with status ${response.status}.`);
   }
