@@ -66,7 +66,6 @@ export class Answerer {
 
   async #answer(conversation, turn, signal) {
     const { leftOut } = conversation;
-    conversation.save();
     try {
       const body = await this.#requestBody(conversation, turn, signal);
       turn.begin(body);
@@ -87,37 +86,40 @@ export class Answerer {
 
   // The body of the request, without the oldest turns if they do not fit into the context.
   async #requestBody(conversation, turn, signal) {
-    const fields = requestFields();
-    const bodyWithout = (nLeftOut) => {
-      const messages = [...conversation.messages(nLeftOut), turn.questionMessage()];
-      if (systemPrompt() !== null) {
-        messages.unshift(message("system", systemPrompt()));
-      }
-      return { messages, return_progress: true, ...fields };
-    };
-    const nTurns = conversation.nTurns - 1;
-    if (nTurns === 0) {
-      return bodyWithout(0);
+    const fields = { return_progress: true, ...requestFields() };
+    const bodyWithout = (nTurns) => ({
+      messages: messagesOf(conversation, turn, nTurns),
+      ...fields,
+    });
+    if (conversation.nTurns > 1) {
+      await this.#leaveOutOldTurns(conversation, (nTurns) =>
+        this.#client.countTokens(bodyWithout(nTurns), signal),
+      );
     }
+    return bodyWithout(conversation.leftOut?.nTurns ?? 0);
+  }
+
+  async #leaveOutOldTurns(conversation, countTokens) {
     if (this.#modelMenu.nContext === null) {
-      await this.#client.countTokens(bodyWithout(0), signal); // loads the model
+      await countTokens(0); // loads the model
       await this.#modelMenu.describe();
     }
     if (this.#modelMenu.nContext === null) {
-      return bodyWithout(0);
+      return;
     }
     const nContext = Math.min(this.#modelMenu.nContext, this.#promptLimit);
     // With another context, the model may see all turns again.
     const { leftOut } = conversation;
-    const nLeftOutBefore = leftOut?.nContext === nContext ? leftOut.nTurns : 0;
     const nLeftOut = await turnsToLeaveOut(
-      { nTurns, nLeftOut: nLeftOutBefore },
+      {
+        nTurns: conversation.nTurns - 1,
+        nLeftOut: leftOut?.nContext === nContext ? leftOut.nTurns : 0,
+      },
       nContext,
       maxTokens() ?? this.#modelMenu.maxTokens,
-      (nTurnsLeftOut) => this.#client.countTokens(bodyWithout(nTurnsLeftOut), signal),
+      countTokens,
     );
     conversation.leaveOut(nLeftOut > 0 ? { nTurns: nLeftOut, nContext } : null);
-    return bodyWithout(nLeftOut);
   }
 
   // Add the chunks of an answer to its turn.
@@ -131,6 +133,16 @@ export class Answerer {
       }
     }
   }
+}
+
+// The messages of a request: the system prompt, the conversation so far without its oldest turns,
+// and the question.
+function messagesOf(conversation, turn, nLeftOut) {
+  const messages = [...conversation.messages(nLeftOut), turn.questionMessage()];
+  if (systemPrompt() !== null) {
+    messages.unshift(message("system", systemPrompt()));
+  }
+  return messages;
 }
 
 // Let the browser handle keys, clicks and drawing. If chunks arrive faster than they can be shown,

@@ -138,8 +138,8 @@ export class Conversation {
   /**
    * Store the conversation. If that fails, the user is told.
    *
-   * @param {Turn|null} [answeredTurn] - the turn whose answer has ended, and whose events are stored
-   *   as well
+   * @param {Turn|null} [answeredTurn] - the turn whose answer has ended; its events are stored as
+   *   well
    */
   save(answeredTurn = null) {
     // One after the other, since each raises the revision that the next one starts from.
