@@ -29,19 +29,23 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(filter-out kernels/tests/%,
 
 export PROMPT
 
-.PHONY: help run peers spec-bench rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates schemas llama-cpp-tests docs docs-check install clean FORCE
+.PHONY: help run picture peers spec-bench rpc arm gpu-test test architectures quick pythons dist check lint format format-check types fuzz soak templates schemas llama-cpp-tests docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
 		while IFS='|' read -r target text; do printf '%-24s%s\n' "$$target" "$$text"; done
 	@printf '\n%s\n%s\n' \
-		'Variables: PROMPT, ARGS (options of specgen run), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
+		'Variables: PROMPT, ARGS (options of specgen), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
 		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'
 
 # Packages and, unless ARGS may name others, models are downloaded beside the compiling.
 run: ## Answer PROMPT with the default pair of models, fetched on first use
 	@$(MAKE) --silent -j 2 $(VENV)/.installed $(if $(ARGS),,$(VENV)/.models) >&2
 	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
+
+# On an idle machine: the picture tells how many times as fast drafting was.
+picture: $(VENV)/.installed $(VENV)/.models ## Race the default pair of models on PROMPT, for the README's picture
+	@$(BIN)/specgen race --svg docs/images/race.svg $(ARGS) -- "$$PROMPT"
 
 test: $(VENV)/.installed-dev ## Run the test suite
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)

@@ -470,8 +470,8 @@ class PrefixOptions(Options):
     kept: Literal["shared", "all", "off"] = _prompt(
         "shared",
         "--prefix-store",
-        "Which computed prefixes of long prompts to store on disk: those that two prompts have in "
-        "common (shared), all, or none (off).",
+        "Which computed prefixes of long prompts to store on disk: agents' instructions, and what "
+        "two prompts have in common (shared), all, or none (off).",
         envvar="SPECGEN_PREFIX_STORE",
     )
     max_bytes: int | None = _prompt(

@@ -38,6 +38,7 @@ COMMANDS = {
     "verify": "Check that drafting does not change your model's output.",
     "tune": "Measure what drafting gains with your models on this machine.",
     "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
+    "race": "Race drafting against plain decoding, and replay both answers side by side.",
     "config": "Show the defaults of options, and where each comes from.",
     "worker": "Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's "
     "RPC.",

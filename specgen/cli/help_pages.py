@@ -20,6 +20,8 @@ specgen verify -m model.gguf -md small.gguf
 specgen tune -m model.gguf -md small.gguf
 specgen bench -m model.gguf "Write a sort function" "Explain gravity"
 specgen bench -m model.gguf -md small.gguf --prompts mine.jsonl --json report.json
+specgen race -m model.gguf -md small.gguf "Write a sort function"
+specgen race --svg race.svg --html race.html "Why is the sky blue?"
 specgen config -m model.gguf
 specgen worker --host 0.0.0.0 --insecure-network
 specgen doctor -m model.gguf

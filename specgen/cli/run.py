@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.flags import argument, option
-from specgen.cli.inputs import read_prompt
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output, show_answer
 
@@ -19,23 +16,7 @@ if TYPE_CHECKING:
 @flags.takes_options
 def run(
     *,
-    prompt_option: str | None = option(
-        None,
-        "--prompt -p",
-        "The prompt, as an option as in llama.cpp.",
-        metavar="TEXT",
-        panel="Prompt",
-    ),
-    files: list[Path] | None = option(
-        None,
-        "--file -f",
-        "A file with the prompt, or with text that comes before it; may be repeated. "
-        "A newline at its end is dropped.",
-        panel="Prompt",
-    ),
-    prompt: str | None = argument(
-        "PROMPT", "The prompt, after the files and standard input; - is standard input."
-    ),
+    question: flags.Question = flags.question,
     template: flags.Template = flags.template,
     setup: Setup = flags.setup,
     output: Output = flags.output,
@@ -46,7 +27,7 @@ def run(
     show which tokens were drafted and accepted.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
-    text = read_prompt(prompt, prompt_option, files or (), output.note)
+    text = question.read(output.note)
     if template.chat is not False:
         from specgen.session.prompts.thoughts import showing_thoughts
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.flags.trials import TRIALS, Trials, check_drafts
+from specgen.cli.flags.trials import TRIALS, Trials, check_choice, check_drafts
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output, console_on
-from specgen.errors import DefectError, UsageError
+from specgen.errors import DefectError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoice, SamplerOptions
 from specgen.session.choose_models import find_models
 
@@ -63,14 +63,10 @@ def verify(
     from specgen.measure.exactness import N_SEARCHED, VerifyReport, run_checks, ways_to_draft
     from specgen.session.open import WantedSession
 
-    if models.draft == "none":
-        raise UsageError("--draft none drafts nothing, so there is nothing to verify")
-    check_drafts(drafting, "verify")
+    check_drafts(drafting, "verify", models.draft)
     texts = [(prompt.number, prompt.text) for prompt in trials.chosen()]
     sources = find_models(models, quiet=output.quiet)
-    if sources.draft == "none":
-        why = sources.drafts[0].why  # which command saved this choice for the target
-        raise UsageError(f"{why}: there is nothing to verify", hint="name a draft with --draft")
+    check_choice(sources.drafts[0], "verify")
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_DEFAULT_TEMPERATURE)
     # The session is greedy; for the sampled check, `run_checks` gets the sampling options.

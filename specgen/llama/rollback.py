@@ -8,14 +8,16 @@ There are two kinds of caches:
 - *States* (`RecurrentSequences`): a recurrent model has one state per sequence, which every token
   changes; a hybrid model has such states and cells. A rollback must return to an earlier state.
 
-An earlier state can come from four places. The first one that reaches the position is used:
+An earlier state can come from four places. The first one that reaches the position is used (and of
+a copy and an anchor, the later one):
 
 1. llama.cpp's *snapshots*, which some architectures have: a decode of n rows of a sequence keeps
    the states after each of the last few rows. They go back to the state after the first of these
    rows, not to the state before it. The next decode replaces them.
 2. A *copy* of the state, made at a checkpoint, that is, just before a draft is decoded. The tokens
    between the checkpoint and the new end of the sequence are decoded again.
-3. An *anchor*: a saved state that is kept for longer, such as that at the end of a prompt.
+3. An *anchor*: one of a few saved states that are kept for longer, such as that after an agent's
+   instructions, and that at the end of a prompt.
 4. None: the whole sequence is decoded again.
 
 `RecurrentSequences.remove` only changes the text that a sequence should have. The cache follows
@@ -206,6 +208,10 @@ class StateCopiesInMemory:
 #: The maximum number of tokens that are decoded again in each round instead of copying the state.
 #: Of more, the state is copied after decoding them once.
 _MAX_REPEATED = 3
+#: A sequence has at most so many anchors...
+_MAX_ANCHORS = 8
+#: ...of at most this total size; but one is always kept.
+_MAX_ANCHOR_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +237,8 @@ class _RecurrentText:
     snapshots_from: int = 0
     #: The position at which the state was copied; None if there is no copy.
     copied_at: int | None = None
-    #: A saved state within the text, kept until the next anchor is set.
-    anchor: _Anchor | None = None
+    #: Saved states within the text, in the order of their positions.
+    anchors: list[_Anchor] = field(default_factory=list)
     #: Whether a checkpoint was set and nothing has been decoded since.
     checkpoint_due: bool = False
 
@@ -240,6 +246,27 @@ class _RecurrentText:
     def n_missing(self) -> int:
         """The number of tokens that the cache lacks; it must have followed all rollbacks."""
         return len(self.tokens) - self.n_cached
+
+    def last_anchor(self, n: int) -> _Anchor | None:
+        """Return the last anchor within the first `n` tokens; None if there is none."""
+        return next((each for each in reversed(self.anchors) if each.position <= n), None)
+
+    def way_back(self, n: int) -> int:
+        """Return the position of `last_anchor`; 0 if there is none."""
+        anchor = self.last_anchor(n)
+        return 0 if anchor is None else anchor.position
+
+    def drop_dense_anchors(self) -> None:
+        """Drop anchors until they are few and small enough; the last one always stays.
+
+        Each time, the anchor with the smallest gap between its neighbours is dropped.
+        """
+        state_bytes = max(1, len(self.anchors[-1].state))
+        n_max = max(1, min(_MAX_ANCHORS, _MAX_ANCHOR_BYTES // state_bytes))
+        while len(self.anchors) > n_max:
+            positions = [0, *(each.position for each in self.anchors)]
+            gaps = [after - before for before, after in zip(positions, positions[2:], strict=False)]
+            del self.anchors[gaps.index(min(gaps))]
 
 
 class RecurrentSequences:
@@ -306,15 +333,14 @@ class RecurrentSequences:
         """Save the state of a sequence, unless the cache still has to follow a rollback."""
         text = self._texts[sequence]
         n = len(text.tokens)
-        if text.n_valid == text.n_cached == n:
-            text.anchor = _Anchor(n, self._cache.saved(sequence, RECURRENT_PART))
+        is_anchored = text.way_back(n) == n
+        if text.n_valid == text.n_cached == n and not is_anchored:
+            text.anchors.append(_Anchor(n, self._cache.saved(sequence, RECURRENT_PART)))
+            text.drop_dense_anchors()
 
     def way_back(self, sequence: int, n: int) -> int:
-        """Return the position of the anchor, if it is within the first `n` tokens; else 0."""
-        anchor = self._texts[sequence].anchor
-        if anchor is None or anchor.position > n:
-            return 0
-        return anchor.position
+        """Return the position of the last anchor in the first `n` tokens; 0 if there is none."""
+        return self._texts[sequence].way_back(n)
 
     def copy(
         self,
@@ -339,8 +365,7 @@ class RecurrentSequences:
         del text.tokens[start:]
         text.n_valid = min(text.n_valid, start)
         # States after `start` have read dropped tokens, so they can never be used again.
-        if text.anchor is not None and text.anchor.position > start:
-            text.anchor = None
+        text.anchors = [anchor for anchor in text.anchors if anchor.position <= start]
         if text.copied_at is not None and text.copied_at > start:
             self._copies.forget(sequence)
             text.copied_at = None
@@ -421,16 +446,20 @@ class RecurrentSequences:
         text = self._texts[sequence]
         if text.n_valid == text.n_cached:
             return
+        anchor = text.last_anchor(text.n_valid)
+        copied_at = text.copied_at
+        if anchor is not None and copied_at is not None and copied_at < anchor.position:
+            copied_at = None  # the anchor is closer
         if text.n_valid >= text.snapshots_from:
             # llama.cpp returns to a snapshot by itself.
             self._cache.remove(sequence, text.n_valid)
             self._cache.check_length(sequence, text.n_valid)
-        elif text.copied_at is not None and text.copied_at <= text.n_valid:
-            self._copies.restore(sequence, text.copied_at)
-            text.n_valid = text.copied_at
-        elif text.anchor is not None and text.anchor.position <= text.n_valid:
-            text.n_valid = text.anchor.position
-            self._cache.restore_recurrent_part(sequence, text.anchor.state, text.anchor.position)
+        elif copied_at is not None and copied_at <= text.n_valid:
+            self._copies.restore(sequence, copied_at)
+            text.n_valid = copied_at
+        elif anchor is not None:
+            text.n_valid = anchor.position
+            self._cache.restore_recurrent_part(sequence, anchor.state, anchor.position)
         else:
             self._cache.remove(sequence)
             text.n_valid = 0

@@ -113,13 +113,7 @@ def entries_of(
         temperatures: The temperatures.
         measurements: The stored measurements, with the thread counts of `specgen run`.
     """
-    plain = replace(
-        base,
-        drafting=replace(base.drafting, policy="fixed"),
-        draft="none",
-        helpers=(),
-    )
-    entries = [Entry(PLAIN, _with_threads(plain, measurements))]
+    entries = [Entry(PLAIN, _with_threads(without_drafts(base), measurements))]
     for name, (draft, *helpers) in _by_name(drafts).items():
         options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), measurements)
         for tree in trees:
@@ -138,6 +132,16 @@ def entries_of(
         for sampler in samplers
         for entry in entries
     ]
+
+
+def without_drafts(options: SessionOptions) -> SessionOptions:
+    """Return the options of plain decoding with the same target."""
+    return replace(
+        options,
+        drafting=replace(options.drafting, policy="fixed"),
+        draft="none",
+        helpers=(),
+    )
 
 
 def _with_threads(options: SessionOptions, measurements: MeasurementStore) -> SessionOptions:
@@ -222,19 +226,10 @@ def contender_of(
         chat: Whether to use the chat template; None to use it if the model has one.
         interrupted: Whether to stop an answer early.
     """
-    from specgen.session.engine import generate
-
-    def prompt_of(text: str) -> Prompt:
-        return session.prompts.of_text(text, chat=chat, now=NOW)
-
-    def events_of(prompt: Prompt) -> Iterator[Event]:
-        # Closing the generator frees the contexts.
-        with contextlib.closing(generate(session, prompt, interrupted=interrupted)) as events:
-            yield from events
 
     def answer(text: str) -> Outcome:
-        prompt = prompt_of(text)
-        *earlier_events, finished = events_of(prompt)
+        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+        *earlier_events, finished = answer_events(session, prompt, interrupted)
         assert isinstance(finished, FinishedEvent), "the last event of a generation"
         notices = [event.message for event in earlier_events if isinstance(event, NoticeEvent)]
         if prompt.notice:
@@ -244,12 +239,37 @@ def contender_of(
         values: dict[str, Any] = {name: getattr(finished, name) for name in names}
         return Outcome(**values, notices=tuple(notices))
 
-    def warm_up() -> None:
-        for event in events_of(prompt_of(_WARM_UP_PROMPT)):
-            if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP_TOKENS:
-                break
+    return Contender(
+        session.options.sampler.temperature,
+        name,
+        answer,
+        partial(warm_up, session, chat, interrupted),
+    )
 
-    return Contender(session.options.sampler.temperature, name, answer, warm_up)
+
+def answer_events(
+    session: Session,
+    prompt: Prompt,
+    interrupted: Callable[[], bool] = never,
+) -> Iterator[Event]:
+    """Generate an answer in new contexts, which are freed at its end, and yield its events."""
+    from specgen.session.engine import generate
+
+    # Closing the generator frees the contexts.
+    with contextlib.closing(generate(session, prompt, interrupted=interrupted)) as events:
+        yield from events
+
+
+def warm_up(
+    session: Session,
+    chat: bool | None = None,
+    interrupted: Callable[[], bool] = never,
+) -> None:
+    """Generate the first tokens of an answer, so that the next one finds everything loaded."""
+    prompt = session.prompts.of_text(_WARM_UP_PROMPT, chat=chat, now=NOW)
+    for event in answer_events(session, prompt, interrupted):
+        if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP_TOKENS:
+            break
 
 
 @dataclass(frozen=True, slots=True)

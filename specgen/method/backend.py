@@ -156,7 +156,7 @@ class Backend(Protocol):
     def anchor(self, sequence: int) -> None:
         """Keep the current state of a sequence, so that `remove` can go back to it.
 
-        It is kept until the next anchor.
+        Only a few are kept for each sequence: the latest, and others at some distance.
         """
 
     def way_back(self, sequence: int, n: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console
@@ -121,6 +122,13 @@ class Region:
             self._write(f"\r{_ERASE_BELOW}{settled}{_SHOW_CURSOR}")
 
 
+def write_codes(console: Console, codes: str) -> None:
+    """Write text with escape codes; what the encoding lacks becomes question marks."""
+    encoding = console.encoding
+    console.file.write(codes.encode(encoding, "replace").decode(encoding))
+    console.file.flush()
+
+
 class LiveRenderer(Renderer):
     """Shows one generation on a terminal that understands escape codes.
 
@@ -152,7 +160,7 @@ class LiveRenderer(Renderer):
         self._folds = folds
         self._pens = pens(console)
         self._rounds = RoundReader()
-        self._region = Region(self._write)
+        self._region = Region(partial(write_codes, console))
         self._flow = Flow(max(2, console.width))
         self._status = _Status()
         #: The texts of the branches that the last round rejected, if they are shown after the text.
@@ -297,11 +305,6 @@ class LiveRenderer(Renderer):
         if len(others) > 1:
             below += coded("…", self._pens["faint"])
         return first.codes(self._pens), below
-
-    def _write(self, codes: str) -> None:
-        encoding = self._console.encoding
-        self._console.file.write(codes.encode(encoding, "replace").decode(encoding))
-        self._console.file.flush()
 
 
 class _Status:

@@ -1,4 +1,4 @@
-"""The results of `specgen bench` and `specgen draft find`, for people and for pipes.
+"""The results of commands that measure drafts, for people and for pipes.
 
 They are tables on a terminal, and tab-separated lines in a pipe.
 """
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specgen.events import FinishedEvent
     from specgen.measure.benchmark import Figures
     from specgen.measure.draft_trial import DraftFigures
+    from specgen.measure.race import Race
     from specgen.measure.search import Search, Tried
     from specgen.serve.batch.runner import BatchStats
 
@@ -74,6 +75,15 @@ _DRAFT_COLUMNS: Sequence[_Column] = (
     _Column("draft_token_ms", "ms", _draft_token_ms),
     _Column("start_ms", "start", lambda row: 1000 * row.start_s),
 )
+#: The columns for the answers of a race.
+_RACE_COLUMNS: Sequence[_Column] = (
+    _Column("tokens", "", lambda row: row.n_tokens),
+    _Column("seconds", "", lambda row: row.seconds),
+    _Column("first_token_s", "", lambda row: row.time_to_first_token_s),
+    _Column("tokens_per_s", "", lambda row: row.tokens_per_s),
+    _Column("acceptance_rate", "", lambda row: row.acceptance_rate),
+    _SPEEDUP,
+)
 _BENCH_EXPLANATION = (
     "All contenders answered each prompt in turn. Columns: the geometric mean of the speed-ups "
     "over plain decoding, their quartiles and the worst; the median of tokens per second after "
@@ -105,6 +115,11 @@ def bench_lines(figures: Sequence[Figures]) -> Iterator[str]:
 def draft_lines(tried: Sequence[Tried]) -> Iterator[str]:
     """Return the lines for `specgen draft find`: a heading, and a line for each draft."""
     return _lines("draft", _DRAFT_COLUMNS, [(str(one.draft), one.figures) for one in tried])
+
+
+def race_lines(race: Race) -> Iterator[str]:
+    """Return the lines for `specgen race`: a heading, and a line for each answer."""
+    return _lines("draft", _RACE_COLUMNS, [(row.draft, row) for row in race.figures])
 
 
 def _lines(

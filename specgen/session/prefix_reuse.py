@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from specgen.errors import RollbackError
 from specgen.llama import LlamaBackend
 from specgen.session.prefix_store import PrefixStore, positions_of_control_tokens
 from specgen.session.prompt_cache import PromptCache
@@ -52,6 +53,8 @@ class PrefixReuse:
         self._target = target
         #: A message about why the user's file is not used; empty if it is used, or not wanted.
         self.notice = ""
+        #: The length of the last prompt in the sequence that is written to the user's file.
+        self._n_last_prompt = 0
         #: Writes the files when the engine closes.
         self._resources = contextlib.ExitStack()
         options = session.options
@@ -94,6 +97,8 @@ class PrefixReuse:
             return PrefillPlan()
 
         n = len(prompt.tokens)
+        if slot.branches(self._target).first == 0:
+            self._n_last_prompt = n
         n_held = slot.share_prefix(self._target, prompt.tokens, n_again=n_again)
         marks: list[int] = []
         if n > _MIN_PROMPT_WITH_STOPS:
@@ -108,11 +113,12 @@ class PrefixReuse:
                 n_held,
                 n_again,
             )
-            stops.append(self._store.stop_at(slot.branches(self._target).first))
-        if marks and self._target.rollback != "cells":
-            # Such a cache can only return to places where its state was saved. Save it before the
-            # turn of the answer: the next prompt may continue differently from there on.
-            stops.append(marks[-1])
+            stops += self._store.stops(slot.branches(self._target).first)
+        if self._target.rollback != "cells":
+            # Such a cache can only return to places where its state was saved. Other prompts may
+            # diverge from this one after a prefix that was loaded, after the instructions, and
+            # before the turn of the answer.
+            stops += [n_loaded, prompt.n_instructions, *marks[-1:]]
         return PrefillPlan(n_loaded, tuple(stop for stop in stops if 0 < stop < n))
 
     def store(self, slot: Slot, prefill_s: Callable[[int], float]) -> None:
@@ -123,8 +129,7 @@ class PrefixReuse:
             prefill_s: Returns how many seconds the prefill of a number of tokens takes.
         """
         if self._store is not None:
-            sequence = slot.branches(self._target).first
-            self._store.store(sequence, prefill_s(self._store.stop_at(sequence)))
+            self._store.store(slot.branches(self._target).first, prefill_s)
 
     def _open_prompt_cache(self, path: Path, context: CachedContext) -> str:
         """Load the user's file (`--prompt-cache`), and have it written when the engine closes.
@@ -144,8 +149,23 @@ class PrefixReuse:
             return f"--prompt-cache has no effect: {self._session.target.name} {why_not}"
         cache = PromptCache(path)
         notice = cache.restore(context)
-        self._resources.callback(cache.save, context)
+        self._resources.callback(self._save_prompt_cache, cache, context)
         return notice
+
+    def _save_prompt_cache(self, cache: PromptCache, context: CachedContext) -> None:
+        """Write the last text to the user's file.
+
+        A context that cannot go back could not reuse the prompt in a text with the answer. So only
+        the prompt is written, without its last token, whose logits are needed.
+
+        Raises:
+            OutputError: If the file cannot be written.
+        """
+        n_reusable = self._n_last_prompt - 1
+        if not context.goes_back and 0 < n_reusable < context.backend.length(0):
+            with contextlib.suppress(RollbackError):  # the cells of the window are gone
+                context.backend.remove(0, n_reusable)
+        cache.save(context)
 
     def _open_store(self, context: CachedContext) -> PrefixStore | None:
         """Return the store of prefixes; None if the options or a remote target exclude it."""

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from specgen.session.saved_text import (
     SavedText,
     write_text,
 )
-from specgen.session.seen_prompts import SeenPrompts
+from specgen.session.seen_prompts import BLOCK, SeenPrompts
 from specgen.system.files import NEW, existing_parent, make_room, new_beside
 from specgen.system.machine import available_memory_bytes
 from specgen.system.processes import is_failing
@@ -42,10 +42,14 @@ from specgen.system.processes import is_failing
 _SUFFIX = ".prefix"
 #: Shorter prefixes are not stored: prefilling them again is quick.
 MIN_TOKENS = 512
-#: Prompts are compared at every multiple of this many tokens...
-_BLOCK = 256
-#: ...and at the first so many control tokens.
+#: A prefix is stored only if the longest one that is stored already lacks at least so many tokens.
+_MIN_GAIN = 64
+#: To store a prefix of a text in the cache, at most so many tokens after it are dropped there.
+_MAX_DROPPED = 256
+#: Prompts are compared at their first so many control tokens, besides the ends of blocks.
 _N_MARKS = 32
+#: The number of agents' instructions in a row that are stored at first sight and then never used.
+_MAX_IN_VAIN = 4
 #: A text is stored only if its prefill takes at least this many times as long as loading it.
 _MIN_SPEEDUP = 3.0
 #: How fast files are assumed to load before the first one was timed.
@@ -86,8 +90,10 @@ class PrefixStore:
         self._context = context
         self._clock = clock
         self._seen = SeenPrompts(folder, context.key)
-        #: The text to store for each sequence, once it holds exactly that text.
-        self._due: dict[int, NDArray[np.int32]] = {}
+        #: The texts to store for each sequence, by their lengths, once it holds exactly that text.
+        self._due: dict[int, dict[int, NDArray[np.int32]]] = {}
+        #: The number of instructions that were stored at first sight since an entry was last used.
+        self._n_in_vain = 0
         #: Entries that this process has already written, or decided not to write.
         self._tried: set[Path] = set()
         #: How fast entries load from this disk.
@@ -110,7 +116,7 @@ class PrefixStore:
     ) -> int:
         """Load the longest stored prefix of a prompt, if it is longer than what the slot holds.
 
-        This also decides which prefix of the prompt will be stored later (`stop_at`, `store`).
+        This also decides which prefixes of the prompt will be stored later (`stops`, `store`).
 
         Args:
             slot: Where the prompt will be prefilled.
@@ -133,24 +139,24 @@ class PrefixStore:
         try:
             n_stored, saved = self._longest(tokens[:-1], slot.n_ctx(backend))
             if saved is not None:
+                if n_stored >= MIN_TOKENS:
+                    _mark_as_used(saved.path)
                 n_wanted = n_stored
                 if self._context.goes_back:  # other caches cannot drop a few tokens
                     n_wanted -= n_again
                 n_loaded = self._load(sequence, saved, n_wanted, n_held)
-            n_to_store = self._length_to_store(tokens, marks, prompt.subject)
+            lengths = self._lengths_to_store(tokens, marks, prompt, n_stored)
         except OSError as error:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
             return n_loaded
-        to_store = tokens[:n_to_store]
-        if n_to_store > n_stored and self._file(to_store) not in self._tried:
-            self._store_later(sequence, to_store)
+        self._store_later(sequence, [tokens[:length] for length in lengths])
         return n_loaded
 
-    def stop_at(self, sequence: int) -> int:
-        """Return the length at which prefill has to pause to store a prefix; 0 for none."""
-        return len(self._due.get(sequence, ()))
+    def stops(self, sequence: int) -> list[int]:
+        """Return the lengths at which prefill has to pause to store a prefix."""
+        return list(self._due.get(sequence, ()))
 
-    def store(self, sequence: int, prefill_s: float) -> None:
+    def store(self, sequence: int, prefill_s: Callable[[int], float]) -> None:
         """Store the prefix that is due for a sequence, if the sequence now holds exactly that text.
 
         Its state is copied here, and another thread writes it to the disk. The prefix is dropped
@@ -159,20 +165,20 @@ class PrefixStore:
 
         Args:
             sequence: The sequence in which the prompt is prefilled.
-            prefill_s: The seconds that the prefill of the prefix took; 0 if unknown.
+            prefill_s: Returns how many seconds the prefill of so many tokens takes; 0 if unknown.
         """
         backend = self._context.backend
-        tokens = self._due.get(sequence)
-        if tokens is None or backend.length(sequence) != len(tokens):
+        tokens = self._due.get(sequence, {}).pop(backend.length(sequence), None)
+        if tokens is None:
             return
-        del self._due[sequence]
         self._tried.add(self._file(tokens))
         if not np.array_equal(backend.text(sequence), tokens):
             return
+        took_s = prefill_s(len(tokens))
         try:
             n_bytes = backend.saved_bytes(sequence)
             # The quotient is the time that loading will take.
-            if prefill_s and prefill_s < _MIN_SPEEDUP * n_bytes / self._bytes_per_s:
+            if took_s and took_s < _MIN_SPEEDUP * n_bytes / self._bytes_per_s:
                 return
             if n_bytes > min(self._max_bytes(), available_memory_bytes() // 2):
                 _log.info("a prefix of %d tokens is not stored: too little room", len(tokens))
@@ -181,7 +187,7 @@ class PrefixStore:
         except (BackendError, OSError) as error:
             _log.info("a prefix is not stored: %s", error)
             return
-        self._writer.submit(self._write, tokens, state, prefill_s / len(tokens))
+        self._writer.submit(self._write, tokens, state, took_s / len(tokens))
 
     # --- loading
 
@@ -201,7 +207,11 @@ class PrefixStore:
             n_shared = saved.n_shared(tokens)
             # A cache that cannot go back can only use an entry that is a prefix as a whole.
             is_usable = self._context.goes_back or n_shared == len(saved.tokens)
-            if n_shared > longest and is_usable and len(saved.tokens) < n_ctx:
+            if n_shared == 0 or not is_usable or len(saved.tokens) >= n_ctx:
+                continue
+            # Of entries that share equally much, the smallest loads most quickly.
+            is_smaller = best is not None and saved.n_bytes < best.n_bytes
+            if n_shared > longest or (n_shared == longest and is_smaller):
                 longest = n_shared
                 best = saved
         return longest, best
@@ -250,8 +260,6 @@ class PrefixStore:
         took_s = self._clock() - started_s
         if saved.n_bytes > CHUNK:  # small files tell little about the speed of the disk
             self._bytes_per_s = saved.n_bytes / took_s
-        with contextlib.suppress(OSError):
-            os.utime(saved.path)  # it was used just now: the least recently used is deleted first
         _log.info("%s: %d tokens were loaded in %.2f s", backend.model.name, n_wanted, took_s)
         return n_wanted
 
@@ -262,49 +270,83 @@ class PrefixStore:
 
     # --- what to store
 
-    def _length_to_store(
+    def _lengths_to_store(
         self,
         tokens: NDArray[np.int32],
         marks: Sequence[int],
-        subject: str,
-    ) -> int:
-        """Return the length of the prefix of a prompt to store; 0 for none.
+        prompt: Prompt,
+        n_stored: int,
+    ) -> list[int]:
+        """Return the lengths of the prefixes of a prompt to store, the shortest first.
 
         The prompt is remembered, to be compared with later ones.
 
         Args:
-            tokens: The prompt.
+            tokens: Its tokens.
             marks: The positions of control tokens in it.
-            subject: The user's first message; empty without a conversation.
+            prompt: The prompt.
+            n_stored: The length of its longest prefix that is stored already.
         """
-        n = len(tokens)
-        blocks = range(_BLOCK, n, _BLOCK)
         # Store all but the last token, or only the prefix that it shares with earlier prompts.
-        n_shared = n - 1
+        n_shared = len(tokens) - 1
         if self._options.kept == "shared":
-            places = {n, *marks[:_N_MARKS], *blocks}
-            n_shared = self._seen.add(tokens, places, subject)
-        if self._context.goes_back:
-            return n_shared if n_shared >= MIN_TOKENS else 0
-        # This cache can only use an entry as a whole. So the entry should end at the end of a
-        # message, which later prompts are likely to share, or else at a block.
-        for ends in (marks, blocks):
-            length = max((end for end in ends if end <= n_shared), default=0)
-            if length >= MIN_TOKENS:
-                return length
-        return 0
+            n_shared = self._seen.add(tokens, marks[:_N_MARKS], prompt.subject)
+        lengths = [n_shared]
+        if not self._context.goes_back:
+            lengths = _lengths_of_whole_entries(n_shared, marks)
+        if self._expects_instructions_again(prompt.n_instructions, n_stored):
+            lengths.append(prompt.n_instructions)
+        if self._context.goes_back:  # the longest entry serves for all others
+            lengths = [max(lengths)]
 
-    def _store_later(self, sequence: int, tokens: NDArray[np.int32]) -> None:
-        """Store a prefix as soon as a sequence holds it.
+        # Leave out those that are hardly longer than the one before.
+        chosen: list[int] = []
+        n_min = max(MIN_TOKENS, n_stored + _MIN_GAIN)
+        for length in sorted(lengths):
+            if length >= n_min:
+                chosen.append(length)
+                n_min = length + _MIN_GAIN
+        return chosen
 
-        If the sequence already holds more than the prefix, the rest is dropped, so that prefill
-        passes the end of the prefix.
+    def _expects_instructions_again(self, n_instructions: int, n_stored: int) -> bool:
+        """Return whether to store the instructions of an agent at first sight.
+
+        Instructions may differ in each conversation, as with the time of the day at their
+        beginning. So after a few entries that were never used, this is given up.
+
+        Args:
+            n_instructions: The number of tokens of a prompt's instructions.
+            n_stored: The length of the prompt's longest prefix that is stored already.
         """
-        self._due[sequence] = tokens
+        if n_stored >= MIN_TOKENS:
+            self._n_in_vain = 0
+        if n_instructions < max(MIN_TOKENS, n_stored + 1):
+            return False
+        self._n_in_vain += 1
+        return self._n_in_vain <= _MAX_IN_VAIN
+
+    def _store_later(self, sequence: int, prefixes: Iterable[NDArray[np.int32]]) -> None:
+        """Store each of some prefixes as soon as a sequence holds exactly that text.
+
+        If the sequence already holds a little more than a prefix, the rest is dropped, so that
+        prefill passes the end of the prefix.
+        """
         backend = self._context.backend
+        n_held = backend.length(sequence)
+        due: dict[int, NDArray[np.int32]] = {}
+        for tokens in prefixes:
+            n_dropped = 0
+            if n_held > len(tokens):
+                n_dropped = n_held - backend.way_back(sequence, len(tokens))
+            if n_dropped <= _MAX_DROPPED and self._file(tokens) not in self._tried:
+                due[len(tokens)] = tokens
+        if not due:
+            return
+        self._due[sequence] = due
+        shortest = min(due)
         try:
-            if backend.length(sequence) > len(tokens):
-                backend.remove(sequence, len(tokens))
+            if n_held > shortest:
+                backend.remove(sequence, shortest)
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(sequence)
 
@@ -380,6 +422,32 @@ class PrefixStore:
 def stored(folder: Path) -> list[Path]:
     """Return the entries in a folder, for all contexts."""
     return sorted(folder.glob(f"*{_SUFFIX}"))
+
+
+def _lengths_of_whole_entries(n_shared: int, marks: Sequence[int]) -> list[int]:
+    """Return where entries that can only be used as a whole should end.
+
+    The first ends at the end of a message, which later prompts are likely to share. If the shared
+    prefix is much longer than that, the second ends shortly before its end: the last tokens may be
+    shared by chance, as when two questions begin with the same words.
+
+    Args:
+        n_shared: The length of the prefix that is worth storing.
+        marks: The positions of control tokens in it.
+    """
+    n_messages = max((mark for mark in marks if mark <= n_shared), default=0)
+    n_blocks = n_shared // BLOCK * BLOCK - BLOCK
+    if n_messages < MIN_TOKENS:
+        return [n_blocks]
+    if n_blocks < n_messages + _MIN_GAIN:
+        return [n_messages]
+    return [n_messages, n_blocks]
+
+
+def _mark_as_used(path: Path) -> None:
+    """Note that an entry is in use: the least recently used ones are deleted first."""
+    with contextlib.suppress(OSError):  # another process may delete it at any time
+        os.utime(path)
 
 
 def positions_of_control_tokens(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> list[int]:

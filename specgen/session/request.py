@@ -202,6 +202,10 @@ class Slot(CacheSlot):
     request: Request | None = None
     #: The index of the last request that was served here; -1 before the first.
     used_last: int = -1
+    #: The user's first message in that request (`Prompt.subject`).
+    subject: str = ""
+    #: The scheduler's age at that request (`Scheduler.take_next`).
+    age: int = 0
 
 
 @dataclass(frozen=True, slots=True)

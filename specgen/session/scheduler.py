@@ -38,6 +38,27 @@ class _ChosenPiece:
     overtakes: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _SlotUse:
+    """What it would mean for the text of a free slot if a request took the slot."""
+
+    #: The number of tokens of the slot's conversation if the request continues it, else 0.
+    n_continued: int
+    #: The value of the text that would be dropped: the number of its tokens, and the slot's age.
+    value: int
+    #: The index of the last request that was served in the slot.
+    used_last: int
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The lowest is best: a conversation that goes on, or else the least valuable text.
+
+        A cache of cells can share the prefix of a prompt with any slot. So a long prefix in common
+        is no reason to take a slot: this would only destroy the rest of its text.
+        """
+        return -self.n_continued, self.value, self.used_last
+
+
 class Scheduler:
     """The requests of an engine: those that wait, and those that have a slot.
 
@@ -64,6 +85,8 @@ class Scheduler:
         self._n_overtaken = 0
         #: Seconds per token of the last piece; 0 before the first one.
         self._token_s = 0.0
+        #: The value of the most valuable text that was dropped so far (`_SlotUse.value`).
+        self._age = 0
 
     # --- the requests -----------------------------------------------------------------------------
 
@@ -158,20 +181,39 @@ class Scheduler:
         request = self._take_from_queue()
         if request is None:
             return None
-
-        def rank(slot: Slot) -> tuple[int, int]:
-            """Rank the slot with the longest useful prefix first, then the least recently used."""
-            text = self._target.text(slot.branches(self._target).first)
-            n_shared = common_prefix_length(text, request.prompt.tokens)
-            # Without cells to share, only a prefix in its own slot can be reused. With cells, a
-            # prefix in any slot can: taking this one would only destroy the rest of its text, so
-            # its prefix counts only if the prompt continues the whole text.
-            is_useful = n_shared == len(text) or self._target.rollback != "cells"
-            return -n_shared if is_useful else 0, slot.used_last
-
-        request.slot = min(free, key=rank)
-        request.slot.used_last = request.index
+        uses = {slot: self._use_of(slot, request.prompt) for slot in free}
+        chosen = min(free, key=lambda slot: uses[slot].rank)
+        # Any text that is used from now on is worth more than the one that is dropped here. So even
+        # a long text is dropped in the end, if it is not used again.
+        self._age = max(self._age, uses[chosen].value)
+        chosen.age = self._age
+        chosen.used_last = request.index
+        chosen.subject = request.prompt.subject
+        request.slot = chosen
         return request
+
+    def _use_of(self, slot: Slot, prompt: Prompt) -> _SlotUse:
+        """Return what it would mean for the text of a free slot if a prompt took the slot."""
+        first = slot.branches(self._target).first
+        text = self._target.text(first)
+        n_shared = common_prefix_length(text, prompt.tokens)
+        continues_text = n_shared == len(text)
+        # A client or a template may have changed the last turns of the conversation.
+        is_same_subject = bool(prompt.subject) and slot.subject == prompt.subject
+        continues_conversation = is_same_subject and 2 * n_shared > len(text)
+
+        n_lost = len(text) - n_shared
+        if self._target.rollback != "cells" and not continues_text:
+            # Without cells to share, only a prefix in its own slot can be reused, up to a saved
+            # state. That is a reason to take the slot, unless more of its text is lost than reused.
+            n_reused = self._target.way_back(first, n_shared)
+            n_lost = len(text) - 2 * n_reused
+            continues_conversation = continues_conversation and n_reused > 0
+        return _SlotUse(
+            n_continued=n_shared if continues_text or continues_conversation else 0,
+            value=slot.age + n_lost,
+            used_last=slot.used_last,
+        )
 
     def _take_from_queue(self) -> Request | None:
         """Take the first request that need not wait for a prompt with the same prefix."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,57 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from specgen.system.files import open_private, replace_bytes
+from specgen.text.overlap import common_prefix_length
 
+#: Prompts are compared at every multiple of this many tokens.
+BLOCK = 32
+#: The number of hexadecimal digits of the hash at each of these places. Hashes this short may be
+#: equal by chance, which does no harm: an entry is then stored that no later prompt shares.
+_N_DIGITS = 8
 #: The number of prompts that are remembered.
 _N_PROMPTS = 64
 #: When the file becomes larger than this, it is rewritten without older prompts.
-MAX_BYTES = 1 << 19
+MAX_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefixHashes:
+    """Hashes of prefixes of a prompt."""
+
+    #: By the length of the prefix in tokens.
+    at_places: dict[int, str]
+    #: Those of the prefixes of 1, 2, 3... blocks, as one text.
+    of_blocks: str
+
+    @classmethod
+    def of(
+        cls,
+        tokens: NDArray[np.int32],
+        places: Iterable[int],
+        secret: bytes,
+    ) -> _PrefixHashes:
+        """Hash the prefixes of a text that end at some places, and those of whole blocks.
+
+        Args:
+            tokens: int32[n]: the text.
+            places: The lengths of the prefixes in `at_places`, from 0 to n.
+            secret: The key of the hashes.
+        """
+        at_places = dict.fromkeys(places, "")
+        of_blocks: list[str] = []
+        block_ends = range(BLOCK, len(tokens) + 1, BLOCK)
+        # One pass over the text: each prefix extends the hash of the one before.
+        state = hashlib.blake2b(key=secret, digest_size=8)
+        start = 0
+        for end in sorted({*at_places, *block_ends}):
+            state.update(tokens[start:end].tobytes())
+            digest = state.copy().hexdigest()
+            if end in at_places:
+                at_places[end] = digest
+            if end in block_ends:
+                of_blocks.append(digest[:_N_DIGITS])
+            start = end
+        return cls(at_places, "".join(of_blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +85,17 @@ class _SeenPrompt:
     subject: str
     #: The length in tokens.
     n: int
-    #: Hashes of prefixes, by their lengths in tokens.
-    hashes: dict[int, str]
+    #: Hashes of the whole prompt and of its prefixes up to some control tokens, by their lengths.
+    hashes: dict[int, str] = field(default_factory=dict)
+    #: The hashes of its prefixes of whole blocks (`_PrefixHashes.of_blocks`).
+    blocks: str = ""
 
-    def n_shared(self, hashes: Mapping[int, str]) -> int:
+    def n_shared(self, other: _PrefixHashes) -> int:
         """Return the length of the longest prefix in common with a prompt that has these hashes."""
-        same = (length for length, value in self.hashes.items() if hashes.get(length) == value)
-        return max(same, default=0)
+        n_equal_digits = common_prefix_length(self.blocks, other.of_blocks)
+        n_in_blocks = n_equal_digits // _N_DIGITS * BLOCK
+        equal_places = (n for n, value in self.hashes.items() if other.at_places.get(n) == value)
+        return max(n_in_blocks, max(equal_places, default=0))
 
 
 _LINE = TypeAdapter(_SeenPrompt)
@@ -64,7 +114,7 @@ class SeenPrompts:
     def add(
         self,
         tokens: NDArray[np.int32],
-        places: set[int],
+        marks: Collection[int],
         subject: str,
     ) -> int:
         """Remember a prompt, and return the length of its prefix that is worth storing.
@@ -80,7 +130,8 @@ class SeenPrompts:
 
         Args:
             tokens: int32[n]: the prompt.
-            places: The lengths at which later prompts will be compared with it.
+            marks: The lengths of prefixes at which it is compared with other prompts, besides its
+                own length and all multiples of `BLOCK`.
             subject: The user's first message; empty without a conversation.
 
         Returns:
@@ -93,8 +144,9 @@ class SeenPrompts:
         n = len(tokens)
         secret = self._secret()
         earlier = [seen for seen in self._latest() if seen.key == self._context_key]
+        own_places = {n, *marks}
         lengths = {seen.n for seen in earlier if seen.n <= n}
-        hashes = _prefix_hashes(tokens, places | lengths, secret)
+        hashes = _PrefixHashes.of(tokens, own_places | lengths, secret)
         subject_hash = _subject_hash(subject, secret)
 
         name = secrets.token_hex(8)
@@ -116,8 +168,11 @@ class SeenPrompts:
             elif not is_same_conversation:
                 # The last token is never loaded, so that its logits are computed.
                 n_diverged = max(n_diverged, min(n_shared, n - 1))
+            elif n_shared > seen.n // 2:
+                # A later turn, before which the client or the template changed earlier ones. (A
+                # request of another kind, such as one for a title, shares less.)
+                name = seen.name
 
-        own_hashes = {place: hashes[place] for place in places}
         self._append(
             _SeenPrompt(
                 name,
@@ -125,7 +180,8 @@ class SeenPrompts:
                 self._run,
                 subject_hash,
                 n,
-                own_hashes,
+                {place: hashes.at_places[place] for place in own_places},
+                hashes.of_blocks,
             )
         )
         return n_diverged if n_diverged > n_continued else 0
@@ -164,23 +220,6 @@ class SeenPrompts:
         if not file.exists():
             replace_bytes(file, secrets.token_bytes(32))
         return file.read_bytes()[:64]
-
-
-def _prefix_hashes(
-    tokens: NDArray[np.int32],
-    lengths: Iterable[int],
-    secret: bytes,
-) -> dict[int, str]:
-    """Return the hashes of the prefixes of a text with these lengths, by length."""
-    hashes: dict[int, str] = {}
-    # One pass over the text: each prefix extends the hash of the one before.
-    state = hashlib.blake2b(key=secret, digest_size=8)
-    start = 0
-    for end in sorted(lengths):
-        state.update(tokens[start:end].tobytes())
-        hashes[end] = state.copy().hexdigest()
-        start = end
-    return hashes
 
 
 def _subject_hash(subject: str, secret: bytes) -> str:

@@ -34,6 +34,7 @@ DRAFTING = [
     "verify",
     "tune",
     "bench",
+    "race",
     "draft make",
     "draft learn",
 ]

@@ -50,7 +50,7 @@ class Script:
     def text(self) -> str:
         return "".join(event.text for event in self.events if isinstance(event, CommittedEvent))
 
-    def prompt(self, n_tokens: int = 12) -> Script:
+    def prompt(self, n_tokens: int = 12, temperature: float = 0.0) -> Script:
         event = PromptEvent(
             sequence=0,
             time_s=0.0,
@@ -61,7 +61,7 @@ class Script:
             translated=False,
             kernels="llama.cpp",
             n_ctx=512,
-            sampler={"seed": 1},
+            sampler={"temperature": temperature, "seed": 1},
             verifier="auto",
             grammar=None,
         )

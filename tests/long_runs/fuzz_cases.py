@@ -348,6 +348,7 @@ _COMMANDS: Mapping[str, tuple[int, str, tuple[str, ...]]] = {
     "verify": (1, "-n 8 --prompts prompts.jsonl", ()),
     "tune": (1, "", ()),
     "bench": (1, "-n 8 --prompts prompts.jsonl --count 1", ()),
+    "race": (1, "-n 12", (PROMPT,)),
 }
 _FILES = {
     "file.py": "def f(x):\n    return x\n",

@@ -7,20 +7,17 @@ from __future__ import annotations
 import io
 import json
 import re
-import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.make_picture import main
 from specgen.cli.output import Output
 from specgen.events import EVENT_TYPES, DraftedEvent, Event, TokenKind, to_json_object
 from specgen.render.rows import pens
-from specgen.render.streams import JsonlRenderer, TextRenderer, make_console
+from specgen.render.streams import TextRenderer, make_console
 from specgen.system.files import to_line
 from tests.helpers.events import Script
 from tests.render.test_render_text import TEXTS
@@ -182,35 +179,7 @@ def test_numbers_that_json_lacks_become_null(number: float) -> None:
     assert value == {"a": expected, "b": [expected, {"c": [expected]}]}
 
 
-def recorded(events: list[Event]) -> bytes:
-    """A run as it is recorded."""
-    stream = io.BytesIO()
-    with JsonlRenderer(stream) as renderer:
-        for event in events:
-            renderer.handle(event)
-    return stream.getvalue()
-
-
-# --- the picture of a recorded run
-
-
-def test_each_token_appears_when_it_came(tmp_path: Path) -> None:
-    plain = Script(draft="none").prompt().plain("The").plain(" cat").plain(" <sat>").finish()
-    drafted = Script().prompt().plain("The").round([" cat", " <sat>"], 1, " lay").finish()
-    files = [tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"]
-    for file, made in zip(files, (plain, drafted), strict=True):
-        file.write_bytes(recorded(made.events))
-    output = tmp_path / "images" / "run.svg"
-    assert main([*map(str, files), "--output", str(output), "--slower", "1"]) == 0
-    svg = output.read_text(encoding="utf-8")
-    texts = [(each.get("class"), each.text) for each in ET.fromstring(svg).iter() if each.get("x")]
-    by_text = {text: (name or "").split() for name, text in texts}
-    assert by_text["cat"][0] == "accepted"
-    assert by_text["<sat>"][0] == "rejected"
-    assert by_text["lay"][0] == "corrected"
-    assert by_text["cat"][1] == by_text["lay"][1]
-    assert "3 tokens in 0.7 s: 1.1x as fast" in by_text
-    assert "url(" not in svg  # nothing is loaded from elsewhere
+# --- rounds
 
 
 def test_rounds_have_a_line_each_in_a_pipe() -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.errors import BackendError, PromptError, UsageError
-from specgen.events import CommittedEvent, DraftedEvent, Event, PromptEvent
+from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
 from specgen.method import answer_loop
@@ -253,6 +253,46 @@ def test_a_slot_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) ->
         assert again.n_cached_tokens > len(LONG)
         # The other text is still there.
         assert other.n_cached_tokens == other.n_prompt_tokens - 1
+
+
+def decode_alone(engine: Engine, prompt: str | Prompt) -> FinishedEvent:
+    return finished(list(engine.stream(engine.insert(prompt))))
+
+
+def test_a_changed_conversation_stays_in_its_slot(models: Path, costs: VirtualTime) -> None:
+    with engine_of(models, costs, 2) as (loaded, engine):
+        other = decode_alone(engine, LONG[::-1])
+        for answer in ("is", "be", "not"):
+            prompt = loaded.prompts.of_text(f"{LONG} {answer} and")
+            decode_alone(engine, replace(prompt, subject="a question"))
+        again = decode_alone(engine, LONG[::-1])
+    assert again.token_ids == other.token_ids
+    assert again.n_cached_tokens == again.n_prompt_tokens - 1
+
+
+def test_short_texts_make_room_before_long_ones(models: Path, costs: VirtualTime) -> None:
+    with engine_of(models, costs, 2) as (_, engine):
+        decode_alone(engine, LONG)
+        for text in ("a", "self", "not"):
+            decode_alone(engine, text)
+        again = decode_alone(engine, LONG)
+        assert again.n_cached_tokens == again.n_prompt_tokens - 1
+        # But a long text that is never used again is dropped in the end.
+        for number in range(20):
+            decode_alone(engine, f"{number} the cat is in the house of the else")
+        assert decode_alone(engine, LONG).n_cached_tokens < len(LONG) // 2
+
+
+def test_a_slot_whose_prefix_cannot_be_reused_is_left_alone(
+    models: Path, costs: VirtualTime
+) -> None:
+    with engine_of(models, costs, 2, kind="recurrent") as (loaded, engine):
+        prompt = loaded.prompts.of_text(LONG)
+        first = decode_alone(engine, prompt)
+        decode_alone(engine, f"{LONG[:60]} of the else")
+        continued = Prompt("", (*prompt.tokens, *first.token_ids, *prompt.tokens[-3:]))
+        again = decode_alone(engine, continued)
+    assert again.n_cached_tokens >= len(prompt.tokens)
 
 
 @settings(max_examples=60)

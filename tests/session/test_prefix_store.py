@@ -21,9 +21,12 @@ from specgen.options import PrefixOptions, SamplerOptions
 from specgen.session import prefix_store, seen_prompts
 from specgen.session.engine import Engine, generate
 from specgen.session.prefix_store import MIN_TOKENS, stored
+from specgen.session.prompts.chat import Tools
 from specgen.session.prompts.template import Message
 from specgen.session.saved_text import RestoreResult, SavedText
+from specgen.session.seen_prompts import BLOCK
 from specgen.session.session import Session
+from specgen.text.overlap import common_prefix_length
 from tests.helpers.cli import Specgen, spawn
 from tests.helpers.cli import ended as ended_process
 from tests.helpers.common import EXACT, NOW
@@ -37,16 +40,17 @@ SYSTEM = "the cat is in the else for with that it be not self " * 56
 CONTEXT = replace(EXACT, n_ctx=1280, n_batch=128)
 MTP: tuple[MtpArchitecture, ...] = ("glm4moe", "qwen35")
 QUESTIONS = ("cat and more", "self is it", "not in the end", "with that")
+TOOLS: Tools = ({"type": "function", "function": {"name": "read", "parameters": {}}},)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_pairs(tmp_path_factory.mktemp("models"), n_ctx_train=2048)
     for name, architecture in CACHES.items():
-        config = TinyConfig(
-            architecture=architecture, n_ctx_train=2048, chat_template=CHATML_TEMPLATE
-        )
-        write_models(folder, {f"{name} chat": config})
+        window = 64 if name == "sliding window" else 0
+        config = TinyConfig(architecture=architecture, n_ctx_train=2048, sliding_window=window)
+        chat = replace(config, chat_template=CHATML_TEMPLATE)
+        write_models(folder, {name: config, f"{name} chat": chat})
     for mtp in MTP:
         write_mtp_model(folder / f"{mtp}.gguf", mtp, n_ctx_train=2048)
     return folder
@@ -86,12 +90,14 @@ def asked(question: str) -> str:
     return SYSTEM + question
 
 
-def talked(engine: Engine, session: Session, *turns: str) -> FinishedEvent:
-    """The answer in a conversation with this system message; every other turn is the model's."""
-    messages = [Message("system", SYSTEM)]
+def talked(
+    engine: Engine, session: Session, *turns: str, system: str = SYSTEM, tools: Tools = ()
+) -> FinishedEvent:
+    """The answer in a conversation with a system message; every other turn is the model's."""
+    messages = [Message("system", system)]
     for n, text in enumerate(turns):
         messages.append(Message("assistant" if n % 2 else "user", text))
-    request = engine.insert(session.prompts.of_messages(messages, now=NOW))
+    request = engine.insert(session.prompts.of_messages(messages, now=NOW, tools=tools))
     return finished(list(engine.stream(request)))
 
 
@@ -184,6 +190,20 @@ def test_a_turn_whose_past_is_written_otherwise_reads_only_what_is_new(
     assert first.n_prompt_tokens - 20 < second.n_cached_tokens < third.n_cached_tokens
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_conversation_goes_back_to_an_earlier_turn(models: Path, cache: str) -> None:
+    target = models / f"{cache} chat.gguf"
+    long = "not what it said " * 20
+    with session_on(target, None) as session, Engine(session) as engine:
+        first = talked(engine, session, "cat and more")
+        talked(engine, session, "cat and more", long, "self")
+        changed = talked(engine, session, "cat and more", "else", "self", "is", "for")
+    with session_on(target, None) as session, Engine(session) as engine:
+        alone = talked(engine, session, "cat and more", "else", "self", "is", "for")
+    assert changed.token_ids == alone.token_ids
+    assert changed.n_cached_tokens > first.n_prompt_tokens - 20
+
+
 # --- what is stored
 
 
@@ -253,6 +273,98 @@ def test_the_least_recently_used_goes_first(models: Path, tmp_path: Path) -> Non
     assert len(stored(folder)) == 2
     answered(target, tmp_path, "for " + SYSTEM, kept="all", max_bytes=1000)
     assert len(stored(folder)) == 2  # there is no room for it, so nothing is deleted for it
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_an_agents_instructions_are_stored_when_they_are_first_seen(
+    models: Path, tmp_path: Path, cache: str
+) -> None:
+    target = models / f"{cache} chat.gguf"
+    ended = []
+    for question in QUESTIONS[:3]:
+        with session_on(target, tmp_path) as session, Engine(session) as engine:
+            ended.append(talked(engine, session, question, tools=TOOLS))
+        with session_on(target, None) as session, Engine(session) as engine:
+            alone = talked(engine, session, question, tools=TOOLS)
+        assert ended[-1].token_ids == alone.token_ids
+    assert ended[0].n_cached_tokens == 0
+    assert all(each.n_cached_tokens > each.n_prompt_tokens - BLOCK for each in ended[1:])
+    assert len(stored(tmp_path / "prefixes")) == 1
+
+
+def test_instructions_that_differ_each_time_are_not_stored_forever(
+    models: Path, tmp_path: Path
+) -> None:
+    target, folder = models / "attention chat.gguf", tmp_path / "prefixes"
+    starts = ("cat", "self", "not", "for", "with", "be", "it", "else")
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        for start in starts:
+            talked(engine, session, "more", system=f"{start} {SYSTEM}", tools=TOOLS)
+    n_first = len(stored(folder))
+    assert 0 < n_first < len(starts)
+    # What two prompts share is still stored.
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        for start in starts:
+            talked(engine, session, "more", system=f"that {start} {SYSTEM}", tools=TOOLS)
+        for question in QUESTIONS[:2]:
+            talked(engine, session, question, system=f"that else {SYSTEM}", tools=TOOLS)
+    assert len(stored(folder)) == 2 * n_first + 1
+
+
+@pytest.mark.parametrize("n_words", [40, 150, 230])
+def test_all_that_two_prompts_share_is_stored(models: Path, tmp_path: Path, n_words: int) -> None:
+    target = models / "attention.gguf"
+    shared = SYSTEM + "self " * n_words
+    prompts = [shared + question for question in ("cat and more", "not in", "be it")]
+    with session_on(target, None) as session:
+        tokens = [session.prompts.of_text(each, chat=False).tokens for each in prompts]
+    n_shared = common_prefix_length(tokens[2], tokens[0])
+    ended = [answered(target, tmp_path, each)[0] for each in prompts]
+    assert ended[2].n_cached_tokens > n_shared - BLOCK
+
+
+@pytest.mark.parametrize("cache", ["sliding window", "recurrent"])
+def test_a_model_that_cannot_go_back_also_stores_the_shared_beginning_of_a_message(
+    models: Path, tmp_path: Path, cache: str
+) -> None:
+    target = models / f"{cache} chat.gguf"
+    document = "self and it " * 100
+    ended = []
+    for question in QUESTIONS[:3]:
+        with session_on(target, tmp_path) as session, Engine(session) as engine:
+            ended.append(talked(engine, session, document + question))
+        with session_on(target, None) as session, Engine(session) as engine:
+            alone = talked(engine, session, document + question)
+        assert ended[-1].token_ids == alone.token_ids
+    assert ended[-1].n_cached_tokens > ended[-1].n_prompt_tokens - 3 * BLOCK
+    # Another message needs an entry that ends before it.
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        assert talked(engine, session, "not a document").n_cached_tokens >= MIN_TOKENS
+
+
+def test_a_conversation_with_changed_turns_does_not_displace_other_prompts(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seen_prompts, "_N_PROMPTS", 2)
+    target = models / "attention chat.gguf"
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        talked(engine, session, "more", system=f"cat {SYSTEM}")
+        for answer in ("is", "be", "not", "for"):
+            talked(engine, session, "self is it", answer, "and more")
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        talked(engine, session, "with that", system=f"cat {SYSTEM}")
+    assert len(stored(tmp_path / "prefixes")) == 1
+
+
+def test_an_entry_that_is_also_in_memory_counts_as_used(models: Path, tmp_path: Path) -> None:
+    target = models / "attention.gguf"
+    answered(target, tmp_path, SYSTEM, kept="all")
+    (entry,) = stored(tmp_path / "prefixes")
+    with session_on(target, tmp_path) as session, Engine(session) as engine:
+        for question in QUESTIONS[:2]:
+            os.utime(entry, (1, 1))
+            answers(engine, [session.prompts.of_text(asked(question), chat=False)])
+            assert entry.stat().st_mtime > 1
 
 
 # --- what goes wrong

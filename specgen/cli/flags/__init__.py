@@ -7,6 +7,7 @@ they become parameters of commands is explained in `specgen.cli.flags.typer_grou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from specgen.cli.flags.typer_groups import argument as argument
 from specgen.cli.flags.typer_groups import extends as extends
 from specgen.cli.flags.typer_groups import group as group
 from specgen.cli.flags.typer_groups import takes_options as takes_options
-from specgen.cli.inputs import read_template, read_variables
+from specgen.cli.inputs import read_prompt, read_template, read_variables
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -252,6 +253,38 @@ drafting = group(DraftOptions)
 
 sampling = group(SamplerOptions)
 _prompt = partial(option, panel="Prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The prompt of a command that answers one."""
+
+    prompt_option: str | None = _prompt(
+        None,
+        "--prompt -p",
+        "The prompt, as an option as in llama.cpp.",
+        metavar="TEXT",
+    )
+    files: tuple[Path, ...] = _prompt(
+        (),
+        "--file -f",
+        "A file with the prompt, or with text that comes before it; may be repeated. "
+        "A newline at its end is dropped.",
+    )
+    prompt: str | None = argument(
+        "PROMPT", "The prompt, after the files and standard input; - is standard input."
+    )
+
+    def read(self, note: Callable[[str], None]) -> str:
+        """Return the prompt, as `read_prompt` does.
+
+        Args:
+            note: Prints a note.
+        """
+        return read_prompt(self.prompt, self.prompt_option, self.files, note)
+
+
+question = group(Question)
 
 
 def chat_option() -> Any:

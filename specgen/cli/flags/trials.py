@@ -17,7 +17,7 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOp
 if TYPE_CHECKING:
     from specgen.measure.prompts import BenchPrompt
     from specgen.options import SessionOptions
-    from specgen.session.choose_models import Sources
+    from specgen.session.choose_models import DraftChoice, Sources
 
 _trial = partial(option, panel="Trials")
 
@@ -92,18 +92,43 @@ def alone(target: Path) -> Sources:
     return Sources(target, (DraftChoice("none"),))
 
 
-def check_drafts(drafting: DraftOptions, purpose: str) -> None:
+def check_drafts(
+    drafting: DraftOptions,
+    purpose: str,
+    draft: str | None = None,
+) -> None:
     """Check that something is drafted at all.
 
     Args:
         drafting: The options of drafting.
         purpose: What the command does with drafts, as a verb for the message.
+        draft: The draft that the user named, if the command takes one that has to draft.
 
     Raises:
-        UsageError: If --draft-max is 0.
+        UsageError: If --draft-max is 0, or the draft is "none".
     """
-    if drafting.n_max == 0:
-        raise UsageError(f"--draft-max 0 drafts nothing, so there is nothing to {purpose}")
+    without = ""
+    if draft == "none":
+        without = "--draft none"
+    elif drafting.n_max == 0:
+        without = "--draft-max 0"
+    if without:
+        raise UsageError(f"{without} drafts nothing, so there is nothing to {purpose}")
+
+
+def check_choice(choice: DraftChoice, purpose: str) -> None:
+    """Check that the first draft to try for a target drafts at all.
+
+    Args:
+        choice: The draft; its reason is why it was chosen.
+        purpose: What the command does with drafts, as a verb for the message.
+
+    Raises:
+        UsageError: If it was saved for the target that no draft pays.
+    """
+    if choice.draft == "none":
+        hint = "name a draft with --draft"
+        raise UsageError(f"{choice.why}: there is nothing to {purpose}", hint)
 
 
 def trial_options(

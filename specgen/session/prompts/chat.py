@@ -23,6 +23,7 @@ from specgen.session.prompts.tokens import (
     tokenize_marked,
 )
 from specgen.text.built_in_templates import BUILT_IN
+from specgen.text.overlap import common_prefix_length
 
 #: The tools that a model may call, in the format of OpenAI's API.
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -31,6 +32,8 @@ _TOOL_TEMPLATE = "tool_use"
 _CHATML = "chatml"
 #: The mark at the end of a turn in ChatML.
 _CHATML_END = "<|im_end|>"
+#: Any question will do to find out where the user's begins.
+_OTHER_QUESTION = "?"
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
@@ -228,6 +231,40 @@ class ChatTurns:
             stop += 1
         has_bos = tokens[0] == vocabulary.special_tokens()["bos"]
         return range(1 if has_bos else 0, stop)
+
+    def n_instructions(
+        self,
+        vocabulary: LlamaVocabulary,
+        template: str,
+        rendered: RenderedChat,
+    ) -> int:
+        """Return the number of first tokens that do not depend on what the user writes.
+
+        These are the system message and the tools of an agent, with which its next conversation is
+        likely to begin. The result is 0 without tools, and once one of them was called.
+
+        Args:
+            vocabulary: The vocabulary of the model.
+            template: The chat template.
+            rendered: What the template makes of this conversation.
+        """
+        has_calls = any(message.tool_calls for message in self.messages)
+        if not self.tools or has_calls:
+            return 0
+        # Where it diverges from another conversation with the same instructions.
+        system_messages = [message for message in self.messages if message.role == "system"]
+        try:
+            fitted = render_fitted(
+                self._writer(vocabulary, template),
+                template,
+                [*system_messages, Message("user", _OTHER_QUESTION)],
+                has_tools=True,
+                variables=self.variables,
+            )
+        except PromptError:
+            return 0
+        other_tokens = tokenize(vocabulary, fitted.text, parse_special=True)
+        return common_prefix_length(rendered.tokens, other_tokens)
 
     def draft_tokens(self, model: LlamaModel) -> tuple[int, ...]:
         """Return the conversation in tokens of a draft with another vocabulary.

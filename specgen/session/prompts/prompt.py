@@ -44,6 +44,9 @@ class Prompt:
     thoughts: ThoughtMarks | None = None
     #: The user's first message, which identifies a conversation; empty without a conversation.
     subject: str = ""
+    #: The number of its first tokens that do not depend on the user: the system message and the
+    #: tools of an agent. It is 0 without tools, and once one of them was called.
+    n_instructions: int = 0
     #: A sentence for the user about the template that replaces a missing one; empty if none does.
     notice: str = ""
 
@@ -150,6 +153,7 @@ class Prompts:
             stop=template.stop,
             thoughts=thoughts_after(rendered.text, template.text),
             subject=next(user_messages, ""),
+            n_instructions=chat.n_instructions(self.target.vocabulary, template.text, rendered),
             notice=template.notice,
         )
 
@@ -201,6 +205,7 @@ class Prompts:
             tokens=(*earlier, *tokens),
             draft_tokens=draft_tokens,
             skipped_prefix=range(0),
+            n_instructions=0,
         )
 
     def continued(self, prompt: Prompt, beginning: Message) -> Prompt:
