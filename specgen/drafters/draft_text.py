@@ -107,6 +107,30 @@ class DraftText:
         self._spell_new_bytes(drafted)
         self.n_unchanged = first + common_prefix_length(tokens_before, self.tokens[first:])
 
+    def steps(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+    ) -> list[tuple[int, list[int]]]:
+        """Follow an answer token by token, and return what changes in `tokens`.
+
+        Args:
+            prompt: The target's prompt.
+            answer: The target's tokens of the answer.
+
+        Returns:
+            For the text before each token of the answer: how many tokens are unchanged, and those
+            that follow.
+        """
+        context = list(prompt)
+        self.follow(context)
+        steps = [(0, self.tokens.copy())]
+        for token in answer[:-1]:
+            context.append(token)
+            self.follow(context)
+            steps.append((self.n_unchanged, self.tokens[self.n_unchanged :]))
+        return steps
+
     def ending(self, n_tokens: int) -> bytes:
         """Return the bytes of the last `n_tokens` tokens; empty if `hold_back` cannot remove them.
 

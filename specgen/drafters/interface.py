@@ -89,6 +89,7 @@ __all__ = [
     "Reads",
     "RoundPlan",
     "RoundResult",
+    "ScorableText",
     "TreeShape",
     "ready",
 ]
@@ -274,6 +275,24 @@ class DraftSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class ScorableText:
+    """An answer as a model reads it, to compute the probabilities of its tokens."""
+
+    model: LlamaModel
+    #: For each token of the answer, the text before it in the model's tokens: how many tokens of
+    #: the step before stay, and the tokens that follow them.
+    steps: Sequence[tuple[int, Sequence[int]]]
+
+    @classmethod
+    def of(cls, model: LlamaModel, prompt: Sequence[int], answer: Sequence[int]) -> ScorableText:
+        """Return an answer in the model's tokens, of which each step adds one."""
+        steps: list[tuple[int, Sequence[int]]] = [(0, prompt)]
+        for number, token in enumerate(answer[:-1]):
+            steps.append((len(prompt) + number, (token,)))
+        return cls(model, steps)
+
+
+@dataclass(frozen=True, slots=True)
 class ContextSpec:
     """The size of a draft's contexts."""
 
@@ -345,6 +364,24 @@ class LoadedDraft:
     def drafter(self, request: DraftRequest) -> Drafter:
         """Return a drafter for one answer."""
         raise NotImplementedError
+
+    def scorable_text(
+        self,
+        prompt: Sequence[int],
+        draft_prompt: Sequence[int] | None,
+        answer: Sequence[int],
+    ) -> ScorableText | None:
+        """Return an answer as its model reads it, to compute its probabilities afterwards.
+
+        Args:
+            prompt: The target's tokens of the prompt.
+            draft_prompt: `Prompt.draft_tokens`.
+            answer: The target's tokens of the answer.
+
+        Returns:
+            None if it has no model, or if the probabilities depend on more than the text.
+        """
+        return None
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         """Store the tokens of a finished text for later answers, if the options ask for that."""

@@ -7,7 +7,7 @@ at once (`parallel`), with a draft of its own (`staged`), or in another vocabula
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from specgen.drafters.interface import (
     DraftSetup,
     DraftSource,
     LoadedDraft,
+    ScorableText,
     TreeShape,
 )
 from specgen.drafters.kinds import refuse_draft
@@ -327,6 +328,22 @@ class StandaloneDraft(LoadedDraft):
         acceptance = request.guesses_of(self.model.path, key)
         options = DraftOptions(max_tokens=MAX_GUESS)
         return SecondDraft(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
+
+    def scorable_text(
+        self,
+        prompt: Sequence[int],
+        draft_prompt: Sequence[int] | None,
+        answer: Sequence[int],
+    ) -> ScorableText | None:
+        """Return an answer as the model reads it; None for a parallel draft, which reads masks."""
+        if self.mask is not None:
+            return None
+        if self._translation is not None:
+            text = self._translation.text(prompt, draft_prompt)
+            return ScorableText(self.model, text.steps(prompt, answer))
+        if max((*prompt, *answer)) >= self._n_shared_tokens:
+            return None
+        return ScorableText.of(self.model, prompt, answer)
 
     def notices(self) -> Iterator[str]:
         """Yield a notice if the model would be faster with `--draft-mask`."""

@@ -21,7 +21,6 @@ from specgen.events import (
     Piece,
     RejectedBranch,
     TokenKind,
-    TokenLogprob,
     VerifiedEvent,
 )
 from specgen.method.answer_stats import AnswerStats
@@ -34,8 +33,8 @@ from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.method.verifiers import Verdict, Verifier
 from specgen.options import GenerationOptions
-from specgen.system.arrays import Logits, best
-from specgen.text.sampling.raw_probabilities import log_probabilities
+from specgen.system.arrays import Logits
+from specgen.text.sampling.raw_probabilities import likely_tokens, token_logprob
 from specgen.text.text_stream import TextStream
 from specgen.text.vocabulary import Vocabulary
 
@@ -485,18 +484,9 @@ class AnswerState:
         n_top = self.options.logprobs
         if n_top is None:
             return piece
-        tokens = best(row, n_top).tolist()
-        if piece.token_id not in tokens:
-            tokens.append(piece.token_id)
-        logprobs = tuple(map(self._token_logprob, tokens, log_probabilities(row, tokens)))
-        piece_logprob = logprobs[tokens.index(piece.token_id)].logprob
-        return replace(piece, logprob=piece_logprob, top_logprobs=logprobs)
-
-    def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        """Return a token with its text and bytes. Invalid UTF-8 is written as escapes."""
-        data = self.vocabulary.token_bytes(token)
-        text = data.decode("utf-8", "backslashreplace") or self.vocabulary.token_text(token)
-        return TokenLogprob(token, text, logprob, tuple(data))
+        likely = likely_tokens(row, n_top, [piece.token_id], self.vocabulary)
+        own = next(each for each in likely if each.token_id == piece.token_id)
+        return replace(piece, logprob=own.logprob, top_logprobs=likely)
 
     def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
         """Return the next tokens of the prompt, with log-probabilities if they were requested.
@@ -517,7 +507,7 @@ class AnswerState:
             shown = self._prompt_text.push(self.vocabulary.token_bytes(token))
             piece = Piece(token, shown, "forced", "prompt")
             if position == 0:  # probability 1
-                piece = replace(piece, top_logprobs=(self._token_logprob(token, 0.0),))
+                piece = replace(piece, top_logprobs=(token_logprob(token, 0.0, self.vocabulary),))
             else:
                 piece = self._with_logprobs(piece, logits[position - 1 - start])
             pieces.append(piece)

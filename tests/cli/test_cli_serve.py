@@ -39,8 +39,8 @@ def started(
 
 
 @contextlib.contextmanager
-def listening(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = spawn("serve", "--port", "0", *arguments, text=True)
+def listening(*arguments: str, port: str = "0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = spawn("serve", "--port", port, *arguments, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -293,14 +293,14 @@ def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
     """
     entries: list[Json] = []
     for piece in pieces:
-        top_entries = [_logprob_entry(top) for top in piece.top_logprobs[:n_top]]
+        top_entries = [logprob_entry(top) for top in piece.top_logprobs[:n_top]]
         entries.extend(
-            {**_logprob_entry(own), "top_logprobs": top_entries} for own in own_logprobs(piece)
+            {**logprob_entry(own), "top_logprobs": top_entries} for own in own_logprobs(piece)
         )
     return entries
 
 
-def _logprob_entry(token: TokenLogprob) -> Json:
+def logprob_entry(token: TokenLogprob) -> Json:
     """Return a token with its log-probability, in OpenAI's form."""
     return {
         "id": token.token_id,

@@ -46,6 +46,7 @@ from specgen.serve.server.endpoints import ollama_info, tokens
 from specgen.serve.server.endpoints.embeddings import embed
 from specgen.serve.server.endpoints.generation import generate
 from specgen.serve.server.endpoints.server_info import ServerInfo
+from specgen.serve.server.endpoints.token_probabilities import token_probabilities
 from specgen.serve.server.http import read_json, refusal, while_connected
 from specgen.serve.server.jobs import ServedModel
 from specgen.serve.server.metrics import ServerMetrics
@@ -94,6 +95,8 @@ _QUERIES: Mapping[str, Callable[[ServedModel, Json], Json]] = {
     "/chat/completions/input_tokens": partial(tokens.count_input_tokens, read_chat),
     "/v1/responses/input_tokens": partial(tokens.count_input_tokens, read_response_request),
     "/responses/input_tokens": partial(tokens.count_input_tokens, read_response_request),
+    "/v1/chat/completions/token_probabilities": token_probabilities,
+    "/chat/completions/token_probabilities": token_probabilities,
     "/apply-template": tokens.apply_template,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
@@ -187,6 +187,8 @@ class ServedModel:
         self._turns = turns
         self._idle = idle
         self._prefill_notes = _PrefillNotes(name, note)
+        #: Held while an answer is scored, so that only one at a time needs contexts for that.
+        self.scoring = threading.Lock()
         #: Guards `n_open`, `failure`, `_jobs` and `_is_closing`; notified when the last two change.
         self._changed = threading.Condition()
         #: The jobs that have open answers.
@@ -257,6 +259,12 @@ class ServedModel:
         if self.failure is not None:
             return BackendError("the engine has failed, and the server ends")
         return BackendError("the engine is closed")
+
+    @contextlib.contextmanager
+    def decoding_turn(self) -> Iterator[None]:
+        """Let no engine decode within the block, for a decode in a context of its own."""
+        with self._turns, self.engine.stepping:
+            yield
 
     def cancel(self, job: Job) -> None:
         """End the answers of a job with the text that they have.

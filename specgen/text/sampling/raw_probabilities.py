@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from specgen.errors import BackendError
+from specgen.events import TokenLogprob
 from specgen.system.arrays import Logits, best
+from specgen.text.vocabulary import Vocabulary
 
 #: The kernel library's function for `likeliest`; None until the library is attached. Its source
 #: documents what it computes, and its precision.
@@ -78,6 +80,39 @@ def log_probabilities(logits: Logits, token_ids: Iterable[int]) -> list[float]:
     top = float(logits.max())
     normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
     return [float(logits[token_id]) - normalizer for token_id in token_ids]
+
+
+def likely_tokens(
+    logits: Logits,
+    n: int,
+    others: Iterable[int],
+    vocabulary: Vocabulary,
+) -> tuple[TokenLogprob, ...]:
+    """Return the n most likely tokens of a row, in descending order, and then some others.
+
+    Args:
+        logits: The row, float32[n_vocab].
+        n: The number of most likely tokens.
+        others: More tokens. Those among the most likely ones are not repeated.
+        vocabulary: Has the texts of the tokens.
+    """
+    token_ids = list(dict.fromkeys([*best(logits, n).tolist(), *others]))
+    logprobs = log_probabilities(logits, token_ids)
+    return tuple(
+        token_logprob(token_id, logprob, vocabulary)
+        for token_id, logprob in zip(token_ids, logprobs, strict=True)
+    )
+
+
+def token_logprob(
+    token_id: int,
+    logprob: float,
+    vocabulary: Vocabulary,
+) -> TokenLogprob:
+    """Return a token with its text and bytes. Invalid UTF-8 is written as escapes."""
+    data = vocabulary.token_bytes(token_id)
+    text = data.decode("utf-8", "backslashreplace") or vocabulary.token_text(token_id)
+    return TokenLogprob(token_id, text, logprob, tuple(data))
 
 
 def not_finite(logit: float) -> BackendError:

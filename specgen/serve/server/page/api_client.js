@@ -11,12 +11,15 @@ export class ServerError extends Error {
   /**
    * @param {string} message
    * @param {string|null} code - the server's name for the kind of error
+   * @param {number|null} nAllowed - the tokens that are allowed, if a prompt has too many
    */
-  constructor(message, code = null) {
+  constructor(message, code = null, nAllowed = null) {
     super(message);
+    const isPromptTooLong = code === "context_length_exceeded";
     // Prompts over the server's --limit-prompt have the same code, but another message.
-    this.isContextTooSmall =
-      code === "context_length_exceeded" && message.includes("the context has");
+    this.isContextTooSmall = isPromptTooLong && message.includes("the context has");
+    /** The server's --limit-prompt, if the prompt is over it; else null. */
+    this.promptLimit = isPromptTooLong && !this.isContextTooSmall ? nAllowed : null;
   }
 }
 
@@ -44,18 +47,34 @@ export class ApiClient {
     return response.json();
   }
 
+  /** Return the number of tokens of the prompt that the body of a question makes. */
+  async countTokens(body, signal) {
+    const response = await this.#post("v1/chat/completions/input_tokens", body, signal);
+    const { input_tokens: nTokens } = await response.json();
+    return nTokens;
+  }
+
+  /** Return the number of tokens of a text. */
+  async countTextTokens(model, text) {
+    const response = await this.#post("tokenize", { model, content: text });
+    const { tokens } = await response.json();
+    return tokens.length;
+  }
+
+  /** Return how likely the tokens of an answer were; `body` has the question and the answer. */
+  async tokenProbabilities(body) {
+    const response = await this.#post("v1/chat/completions/token_probabilities", body);
+    return response.json();
+  }
+
   /**
    * Yield the chunks of an answer as they arrive.
    *
    * Throws a ServerError, or an AbortError if `signal` aborts the request.
    */
   async *streamAnswer(body, signal) {
-    const response = await this.request("v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ ...body, stream: true }),
-      signal,
-    });
+    const request = { ...body, stream: true };
+    const response = await this.#post("v1/chat/completions", request, signal);
     const events = eventData(response.body);
     for (;;) {
       const { value: data, done } = await orServerError(events.next(), CONNECTION_LOST);
@@ -94,6 +113,15 @@ export class ApiClient {
     }
   }
 
+  #post(address, body, signal) {
+    return this.request(address, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    });
+  }
+
   async #replaceKey(rejectedKey) {
     sessionStorage.removeItem(API_KEY_ITEM);
     const newKey = await this.#askForKey(rejectedKey !== null);
@@ -127,7 +155,7 @@ async function orServerError(promise, message) {
 async function errorOf(response) {
   try {
     const { error } = await response.json();
-    return new ServerError(error.message, error.code);
+    return new ServerError(error.message, error.code, error.n_ctx ?? null);
   } catch {
     return new ServerError(`The server answered with status ${response.status}.`);
   }

@@ -28,3 +28,15 @@ export function duration(milliseconds) {
   }
   return `${threeDigits(milliseconds / 1000)} s`;
 }
+
+/** Return a time as a short text: the hour if it was today, otherwise the day. */
+export function dateText(timeMs) {
+  const time = new Date(timeMs);
+  const now = new Date();
+  if (time.toDateString() === now.toDateString()) {
+    return time.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  }
+  const isThisYear = time.getFullYear() === now.getFullYear();
+  const year = isThisYear ? undefined : "numeric";
+  return time.toLocaleDateString([], { day: "numeric", month: "short", year });
+}

@@ -3,18 +3,21 @@
 // Nothing that a model writes may run, load or submit anything: HTML is shown as text, images
 // become links, and DOMPurify then removes all but the elements and attributes below.
 
+import { codeBlockHtml, frameCodeBlock } from "./code_blocks.js";
+import { formulaExtensions, showFormulas } from "./formulas.js";
+import { escaped } from "./html_escape.js";
 import { marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
 const ALLOWED_TAGS = [
   ...["h1", "h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote"],
-  ...["ul", "ol", "li", "pre", "code", "strong", "em", "del", "a"],
+  ...["ul", "ol", "li", "pre", "code", "span", "var", "strong", "em", "del", "a"],
   ...["table", "thead", "tbody", "tr", "th", "td"],
 ];
 
 const SANITIZER_OPTIONS = {
   ALLOWED_TAGS,
-  ALLOWED_ATTR: ["href", "align", "start"],
+  ALLOWED_ATTR: ["href", "align", "start", "class"],
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
@@ -23,14 +26,19 @@ const SANITIZER_OPTIONS = {
 
 marked.use({
   breaks: true,
-  renderer: { html: htmlAsText, image: imageAsLink, checkbox: checkboxAsText },
+  extensions: formulaExtensions,
+  renderer: {
+    html: htmlAsText,
+    image: imageAsLink,
+    checkbox: checkboxAsText,
+    code: codeBlockHtml,
+  },
 });
 
 /**
  * Show an answer's Markdown in an element.
  *
- * Blocks that have not changed since the last call stay, and with them what the user has selected
- * there.
+ * What has not changed since the last call stays, and with it what the user has selected there.
  *
  * @param {Element} element
  * @param {string} text
@@ -39,17 +47,44 @@ marked.use({
 export function showMarkdown(element, text, decorate) {
   const fragment = rendered(text);
   decorate(fragment);
-  const oldBlocks = [...element.childNodes];
-  const newBlocks = [...fragment.childNodes];
-  const nSame = countSame(oldBlocks, newBlocks);
-  oldBlocks.slice(nSame).forEach((block) => block.remove());
-  element.append(...newBlocks.slice(nSame));
+  showFormulas(fragment);
+  update(element, fragment);
 }
 
-// Return the number of equal blocks at the beginning.
-function countSame(oldBlocks, newBlocks) {
-  const firstNew = newBlocks.findIndex((block, index) => !oldBlocks[index]?.isEqualNode(block));
-  return firstNew < 0 ? newBlocks.length : firstNew;
+// Give an element the children of another one. Equal ones stay, and elements that differ only in
+// their children are updated in the same way, such as the paragraph or code block that grows.
+function update(element, newElement) {
+  const oldNodes = [...element.childNodes];
+  const newNodes = [...newElement.childNodes];
+  let nKept = 0;
+  while (canKeep(oldNodes[nKept], newNodes[nKept])) {
+    nKept += 1;
+  }
+  oldNodes.slice(nKept).forEach((node) => node.remove());
+  element.append(...newNodes.slice(nKept));
+}
+
+// Whether a node can stay in place of a new one; if so, it is made equal.
+function canKeep(node, newNode) {
+  if (node === undefined || newNode === undefined) {
+    return false;
+  }
+  if (node.isEqualNode(newNode)) {
+    return true;
+  }
+  if (!haveSameTag(node, newNode)) {
+    return false;
+  }
+  update(node, newNode);
+  return true;
+}
+
+// Whether two nodes are elements that differ at most in their children.
+function haveSameTag(oldNode, newNode) {
+  if (!(oldNode instanceof Element && newNode instanceof Element)) {
+    return false;
+  }
+  return oldNode.cloneNode(false).isEqualNode(newNode.cloneNode(false));
 }
 
 function rendered(text) {
@@ -61,7 +96,7 @@ function rendered(text) {
     return plainParagraph(text);
   }
   fragment.querySelectorAll("a").forEach(openInNewTab);
-  fragment.querySelectorAll("pre").forEach(addCopyButton);
+  fragment.querySelectorAll("pre").forEach(frameCodeBlock);
   fragment.querySelectorAll("table").forEach((table) => wrap(table, "wide"));
   return fragment;
 }
@@ -82,21 +117,12 @@ function openInNewTab(link) {
   }
 }
 
-function addCopyButton(code) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.className = "copy";
-  button.textContent = "Copy code";
-  wrap(code, "code").append(button);
-}
-
 // Put an element into a new one, which takes its place.
 function wrap(element, className) {
   const wrapper = document.createElement("div");
   wrapper.className = className;
   element.replaceWith(wrapper);
   wrapper.append(element);
-  return wrapper;
 }
 
 function htmlAsText({ text }) {
@@ -111,8 +137,4 @@ function imageAsLink({ href, text }) {
 
 function checkboxAsText({ checked }) {
   return checked ? "☑ " : "☐ ";
-}
-
-function escaped(text) {
-  return text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
 }

@@ -1,5 +1,5 @@
 import { messageOf, showNotice } from "./notice.js";
-import { offerDrafts, savedSetting } from "./settings.js";
+import { offerDrafts, savedSetting, showDefaults } from "./settings.js";
 
 /** The menu of models, and the line that describes the chosen one. */
 export class ModelMenu {
@@ -7,6 +7,8 @@ export class ModelMenu {
   isModelUnloaded = false;
   /** The size of the chosen model's context in tokens; null if it is not known. */
   nContext = null;
+  /** The maximum length of an answer in tokens, unless a request has another; null if not known. */
+  maxTokens = null;
 
   #client;
   #menu = document.getElementById("model");
@@ -33,7 +35,6 @@ export class ModelMenu {
 
   /** Show which model answers and what drafts for it, as far as the server knows. */
   async describe() {
-    showNotice("");
     const model = this.#menu.value;
     try {
       this.#show(model, await this.#client.properties(model));
@@ -46,9 +47,11 @@ export class ModelMenu {
     const { draft = null, has_chat_template: hasChatTemplate = true } = properties;
     const drafts = draftDescription(draft);
     this.#description.textContent = this.#menu.hidden ? `${model} · ${drafts}` : drafts;
-    document.title = `${model} – specgen`;
     this.isModelUnloaded = draft === null;
-    this.nContext = properties.default_generation_settings?.n_ctx ?? null;
+    const { n_ctx: nContext = null, params = {} } = properties.default_generation_settings ?? {};
+    this.nContext = nContext;
+    this.maxTokens = params.max_tokens >= 0 ? params.max_tokens : null;
+    showDefaults(params);
     offerDrafts(draft !== "none");
     if (!hasChatTemplate) {
       showNotice("This model has no chat template: it may not follow the form of a chat.");

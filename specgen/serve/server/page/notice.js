@@ -3,6 +3,10 @@ import { ServerError } from "./api_client.js";
 const CONTEXT_HINT =
   "shorten the question, start a new conversation, or start the server with a larger context (-c)";
 
+export const NOT_STORED =
+  "This browser does not store conversations, because its storage is full or blocked: they are " +
+  "lost when you close the page.";
+
 /** Show a text above the question; an empty one removes it. */
 export function showNotice(text) {
   const notice = document.getElementById("notice");

@@ -1,47 +1,63 @@
-// A chat with the server that serves this page. The conversation is stored in this browser only.
+// Chats with the server that serves this page. The conversations are stored in this browser only.
 
+import { Answerer } from "./answerer.js";
 import { ApiClient } from "./api_client.js";
-import { copyText } from "./clipboard.js";
+import { ComposerFiles } from "./composer_files.js";
 import { Conversation } from "./conversation.js";
+import { ConversationActions } from "./conversation_actions.js";
+import { ConversationList } from "./conversation_list.js";
+import { ConversationStore } from "./conversation_store.js";
+import { ConversationView } from "./conversation_view.js";
+import { takeOverFormerConversation } from "./former_storage.js";
 import { askForKey } from "./key_dialog.js";
+import { isSubmitKey } from "./keys.js";
+import { closeList, isListOpen, listenToListPanel } from "./list_panel.js";
 import { ModelMenu } from "./model_menu.js";
-import { messageOf, showNotice } from "./notice.js";
+import { NOT_STORED, showNotice } from "./notice.js";
 import {
   applyTokenDisplay,
-  requestFields,
+  onOtherTabsSettings,
   restoreSettings,
   saveSettings,
-  systemPrompt,
 } from "./settings.js";
-import { loadItem } from "./storage.js";
+import { listenToPanel } from "./settings_panel.js";
+import { TokenInspector } from "./token_inspector.js";
 import { fillLegend } from "./tokens.js";
-import { message, Turn } from "./turn.js";
+import { TurnActions } from "./turn_actions.js";
+import { withdrawUndo } from "./undo_bar.js";
 
-// The maximum time without a pause for the browser's other work.
-const MAX_WORK_MS = 20;
-// The label of a button after it has copied something.
-const COPIED = "Copied";
-// The time for which the button has that label.
-const COPIED_MS = 1500;
+const NOT_HERE = "This browser has no such conversation.";
+const DELETED_ELSEWHERE = "The conversation was deleted in another tab.";
 
 const elementOf = (id) => document.getElementById(id);
 const composer = elementOf("composer");
 const question = elementOf("question");
 const sendButton = elementOf("send");
 const stopButton = elementOf("stop");
-const conversation = new Conversation(elementOf("conversation"));
-const keepEndInView = (change) => conversation.keepEndInView(change);
+const view = new ConversationView(elementOf("conversation"));
+const keepEndInView = (change) => view.keepEndInView(change);
 const client = new ApiClient(askForKey);
 const modelMenu = new ModelMenu(client);
+const answerer = new Answerer(client, modelMenu, keepEndInView, showRunning);
+const composerFiles = new ComposerFiles(client, modelMenu);
+const inspector = new TokenInspector(client, elementOf("conversation"), (element) =>
+  current.turnWith(element),
+);
+const store = new ConversationStore();
+const list = new ConversationList(store);
+const actions = new ConversationActions(store, answerer, list);
+const offerToRestore = (text, backup) => actions.offerToRestore(text, backup);
+const turnActions = new TurnActions(client, store, answerer, offerToRestore, ask);
 
-// The AbortController of the answer that is arriving; null if there is none.
-let running = null;
+// The conversation that is shown. A new one is stored with its first question.
+let current = newConversation();
 
 listen();
 fillLegend(document.querySelector(".legend"));
 restoreSettings();
 applyTokenDisplay();
-restoreConversation();
+show(current);
+openStored();
 modelMenu.fill();
 
 // --- events ------------------------------------------------------------------------------------
@@ -50,61 +66,65 @@ function listen() {
   listenToComposer();
   listenToSettings();
   listenToConversation();
+  listenToList();
+  document.addEventListener("keydown", handleEscape);
+  addEventListener("hashchange", openAddress);
   addEventListener("pagehide", () => {
-    running?.abort(); // otherwise the browser does, which looks like an error
-    conversation.save();
+    for (const conversation of answerer.conversations) {
+      conversation.saveAtOnce();
+      answerer.stop(conversation); // otherwise the browser does, which looks like an error
+    }
   });
   // Phones close hidden pages without an event.
-  document.addEventListener("visibilitychange", () => conversation.save());
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      answerer.conversations.forEach((conversation) => conversation.save());
+    }
+  });
 }
 
 function listenToComposer() {
+  // Not a link to follow: the address names the conversation.
+  elementOf("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    question.focus();
+  });
   composer.addEventListener("submit", (event) => {
     event.preventDefault();
     send();
   });
   question.addEventListener("keydown", (event) => {
-    const isSubmit = event.key === "Enter" && !event.shiftKey && !event.isComposing;
-    if (isSubmit) {
+    if (isSubmitKey(event)) {
       event.preventDefault();
       composer.requestSubmit();
     }
   });
-  stopButton.addEventListener("click", () => running?.abort());
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
-      running?.abort();
-    }
-  });
+  stopButton.addEventListener("click", () => answerer.stop(current));
 }
 
 function listenToSettings() {
+  listenToPanel();
   composer.addEventListener("change", saveSettings);
   elementOf("model").addEventListener("change", () => {
     saveSettings();
+    showNotice("");
     modelMenu.describe();
   });
   for (const name of ["colours", "rejected"]) {
     elementOf(name).addEventListener("change", () => keepEndInView(applyTokenDisplay));
   }
-  // The browser can only point at an invalid setting if it is unfolded.
-  const unfold = (event) => event.target.closest("details")?.setAttribute("open", "");
-  composer.addEventListener("invalid", unfold, { capture: true });
+  onOtherTabsSettings(() => {
+    restoreSettings();
+    keepEndInView(applyTokenDisplay);
+  });
 }
 
 function listenToConversation() {
-  elementOf("new").addEventListener("click", () => {
-    running?.abort();
-    conversation.clear();
-    conversation.save();
-    question.focus();
-  });
-  elementOf("conversation").addEventListener("click", (event) => {
-    const button = event.target.closest(".copy");
-    if (button !== null) {
-      copyFor(button);
-    }
-  });
+  onTurnButton("copy", (turn, button) => turnActions.copy(turn, button));
+  onTurnButton("retry", (turn) => turnActions.retry(turn, current));
+  onTurnButton("edit", (turn, button) => turnActions.edit(turn, current, button));
+  onTurnButton("replay", (turn) => turnActions.saveReplay(turn));
+  onTurnButton("inspect", (turn) => inspector.open(turn));
   for (const example of document.querySelectorAll(".example")) {
     example.addEventListener("click", () => {
       question.value = example.textContent.replace(/\s+/g, " ").trim();
@@ -113,137 +133,188 @@ function listenToConversation() {
   }
 }
 
-// Copy the block of code that the button belongs to, or the whole answer.
-async function copyFor(button) {
-  const code = button.parentElement.querySelector("pre");
-  const text = code === null ? conversation.turnWith(button).text : code.textContent;
-  await copyText(text);
-  const label = button.textContent;
-  if (label === COPIED) {
-    return; // it was clicked before, and gets its label back soon
-  }
-  button.textContent = COPIED;
-  setTimeout(() => {
-    button.textContent = label;
-  }, COPIED_MS);
-}
-
-// --- turns -------------------------------------------------------------------------------------
-
-function restoreConversation() {
-  try {
-    for (const saved of loadItem("turns") ?? []) {
-      addTurn(Turn.restored(saved, keepEndInView));
+function listenToList() {
+  listenToListPanel();
+  elementOf("new").addEventListener("click", startNew);
+  elementOf("rows").addEventListener("click", ({ target }) => {
+    if (target.closest("a") !== null) {
+      closeList();
     }
-  } catch (error) {
-    console.warn(error); // another version of this page stored them
-  }
-  // The introduction, which only an empty conversation shows, is read from its beginning.
-  if (!conversation.isEmpty) {
-    conversation.scrollToEnd();
-  }
-}
-
-// Add a turn at the end of the conversation, with what its buttons do.
-function addTurn(turn) {
-  turn.onClick("retry", () => {
-    conversation.removeLast();
-    ask(turn.question);
   });
-  turn.onClick("edit", () => {
-    conversation.removeLast();
-    conversation.save();
-    question.value = [turn.question, question.value].filter(Boolean).join("\n\n");
-    question.focus();
+  onButton(elementOf("rows"), "markdown", (row) => actions.exportMarkdown(list.takeAction(row)));
+  onButton(elementOf("rows"), "json", (row) => actions.exportJson(list.takeAction(row)));
+  onButton(elementOf("rows"), "delete", (row) => actions.delete(list.takeAction(row)));
+  const importField = elementOf("import-file");
+  elementOf("import").addEventListener("click", () => importField.click());
+  importField.addEventListener("change", () => {
+    actions.importFile(importField.files[0]);
+    importField.value = ""; // so that the same file can be chosen again
   });
-  turn.onClick("replay", () => saveReplay(turn));
-  conversation.add(turn);
+  store.onChange((id, isFromOtherTab) => {
+    list.refresh(id);
+    if (isFromOtherTab) {
+      answerer.conversationWith(id)?.markOutdated();
+    }
+    if (id === current.id) {
+      followStore(id, isFromOtherTab);
+    }
+  });
 }
 
-async function saveReplay(turn) {
-  try {
-    const response = await client.request("page/replay.html");
-    turn.downloadReplay(await response.text());
-  } catch (error) {
-    showNotice(messageOf(error));
-  }
+// Call `act` with the turn and the button when a button of this class is clicked in a turn.
+function onTurnButton(className, act) {
+  onButton(elementOf("conversation"), className, (button) => {
+    act(current.turnWith(button), button);
+  });
 }
 
-// --- answers -----------------------------------------------------------------------------------
+// Call `act` with each button of this class that is clicked in an element.
+function onButton(element, className, act) {
+  element.addEventListener("click", ({ target }) => {
+    const button = target.closest(`button.${className}`);
+    if (button !== null) {
+      act(button);
+    }
+  });
+}
 
-function send() {
-  const text = question.value.trim();
-  if (text === "" || running !== null) {
+function handleEscape(event) {
+  const isOfDialog = document.querySelector("dialog[open], :popover-open") !== null;
+  if (event.key !== "Escape" || isOfDialog) {
     return;
   }
-  question.value = "";
-  ask(text);
+  if (isListOpen()) {
+    closeList();
+  } else {
+    answerer.stop(current);
+  }
 }
 
-async function ask(text) {
-  showNotice("");
-  const messages = messagesWith(text);
-  const turn = new Turn(text, keepEndInView);
-  addTurn(turn);
-  conversation.scrollToEnd();
-  const controller = new AbortController();
-  const { signal } = controller;
-  setRunning(controller);
+// --- which conversation is shown -----------------------------------------------------------------
+
+function newConversation() {
+  return new Conversation(store, keepEndInView);
+}
+
+function show(conversation) {
+  current = conversation;
+  view.show(conversation);
+  showIdentity();
+  showRunning();
+}
+
+// Tell in the address, in the list and in the window's title which conversation is shown.
+function showIdentity() {
+  if (current.isStored && idInAddress() !== current.id) {
+    history.replaceState(null, "", `#${current.id}`);
+  }
+  list.setCurrent(current.id);
+  document.title = current.isEmpty ? "specgen" : `${current.shownTitle} – specgen`;
+}
+
+function idInAddress() {
+  return location.hash.slice(1);
+}
+
+// Fill the list of conversations, and show the one of the last visit to this tab.
+async function openStored() {
   try {
-    await receive(turn, { messages, return_progress: true, ...requestFields() }, signal);
-    if (modelMenu.isModelUnloaded) {
-      await modelMenu.describe();
+    const formerId = await takeOverFormerConversation(store);
+    await list.fill();
+    if (formerId !== null && idInAddress() === "") {
+      history.replaceState(null, "", `#${formerId}`);
     }
-    keepEndInView(() => turn.end(modelMenu.nContext));
+    await openAddress();
   } catch (error) {
-    keepEndInView(() => (signal.aborted ? turn.stop() : turn.fail(messageOf(error))));
-  } finally {
-    controller.abort(); // if the error was in this page, the server is still answering
-    if (running === controller) {
-      keepEndInView(() => setRunning(null));
+    console.warn(error); // the storage is blocked
+    showNotice(NOT_STORED);
+  }
+}
+
+// Show the conversation in the address; a new one if there is none.
+async function openAddress() {
+  const id = idInAddress();
+  if (id === "") {
+    if (current.isStored) {
+      show(newConversation());
     }
-    conversation.save();
+    return;
+  }
+  const answering = answerer.conversationWith(id);
+  const saved = answering === undefined ? await store.get(id) : null;
+  if (id !== idInAddress() || id === current.id) {
+    return; // the user has gone on to another one, or has asked a question
+  }
+  if (saved === undefined) {
+    leaveConversation();
+    showNotice(NOT_HERE);
+  } else {
+    show(answering ?? Conversation.restored(saved, store, keepEndInView));
   }
 }
 
-// The messages of a request: the system prompt, the conversation so far, and the question.
-function messagesWith(text) {
-  const messages = [...conversation.messages(), message("user", text)];
-  if (systemPrompt() !== null) {
-    messages.unshift(message("system", systemPrompt()));
+// Begin a conversation. An answer that is arriving in the last one goes on.
+function startNew() {
+  if (idInAddress() !== "") {
+    history.pushState(null, "", location.href); // so that the last one is a step back
   }
-  return messages;
+  closeList();
+  showNotice("");
+  leaveConversation();
+  question.focus();
 }
 
-// Add the chunks of an answer to its turn.
-async function receive(turn, body, signal) {
-  let pausedAtMs = performance.now();
-  for await (const chunk of client.streamAnswer(body, signal)) {
-    keepEndInView(() => turn.add(chunk));
-    if (performance.now() - pausedAtMs > MAX_WORK_MS) {
-      await pause();
-      pausedAtMs = performance.now();
-    }
+// Show an empty conversation in place of one that is gone.
+function leaveConversation() {
+  history.replaceState(null, "", location.pathname + location.search);
+  show(newConversation());
+}
+
+// Show what the store has of the current conversation, which this tab or another one has changed.
+async function followStore(id, isFromOtherTab) {
+  const saved = await store.get(id);
+  if (id !== current.id || answerer.isAnswering(current)) {
+    return;
+  }
+  if (saved !== undefined) {
+    keepEndInView(() => current.update(saved));
+    showIdentity();
+    return;
+  }
+  leaveConversation();
+  if (isFromOtherTab) {
+    showNotice(DELETED_ELSEWHERE);
   }
 }
 
-// Let the browser handle keys, clicks and drawing. If chunks arrive faster than they can be shown,
-// it gets no other chance. A timer would fire only once a second in a hidden tab.
-function pause() {
-  return new Promise((resolve) => {
-    const { port1, port2 } = new MessageChannel();
-    port1.onmessage = () => {
-      port1.close();
-      resolve();
-    };
-    port2.postMessage(null);
-  });
+// --- asking --------------------------------------------------------------------------------------
+
+async function send() {
+  const text = question.value.trim();
+  if (text === "" || answerer.isAnswering(current) || !(await composerFiles.fit(text))) {
+    return;
+  }
+  if (!answerer.isAnswering(current)) { // it was not sent a second time meanwhile
+    question.value = "";
+    ask(current, text, composerFiles.take());
+  }
 }
 
-// Show that an answer is arriving, or, with null, that there is none.
-function setRunning(controller) {
-  running = controller;
-  const isRunning = controller !== null;
+// Ask a question at the end of a conversation; resolves to its turn when the answer has ended.
+async function ask(conversation, text, attachments) {
+  showNotice("");
+  withdrawUndo(conversation.id);
+  const turn = conversation.ask(text, attachments);
+  view.scrollToEnd();
+  conversation.save().then(showIdentity);
+  await answerer.answer(conversation, turn);
+  showIdentity(); // it has another one if it was stored as a copy
+  return turn;
+}
+
+// Show whether an answer to the conversation is arriving.
+function showRunning() {
+  const isRunning = answerer.isAnswering(current);
   const hadFocus = [sendButton, stopButton].includes(document.activeElement);
   sendButton.hidden = isRunning;
   stopButton.hidden = !isRunning;
@@ -251,6 +322,6 @@ function setRunning(controller) {
     const shownButton = isRunning ? stopButton : sendButton;
     shownButton.focus();
   }
-  document.body.classList.toggle("busy", isRunning);
-  conversation.setBusy(isRunning);
+  current.setBusy(isRunning);
+  list.setAnswering(answerer.conversations.map(({ id }) => id));
 }

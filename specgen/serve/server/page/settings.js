@@ -1,10 +1,22 @@
-// The settings below the question: where they are stored, and what requests take from them.
+// The settings: where they are stored, and what requests take from them.
 
-import { loadItem, saveItem } from "./storage.js";
+import { loadItem, onItemChange, saveItem } from "./storage.js";
 
 const elementOf = (name) => document.getElementById(name);
+// The numbers in the panel, by the id of their element, and the fields of a request for them.
+const NUMBER_FIELDS = {
+  temperature: "temperature",
+  "top-k": "top_k",
+  "top-p": "top_p",
+  "min-p": "min_p",
+  "repeat-penalty": "repeat_penalty",
+  seed: "seed",
+  "max-tokens": "max_tokens",
+};
 // All settings; an element's id is its name in the browser's storage.
-const NAMES = ["model", "draft", "colours", "rejected", "temperature", "max-tokens", "system"];
+const NAMES = ["model", "draft", "colours", "rejected", "system", ...Object.keys(NUMBER_FIELDS)];
+// What the server's defaults mean that are not numbers to be typed.
+const WORDS = { seed: { [-1]: "random" }, "max-tokens": { [-1]: "no limit" } };
 // How many of the likeliest tokens a replay shows with their probabilities.
 const N_LIKELIEST = 5;
 
@@ -15,16 +27,25 @@ export function saveSettings() {
     values[name] = element[valueProperty(element)];
   }
   saveItem("settings", values);
+  showNumberOfSettings();
 }
 
+/** Show the settings as they were saved, but for those that the menu of models restores. */
 export function restoreSettings() {
   const values = loadItem("settings") ?? {};
   for (const name of NAMES) {
-    if (name in values) {
+    const isOfMenu = name === "model" || name === "draft";
+    if (name in values && !isOfMenu) {
       const element = elementOf(name);
       element[valueProperty(element)] = values[name];
     }
   }
+  showNumberOfSettings();
+}
+
+/** Call `listener` when another tab has changed settings. */
+export function onOtherTabsSettings(listener) {
+  onItemChange("settings", listener);
 }
 
 /** Return a setting as it was last saved; undefined if it never was. */
@@ -50,19 +71,29 @@ export function offerDrafts(isAvailable) {
   elementOf("draft").checked = isAvailable && (savedSetting("draft") ?? true);
 }
 
+/**
+ * Show in empty fields what the server does without them.
+ *
+ * @param {Object<string, number>} defaults - by the names of a request's fields
+ */
+export function showDefaults(defaults) {
+  for (const [name, field] of Object.entries(NUMBER_FIELDS)) {
+    const value = defaults[field] ?? "auto";
+    elementOf(name).placeholder = WORDS[name]?.[value] ?? value;
+  }
+}
+
 /** Return the settings as fields of a request. */
 export function requestFields() {
   const fields = {
     model: elementOf("model").value,
     speculative: { draft: elementOf("draft").checked, events: true },
   };
-  const temperature = elementOf("temperature").valueAsNumber;
-  if (!Number.isNaN(temperature)) {
-    fields.temperature = temperature;
-  }
-  const maxTokens = elementOf("max-tokens").valueAsNumber;
-  if (!Number.isNaN(maxTokens)) {
-    fields.max_tokens = maxTokens;
+  for (const [name, field] of Object.entries(NUMBER_FIELDS)) {
+    const value = elementOf(name).valueAsNumber;
+    if (!Number.isNaN(value)) {
+      fields[field] = value;
+    }
   }
   if (document.body.classList.contains("shows-rejected")) {
     fields.logprobs = true;
@@ -71,8 +102,27 @@ export function requestFields() {
   return fields;
 }
 
+/** Return the maximum length of an answer in tokens; null if the server decides. */
+export function maxTokens() {
+  return requestFields().max_tokens ?? null;
+}
+
 /** Return the system prompt as written, or null if it is blank. */
 export function systemPrompt() {
   const text = elementOf("system").value;
   return text.trim() === "" ? null : text;
+}
+
+/** Let the server decide all numbers again. */
+export function resetNumbers() {
+  for (const name of Object.keys(NUMBER_FIELDS)) {
+    elementOf(name).value = "";
+  }
+}
+
+// A setting that somebody has forgotten would be hard to find otherwise.
+function showNumberOfSettings() {
+  const numbers = Object.keys(NUMBER_FIELDS).filter((name) => elementOf(name).value !== "");
+  const nChanged = numbers.length + (systemPrompt() === null ? 0 : 1);
+  elementOf("open-settings").textContent = nChanged === 0 ? "Settings" : `Settings (${nChanged})`;
 }

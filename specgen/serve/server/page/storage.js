@@ -1,13 +1,13 @@
-// What the browser remembers for this server: the conversation and the settings. If its storage is
+// What the browser remembers for this server outside its database: the settings. If its storage is
 // full or blocked, they are lost when the page is closed.
 
-// One origin may serve several such pages, each below its own path.
-const PREFIX = `specgen ${new URL(".", location).pathname} `;
+/** The name of what is stored. One origin may serve several such pages, each below its own path. */
+export const STORAGE_NAME = `specgen ${new URL(".", location).pathname}`;
 
 /** Store a value that JSON can represent. */
 export function saveItem(name, value) {
   try {
-    localStorage.setItem(PREFIX + name, JSON.stringify(value));
+    localStorage.setItem(keyOf(name), JSON.stringify(value));
   } catch {
     // Full or blocked.
   }
@@ -16,8 +16,29 @@ export function saveItem(name, value) {
 /** Return a stored value; null if there is none. */
 export function loadItem(name) {
   try {
-    return JSON.parse(localStorage.getItem(PREFIX + name));
+    return JSON.parse(localStorage.getItem(keyOf(name)));
   } catch {
     return null;
   }
+}
+
+export function removeItem(name) {
+  try {
+    localStorage.removeItem(keyOf(name));
+  } catch {
+    // Blocked, so there is nothing to remove.
+  }
+}
+
+/** Call `listener` when another tab stores a value under this name. */
+export function onItemChange(name, listener) {
+  addEventListener("storage", ({ key }) => {
+    if (key === keyOf(name)) {
+      listener();
+    }
+  });
+}
+
+function keyOf(name) {
+  return `${STORAGE_NAME} ${name}`;
 }

@@ -20,7 +20,13 @@ const MEANINGS = {
   plain: "chosen by the target model without a draft",
 };
 
+const HINT = "Click a token to see what was drafted there, and how likely it was.";
 const DRAFTERS = { model: "the draft model", ngram: "n-grams" };
+
+/** Return what a drafter is called, by the origin of its tokens. */
+export function drafterName(origin) {
+  return DRAFTERS[origin] ?? origin;
+}
 
 /**
  * Return the tokens of a generation's events, in the order of the text.
@@ -62,7 +68,7 @@ export function tokenElement(token, text) {
   const element = textElement("span", text, kind);
   element.title = `${kind}: ${MEANINGS[kind]}`;
   if (kind === "accepted" && token.origin) {
-    element.title += ` (drafted by ${DRAFTERS[token.origin] ?? token.origin})`;
+    element.title += ` (drafted by ${drafterName(token.origin)})`;
   }
   if (typeof token.logprob === "number") {
     element.title += `; the target gave it ${Math.round(100 * Math.exp(token.logprob))}%`;
@@ -91,6 +97,7 @@ export function fillLegend(legend) {
     list.append(textElement("dt", kind, kind));
     list.append(textElement("dd", meaning, ""));
   }
+  list.after(textElement("p", HINT, "note"));
 }
 
 function textElement(tag, text, className) {

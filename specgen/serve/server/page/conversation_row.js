@@ -1,0 +1,91 @@
+import { dateText } from "./format.js";
+
+/** A conversation in the list: a link to it, and a menu of what can be done with it. */
+export class ConversationRow {
+  #link;
+  #menu;
+
+  /**
+   * @param {string} id - of the conversation
+   * @param {function(string|null): void} rename - called with another title; null for the beginning
+   *   of the first question
+   */
+  constructor(id, rename) {
+    this.element = document.getElementById("row").content.firstElementChild.cloneNode(true);
+    this.element.dataset.id = id;
+    this.#link = this.element.querySelector("a");
+    this.#link.href = `#${id}`;
+    this.#menu = this.element.querySelector("details");
+    this.element.querySelector(".rename").addEventListener("click", () => this.#rename(rename));
+    this.#menu.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation(); // it would also stop an answer, or close the list
+        this.closeMenu();
+      }
+    });
+  }
+
+  /** Show a summary, with what was found in it, or that its answer is arriving. */
+  show(summary, excerpt, isAnswering) {
+    const when = isAnswering ? "answering …" : dateText(summary.changedMs);
+    this.#part("title").textContent = summary.title;
+    this.#link.title = summary.title;
+    this.#part("excerpt").textContent = excerpt;
+    this.#part("when").textContent = when;
+    this.#menu.querySelector("summary").ariaLabel = `Actions for “${summary.title}”`;
+  }
+
+  setCurrent(isCurrent) {
+    if (isCurrent) {
+      this.#link.setAttribute("aria-current", "page");
+    } else {
+      this.#link.removeAttribute("aria-current");
+    }
+  }
+
+  closeMenu() {
+    const hadFocus = this.#menu.contains(document.activeElement);
+    this.#menu.open = false;
+    if (hadFocus) {
+      this.#menu.querySelector("summary").focus();
+    }
+  }
+
+  // Let the user type another title in place of this one. Leaving the field is as good as Enter.
+  #rename(rename) {
+    const former = this.#part("title").textContent;
+    const field = document.createElement("input");
+    field.ariaLabel = "Title";
+    field.value = former;
+    this.closeMenu();
+    this.#link.replaceWith(field);
+    field.focus();
+    field.select();
+    const end = (title) => {
+      const hadFocus = document.activeElement === field;
+      field.removeEventListener("blur", leave);
+      field.replaceWith(this.#link);
+      if (hadFocus) {
+        this.#link.focus();
+      }
+      if (title !== former) {
+        rename(title === "" ? null : title);
+      }
+    };
+    const leave = () => end(field.value.trim());
+    field.addEventListener("blur", leave);
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") {
+        event.preventDefault();
+        leave();
+      } else if (event.key === "Escape") {
+        event.stopPropagation(); // it would also stop an answer, or close the list
+        end(former);
+      }
+    });
+  }
+
+  #part(name) {
+    return this.#link.querySelector(`.${name}`);
+  }
+}
