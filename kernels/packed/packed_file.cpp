@@ -77,6 +77,9 @@ void *PackedFile::take_memory(size_t size) {
     memory_ = static_cast<char *>(memory);
     size_ = size;
     if (!is_whole_) writer_ = std::make_unique<TensorWriter>(file_);
+    // Of a streamed buffer, only the first and the last page of each tensor are read while it is
+    // loaded. The system would read more around each of them: up to the whole file.
+    if (is_streamed) madvise(memory_, size_, MADV_RANDOM);
     if (!is_streamed) read_ahead();
     return memory;
 }
@@ -185,6 +188,7 @@ int PackedFile::finish() {
         writer_.reset();
     }
     if (is_mapped() && must_stream()) {
+        madvise(memory_, size_, MADV_NORMAL);
         stream_ = std::make_unique<WeightStream>(file_, packed_data_start, memory_, tensors_,
                                                  max_bytes_);
     }
