@@ -25,7 +25,7 @@ BLOCK = 32
 #: equal by chance, which does no harm: an entry is then stored that no later prompt shares.
 _N_DIGITS = 8
 #: The number of prompts that are remembered.
-_N_PROMPTS = 64
+N_PROMPTS = 64
 #: When the file becomes larger than this, it is rewritten without older prompts.
 MAX_BYTES = 1 << 22
 
@@ -196,7 +196,7 @@ class SeenPrompts:
             with contextlib.suppress(ValidationError):
                 seen = _LINE.validate_json(line)
                 by_name.setdefault(seen.name, seen)
-            if len(by_name) == _N_PROMPTS:
+            if len(by_name) == N_PROMPTS:
                 break
         latest = list(reversed(by_name.values()))
         if len(data) > MAX_BYTES:

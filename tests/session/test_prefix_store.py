@@ -345,7 +345,7 @@ def test_a_model_that_cannot_go_back_also_stores_the_shared_beginning_of_a_messa
 def test_a_conversation_with_changed_turns_does_not_displace_other_prompts(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seen_prompts, "_N_PROMPTS", 2)
+    monkeypatch.setattr(seen_prompts, "N_PROMPTS", 2)
     target = models / "attention chat.gguf"
     with session_on(target, tmp_path) as session, Engine(session) as engine:
         talked(engine, session, "more", system=f"cat {SYSTEM}")

@@ -1,8 +1,8 @@
 // Formulas of an answer: $...$, $$...$$, \(...\) and \[...\].
 //
 // Markdown leaves their source in a <var> element, in which the tokens are marked. KaTeX then
-// replaces it by MathML, which browsers draw without fonts and style sheets of its own. It is loaded
-// with the first formula.
+// replaces it by MathML, which browsers draw without fonts and style sheets of its own. It is
+// loaded with the first formula.
 
 import { escaped } from "./html_escape.js";
 import DOMPurify from "./vendor/purify.es.mjs";

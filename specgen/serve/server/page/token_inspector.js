@@ -9,8 +9,8 @@ const NOT_COMPLETE = "The probabilities can be computed when the answer is compl
 const COMPUTING = "Computing the probabilities, once for the whole answer…";
 const PROBABILITIES = "Probabilities are those at temperature 1, before samplers and grammar.";
 const READ_LESS =
-  "The draft model's are those after the whole text; to save time, it had read less of it when it " +
-  "guessed.";
+  "The draft model's are those after the whole text; to save time, it had read less of it when " +
+  "it guessed.";
 
 /**
  * The panel that tells why a token is in an answer.
