@@ -172,6 +172,21 @@ def tell(done: int, total: int) -> None:
     print(f"{done} of {total}", file=sys.stderr)
 
 
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """Return the command that ran a benchmark, with the names of files in place of absolute paths.
+
+    Args:
+        module: The benchmark's module.
+        arguments: The arguments of its command line.
+    """
+    words = ["python", "-m", f"benchmarks.{module}"]
+    for argument in arguments:
+        name, equals, value = argument.rpartition("=")
+        path = Path(value)
+        words.append(f"{name}{equals}{path.name if path.is_absolute() else value}")
+    return " ".join(words)
+
+
 def write_json(file: Path | None, value: object) -> None:
     """Write a result, if a file was named for it."""
     if file is not None:

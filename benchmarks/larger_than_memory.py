@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import begin, bench_prompts, parser_of, write_json
+from benchmarks.answers import begin, bench_prompts, command_line, parser_of, write_json
 from benchmarks.memory_group import GroupError, drop_cache, memory_group
 from benchmarks.worker_client import EngineWorker, WorkerCommand, WorkerError, running_worker
 from specgen.llama.native_context import default_threads
@@ -89,6 +89,7 @@ class Contender:
             own["token_ids"] == other["token_ids"]
             for own, other in zip(self.answers, reference.answers, strict=True)
         ]
+        about = {name: value for name, value in self.worker.about.items() if name != "folder"}
         return {
             "token_s": round(statistics.mean(token_s), 3),
             "times_plain": round(statistics.geometric_mean(ratios), 3),
@@ -98,7 +99,7 @@ class Contender:
             "n_equal": sum(equal),
             "peak_bytes": self.peak_bytes,
             "n_killed": self.n_killed,
-            "about": self.worker.about,
+            "about": about,
         }
 
     def _reads_of_pass_s(self, disk_speed: float | None) -> float | None:
@@ -271,7 +272,7 @@ def main() -> None:
     write_json(
         asked.json,
         {
-            "command": sys.argv,
+            "command": command_line("larger_than_memory", sys.argv[1:]),
             "limit_bytes": asked.limit,
             "disk_bytes_per_s": disk_speed,
             "cache_was_dropped": is_dropped,

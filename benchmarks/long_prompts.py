@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import parser_of, write_json
+from benchmarks.answers import command_line, parser_of, write_json
 from specgen.events import CommittedEvent, FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.prompts import NOW
@@ -142,9 +142,12 @@ def main() -> None:
                 }
                 what["is_equal"] = outcome["token_ids"] == plain["token_ids"]
                 results.append(what | {"outcome": outcome})
-                write_json(
-                    asked.json, {"command": sys.argv, "kernels": kernels, "results": results}
-                )
+                report = {
+                    "command": command_line("long_prompts", sys.argv[1:]),
+                    "kernels": kernels,
+                    "results": results,
+                }
+                write_json(asked.json, report)
                 print(line_of(results[-1], plain), flush=True)
     if asked.prompts_out is not None:
         asked.prompts_out.write_text("".join(f"{json.dumps(each)}\n" for each in prompts))

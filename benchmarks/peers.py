@@ -38,7 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+from benchmarks.answers import bench_prompts, command_line, opened, parser_of, tell, write_json
 from benchmarks.worker_client import (
     WARM_UP_PROMPT,
     EngineWorker,
@@ -418,7 +418,7 @@ def compare(
     for line in bench_lines(figures):
         print(line)
     document = {
-        "command": " ".join(sys.argv),
+        "command": command_line("peers", sys.argv[1:]),
         "figures": as_json(figures),
         "results": as_json(runs.results),
     }

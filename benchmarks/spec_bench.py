@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.answers import command_line
 from benchmarks.spec_bench_questions import (
     ADDRESS,
     Question,
@@ -560,21 +561,11 @@ def _circumstances() -> dict[str, Any]:
     """Return what the first line of a run says of the machine and of how it was started."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command_line(sys.argv[1:]),
+        "command": command_line("spec_bench", sys.argv[1:]),
         "commit": commit_of(_TOP),
         "machine": as_json(look_at_machine()),
         "llama_cpp": as_json(build()),
     }
-
-
-def command_line(arguments: Sequence[str]) -> str:
-    """Return the command, with the names of files in place of absolute paths."""
-    words = ["python", "-m", "benchmarks.spec_bench"]
-    for argument in arguments:
-        name, equals, value = argument.rpartition("=")
-        path = Path(value)
-        words.append(f"{name}{equals}{path.name if path.is_absolute() else value}")
-    return " ".join(words)
 
 
 if __name__ == "__main__":

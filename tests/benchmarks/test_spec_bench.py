@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.answers import command_line
 from benchmarks.spec_bench import (
     CONTROL,
     N_REPEATS,
@@ -25,7 +26,6 @@ from benchmarks.spec_bench import (
     Output,
     Part,
     ask_all,
-    command_line,
     main,
     measure,
     read_other,
@@ -393,7 +393,7 @@ def test_another_version_is_a_checkout_or_a_python(tmp_path: Path) -> None:
 
 def test_a_command_names_no_folders_of_a_machine(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "q.jsonl"), "--other", f"before={tmp_path}", "-n", "8", "results/x"]
-    assert command_line(arguments) == (
+    assert command_line("spec_bench", arguments) == (
         f"python -m benchmarks.spec_bench q.jsonl --other before={tmp_path.name} -n 8 results/x"
     )
 
