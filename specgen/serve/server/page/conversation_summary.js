@@ -40,5 +40,5 @@ export class ConversationSummary {
 }
 
 function textsOf({ question, attachments, text }) {
-  return [question, ...attachments.map(({ name }) => name), text];
+  return [question, ...attachments.flatMap((file) => [file.name, file.text]), text];
 }

@@ -12,16 +12,21 @@ const NOT_COMPUTED = "The probabilities of this draft cannot be computed afterwa
  *
  * @param {object} scores - the server's scores of an answer
  * @param {number} number - the position in the answer
- * @param {string[]} guesses - the texts that were drafted there and not accepted
+ * @param {object[]} guesses - the nodes that were drafted there and not accepted
  */
 export function likelyElements(scores, number, guesses) {
   const score = scores.tokens[number];
   const { top_logprobs: target, draft_top_logprobs: draft } = score;
-  const targetTable = likelyTable("Target model", target, score, guesses);
+  const targetTable = likelyTable("Target model", target, score, guesses.map(textOf));
   if (draft === null) {
     return [targetTable, noteElement(whyNoDraft(scores.draft))];
   }
-  return [targetTable, likelyTable("Draft model", draft, score, guesses)];
+  const ofModel = guesses.filter(({ origin }) => origin === "model");
+  return [targetTable, likelyTable("Draft model", draft, score, ofModel.map(textOf))];
+}
+
+function textOf({ text }) {
+  return text;
 }
 
 function whyNoDraft(draft) {
@@ -36,14 +41,14 @@ function whyNoDraft(draft) {
 }
 
 // The draft model may have other tokens than the target, so texts are compared, and not numbers.
-function likelyTable(title, entries, score, guesses) {
+function likelyTable(title, entries, score, guessedTexts) {
   const table = document.createElement("table");
   table.createCaption().textContent = title;
   for (const entry of entries) {
     const row = tokenRow(entry);
     if (entry.token === score.token) {
       setRole(row, "chosen", "in the answer");
-    } else if (guesses.includes(entry.token)) {
+    } else if (guessedTexts.includes(entry.token)) {
       setRole(row, "guessed", "guessed");
     }
     table.append(row);

@@ -154,10 +154,9 @@ export class TokenInspector {
 
   #fillScores(scores) {
     const position = this.#positions[this.#number];
-    const guesses = position.guesses.map(({ text }) => text);
     const score = scores.tokens[this.#number];
     this.#part("numbers").textContent = likelihoodSentence(position, score);
-    this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, guesses));
+    this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, position.guesses));
     const hasReadLess = guessedOtherwise(position, score);
     this.#part("note").textContent = hasReadLess ? `${PROBABILITIES} ${READ_LESS}` : PROBABILITIES;
   }

@@ -18,7 +18,7 @@ export function reasonOf({ piece, text, guesses, node, nBefore, reason }, temper
     case "accepted":
       return acceptedReason(piece.origin, node, temperature);
     case "corrected":
-      return `${guessSentence(guesses)} ${correction(text, temperature)}`;
+      return `${guessSentence(guesses)} ${correction(text, guesses.length, temperature)}`;
     case "bonus":
       return bonusReason(nBefore);
     case "forced":
@@ -42,8 +42,9 @@ function guessSentence(guesses) {
   return `${drafter} guessed ${enumeration(texts)}.`;
 }
 
-function correction(text, temperature) {
-  const choice = `The target model rejected that and chose ${quoted(text)}`;
+function correction(text, nGuesses, temperature) {
+  const guessed = nGuesses === 1 ? "that" : "them";
+  const choice = `The target model rejected ${guessed} and chose ${quoted(text)}`;
   if (temperature === 0) {
     return `${choice}: at temperature 0, only its most likely token is accepted.`;
   }

@@ -21,7 +21,7 @@ const MEANINGS = {
 };
 
 const HINT = "Click a token to see what was drafted there, and how likely it was.";
-const DRAFTERS = { model: "the draft model", ngram: "n-grams" };
+const DRAFTERS = { model: "the draft model", ngram: "n-grams (earlier text)" };
 
 /** Return what a drafter is called, by the origin of its tokens. */
 export function drafterName(origin) {

@@ -71,7 +71,7 @@ export class TurnActions {
     const nLater = conversation.removeFrom(turn) - 1;
     const answered = this.#ask(conversation, text, turn.attachments);
     if (backup !== null && (turn.text !== "" || nLater > 0)) {
-      this.#offerToRestore(replacedText(nLater), backup);
+      this.#offerToRestore(replacedText(conversation.shownTitle, nLater), backup);
     }
     return answered;
   }
@@ -86,11 +86,12 @@ export class TurnActions {
   }
 }
 
-function replacedText(nLaterTurns) {
+function replacedText(title, nLaterTurns) {
+  const replaced = `The answer in “${title}” was replaced`;
   if (nLaterTurns === 0) {
-    return "The answer was replaced.";
+    return `${replaced}.`;
   }
   return nLaterTurns === 1
-    ? "The answer was replaced, and the turn after it removed."
-    : `The answer was replaced, and the ${nLaterTurns} turns after it removed.`;
+    ? `${replaced}, and the turn after it removed.`
+    : `${replaced}, and the ${nLaterTurns} turns after it removed.`;
 }
