@@ -368,6 +368,7 @@ def test_replaced_turns_can_be_brought_back(page: Page) -> None:
     page.get_by_role("textbox", name="Edited question").fill("a bird")
     page.get_by_role("button", name="Ask again").click()
     answer(page)
+    expect(page.locator("#undo-bar")).to_contain_text("The answer in “a bird” was replaced")
     expect(page.locator("#undo-bar")).to_contain_text("the 2 turns after it removed")
     page.get_by_role("button", name="Undo").click()
     expect(page.locator(".turn .question")).to_have_text(texts)

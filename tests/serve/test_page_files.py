@@ -157,6 +157,14 @@ def test_texts_of_other_systems_are_read(page: Page, tmp_path: Path) -> None:
     answer(page)
 
 
+def test_a_conversation_is_found_by_the_text_of_its_file(page: Page, tmp_path: Path) -> None:
+    give(page, "button", {"notes.txt": NOTES}, tmp_path)
+    expect(page.locator("#files")).to_contain_text("tokens")
+    ask(page, "Who is it?")
+    page.get_by_role("searchbox").fill("mia")
+    expect(page.locator("#rows")).to_contain_text("The cat is called Mia.")
+
+
 def test_a_pasted_text_stays_a_text(page: Page) -> None:
     """Even with a picture of it, as word processors copy it."""
     prevented = page.evaluate("""() => {
