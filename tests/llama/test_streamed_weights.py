@@ -234,6 +234,15 @@ def test_packing_reports_its_progress(folder: Path, model_file: Path, half: int)
     assert reports == []
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Give SIGINT its usual effect, which it lacks in the background of a shell."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_what_interrupts_packing_leaves_nothing(
     folder: Path, model_file: Path, half: int, in_memory: Logits
 ) -> None:
