@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,13 +50,13 @@ def tune(
         options = replace(options, draft="none")
         candidates, _ = find_candidates([], sources.target)
         drafts += [path for path in candidates if path not in drafts]
+    wanted_session = WantedSession(options, later_drafts=tuple(drafts))
     with (
-        opened(
-            WantedSession(options, later_drafts=tuple(drafts)), wanted.machine.kernels, output
-        ) as session,
+        opened(wanted_session, wanted.machine.kernels, output) as session,
         output.measuring() as (progress, stop),
     ):
-        for note in _streamed_note(session, len(prompts), wanted.trials.max_tokens):
+        note = _streamed_note(session, len(prompts), wanted.trials.max_tokens)
+        if note:
             output.note(note)
         search = search_drafts(
             session,
@@ -80,18 +79,21 @@ def _streamed_note(
     session: Session,
     n_answers: int,
     n_tokens: int,
-) -> Iterator[str]:
-    """Yield a note if tuning takes long, because each token of the target is read from disk."""
+) -> str:
+    """Return a note if each pass reads weights from disk, so that tuning takes long; else ""."""
     from specgen.session.streaming_notes import pass_seconds
     from specgen.system.quantities import counted, duration
 
+    if not session.target.is_streamed:
+        return ""
     pass_s = pass_seconds(session)
-    if session.target.is_streamed and pass_s is not None:
-        yield (
-            f"first, {counted(n_answers, 'answer')} of up to {n_tokens} tokens are generated "
-            f"without drafts, in up to {duration(n_answers * n_tokens * pass_s)}: -N and -n make "
-            "it less"
-        )
+    if pass_s is None:
+        return ""
+    return (
+        f"first, {counted(n_answers, 'answer')} of up to {n_tokens} tokens are generated "
+        f"without drafts, in up to {duration(n_answers * n_tokens * pass_s)}: -N and -n make "
+        "it less"
+    )
 
 
 def _save_measurements(session: Session, search: Search | None) -> str:

@@ -6,9 +6,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,38 +20,19 @@ from specgen.session.open import Reporter, WantedSession, open_session
 from specgen.system.arrays import Logits
 from tests.helpers import rows
 from tests.helpers.cli import Cli
+from tests.helpers.packed_folder import Disk, files, folder
 from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIG = TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
-#: Disks of these tests are as large as a file may say.
-LARGE = 10**12
+
+__all__ = ["folder"]
 
 pytestmark = pytest.mark.usefixtures("kernels")
-
-
-class Disk(NamedTuple):
-    total: int = LARGE
-    used: int = 0
-    free: int = LARGE
 
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "tiny.gguf", CONFIG)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where weights are kept, of models of any size."""
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk())
-    keep_packed_weights(tmp_path / "packed")
-    yield tmp_path / "packed"
-    keep_packed_weights(None)
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.exists() else []
 
 
 def decoded(path: Path) -> Logits:

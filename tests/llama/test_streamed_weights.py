@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.kernels import packed_weights
 from specgen.llama.kernels.attached import Kernels
 from specgen.llama.kernels.packed_weights import (
     Streaming,
@@ -32,22 +30,17 @@ from specgen.system.arrays import Logits
 from tests.helpers import rows
 from tests.helpers.cli import Cli
 from tests.helpers.mtp import write_mtp_model
+from tests.helpers.packed_folder import Disk, files, folder
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Each matrix has many pages.
 CONFIG = TinyConfig(n_embd=256, n_ff=512, n_layer=4, n_head=4, tensor_type="q8_0")
-#: Disks of these tests are as large as a file may say.
-LARGE = 10**12
 #: Delays the reader, so that pages are needed before it reads them.
 DELAY = "SPECGEN_KERNELS_READ_DELAY_MS"
 
+__all__ = ["folder"]
+
 pytestmark = pytest.mark.usefixtures("kernels")
-
-
-class Disk(NamedTuple):
-    total: int = LARGE
-    used: int = 0
-    free: int = LARGE
 
 
 @pytest.fixture(scope="module")
@@ -56,23 +49,9 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where weights are kept, of models of any size."""
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk())
-    keep_packed_weights(tmp_path / "packed")
-    yield tmp_path / "packed"
-    keep_packed_weights(None)
-
-
-@pytest.fixture
 def half(model_file: Path) -> int:
     """Half of the memory that the weights need."""
     return weight_sizes(model_file).packed_bytes // 2
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.exists() else []
 
 
 @contextlib.contextmanager
