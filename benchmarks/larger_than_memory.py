@@ -6,8 +6,8 @@ r"""A target that is larger than the memory that it may use, against llama.cpp's
 
 Each contender is a process in a control group of its own, whose memory is limited; the cache of
 files counts. They answer four prompts in turns, with 64 tokens each, greedily. Before each answer
-the system's cache of files is dropped, so that nobody profits from what another one has read. If
-the system does not allow that, it is said.
+the system's cache of files is dropped, so that no contender profits from what another has read. A
+line on standard error says so if the system does not allow that.
 
 - llama.cpp: its own code on the mapped file, without repacking and without drafts. (With repacking,
   it is killed.)
@@ -18,7 +18,7 @@ the system does not allow that, it is said.
   have. It answers last, alone: what it maps would stay in the cache of files for the others.
   `--no-reference` leaves it out on a machine that has less memory than the target.
 
-Printed are, for each contender, the seconds per token after the first one, the tokens and the bytes
+It prints, for each contender, the seconds per token after the first one, the tokens and the bytes
 read from the disk per pass, and how many texts are those of the reference. The speed of the disk is
 that of reads in sequence, past the cache of files.
 """
