@@ -15,9 +15,10 @@ FILE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "arch
 LARGER_THAN_MEMORY = (
     "## Larger than memory",
     (
-        "A target that is larger than memory can be used, too: as much of its weights as fits stays "
-        "in memory, and the rest is read from disk in every pass, ahead of the computation. The "
-        "output is the same, bit for bit. Before the first answer, a note tells what that means:"
+        "A target that is larger than memory can be used, too: as much of its weights as fits "
+        "stays in memory, and the rest is read from disk in every pass, ahead of the "
+        "computation. The output is the same, bit for bit. Before the first answer, a note tells "
+        "what that means:"
     ),
     (
         "    note: 19.2 GB of weights, 10.1 GB of memory: 9.8 GB are read from disk per pass, "
