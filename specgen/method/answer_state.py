@@ -38,9 +38,9 @@ from specgen.text.sampling.raw_probabilities import likely_tokens, token_logprob
 from specgen.text.text_stream import TextStream
 from specgen.text.vocabulary import Vocabulary
 
-#: The expected number of tokens of an answer that has just begun: so few that a prefill of the
+#: The expected number of tokens of an answer that has just begun: so few that a long prefill of the
 #: draft model does not pay off yet.
-_N_EXPECTED_MIN = 8
+_N_EXPECTED_MIN = 12
 #: What `FinishedEvent.estimate` says.
 _ESTIMATE = "from the measured costs of the target's batches"
 _NOT_KNOWN = "not known: plain decoding was measured while the machine was slower"

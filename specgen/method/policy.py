@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 #: The expected gain of a draft has to exceed its cost by this factor, since only the cost is
 #: certain.
 _MARGIN = 1.1
-#: The same for the cost of a prefill: how long the answer gets is a guess.
-_PREFILL_MARGIN = 2.0
 #: The weight of the latest round in averages, once there were many rounds.
 _RATE = 0.06
 #: At first all rounds count equally, and the plain decode before them as this many rounds.
@@ -500,7 +498,7 @@ class CostAwarePolicy:
         # The value of the first draft step, at cumulative acceptance 1. It includes the cost
         # `next_s` of every step, but the first one costs `first_s`.
         gain_s = self._values[0][-1] + price.next_s - price.first_s
-        return gain_s - _PREFILL_MARGIN * price.prefill_s / n_rounds
+        return gain_s - price.prefill_s / n_rounds
 
     def _can_never_pay(self, price: Price, stop: CostAwareStopping) -> bool:
         """Return whether a draft would not save time even if all of it were accepted."""

@@ -103,6 +103,11 @@ def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed:
         acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
 
 
+def test_before_anything_is_counted_a_model_is_taken_at_its_word() -> None:
+    acceptance = AcceptanceRates()
+    assert acceptance.curve() == pytest.approx(OF_EACH_BIN, abs=0.06)
+
+
 @pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
 def test_the_curve_becomes_what_was_accepted(over: float) -> None:
     truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
