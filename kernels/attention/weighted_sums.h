@@ -11,14 +11,6 @@
 #include "attention/task.h"
 #include "vectors/arithmetic.h"
 
-// If all registers are in use, GCC 12 also stores each sum to the stack in every step of the loop,
-// unless it is told not to share them among variables: on AVX2 this pass took 1.5 times as long.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define SUMS_IN_REGISTERS [[gnu::optimize("no-tree-coalesce-vars")]]
-#else
-#define SUMS_IN_REGISTERS
-#endif
-
 namespace {
 
 template <class V>
@@ -168,10 +160,9 @@ struct WeightedSums {
                            Sums &to) {
         Operands from = strip;
         for (int i = 0; i < n_rows; i++) {
-            const int64_t block = (m + i) * n_positions + position;
-            from.weights[i] =
-                reinterpret_cast<const int16_t *>(memory.scores + block * cells_per_block);
-            from.heavy_pairs[i] = memory.heavy_pairs + block;
+            const float *row = memory.scores + (m + i) * row_distance(n_positions);
+            from.weights[i] = reinterpret_cast<const int16_t *>(row + position * cells_per_block);
+            from.heavy_pairs[i] = memory.heavy_pairs + (m + i) * n_positions + position;
         }
         add_rows(n_rows, from, n_vectors, to);
     }

@@ -140,6 +140,8 @@ struct Avx2 {
     static Ints round_to_ints(Floats a) { return _mm256_cvtps_epi32(a); }
     // The bits of a float as an integer.
     static Ints float_bits(Floats a) { return _mm256_castps_si256(a); }
+    // The float that has these bits.
+    static Floats floats_of_bits(Ints a) { return _mm256_castsi256_ps(a); }
 
     // --- comparisons ---
 

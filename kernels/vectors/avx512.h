@@ -132,6 +132,8 @@ struct Avx512 {
     static Ints round_to_ints(Floats a) { return _mm512_cvtps_epi32(a); }
     // The bits of a float as an integer.
     static Ints float_bits(Floats a) { return _mm512_castps_si512(a); }
+    // The float that has these bits.
+    static Floats floats_of_bits(Ints a) { return _mm512_castsi512_ps(a); }
 
     // --- comparisons ---
 

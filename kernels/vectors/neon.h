@@ -142,6 +142,8 @@ struct Neon {
     static Ints round_to_ints(Floats a) { return vcvtnq_s32_f32(a); }
     // The bits of a float as an integer.
     static Ints float_bits(Floats a) { return vreinterpretq_s32_f32(a); }
+    // The float that has these bits.
+    static Floats floats_of_bits(Ints a) { return vreinterpretq_f32_s32(a); }
 
     // --- comparisons ---
 
