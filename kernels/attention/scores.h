@@ -44,7 +44,7 @@ struct AttentionScores {
     // Its keys (8 KB for 128 dimensions on AVX-512) stay in the first-level cache.
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
-    static constexpr int most_rows = V::accumulators / vectors;
+    static constexpr int most_rows = V::pair_accumulators / vectors;
     // The floats of a row's `TaskMemory::largest`.
     static constexpr int largest_floats = 2 * V::lanes;
 
@@ -101,10 +101,10 @@ struct AttentionScores {
                                                                   const int32_t *keys,
                                                                   const char *next, size_t stride,
                                                                   Ints *to) {
-        Ints sums[rows][vectors];
+        typename V::PairSums sums[rows][vectors];
 #pragma GCC unroll 16
         for (auto &row : sums) {
-            for (auto &sum : row) sum = V::zero_ints();
+            for (auto &sum : row) sum = V::zero_pair_sums();
         }
         for (int word = 0; word < part_words; word++) {
             for (int i = 0; i < tile_cells; i += part_words) {
@@ -125,7 +125,7 @@ struct AttentionScores {
         }
 #pragma GCC unroll 16
         for (int row = 0; row < rows; row++) {
-            for (int v = 0; v < vectors; v++) to[row * vectors + v] = sums[row][v];
+            for (int v = 0; v < vectors; v++) to[row * vectors + v] = V::sum_of_pairs(sums[row][v]);
         }
     }
 

@@ -269,6 +269,11 @@ struct Avx2 {
         return _mm256_srai_epi32(_mm256_slli_epi32(a, 16), 16);
     }
     static Ints second_of_pairs(Ints a) { return _mm256_srai_epi32(a, 16); }
+    // Sums of products of pairs of shorts. (ARM adds the two of a pair only at the end.)
+    using PairSums = Ints;
+    static constexpr int pair_accumulators = accumulators;
+    static PairSums zero_pair_sums() { return zero_ints(); }
+    static Ints sum_of_pairs(PairSums sums) { return sums; }
     // sums + the dot product of two signed shorts in each lane.
     static Ints dot_shorts(Ints sums, Ints a, Ints b) {
         return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
