@@ -41,12 +41,12 @@ template <class V>
 struct AttentionPlan {
     static constexpr int64_t alignment = 64;
     // Rows of a task: enough to hide the conversion of keys and values, few enough that the
-    // scores of a long cache fit into the processor's cache. After 17 thousand cells, keys and
-    // values do not fit either: then reading them once for 60 rows costs less than scores that
-    // fit (half the time at 64 thousand).
+    // scores of a long cache fit into the processor's cache. After 11 thousand cells, keys and
+    // values do not fit either: then reading them once for 96 rows costs less than scores that
+    // fit.
     static constexpr int64_t most_rows = 192;
     static constexpr int64_t least_rows = 96;
-    static constexpr int64_t most_scores = 1 << 21;
+    static constexpr int64_t most_scores = 1 << 20;
 
     // --- tasks ---
 

@@ -2,9 +2,9 @@
 //
 //     scores[row][cell] = cap(query[row] * key[cell] * scale) + slope[row] * mask[row][cell]
 //
-// Queries and keys are integers with a factor for each 32 dimensions (integer_keys.h). The products
-// of 32 dimensions are summed exactly, and these sums are added as floats in their order, regardless
-// of the number of rows and of where the cell is in the cache.
+// Queries and keys are integers with a factor for each 32 dimensions (integer_keys.h). The sums of
+// products over 32 dimensions are exact, and they are added as floats in their order, regardless of
+// the number of rows and of where the cell is in the cache.
 //
 // On the way, this pass finds the factors of the cells' values and the largest score of each row,
 // which the second pass needs.

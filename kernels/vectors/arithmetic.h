@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-// If all registers are in use, GCC 12 also stores each sum to the stack in every step of the loop,
-// unless it is told not to share them among variables: on AVX2, sums of weighted values took 1.5 times as
-// long.
+// If all registers are in use, GCC 12 also stores each sum to the stack in every step of a loop,
+// unless it is told not to share them among variables: on AVX2, sums of weighted values took 1.5
+// times as long.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define SUMS_IN_REGISTERS [[gnu::optimize("no-tree-coalesce-vars")]]
 #else
