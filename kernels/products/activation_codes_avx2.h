@@ -49,15 +49,23 @@ inline int sum_of_16(__m128i bytes) {
     return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
 }
 
+inline int sum_of_magnitudes(__m256i bytes) {
+    const __m256i sums = _mm256_sad_epu8(_mm256_abs_epi8(bytes), _mm256_setzero_si256());
+    const __m128i of_2 =
+        _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return _mm_cvtsi128_si32(of_2) + _mm_extract_epi16(of_2, 4);
+}
+
 // Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16
-// bytes each.
-inline void put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
+// bytes each. Returns the sum of their magnitudes.
+inline int put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
     const __m256i bytes = to_bytes(values, factor);
     sums[0] = sum_of_16(_mm256_castsi256_si128(bytes));
     sums[1] = sum_of_16(_mm256_extracti128_si256(bytes, 1));
     alignas(32) int32_t words[8];
     _mm256_store_si256(reinterpret_cast<__m256i *>(words), bytes);
     for (int g = 0; g < 8; g++) word[g * stride] = words[g];
+    return sum_of_magnitudes(bytes);
 }
 
 }  // namespace

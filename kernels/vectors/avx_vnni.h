@@ -18,10 +18,15 @@ struct AvxVnni : Avx2 {
     static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
         return add_products(sums, codes, words, i);
     }
-    static Ints add_widened(Sums sums, Ints total) { return _mm256_add_epi32(total, sums); }
+    static Sums start_sums(Ints total) { return total; }
+    static Ints new_total(Sums sums, Ints) { return sums; }
+    static Ints add_scaled(Sums sums, Ints scale, Ints total) {
+        return in_order(add(total, multiply(sums, scale)));
+    }
 
     // --- shorts ---
 
+    static constexpr bool adds_pairs = true;  // vpdpwssd
     static Ints add_pair_products(Ints sums, Ints pairs, const int32_t *word) {
         return dot_shorts(sums, pairs, broadcast_word(word));
     }
