@@ -26,7 +26,6 @@ struct AvxVnni : Avx2 {
 
     // --- shorts ---
 
-    static constexpr bool adds_pairs = true;  // vpdpwssd
     static Ints add_pair_products(Ints sums, Ints pairs, const int32_t *word) {
         return dot_shorts(sums, pairs, broadcast_word(word));
     }
