@@ -32,10 +32,10 @@ struct SuperBlockWords {
     static constexpr int sums_of_32 = 72;
     // float32: activation = code * scale.
     static constexpr int scale = 76;
-    // For two sub-blocks of 32 at a time, what brings their sums of products with codes of 4 bits
-    // into the range of an int16: see `shift_word`.
-    static constexpr int shifts_of_32 = 77;
-    static constexpr int count = 81;
+    // int32: 16 codes each have a sum of positive codes and one of negative codes. The largest
+    // magnitude of all these.
+    static constexpr int largest_sum = 77;
+    static constexpr int count = 78;
 };
 
 // Where the words of a prepared block of 32 activations are.
@@ -66,21 +66,6 @@ inline int32_t pair_word(int first, int second) {
                                 (static_cast<uint32_t>(second) << 16));
 }
 
-// A shift that makes sums of products of 32 signed bytes fit into an int16, whatever the other
-// factors are: codes of 4 bits. It is 0 unless the bytes of one sign are very large; then it is -8
-// times the sum of the bytes, as if the codes were -8 to 7.
-inline int short_shift(int sum, int sum_of_magnitudes) {
-    const int sum_of_one_sign = (sum_of_magnitudes + (sum < 0 ? -sum : sum)) / 2;
-    return 15 * sum_of_one_sign <= 32767 ? 0 : -8 * sum;
-}
-
-// The shifts of two sums as a word to add to (second sum << 16) + first sum. Its low half is too
-// large by `short_bias`, so that the low half of the result is never negative.
-constexpr int short_bias = 0x8000;
-inline int32_t shift_word(int first, int second) {
-    return pair_word(first + short_bias, second);
-}
-
 // Where the words of codes of one column are in a block of a tile. AMX (amx_tiles.h) needs the
 // codes of a column side by side; all other words stay interleaved.
 template <class Words>
@@ -105,12 +90,15 @@ inline void prepare_super_blocks(const float *values, int64_t n_inputs, int32_t 
         const float largest = largest_magnitude(values + i, 256);
         const float factor = largest > 0 ? 127.0f / largest : 0.0f;
         int sums[16];
-        int shifts[8];
+        int32_t largest_sum = 0;
         for (int j = 0; j < 8; j++) {
-            const int magnitudes = put_codes(values + i + 32 * j, factor,
-                                             code + 8 * j * codes.stride, codes.stride,
-                                             sums + 2 * j);
-            shifts[j] = short_shift(sums[2 * j] + sums[2 * j + 1], magnitudes);
+            const CodeSums of_16 = put_codes(values + i + 32 * j, factor,
+                                                code + 8 * j * codes.stride, codes.stride);
+            for (int half = 0; half < 2; half++) {
+                sums[2 * j + half] = of_16.positive[half] - of_16.negative[half];
+                if (of_16.positive[half] > largest_sum) largest_sum = of_16.positive[half];
+                if (of_16.negative[half] > largest_sum) largest_sum = of_16.negative[half];
+            }
         }
         for (int j = 0; j < 8; j++) {
             block[(Words::sums_of_16 + j) * n_columns] = pair_word(sums[2 * j], sums[2 * j + 1]);
@@ -118,10 +106,9 @@ inline void prepare_super_blocks(const float *values, int64_t n_inputs, int32_t 
         for (int j = 0; j < 4; j++) {
             block[(Words::sums_of_32 + j) * n_columns] =
                 pair_word(sums[4 * j] + sums[4 * j + 1], sums[4 * j + 2] + sums[4 * j + 3]);
-            block[(Words::shifts_of_32 + j) * n_columns] =
-                shift_word(shifts[2 * j], shifts[2 * j + 1]);
         }
         block[Words::scale * n_columns] = float_word(largest / 127.0f);
+        block[Words::largest_sum * n_columns] = largest_sum;
         block += Words::count * n_columns;
         code += Words::count * n_columns;
     }
@@ -137,9 +124,9 @@ inline void prepare_blocks(const float *values, int64_t n_inputs, int32_t *tile,
     for (int64_t i = 0; i < n_inputs; i += 32) {
         const float largest = largest_magnitude(values + i, 32);
         const float factor = largest > 0 ? 127.0f / largest : 0.0f;
-        int sums[2];
-        put_codes(values + i, factor, code, codes.stride, sums);
-        const int sum = sums[0] + sums[1];
+        const CodeSums of_16 = put_codes(values + i, factor, code, codes.stride);
+        const int sum = of_16.positive[0] + of_16.positive[1] - of_16.negative[0] -
+                        of_16.negative[1];
         block[Words::scale * n_columns] = float_word(largest / 127.0f);
         block[Words::minus_8_sums * n_columns] = -8 * sum;
         block[Words::minus_16_sums * n_columns] = -16 * sum;

@@ -50,8 +50,8 @@ struct BlockScales {
 
 // The product of a group of rows with a tile of n_columns columns.
 //
-// (All loops over columns are unrolled: GCC keeps an array in memory if it is indexed by a
-// variable anywhere. 12 columns of Q8_0 take 0.98 of the time, with AVX2 8 columns take 0.XX.)
+// (All loops over columns are unrolled. If one is not, GCC keeps the outputs in memory, too: 12
+// columns of Q8_0 then take 1.06 times as long.)
 template <class V, class F, int n_columns>
 struct BlockProduct {
     using Layout = PackedLayout<F, V::lanes>;

