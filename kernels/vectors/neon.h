@@ -123,6 +123,7 @@ struct Neon {
 
     static Ints bit_and(Ints a, Ints mask) { return vandq_s32(a, mask); }
     static Ints bit_or(Ints a, Ints b) { return vorrq_s32(a, b); }
+    static Ints bit_xor(Ints a, Ints b) { return veorq_s32(a, b); }
     template <int n> static Ints shift_ints_left(Ints a) { return vshlq_n_s32(a, n); }
     template <int n> static Ints shift_ints_right(Ints a) { return vshrq_n_s32(a, n); }
     template <int n> static Ints shift_ints_right_unsigned(Ints a) {
@@ -200,7 +201,7 @@ struct Neon {
     using Sums = Ints;
     static constexpr bool has_dot_product = true;  // sdot
     static constexpr bool needs_unsigned_codes = false;
-    static Sums zero_sums() { return zero_ints(); }
+    static Sums start_sums(Ints total) { return total; }
     // sums + products with the bytes of words[i]. One load brings four words, and the instruction
     // selects one of them: to load each word into all lanes would take as many instructions as the
     // products. (The words of a step are a multiple of four. Once loops are unrolled, `i` is a
@@ -218,11 +219,17 @@ struct Neon {
     static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
         return add_products(sums, codes, words, i);
     }
-    // total + sums, as ints.
-    static Ints add_widened(Sums sums, Ints total) { return vaddq_s32(total, sums); }
+    // The total with the products since `start_sums(total)`.
+    static Ints new_total(Sums sums, Ints) { return sums; }
+    // total + scale * sums, where the scale is a short.
+    static Ints add_scaled(Sums sums, Ints scale, Ints total) {
+        return vmlaq_s32(total, sums, scale);
+    }
 
     // --- shorts ---
 
+    // See vectors/avx512.h.
+    static constexpr bool adds_pairs = false;
     // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
     // one.
     static Ints pair_shorts(Ints first, Ints second) { return vsliq_n_s32(first, second, 16); }
