@@ -153,14 +153,16 @@ struct SuperBlockProduct {
         Ints sums[n_columns];
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) sums[n] = V::zero_ints();
-        if (may_be_short && are_short(words)) {
-            for (int step = 0; step < Layout::n_steps; step++) {
-                add_short_step(block, words, step, sums);
+        bool is_short = false;
+        if constexpr (may_be_short) is_short = are_short(words);
+        for (int step = 0; step < Layout::n_steps; step++) {
+            if constexpr (may_be_short) {
+                if (is_short) {
+                    add_short_step(block, words, step, sums);
+                    continue;
+                }
             }
-        } else {
-            for (int step = 0; step < Layout::n_steps; step++) {
-                add_step(block, words, step, sums);
-            }
+            add_step(block, words, step, sums);
         }
 #pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) results[n] = V::to_floats(sums[n]);
