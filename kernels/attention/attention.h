@@ -41,11 +41,11 @@ template <class V>
 struct AttentionPlan {
     static constexpr int64_t alignment = 64;
     // Rows of a task: enough to hide the conversion of keys and values, few enough that the
-    // scores of a long cache fit into the processor's cache. After 17 thousand cells, keys and
-    // values do not fit either: then reading them once for 60 rows costs less than scores that
-    // fit (half the time at 64 thousand).
-    static constexpr int64_t most_rows = 96;
-    static constexpr int64_t least_rows = 60;
+    // scores of a long cache fit into the processor's cache. After 11 thousand cells, keys and
+    // values do not fit either: then reading them once for 96 rows costs less than scores that
+    // fit.
+    static constexpr int64_t most_rows = 192;
+    static constexpr int64_t least_rows = 96;
     static constexpr int64_t most_scores = 1 << 20;
 
     // --- tasks ---
@@ -65,12 +65,17 @@ struct AttentionPlan {
     int64_t heavy_pairs;
     int64_t scales;
     int64_t factors;
+    int64_t largest;
     int64_t task_bytes;
 
     // --- bytes of a thread's memory: see ThreadMemory ---
 
     int64_t rows;
+    int64_t queries;
+    int64_t query_factors;
     int64_t keys;
+    int64_t key_factors;
+    int64_t dots;
     int64_t values;
     int64_t sums;
     int64_t blocks;
@@ -92,19 +97,27 @@ struct AttentionPlan {
         shared = n_tasks % n_threads != 0 && n_tasks < 4 * n_threads;
 
         const int64_t n_rows = rows_per_task * group;
-        const int64_t key_size = rounded_up(job.key_size, V::lanes);
-        scores = aligned(n_rows * n_cells * sizeof(float));
+        const int64_t n_parts = parts_of(job.key_size);
+        const int64_t n_words = n_parts * part_words;
+        scores = aligned(n_rows * row_distance(n_blocks) * sizeof(float));
         heavy_pairs = aligned(n_rows * n_blocks * sizeof(uint32_t));
         scales = aligned(n_rows * sizeof(double));
         factors = aligned(n_cells * sizeof(float));
-        task_bytes = scores + heavy_pairs + scales + factors;
+        largest = aligned((shared ? n_threads : 1) * n_rows * 2 * V::lanes * sizeof(float));
+        task_bytes = scores + heavy_pairs + scales + factors + largest;
 
         rows = aligned(n_rows * sizeof(TaskRow));
-        keys = aligned(AttentionScores<V>::tile_cells * key_size * sizeof(float));
+        queries = aligned(n_rows * n_words * sizeof(int32_t));
+        query_factors = aligned(n_rows * n_parts * sizeof(float));
+        keys = aligned(AttentionScores<V>::tile_cells * n_words * sizeof(int32_t));
+        key_factors = aligned(AttentionScores<V>::tile_cells * n_parts * sizeof(float));
         values = aligned(WeightedSums<V>::bytes_of_values(n_blocks));
         sums = aligned(WeightedSums<V>::bytes_of_sums(n_rows));
         blocks = aligned((shared ? n_tasks : 1) * (1 + n_blocks) * sizeof(uint32_t));
-        thread_bytes = rows + keys + values + sums + blocks;
+        dots = aligned(n_parts * AttentionScores<V>::most_rows * AttentionScores<V>::tile_cells *
+                       sizeof(int32_t));
+        thread_bytes = rows + queries + query_factors + keys + key_factors + dots + values + sums +
+                       blocks;
 
         bytes = alignment + (shared ? n_tasks : n_threads) * task_bytes + n_threads * thread_bytes;
     }
@@ -125,6 +138,7 @@ struct AttentionPlan {
         memory.heavy_pairs = reinterpret_cast<uint32_t *>(at += scores);
         memory.scales = reinterpret_cast<double *>(at += heavy_pairs);
         memory.factors = reinterpret_cast<float *>(at += scales);
+        memory.largest = reinterpret_cast<float *>(at += factors);
         return memory;
     }
 
@@ -133,8 +147,12 @@ struct AttentionPlan {
                    (shared ? n_tasks : n_threads) * task_bytes + thread * thread_bytes;
         ThreadMemory memory;
         memory.rows = reinterpret_cast<TaskRow *>(at);
-        memory.keys = reinterpret_cast<float *>(at += rows);
-        memory.values = reinterpret_cast<int16_t *>(at += keys);
+        memory.queries = reinterpret_cast<int32_t *>(at += rows);
+        memory.query_factors = reinterpret_cast<float *>(at += queries);
+        memory.keys = reinterpret_cast<int32_t *>(at += query_factors);
+        memory.key_factors = reinterpret_cast<float *>(at += keys);
+        memory.dots = reinterpret_cast<int32_t *>(at += key_factors);
+        memory.values = reinterpret_cast<int16_t *>(at += dots);
         memory.sums = at += values;
         memory.blocks = reinterpret_cast<uint32_t *>(at += sums);
         return memory;

@@ -67,28 +67,25 @@ struct IntegerValues {
         return (V::largest_lane(largest) >> 23) - 127;
     }
 
-    // The cells of a block of values. Indices after the last cell repeat it.
+    // Some cells of values. Indices after the last cell repeat it.
     struct Cells {
         const char *values;
         int64_t first;
         int64_t last;
         size_t stride;
 
-        Cells(const AttentionJob &job, const AttentionTask &task, int64_t block)
-            : values(values_of(job, task)), first(block * cells_per_block), last(job.n_cells - 1),
+        Cells(const AttentionJob &job, const AttentionTask &task, int64_t first)
+            : values(values_of(job, task)), first(first), last(job.n_cells - 1),
               stride(job.value_cell_stride) {}
         const char *operator[](int i) const { return values + smaller(first + i, last) * stride; }
     };
 
-    // Find the factors of a block. Unless its values were prefetched, prefetch those of the next
-    // block.
-    static void find_factors(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                             bool prefetched, float *factors) {
+    // Find the factors of n cells.
+    static void find_factors(const AttentionJob &job, const AttentionTask &task, int64_t first_cell,
+                             int n, float *factors) {
         with_type(job.value_type, [&](auto type) {
-            const Cells cells(job, task, block);
-            const int64_t bytes = bytes_of_numbers(job.value_type, job.value_size);
-            for (int i = 0; i < cells_per_block; i++) {
-                if (!prefetched) prefetch(cells[i + cells_per_block], bytes);
+            const Cells cells(job, task, first_cell);
+            for (int i = 0; i < n; i++) {
                 factors[i] = factor(largest_exponent<type()>(cells[i], job.value_size));
             }
         });
@@ -105,7 +102,7 @@ struct IntegerValues {
             // The last bits of 1.5 * 2^23 + x are those of the integer nearest to x, even if it is
             // negative. This saves the conversion to an integer.
             const Floats magic = V::all(12582912.0f);
-            const Cells cells(job, task, block);
+            const Cells cells(job, task, block * cells_per_block);
             const int64_t start = bytes_of_numbers(job.value_type, first);
             const int64_t bytes =
                 bytes_of_numbers(job.value_type, smaller(n, job.value_size - first));

@@ -2,12 +2,15 @@
 //
 //     scores[row][cell] = cap(query[row] * key[cell] * scale) + slope[row] * mask[row][cell]
 //
-// A score is one chain of float32 multiply-adds over the dimensions of the key, in their order,
-// regardless of the number of rows and of where the cell is in the cache.
+// Queries and keys are integers with a factor for each 32 dimensions (integer_keys.h). The sums of
+// products over 32 dimensions are exact, and they are added as floats in their order, regardless of
+// the number of rows and of where the cell is in the cache.
 //
-// On the way, this pass finds the factors of the cells' values, which the second pass needs.
+// On the way, this pass finds the factors of the cells' values and the largest score of each row,
+// which the second pass needs.
 #pragma once
 
+#include "attention/integer_keys.h"
 #include "attention/integer_values.h"
 #include "attention/prefetch.h"
 #include "attention/task.h"
@@ -36,11 +39,14 @@ template <class V>
 struct AttentionScores {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
+    using KeyTile = typename IntegerKeys<V>::Tile;
     // A tile is up to `most_rows` rows and 2 vectors of cells: their sums fit into the registers.
-    // Its float keys (16 KB for 128 dimensions on AVX-512) stay in the first-level cache.
+    // Its keys (8 KB for 128 dimensions on AVX-512) stay in the first-level cache.
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
-    static constexpr int most_rows = V::accumulators / vectors;
+    static constexpr int most_rows = V::pair_accumulators / vectors;
+    // The floats of a row's `TaskMemory::largest`.
+    static constexpr int largest_floats = 2 * V::lanes;
 
     // --- which blocks are seen ---
 
@@ -72,83 +78,75 @@ struct AttentionScores {
         blocks.memory[0] = n;
     }
 
-    // --- keys ---
-
-    // Convert the keys of a tile to floats and transpose them, so that a vector holds one
-    // dimension of many cells. (Cells after the last one repeat it; they are hidden.) In
-    // registers, this takes 260 ns for 16 cells of 128 dimensions; through memory, in pieces of 4
-    // dimensions, it took 400.
-    template <NumberType type>
-    static void transpose_keys(const AttentionJob &job, const AttentionTask &task,
-                               int64_t first_cell, const ThreadMemory &memory) {
-        const int64_t size = rounded_up(job.key_size, V::lanes);
-        const char *keys = keys_of(job, task);
-        for (int first = 0; first < tile_cells; first += V::lanes) {
-            const char *cells[V::lanes];
-            for (int i = 0; i < V::lanes; i++) {
-                const int64_t cell = smaller(first_cell + first + i, job.n_cells - 1);
-                cells[i] = keys + cell * job.key_cell_stride;
-            }
-            for (int64_t d = 0; d < size; d += V::lanes) {
-                Floats square[V::lanes];
-#pragma GCC unroll 16
-                for (int i = 0; i < V::lanes; i++) {
-                    square[i] = load_padded<V, type>(cells[i], d, job.key_size);
-                }
-                V::transpose(square);
-                float *to = memory.keys + d * tile_cells + first;
-#pragma GCC unroll 16
-                for (int i = 0; i < V::lanes; i++) V::store(to + i * tile_cells, square[i]);
-            }
-        }
-    }
-
     // --- dot products ---
 
-    // dots[row][cell] = queries[row] * keys[cell], for the cells of a tile. (GCC keeps the sums in
-    // registers only if the loops over rows are unrolled, in a function of their own: this takes a
-    // third of the time.)
+    // What a tile of rows multiplies.
+    struct Operands {
+        // [word of two dimensions][row of the tile]
+        const int32_t *queries;
+        // [part of 32 dimensions][row of the tile]
+        const float *query_factors;
+        KeyTile keys;
+        int64_t n_parts;
+    };
+
+    // The products of a part of 32 dimensions: sums[row][vector of cells], which are exact.
+    //
+    // On the way, it asks for the same part of the next cells, one line at a time: those of one
+    // head are far apart, so that the processor does not foresee them, and if many are asked for at
+    // once it waits. (GCC keeps the sums in registers only if the loops over rows are unrolled, in
+    // a function of their own: this takes a third of the time.)
     template <int rows>
-    [[gnu::noinline]] static void multiply_tile(const float *const *queries, const float *keys,
-                                                int64_t key_size, CellPrefetcher next,
-                                                float *dots) {
-        Floats sums[rows][vectors];
+    [[gnu::noinline]] SUMS_IN_REGISTERS static void multiply_part(const int32_t *queries,
+                                                                  const int32_t *keys,
+                                                                  const char *next, size_t stride,
+                                                                  Ints *to) {
+        typename V::PairSums sums[rows][vectors];
 #pragma GCC unroll 16
         for (auto &row : sums) {
-            for (auto &sum : row) sum = V::zero();
+            for (auto &sum : row) sum = V::zero_pair_sums();
         }
-        for (int64_t d = 0; d < key_size; d++) {
-            next.prefetch_line();
-            Floats key[vectors];
-            for (int v = 0; v < vectors; v++) {
-                key[v] = V::load_floats(keys + d * tile_cells + v * V::lanes);
+        for (int word = 0; word < part_words; word++) {
+            for (int i = 0; i < tile_cells; i += part_words) {
+                __builtin_prefetch(next);
+                next += stride;
             }
+            Ints key[vectors];
+            for (int v = 0; v < vectors; v++) key[v] = V::load(keys + v * V::lanes);
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
-                const Floats query = V::all(queries[row][d]);
+                const Ints query = V::broadcast_word(queries + row);
                 for (int v = 0; v < vectors; v++) {
-                    sums[row][v] = V::multiply_add(query, key[v], sums[row][v]);
+                    sums[row][v] = V::dot_shorts(sums[row][v], key[v], query);
                 }
             }
+            queries += rows;
+            keys += tile_cells;
         }
 #pragma GCC unroll 16
         for (int row = 0; row < rows; row++) {
-            for (int v = 0; v < vectors; v++) {
-                V::store(dots + row * tile_cells + v * V::lanes, sums[row][v]);
-            }
+            for (int v = 0; v < vectors; v++) to[row * vectors + v] = V::sum_of_pairs(sums[row][v]);
+        }
+    }
+
+    // The products of all parts: sums[part][row * vectors + vector of cells].
+    template <int rows>
+    static void multiply_tile(const Operands &from, const NextCells &next, Ints *sums) {
+        for (int64_t part = 0; part < from.n_parts; part++) {
+            multiply_part<rows>(from.queries + part * part_words * rows,
+                                from.keys.words + part * part_words * tile_cells,
+                                next.cells + part * next.part_bytes, next.stride,
+                                sums + part * rows * vectors);
         }
     }
 
     // Call `multiply_tile` with the number of rows as a constant.
     template <int rows = most_rows>
-    static void multiply(int n_rows, const float *const *queries, const float *keys,
-                         int64_t key_size, const CellPrefetcher &next, float *dots) {
+    static void multiply(int n_rows, const Operands &from, const NextCells &next, Ints *sums) {
         if constexpr (rows > 1) {
-            if (n_rows < rows) {
-                return multiply<rows - 1>(n_rows, queries, keys, key_size, next, dots);
-            }
+            if (n_rows < rows) return multiply<rows - 1>(n_rows, from, next, sums);
         }
-        multiply_tile<rows>(queries, keys, key_size, next, dots);
+        multiply_tile<rows>(from, next, sums);
     }
 
     // --- scores ---
@@ -162,100 +160,186 @@ struct AttentionScores {
         return V::multiply(V::all(softcap), V::subtract(V::all(1.0f), quotient));
     }
 
-    // scores = cap(dots * scale) + slope * mask, for a row and the cells of a tile.
-    static void finish(const AttentionJob &job, const char *mask, float slope, const float *dots,
-                       float *scores) {
-        const float scale = job.softcap > 0 ? job.scale / job.softcap : job.scale;
-        const bool only_scaled = V::all_shorts_equal(mask, 0) && job.softcap <= 0;
-        for (int i = 0; i < tile_cells; i += V::lanes) {
-            Floats score = V::multiply(V::load_floats(dots + i), V::all(scale));
-            if (!only_scaled) {
+    // dots = query * keys, for a row and the cells of a tile: the sums of the parts are added in
+    // their order.
+    static void add_parts(const Operands &from, int n_rows, int row, const Ints *sums,
+                          Floats (&dots)[vectors]) {
+        sums += row * vectors;
+        for (auto &dot : dots) dot = V::zero();
+        for (int64_t part = 0; part < from.n_parts; part++) {
+            const Floats query_factor = V::all(from.query_factors[part * n_rows + row]);
+            const float *key_factors = from.keys.factors + part * tile_cells;
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; v++) {
+                const Floats product = V::multiply(V::to_floats(sums[v]), query_factor);
+                const Floats factors = V::load_floats(key_factors + v * V::lanes);
+                dots[v] = V::multiply_add(product, factors, dots[v]);
+            }
+            sums += n_rows * vectors;
+        }
+    }
+
+    // scores = cap(dots) + slope * mask, for a row and the cells of a tile. On the way, the largest
+    // score of the row and the largest factor of the values that it sees are updated.
+    static void finish(const AttentionJob &job, const char *mask, float slope,
+                       const Floats (&dots)[vectors], const float *factors, float *scores,
+                       float *largest) {
+        const bool only_dots = V::all_shorts_equal(mask, 0) && job.softcap <= 0;
+        Floats largest_score = V::load_floats(largest);
+        Floats largest_factor = V::load_floats(largest + V::lanes);
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            Floats score = dots[v];
+            Floats factor = V::load_floats(factors + v * V::lanes);
+            if (!only_dots) {
                 if (job.softcap > 0) score = cap(score, job.softcap);
-                const Floats bias = V::multiply(V::load_halves(mask + 2 * i), V::all(slope));
+                const Floats bias =
+                    V::multiply(V::load_halves(mask + 2 * v * V::lanes), V::all(slope));
                 // A hidden cell may contain anything, and -inf + NaN would not be hidden.
                 const typename V::Mask seen = V::not_equal(bias, V::all(-INFINITY));
                 score = V::add(V::keep_where(seen, score), bias);
+                factor = V::keep_where(seen, factor);
             }
-            V::store(scores + i, score);
+            V::store(scores + v * V::lanes, score);
+            largest_score = V::larger(score, largest_score);  // ignores a NaN
+            largest_factor = V::larger(factor, largest_factor);
         }
+        V::store(largest, largest_score);
+        V::store(largest + V::lanes, largest_factor);
     }
 
-    // The scores of a tile of cells for `n` rows, which are `row_scores` floats apart.
-    static void score_tile(const AttentionJob &job, const TaskRow *rows, int n,
-                           const CellPrefetcher &next, int64_t first_cell, const float *keys,
-                           float *scores, int64_t row_scores) {
-        float dots[most_rows * tile_cells];
-        const float *queries[most_rows];
-        for (int i = 0; i < n; i++) queries[i] = rows[i].query;
-        multiply(n, queries, keys, job.key_size, next, dots);
+    // A tile of cells, and where its results go.
+    struct CellTile {
+        int64_t first_cell;
+        // The first cell of the tile that comes next.
+        int64_t next_cell;
+        KeyTile keys;
+        // [cell]: the factors of the values.
+        float *factors;
+        // [row][cell]: the scores of the task's rows, which are `row_scores` floats apart.
+        float *scores;
+        int64_t row_scores;
+        // [row]: the largest score and factor so far (see `TaskMemory::largest`).
+        float *largest;
+        // Memory for the sums of products.
+        Ints *sums;
+    };
 
-        const int64_t n_cells = smaller(tile_cells, job.n_cells - first_cell);
+    // The scores of a tile of cells for rows m to m + n of the task.
+    static void score_rows(const AttentionJob &job, const TaskRow *rows, int64_t m, int n,
+                           const NextCells &next, const CellTile &tile) {
+        const int64_t n_parts = parts_of(job.key_size);
+        const Operands from = {rows[m].query, rows[m].query_factors, tile.keys, n_parts};
+        multiply(n, from, next, tile.sums);
+
+        const int64_t n_cells = smaller(tile_cells, job.n_cells - tile.first_cell);
         for (int i = 0; i < n; i++) {
+            const TaskRow &row = rows[m + i];
+            float *const scores = tile.scores + (m + i) * tile.row_scores;
             int16_t copy[cells_per_block];
-            const char *mask = rows[i].mask ? rows[i].mask + 2 * first_cell : nullptr;
+            const char *mask = row.mask ? row.mask + 2 * tile.first_cell : nullptr;
             // The masks and scores of rows are far apart: ask for those of the next tiles.
             if (mask) __builtin_prefetch(mask + 4 * tile_cells);
-            prefetch_to_write(scores + i * row_scores + tile_cells, tile_cells * sizeof(float));
+            prefetch_to_write(scores + tile_cells, tile_cells * sizeof(float));
             if (!mask || n_cells < tile_cells) mask = copy_mask(mask, n_cells, copy);
-            finish(job, mask, rows[i].slope, dots + i * tile_cells, scores + i * row_scores);
+            Floats dots[vectors];
+            add_parts(from, n, i, tile.sums, dots);
+            finish(job, mask, row.slope, dots, tile.factors, scores,
+                   tile.largest + (m + i) * largest_floats);
         }
     }
 
-    // The scores of the block at a position of the list, for all rows of the task.
-    static void score_block(const AttentionJob &job, const AttentionTask &task, BlockList blocks,
-                            int64_t position, const ThreadMemory &thread_memory,
-                            const TaskMemory &task_memory) {
+    // The scores of a tile of cells for all rows of the task, and the factors of the cells' values.
+    static void score_tile(const AttentionJob &job, const AttentionTask &task,
+                           const TaskRow *rows, const CellTile &tile) {
         const RowTiles tiles(task.rows(), most_rows);
-        const char *keys = keys_of(job, task);
-        const char *values = values_of(job, task);
-        const int64_t key_bytes = bytes_of_numbers(job.key_type, job.key_size);
-        const int64_t value_bytes = bytes_of_numbers(job.value_type, job.value_size);
-        for (int first = 0; first < cells_per_block; first += tile_cells) {
-            const int64_t first_cell = blocks[position] * cells_per_block + first;
-            const int64_t next_cell = first_cell + tile_cells;
-            // While rows are multiplied, what is needed next is on its way: during the first tile
-            // of rows the keys of the next cells, during the second one the values of these
-            // cells, for their factors.
-            const CellPrefetcher next[] = {
-                {keys + next_cell * job.key_cell_stride, job.key_cell_stride, key_bytes,
-                 smaller(tile_cells, job.n_cells - next_cell)},
-                {values + first_cell * job.value_cell_stride, job.value_cell_stride, value_bytes,
-                 smaller(tile_cells, job.n_cells - first_cell)},
-                {nullptr, 0, 0, 0},
-            };
-            with_type(job.key_type, [&](auto type) {
-                transpose_keys<type()>(job, task, first_cell, thread_memory);
-            });
-            float *scores = task_memory.scores + position * cells_per_block + first;
-            for (int64_t i = 0; i < tiles.n; i++) {
-                const int64_t m = tiles.first(i);
-                const int64_t row_scores = blocks.n() * cells_per_block;
-                score_tile(job, thread_memory.rows + m, tiles.rows(i), next[smaller(i, 2)],
-                           first_cell, thread_memory.keys, scores + m * row_scores, row_scores);
+        const NextCells next_keys = {keys_of(job, task) + tile.next_cell * job.key_cell_stride,
+                                     job.key_cell_stride,
+                                     bytes_of_numbers(job.key_type, part_dimensions)};
+        const NextCells next_values = {
+            values_of(job, task) + tile.next_cell * job.value_cell_stride, job.value_cell_stride,
+            bytes_of_numbers(job.value_type, part_dimensions)};
+        const NextCells nothing = {reinterpret_cast<const char *>(tile.keys.words), 0, 0};
+        // The keys and values of the next tile are asked for by turns, while one tile of rows after
+        // the other is multiplied. (A busy processor drops what it is asked for, so later tiles ask
+        // again.) If there are few, the keys are asked for while these keys are converted.
+        const bool few = tiles.n <= 2;
+        const NextCells next[] = {few ? next_values : next_keys, next_values};
+        with_type(job.key_type, [&](auto type) {
+            IntegerKeys<V>::template convert<type()>(job, task, tile.first_cell,
+                                                     few ? next_keys : nothing, tile.keys);
+        });
+        IntegerValues<V>::find_factors(job, task, tile.first_cell, tile_cells, tile.factors);
+        for (int64_t i = 0; i < tiles.n; i++) {
+            score_rows(job, rows, tiles.first(i), tiles.rows(i), next[i % 2], tile);
+        }
+    }
+
+    // --- a task ---
+
+    // Row m of a task. The words and factors of its query are `distance` apart.
+    static TaskRow prepare_row(const AttentionJob &job, const AttentionTask &task, int64_t m,
+                               int32_t *words, float *factors, int distance) {
+        const int64_t row = task.query_row(m);
+        const int64_t head = task.head(m);
+        const char *query = job.queries + row * job.query_row_stride +
+                            head * job.query_head_stride + task.stream * job.query_stream_stride;
+        const float scale = job.softcap > 0 ? job.scale / job.softcap : job.scale;
+        IntegerQueries<V>::convert(reinterpret_cast<const float *>(query), job.key_size, scale,
+                                   words, factors, distance);
+        return {words, factors, job.mask ? mask_of(job, task, row, head) : nullptr,
+                alibi_slope(job.max_bias, job.n_heads, head)};
+    }
+
+    // All rows of a task. The queries of a tile of rows are interleaved.
+    static void prepare_rows(const AttentionJob &job, const AttentionTask &task,
+                             const ThreadMemory &memory) {
+        const int64_t n_parts = parts_of(job.key_size);
+        const RowTiles tiles(task.rows(), most_rows);
+        for (int64_t i = 0; i < tiles.n; i++) {
+            int32_t *words = memory.queries + tiles.first(i) * n_parts * part_words;
+            float *factors = memory.query_factors + tiles.first(i) * n_parts;
+            for (int row = 0; row < tiles.rows(i); row++) {
+                const int64_t m = tiles.first(i) + row;
+                memory.rows[m] =
+                    prepare_row(job, task, m, words + row, factors + row, tiles.rows(i));
             }
         }
     }
 
-    // A share of the blocks that the task sees: their scores, and the factors of their values.
+    // Begin with the largest scores and factors of a thread: none.
+    static void clear_largest(float *largest, int64_t n_rows) {
+        for (int64_t m = 0; m < n_rows; m++) {
+            V::store(largest + m * largest_floats, V::all(-INFINITY));
+            V::store(largest + m * largest_floats + V::lanes, V::zero());
+        }
+    }
+
+    // A share of the blocks that the task sees: their scores, the factors of their values, and the
+    // largest of both for each row.
     static void run(const AttentionJob &job, const AttentionTask &task, Share share,
                     BlockList blocks, const ThreadMemory &thread_memory,
                     const TaskMemory &task_memory) {
-        for (int64_t m = 0; m < task.rows(); m++) {
-            const int64_t row = task.query_row(m);
-            const int64_t head = task.head(m);
-            const char *query = job.queries + row * job.query_row_stride +
-                                head * job.query_head_stride +
-                                task.stream * job.query_stream_stride;
-            thread_memory.rows[m] = {reinterpret_cast<const float *>(query),
-                                     job.mask ? mask_of(job, task, row, head) : nullptr,
-                                     alibi_slope(job.max_bias, job.n_heads, head)};
-        }
-        // With more than one tile of rows, the second one has prefetched the values.
-        const bool prefetched = task.rows() > most_rows;
+        prepare_rows(job, task, thread_memory);
+        CellTile tile;
+        tile.keys = {thread_memory.keys, thread_memory.key_factors, tile_cells};
+        tile.row_scores = row_distance(blocks.n());
+        tile.largest = task_memory.largest + share.index * task.rows() * largest_floats;
+        tile.sums = reinterpret_cast<Ints *>(thread_memory.dots);
+        clear_largest(tile.largest, task.rows());
         for (int64_t position = share.index; position < blocks.n(); position += share.n) {
-            score_block(job, task, blocks, position, thread_memory, task_memory);
-            IntegerValues<V>::find_factors(job, task, blocks[position], prefetched,
-                                           task_memory.factors + position * cells_per_block);
+            const int64_t first_cell = blocks[position] * cells_per_block;
+            // The share's next block. (After the last one, cells are asked for in vain.)
+            const int64_t next_block = blocks[smaller(position + share.n, blocks.n() - 1)];
+            for (int i = 0; i < cells_per_block; i += tile_cells) {
+                const bool is_last = i + tile_cells == cells_per_block;
+                tile.first_cell = first_cell + i;
+                tile.next_cell =
+                    is_last ? next_block * cells_per_block : tile.first_cell + tile_cells;
+                tile.factors = task_memory.factors + position * cells_per_block + i;
+                tile.scores = task_memory.scores + position * cells_per_block + i;
+                score_tile(job, task, thread_memory.rows, tile);
+            }
         }
     }
 };

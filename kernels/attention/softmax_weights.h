@@ -83,22 +83,19 @@ struct SoftmaxWeights {
     struct Largest {
         float score;
         float factor;
-        int64_t n_seen;
     };
 
-    static Largest find_largest(const Row &row) {
+    // Those of row m of a task, from what each of the threads that worked on it found.
+    static Largest find_largest(const AttentionTask &task, int64_t m, int n_threads,
+                                const float *lanes) {
         Floats score = V::all(-INFINITY);
         Floats factor = V::zero();
-        int64_t n_seen = 0;
-        for (int64_t i = 0; i < row.n; i += V::lanes) {
-            const Floats scores = V::load_floats(row.scores + i);
-            const Mask seen = V::not_equal(scores, V::all(-INFINITY));
-            n_seen += V::count_lanes(seen);
-            score = V::larger(scores, score);  // ignores a NaN
-            const Floats factors = V::keep_where(seen, V::load_floats(row.factors + i));
-            factor = V::larger(factors, factor);
+        for (int thread = 0; thread < n_threads; thread++) {
+            const float *at = lanes + (thread * task.rows() + m) * 2 * V::lanes;
+            score = V::larger(V::load_floats(at), score);
+            factor = V::larger(V::load_floats(at + V::lanes), factor);
         }
-        return {V::largest_lane(score), V::largest_lane(factor), n_seen};
+        return {V::largest_lane(score), V::largest_lane(factor)};
     }
 
     // Sums over the cells of a row, all times 2^28.
@@ -108,6 +105,8 @@ struct SoftmaxWeights {
         float largest_weight;
         // Whether all weights are finite.
         bool finite;
+        // How many cells the row sees.
+        int64_t n_seen;
     };
 
     // scores <- weights: exp(score - largest) * factor / largest factor * 2^28
@@ -117,6 +116,7 @@ struct SoftmaxWeights {
         Total denominator, numerator;
         Floats largest = V::zero();
         Floats poison = V::zero();  // sums 0 * weight: NaN if one weight is not finite
+        int64_t n_seen = 0;
         constexpr int cells = smaller(cells_per_block, 8 * V::lanes);  // 8 numbers in each lane
         for (int64_t first = 0; first < row.n; first += cells) {
             Ints exponential_sum = V::zero_ints();
@@ -124,6 +124,7 @@ struct SoftmaxWeights {
             for (int64_t i = first; i < first + cells; i += V::lanes) {
                 const Floats scores = V::load_floats(row.scores + i);
                 const Mask seen = V::not_equal(scores, V::all(-INFINITY));
+                n_seen += V::count_lanes(seen);
                 const Floats e = exponential<V>(V::subtract(scores, m), exponential_bits);
                 const Floats ratio = V::multiply(V::load_floats(row.factors + i), inverse);
                 const Floats weight = V::keep_where(seen, V::multiply(e, ratio));
@@ -138,7 +139,7 @@ struct SoftmaxWeights {
             numerator.add(weight_sum);
         }
         return {denominator.sum(), numerator.sum(), V::largest_lane(largest),
-                V::count_lanes(V::not_equal(poison, V::zero())) == 0};
+                V::count_lanes(V::not_equal(poison, V::zero())) == 0, n_seen};
     }
 
     // --- the power of two that makes integers of a row's weights ---
@@ -152,9 +153,9 @@ struct SoftmaxWeights {
         return x;
     }
 
-    static double weight_scale(const Sums &sums, int64_t n_seen) {
+    static double weight_scale(const Sums &sums) {
         // The sum to aim at: 2^11 per cell, from 2^18 to 2^28.
-        double target = 2048.0 * n_seen;
+        double target = 2048.0 * sums.n_seen;
         if (target < 1 << 18) target = 1 << 18;
         if (target > 1 << 28) target = 1 << 28;
         const double largest = sums.largest_weight;
@@ -223,11 +224,11 @@ struct SoftmaxWeights {
     }
 
     // scores <- light and heavy weights of a row. Returns the factor for its sums of products.
-    static double weigh(const Row &row, const float *sink, uint32_t *heavy_pairs) {
-        const Largest largest = find_largest(row);
-        if (largest.n_seen == 0) return clear(row, heavy_pairs, 0);
+    static double weigh(const Row &row, const Largest &largest, const float *sink,
+                        uint32_t *heavy_pairs) {
         const float m = sink && !(*sink <= largest.score) ? *sink : largest.score;
         const Sums sums = exponentials(row, m, largest.factor);
+        if (sums.n_seen == 0) return clear(row, heavy_pairs, 0);
         double denominator = sums.exponentials;
         if (sink) {
             denominator += V::first_lane(exponential<V>(V::all(*sink - m), exponential_bits));
@@ -235,7 +236,7 @@ struct SoftmaxWeights {
         if (!sums.finite || denominator != denominator) {
             return clear(row, heavy_pairs, __builtin_nan(""));
         }
-        const double scale = weight_scale(sums, largest.n_seen);
+        const double scale = weight_scale(sums);
         for (int64_t i = 0; i < row.n; i += cells_per_block) {
             heavy_pairs[i / cells_per_block] =
                 split_block(row.scores + i, static_cast<float>(scale));
@@ -247,10 +248,11 @@ struct SoftmaxWeights {
     static void run(const AttentionJob &job, const AttentionTask &task, Share share,
                     int64_t n_blocks, const TaskMemory &memory) {
         for (int64_t m = share.index; m < task.rows(); m += share.n) {
-            const int64_t n = n_blocks * cells_per_block;
-            const Row row = {memory.scores + m * n, memory.factors, n};
+            const Row row = {memory.scores + m * row_distance(n_blocks), memory.factors,
+                             n_blocks * cells_per_block};
             const float *sink = job.sinks ? job.sinks + task.head(m) : nullptr;
-            memory.scales[m] = weigh(row, sink, memory.heavy_pairs + m * n_blocks);
+            const Largest largest = find_largest(task, m, share.n, memory.largest);
+            memory.scales[m] = weigh(row, largest, sink, memory.heavy_pairs + m * n_blocks);
         }
     }
 };

@@ -11,6 +11,10 @@ namespace {
 constexpr int cells_per_block = 64;
 constexpr int pairs_per_block = cells_per_block / 2;
 
+// How many floats the scores of two rows are apart. The rest keeps them from being a power of two
+// apart, where lines of many rows would have the same place in the processor's caches.
+constexpr int64_t row_distance(int64_t n_blocks) { return n_blocks * cells_per_block + 32; }
+
 // Some query rows of all heads that share the keys and values of one head.
 //
 // The "rows" of a task are the n_rows * group pairs of a query row and a head: row m is query row
@@ -68,7 +72,8 @@ struct RowTiles {
 
 // Memory of a task, written by the threads that work on it together.
 struct TaskMemory {
-    // [row][position of a block][cell]. The second pass turns the scores into weights.
+    // [row][position of a block][cell], where rows are `row_distance` apart. The second pass turns
+    // the scores into weights.
     float *scores;
     // [row][position of a block]: a bit for each pair of cells that has a heavy weight.
     uint32_t *heavy_pairs;
@@ -76,11 +81,17 @@ struct TaskMemory {
     double *scales;
     // [position of a block][cell]: value = integer * factor.
     float *factors;
+    // [thread that works on the task][row][2][lane]: the largest score and the largest factor of
+    // the cells that a row sees, of those in a lane of the thread's vectors.
+    float *largest;
 };
 
 // What a row of a task has for all of its cells.
 struct TaskRow {
-    const float *query;
+    // [word of two dimensions]: the query as integers.
+    const int32_t *query;
+    // [part of 32 dimensions]: query * scale = integer * factor.
+    const float *query_factors;
     // float16 for each cell, or null.
     const char *mask;
     float slope;
@@ -90,8 +101,14 @@ struct TaskRow {
 struct ThreadMemory {
     // The rows of the task whose scores are being computed.
     TaskRow *rows;
-    // The keys of a tile of cells, transposed: [dimension][cell].
-    float *keys;
+    // [row][word of two dimensions] and [row][part of 32 dimensions]: see `TaskRow`.
+    int32_t *queries;
+    float *query_factors;
+    // The keys of a tile of cells: see `IntegerKeys::Tile`.
+    int32_t *keys;
+    float *key_factors;
+    // [part of 32 dimensions][row of a tile][cell of a tile]: sums of products of integers.
+    int32_t *dots;
     // The values of some blocks as integers: [block][pair of cells][dimension][2].
     int16_t *values;
     // [tile of rows]: sums of weights times values.

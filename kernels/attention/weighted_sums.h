@@ -11,14 +11,6 @@
 #include "attention/task.h"
 #include "vectors/arithmetic.h"
 
-// If all registers are in use, GCC 12 also stores each sum to the stack in every step of the loop,
-// unless it is told not to share them among variables: on AVX2 this pass took 1.5 times as long.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define SUMS_IN_REGISTERS [[gnu::optimize("no-tree-coalesce-vars")]]
-#else
-#define SUMS_IN_REGISTERS
-#endif
-
 namespace {
 
 template <class V>
@@ -27,7 +19,7 @@ struct WeightedSums {
     using Ints = typename V::Ints;
     // A tile of registers: so many rows, and vectors of outputs.
     static constexpr int most_rows = 6;
-    static constexpr int tile_vectors = V::accumulators / most_rows;
+    static constexpr int tile_vectors = V::pair_accumulators / most_rows;
     // The vectors of a strip. Tiles of the same rows in a strip share the search for the few
     // pairs of cells that have heavy weights.
     static constexpr int strip_vectors = 128 / V::lanes;
@@ -84,10 +76,10 @@ struct WeightedSums {
                                                               Sums &to) {
         for (int64_t block = 0; block < from.n_blocks; block++) {
             // The sums of one block fit into 32 bits.
-            Ints sums[rows][vectors];
+            typename V::PairSums sums[rows][vectors];
 #pragma GCC unroll 8
             for (auto &row : sums) {
-                for (auto &sum : row) sum = V::zero_ints();
+                for (auto &sum : row) sum = V::zero_pair_sums();
             }
             for (int pair = 0; pair < pairs_per_block; pair++) {
                 const int16_t *pairs = from.pair(block, pair) + first * 2 * V::lanes;
@@ -107,8 +99,9 @@ struct WeightedSums {
                 for (int v = 0; v < vectors; v++) {
                     Ints &low = to.low[row][first + v];
                     Ints &high = to.high[row][first + v];
-                    low = V::add(low, V::bit_and(sums[row][v], V::all_ints(0xffff)));
-                    high = V::add(high, V::template shift_ints_right<16>(sums[row][v]));
+                    const Ints sum = V::sum_of_pairs(sums[row][v]);
+                    low = V::add(low, V::bit_and(sum, V::all_ints(0xffff)));
+                    high = V::add(high, V::template shift_ints_right<16>(sum));
                 }
             }
         }
@@ -118,8 +111,8 @@ struct WeightedSums {
     // others.
     template <int vectors>
     [[gnu::noinline]] static void add_heavy(const Operands &from, int row, int first, Sums &to) {
-        Ints sums[vectors];
-        for (int v = 0; v < vectors; v++) sums[v] = to.heavy[row][first + v];
+        typename V::PairSums sums[vectors];
+        for (auto &sum : sums) sum = V::zero_pair_sums();
         for (int64_t block = 0; block < from.n_blocks; block++) {
             const int32_t *words = from.words(row, block) + pairs_per_block;
             for (uint32_t rest = from.heavy_pairs[row][block]; rest != 0; rest &= rest - 1) {
@@ -131,7 +124,10 @@ struct WeightedSums {
                 }
             }
         }
-        for (int v = 0; v < vectors; v++) to.heavy[row][first + v] = sums[v];
+        for (int v = 0; v < vectors; v++) {
+            Ints &heavy = to.heavy[row][first + v];
+            heavy = V::add(heavy, V::sum_of_pairs(sums[v]));
+        }
     }
 
     // --- sums of a strip ---
@@ -168,10 +164,9 @@ struct WeightedSums {
                            Sums &to) {
         Operands from = strip;
         for (int i = 0; i < n_rows; i++) {
-            const int64_t block = (m + i) * n_positions + position;
-            from.weights[i] =
-                reinterpret_cast<const int16_t *>(memory.scores + block * cells_per_block);
-            from.heavy_pairs[i] = memory.heavy_pairs + block;
+            const float *row = memory.scores + (m + i) * row_distance(n_positions);
+            from.weights[i] = reinterpret_cast<const int16_t *>(row + position * cells_per_block);
+            from.heavy_pairs[i] = memory.heavy_pairs + (m + i) * n_positions + position;
         }
         add_rows(n_rows, from, n_vectors, to);
     }

@@ -42,22 +42,34 @@ inline __m256i to_bytes(const float *values, float factor) {
     return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-inline int sum_of_16(__m128i bytes) {
-    // The instruction sums unsigned bytes, so 128 is added to each and taken away at the end.
-    const __m128i shifted = _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(0x80)));
-    const __m128i sums = _mm_sad_epu8(shifted, _mm_setzero_si128());
-    return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+// Sums of 32 codes, of 16 each: of the positive codes, and of the magnitudes of the negative ones.
+struct CodeSums {
+    int positive[2];
+    int negative[2];
+};
+
+inline CodeSums code_sums(__m256i bytes) {
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256i positive = _mm256_max_epi8(bytes, zero);
+    const __m256i negative = _mm256_subs_epi8(positive, bytes);
+    // The instruction sums 8 bytes each. Each 64-bit lane gets both sums, then those of 16 bytes.
+    const __m256i of_8 = _mm256_or_si256(_mm256_sad_epu8(positive, zero),
+                                         _mm256_slli_epi64(_mm256_sad_epu8(negative, zero), 32));
+    const __m256i of_16 = _mm256_add_epi32(of_8, _mm256_shuffle_epi32(of_8, 0x4e));
+    const auto first = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm256_castsi256_si128(of_16)));
+    const auto second =
+        static_cast<uint64_t>(_mm_cvtsi128_si64(_mm256_extracti128_si256(of_16, 1)));
+    return {{static_cast<int>(first & 0xffffffff), static_cast<int>(second & 0xffffffff)},
+            {static_cast<int>(first >> 32), static_cast<int>(second >> 32)}};
 }
 
-// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16
-// bytes each.
-inline void put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
+// Round 32 activations and store them as 8 words, `stride` words apart.
+inline CodeSums put_codes(const float *values, float factor, int32_t *word, int stride) {
     const __m256i bytes = to_bytes(values, factor);
-    sums[0] = sum_of_16(_mm256_castsi256_si128(bytes));
-    sums[1] = sum_of_16(_mm256_extracti128_si256(bytes, 1));
     alignas(32) int32_t words[8];
     _mm256_store_si256(reinterpret_cast<__m256i *>(words), bytes);
     for (int g = 0; g < 8; g++) word[g * stride] = words[g];
+    return code_sums(bytes);
 }
 
 }  // namespace

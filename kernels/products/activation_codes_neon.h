@@ -30,16 +30,25 @@ inline int8x16_t to_bytes(const float *values, float factor) {
                        vqmovn_s16(vcombine_s16(part[2], part[3])));
 }
 
-// Round 32 activations and store them as 8 words, `stride` words apart. `sums` are those of 16
-// bytes each.
-inline void put_codes(const float *values, float factor, int32_t *word, int stride, int sums[2]) {
+// Sums of 32 codes, of 16 each: of the positive codes, and of the magnitudes of the negative ones.
+struct CodeSums {
+    int positive[2];
+    int negative[2];
+};
+
+// Round 32 activations and store them as 8 words, `stride` words apart.
+inline CodeSums put_codes(const float *values, float factor, int32_t *word, int stride) {
+    CodeSums sums;
     int32_t words[8];
     for (int i = 0; i < 2; i++) {
         const int8x16_t bytes = to_bytes(values + 16 * i, factor);
-        sums[i] = vaddlvq_s8(bytes);
+        const int8x16_t positive = vmaxq_s8(bytes, vdupq_n_s8(0));
+        sums.positive[i] = vaddlvq_s8(positive);
+        sums.negative[i] = vaddlvq_s8(vsubq_s8(positive, bytes));
         vst1q_s32(words + 4 * i, vreinterpretq_s32_s8(bytes));
     }
     for (int g = 0; g < 8; g++) word[g * stride] = words[g];
+    return sums;
 }
 
 }  // namespace

@@ -32,7 +32,10 @@ struct SuperBlockWords {
     static constexpr int sums_of_32 = 72;
     // float32: activation = code * scale.
     static constexpr int scale = 76;
-    static constexpr int count = 77;
+    // int32: 16 codes each have a sum of positive codes and one of negative codes. The largest
+    // magnitude of all these.
+    static constexpr int largest_sum = 77;
+    static constexpr int count = 78;
 };
 
 // Where the words of a prepared block of 32 activations are.
@@ -87,9 +90,15 @@ inline void prepare_super_blocks(const float *values, int64_t n_inputs, int32_t 
         const float largest = largest_magnitude(values + i, 256);
         const float factor = largest > 0 ? 127.0f / largest : 0.0f;
         int sums[16];
+        int32_t largest_sum = 0;
         for (int j = 0; j < 8; j++) {
-            put_codes(values + i + 32 * j, factor, code + 8 * j * codes.stride, codes.stride,
-                      sums + 2 * j);
+            const CodeSums of_16 = put_codes(values + i + 32 * j, factor,
+                                                code + 8 * j * codes.stride, codes.stride);
+            for (int half = 0; half < 2; half++) {
+                sums[2 * j + half] = of_16.positive[half] - of_16.negative[half];
+                if (of_16.positive[half] > largest_sum) largest_sum = of_16.positive[half];
+                if (of_16.negative[half] > largest_sum) largest_sum = of_16.negative[half];
+            }
         }
         for (int j = 0; j < 8; j++) {
             block[(Words::sums_of_16 + j) * n_columns] = pair_word(sums[2 * j], sums[2 * j + 1]);
@@ -99,6 +108,7 @@ inline void prepare_super_blocks(const float *values, int64_t n_inputs, int32_t 
                 pair_word(sums[4 * j] + sums[4 * j + 1], sums[4 * j + 2] + sums[4 * j + 3]);
         }
         block[Words::scale * n_columns] = float_word(largest / 127.0f);
+        block[Words::largest_sum * n_columns] = largest_sum;
         block += Words::count * n_columns;
         code += Words::count * n_columns;
     }
@@ -114,9 +124,9 @@ inline void prepare_blocks(const float *values, int64_t n_inputs, int32_t *tile,
     for (int64_t i = 0; i < n_inputs; i += 32) {
         const float largest = largest_magnitude(values + i, 32);
         const float factor = largest > 0 ? 127.0f / largest : 0.0f;
-        int sums[2];
-        put_codes(values + i, factor, code, codes.stride, sums);
-        const int sum = sums[0] + sums[1];
+        const CodeSums of_16 = put_codes(values + i, factor, code, codes.stride);
+        const int sum = of_16.positive[0] + of_16.positive[1] - of_16.negative[0] -
+                        of_16.negative[1];
         block[Words::scale * n_columns] = float_word(largest / 127.0f);
         block[Words::minus_8_sums * n_columns] = -8 * sum;
         block[Words::minus_16_sums * n_columns] = -16 * sum;

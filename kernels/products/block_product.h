@@ -49,6 +49,9 @@ struct BlockScales {
 };
 
 // The product of a group of rows with a tile of n_columns columns.
+//
+// (All loops over columns are unrolled. If one is not, GCC keeps the outputs in memory, too: 12
+// columns of Q8_0 then take 1.06 times as long.)
 template <class V, class F, int n_columns>
 struct BlockProduct {
     using Layout = PackedLayout<F, V::lanes>;
@@ -56,6 +59,7 @@ struct BlockProduct {
 
     static void run(const uint8_t *block, const int32_t *words, int64_t n_inputs,
                     typename V::Floats (&outputs)[n_columns]) {
+#pragma GCC unroll 16
         for (int n = 0; n < n_columns; n++) outputs[n] = V::zero();
         for (int64_t i = 0; i < n_inputs; i += 32) {
             for (int at = 0; at < Layout::codes_at; at += 64) prefetch_weights(block + at);

@@ -123,6 +123,7 @@ void multiply_tile(const uint8_t *group, const int32_t *tile, int64_t n_inputs, 
                    float *outputs, size_t output_stride) {
     typename V::Floats results[n_columns];
     Weights::template multiply<n_columns>(group, tile, n_inputs, results);
+#pragma GCC unroll 16
     for (int n = 0; n < n_columns; n++) {
         if (n_rows == V::lanes) {
             V::store(outputs + n * output_stride, results[n]);

@@ -5,11 +5,12 @@
 //     g++ FLAGS -IOLD/kernels -Davx512_vnni_set=before -c OLD/kernels/$SOURCE -o before.o
 //     g++ FLAGS -Ikernels -Davx512_vnni_set=after -c kernels/$SOURCE -o after.o
 //     g++ -O3 -std=c++17 -Ikernels kernels/tests/attention_bench.cpp *.o -o bench -pthread
-//     ./bench 14105 f16 2      cells, type of the cache, threads (and rows)
+//     ./bench 14105 f16 2          cells, type of the cache, threads
+//     ./bench 16384 f16 2 512    the same, rows (512: of a prompt) and layers
 //
-// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B; the caches
-// of 28 layers are read in turn, so that they come from memory. "read" is the time for reading
-// them without arithmetic.
+// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B, whose rows
+// are the last ones of a text; the caches of 28 layers are read in turn, so that they come from
+// memory. "read" is the time for reading them without arithmetic.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -26,7 +27,7 @@
 
 extern const InstructionSet before, after;
 
-constexpr int n_layers = 28;
+int n_layers = 28;
 constexpr int n_heads = 12;
 constexpr int n_kv_heads = 2;
 constexpr int size = 128;
@@ -35,7 +36,8 @@ constexpr int size = 128;
 std::atomic<uint64_t> sink;
 
 // The least seconds that a layer takes.
-template <class Work> double least_seconds(int n_threads, Barrier &barrier, Work work) {
+template <class Work>
+double least_seconds(int n_threads, Barrier &barrier, Work work) {
     double least = 1e9;
     const auto all_layers = [&](int thread) {
         for (int layer = 0; layer < n_layers; layer++) {
@@ -81,8 +83,13 @@ struct Caches {
     const char *keys(int layer) const { return memory[2 * layer].data(); }
     const char *values(int layer) const { return memory[2 * layer + 1].data(); }
 
-    AttentionJob job(const std::vector<float> &queries, int64_t n_rows) const {
+    AttentionJob job(const std::vector<float> &queries, const std::vector<uint16_t> &mask,
+                     int64_t n_rows) const {
         AttentionJob job = {};
+        job.mask = reinterpret_cast<const char *>(mask.data());
+        job.mask_row_stride = sizeof(uint16_t) * n_cells;
+        job.n_mask_heads = 1;
+        job.n_mask_streams = 1;
         job.queries = reinterpret_cast<const char *>(queries.data());
         job.query_head_stride = 4 * size;
         job.query_row_stride = 4 * size * n_heads;
@@ -132,16 +139,29 @@ double time_reading(const Caches &caches, int n_threads) {
     });
 }
 
+// The mask of the last rows of a text: each sees the cells up to its own.
+std::vector<uint16_t> causal_mask(int64_t n_rows, int64_t n_cells) {
+    constexpr uint16_t hidden = 0xfc00;
+    std::vector<uint16_t> mask(n_rows * n_cells);
+    for (int64_t row = 0; row < n_rows; row++) {
+        const int64_t own = n_cells - n_rows + row;
+        std::fill(&mask[row * n_cells + own + 1], &mask[row * n_cells] + n_cells, hidden);
+    }
+    return mask;
+}
+
 void compare(const Caches &caches, int64_t n_rows, int n_threads, std::minstd_rand &random) {
     std::vector<float> queries(n_rows * n_heads * size);
     for (float &q : queries) q = (static_cast<int>(random() % 2001) - 1000) * 1e-3f;
-    const AttentionJob job = caches.job(queries, n_rows);
+    const std::vector<uint16_t> mask = causal_mask(n_rows, caches.n_cells);
+    const AttentionJob job = caches.job(queries, mask, n_rows);
     std::vector<float> outputs_before(queries.size());
     std::vector<float> outputs_after(queries.size());
     double best_before = 1e9;
     double best_after = 1e9;
     double best_reading = 1e9;
-    for (int run = 0; run < 6; run++) {
+    const int n_runs = n_rows < 64 ? 6 : 2;
+    for (int run = 0; run < n_runs; run++) {
         best_before = std::min(
             best_before, time_attention(before, caches, job, n_threads, outputs_before));
         best_after =
@@ -161,12 +181,12 @@ int main(int argc, char **argv) {
     NumberType type = NumberType::f16;
     if (type_name == "bf16") type = NumberType::bf16;
     if (type_name == "q8_0") type = NumberType::q8_0;
+    if (argc > 5) n_layers = atoi(argv[5]);
     std::minstd_rand random(1);
     const Caches caches(type, n_cells, random);
     std::printf("%ld cells of %s, %d threads: microseconds for a layer\n", long(n_cells),
                 type_name.c_str(), n_threads);
-    for (const int64_t n_rows : {1, 2, 5, 8, 16}) {
-        if (argc > 4 && n_rows != atoi(argv[4])) continue;
-        compare(caches, n_rows, n_threads, random);
-    }
+    std::vector<int64_t> row_counts = {1, 2, 5, 8, 16};
+    if (argc > 4) row_counts = {atoi(argv[4])};
+    for (const int64_t n_rows : row_counts) compare(caches, n_rows, n_threads, random);
 }

@@ -518,12 +518,15 @@ bool check_accuracy() {
         Problem p = make(shape, 1);
         const double error = worst_error<V>(p);
         worst = std::max(worst, error);
-        // With few dimensions, an output may be a small difference of large values.
+        // With few dimensions, an output may be a small difference of large values. The scores of
+        // sharp distributions are large, and so are their errors, in float16 too.
         const double limit = shape.value_size < 32 ? 2e-3 : 5e-4;
-        if (error > limit) {
-            std::printf("    %d rows, %d cells, %d heads on %d, %d/%d: error %.1e\n", shape.rows,
-                        shape.cells, shape.heads, shape.kv_heads, shape.key_size, shape.value_size,
-                        error);
+        if (error <= limit) continue;
+        const double in_float16 = worst_error<V>(p, true);
+        if (error > 0.6 * in_float16) {
+            std::printf("    %d rows, %d cells, %d heads on %d, %d/%d: error %.1e (%.1e)\n",
+                        shape.rows, shape.cells, shape.heads, shape.kv_heads, shape.key_size,
+                        shape.value_size, error, in_float16);
             good = false;
         }
     }

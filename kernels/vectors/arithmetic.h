@@ -6,6 +6,15 @@
 
 #include <cstdint>
 
+// If all registers are in use, GCC 12 also stores each sum to the stack in every step of a loop,
+// unless it is told not to share them among variables: on AVX2, sums of weighted values took 1.5
+// times as long.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define SUMS_IN_REGISTERS [[gnu::optimize("no-tree-coalesce-vars")]]
+#else
+#define SUMS_IN_REGISTERS
+#endif
+
 namespace {
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -125,6 +125,7 @@ struct Avx2 {
 
     static Ints bit_and(Ints a, Ints mask) { return _mm256_and_si256(a, mask); }
     static Ints bit_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+    static Ints bit_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
     template <int n> static Ints shift_ints_left(Ints a) { return _mm256_slli_epi32(a, n); }
     template <int n> static Ints shift_ints_right(Ints a) { return _mm256_srai_epi32(a, n); }
     template <int n> static Ints shift_ints_right_unsigned(Ints a) {
@@ -140,6 +141,8 @@ struct Avx2 {
     static Ints round_to_ints(Floats a) { return _mm256_cvtps_epi32(a); }
     // The bits of a float as an integer.
     static Ints float_bits(Floats a) { return _mm256_castps_si256(a); }
+    // The float that has these bits.
+    static Floats floats_of_bits(Ints a) { return _mm256_castsi256_ps(a); }
 
     // --- comparisons ---
 
@@ -225,13 +228,13 @@ struct Avx2 {
 
     // Sums of products of bytes: four codes of each lane times the four bytes of a word. Each lane
     // has two 16-bit sums of two products each. So `add_products` may be called only so many times
-    // before `add_widened` that 2 * 127 * largest code * times < 32768.
+    // before `new_total` that 2 * 127 * largest code * times < 32768.
     using Sums = Ints;
     // Whether one instruction adds four products of bytes to a 32-bit sum.
     static constexpr bool has_dot_product = false;
     // Whether that instruction takes unsigned codes only.
     static constexpr bool needs_unsigned_codes = false;
-    static Sums zero_sums() { return zero_ints(); }
+    static Sums start_sums(Ints) { return zero_ints(); }
     // sums + products of unsigned codes with the signed bytes of words[i].
     static Sums add_products(Sums sums, Ints codes, const int32_t *words, int i) {
         const Ints products = _mm256_maddubs_epi16(codes, broadcast_word(words + i));
@@ -250,13 +253,21 @@ struct Avx2 {
         asm("" : "+x"(sums));
         return sums;
     }
-    // total + sums, as ints.
-    static Ints add_widened(Sums sums, Ints total) {
+    // The total with the products since `start_sums(total)`.
+    static Ints new_total(Sums sums, Ints total) {
         return _mm256_add_epi32(total, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+    }
+    // total + scale * sums, where the scale is a short: what widens the sums also multiplies them.
+    // 8 columns of Q4_K take 0.91 of the time that they take with a multiplication afterwards.
+    static Ints add_scaled(Sums sums, Ints scale, Ints total) {
+        const Ints scales = pair_shorts(scale, scale);
+        return in_order(_mm256_add_epi32(total, _mm256_madd_epi16(sums, scales)));
     }
 
     // --- shorts ---
 
+    // See vectors/avx512.h.
+    static constexpr bool adds_pairs = false;
     // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
     // one.
     static Ints pair_shorts(Ints first, Ints second) {
@@ -267,6 +278,11 @@ struct Avx2 {
         return _mm256_srai_epi32(_mm256_slli_epi32(a, 16), 16);
     }
     static Ints second_of_pairs(Ints a) { return _mm256_srai_epi32(a, 16); }
+    // Sums of products of pairs of shorts. (ARM adds the two of a pair only at the end.)
+    using PairSums = Ints;
+    static constexpr int pair_accumulators = accumulators;
+    static PairSums zero_pair_sums() { return zero_ints(); }
+    static Ints sum_of_pairs(PairSums sums) { return sums; }
     // sums + the dot product of two signed shorts in each lane.
     static Ints dot_shorts(Ints sums, Ints a, Ints b) {
         return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));

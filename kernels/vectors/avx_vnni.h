@@ -18,7 +18,11 @@ struct AvxVnni : Avx2 {
     static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
         return add_products(sums, codes, words, i);
     }
-    static Ints add_widened(Sums sums, Ints total) { return _mm256_add_epi32(total, sums); }
+    static Sums start_sums(Ints total) { return total; }
+    static Ints new_total(Sums sums, Ints) { return sums; }
+    static Ints add_scaled(Sums sums, Ints scale, Ints total) {
+        return in_order(add(total, multiply(sums, scale)));
+    }
 
     // --- shorts ---
 

@@ -123,6 +123,7 @@ struct Neon {
 
     static Ints bit_and(Ints a, Ints mask) { return vandq_s32(a, mask); }
     static Ints bit_or(Ints a, Ints b) { return vorrq_s32(a, b); }
+    static Ints bit_xor(Ints a, Ints b) { return veorq_s32(a, b); }
     template <int n> static Ints shift_ints_left(Ints a) { return vshlq_n_s32(a, n); }
     template <int n> static Ints shift_ints_right(Ints a) { return vshrq_n_s32(a, n); }
     template <int n> static Ints shift_ints_right_unsigned(Ints a) {
@@ -142,6 +143,8 @@ struct Neon {
     static Ints round_to_ints(Floats a) { return vcvtnq_s32_f32(a); }
     // The bits of a float as an integer.
     static Ints float_bits(Floats a) { return vreinterpretq_s32_f32(a); }
+    // The float that has these bits.
+    static Floats floats_of_bits(Ints a) { return vreinterpretq_f32_s32(a); }
 
     // --- comparisons ---
 
@@ -198,7 +201,7 @@ struct Neon {
     using Sums = Ints;
     static constexpr bool has_dot_product = true;  // sdot
     static constexpr bool needs_unsigned_codes = false;
-    static Sums zero_sums() { return zero_ints(); }
+    static Sums start_sums(Ints total) { return total; }
     // sums + products with the bytes of words[i]. One load brings four words, and the instruction
     // selects one of them: to load each word into all lanes would take as many instructions as the
     // products. (The words of a step are a multiple of four. Once loops are unrolled, `i` is a
@@ -216,27 +219,40 @@ struct Neon {
     static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
         return add_products(sums, codes, words, i);
     }
-    // total + sums, as ints.
-    static Ints add_widened(Sums sums, Ints total) { return vaddq_s32(total, sums); }
+    // The total with the products since `start_sums(total)`.
+    static Ints new_total(Sums sums, Ints) { return sums; }
+    // total + scale * sums, where the scale is a short.
+    static Ints add_scaled(Sums sums, Ints scale, Ints total) {
+        return vmlaq_s32(total, sums, scale);
+    }
 
     // --- shorts ---
 
+    // See vectors/avx512.h.
+    static constexpr bool adds_pairs = false;
     // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
     // one.
     static Ints pair_shorts(Ints first, Ints second) { return vsliq_n_s32(first, second, 16); }
     // The low or the high short of each lane, sign-extended.
     static Ints first_of_pairs(Ints a) { return vshrq_n_s32(vshlq_n_s32(a, 16), 16); }
     static Ints second_of_pairs(Ints a) { return vshrq_n_s32(a, 16); }
-    // sums + the dot product of two signed shorts in each lane.
-    static Ints dot_shorts(Ints sums, Ints a, Ints b) {
+    // Sums of products of shorts, one for each short of a vector: `sum_of_pairs` adds the two of a
+    // lane. (Adding them at once takes twice as many instructions.)
+    struct PairSums {
+        Ints low, high;
+    };
+    static constexpr int pair_accumulators = accumulators / 2;
+    static PairSums zero_pair_sums() { return {zero_ints(), zero_ints()}; }
+    static PairSums dot_shorts(PairSums sums, Ints a, Ints b) {
         const int16x8_t x = vreinterpretq_s16_s32(a);
         const int16x8_t y = vreinterpretq_s16_s32(b);
-        const Ints low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
-        const Ints high = vmull_high_s16(x, y);
-        return vaddq_s32(sums, vpaddq_s32(low, high));
+        return {vmlal_s16(sums.low, vget_low_s16(x), vget_low_s16(y)),
+                vmlal_high_s16(sums.high, x, y)};
     }
+    static Ints sum_of_pairs(PairSums sums) { return vpaddq_s32(sums.low, sums.high); }
     static Ints add_pair_products(Ints sums, Ints pairs, const int32_t *word) {
-        return dot_shorts(sums, pairs, broadcast_word(word));
+        const PairSums products = dot_shorts(zero_pair_sums(), pairs, broadcast_word(word));
+        return vaddq_s32(sums, sum_of_pairs(products));
     }
     // The larger of |float16| and `largest`, two for each lane, as the bits of a float16. (NaN is
     // larger than all numbers.)
