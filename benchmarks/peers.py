@@ -48,6 +48,7 @@ from benchmarks.worker_client import (
 )
 from specgen.errors import SpecgenError
 from specgen.llama import default_threads
+from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.llama.mtp_layers import why_no_mtp
 from specgen.measure.benchmark import Contender, Outcome, Runs, contender_of, figures_of, take_turns
 from specgen.measure.prompts import NOW, BenchPrompt
@@ -55,6 +56,7 @@ from specgen.options import DraftSource
 from specgen.render.tables import bench_lines
 from specgen.session.session import Session
 from specgen.system.files import as_json
+from specgen.system.folders import cache_folder
 
 #: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"
@@ -371,8 +373,9 @@ def main() -> None:
         parser.add_argument(f"--{engine}", type=Path, help="the Python of its environment")
     asked = parser.parse_args()
     prompts = bench_prompts(asked.prompts, asked.count)
+    kernels = choose_kernels(wanted_in(os.environ), cache_folder()).label
     with contextlib.ExitStack() as stack:
-        compare(_contenders(asked, stack), prompts, asked.json)
+        compare(_contenders(asked, stack), prompts, kernels, asked.json)
 
 
 def _contenders(asked: argparse.Namespace, stack: contextlib.ExitStack) -> list[Contender]:
@@ -407,7 +410,10 @@ def _warm_up_and_answer(contender: Contender, prompt: str) -> Outcome:
 
 
 def compare(
-    contenders: Sequence[Contender], prompts: Sequence[BenchPrompt], file: Path | None
+    contenders: Sequence[Contender],
+    prompts: Sequence[BenchPrompt],
+    kernels: str,
+    file: Path | None,
 ) -> None:
     """Print the lines of `specgen bench`, and write all results as JSON."""
     runs = Runs()
@@ -419,6 +425,7 @@ def compare(
         print(line)
     document = {
         "command": command_line("peers", sys.argv[1:]),
+        "kernels": kernels,
         "figures": as_json(figures),
         "results": as_json(runs.results),
     }
