@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
     parser.add_argument("-N", "--count", type=int, help="prompts of each category")
     asked = parser.parse_args()
-    print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
+    kernels = choose_kernels(wanted_in(os.environ), cache_folder()).label
     prompts = bench_prompts(asked.prompts, asked.count)
     with (
         opened(asked.target, "none", asked.max_tokens) as plain,
@@ -57,7 +57,7 @@ def main() -> None:
         for n in LENGTHS:
             lookup = partial(answer_by_lookup, plain, n)
             contenders.append(Contender(0.0, f"llama-cpp-python lookup {n}", lookup))
-        compare(contenders, prompts, asked.json)
+        compare(contenders, prompts, kernels, asked.json)
 
 
 def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outcome:
