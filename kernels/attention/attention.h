@@ -11,7 +11,7 @@
 //     softmax_weights.h   weights = exp(scores - the largest score), as integers
 //     weighted_sums.h     outputs = the exact sum of weights * values / that of the weights
 //
-// The work is cut into tasks: up to 96 rows and heads that share a head of keys and values. Each
+// The work is cut into tasks: up to 192 rows and heads that share a head of keys and values. Each
 // thread takes whole tasks if there are enough of them; otherwise all threads share each task.
 #pragma once
 
@@ -103,7 +103,7 @@ struct AttentionPlan {
         heavy_pairs = aligned(n_rows * n_blocks * sizeof(uint32_t));
         scales = aligned(n_rows * sizeof(double));
         factors = aligned(n_cells * sizeof(float));
-        largest = aligned((shared ? n_threads : 1) * n_rows * 2 * V::lanes * sizeof(float));
+        largest = aligned((shared ? n_threads : 1) * n_rows * largest_floats<V> * sizeof(float));
         task_bytes = scores + heavy_pairs + scales + factors + largest;
 
         rows = aligned(n_rows * sizeof(TaskRow));

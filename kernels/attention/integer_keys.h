@@ -114,7 +114,8 @@ struct IntegerKeys {
     // `lanes` cells of a tile: where their keys are, and where a part of them goes.
     struct Cells {
         const char *keys[V::lanes];
-        // As many cells of the next tile. They are asked for while these are converted.
+        // As many cells of the next tile. They are asked for while these are converted: otherwise
+        // one row over 14 thousand cells takes 1.15 times as long.
         const char *next;
         size_t next_stride;
         int64_t key_size;

@@ -45,8 +45,6 @@ struct AttentionScores {
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
     static constexpr int most_rows = V::pair_accumulators / vectors;
-    // The floats of a row's `TaskMemory::largest`.
-    static constexpr int largest_floats = 2 * V::lanes;
 
     // --- which blocks are seen ---
 
@@ -245,7 +243,7 @@ struct AttentionScores {
             Floats dots[vectors];
             add_parts(from, n, i, tile.sums, dots);
             finish(job, mask, row.slope, dots, tile.factors, scores,
-                   tile.largest + (m + i) * largest_floats);
+                   tile.largest + (m + i) * largest_floats<V>);
         }
     }
 
@@ -310,8 +308,8 @@ struct AttentionScores {
     // Begin with the largest scores and factors of a thread: none.
     static void clear_largest(float *largest, int64_t n_rows) {
         for (int64_t m = 0; m < n_rows; m++) {
-            V::store(largest + m * largest_floats, V::all(-INFINITY));
-            V::store(largest + m * largest_floats + V::lanes, V::zero());
+            V::store(largest + m * largest_floats<V>, V::all(-INFINITY));
+            V::store(largest + m * largest_floats<V> + V::lanes, V::zero());
         }
     }
 
@@ -324,7 +322,7 @@ struct AttentionScores {
         CellTile tile;
         tile.keys = {thread_memory.keys, thread_memory.key_factors, tile_cells};
         tile.row_scores = row_distance(blocks.n());
-        tile.largest = task_memory.largest + share.index * task.rows() * largest_floats;
+        tile.largest = task_memory.largest + share.index * task.rows() * largest_floats<V>;
         tile.sums = reinterpret_cast<Ints *>(thread_memory.dots);
         clear_largest(tile.largest, task.rows());
         for (int64_t position = share.index; position < blocks.n(); position += share.n) {

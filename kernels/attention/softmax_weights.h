@@ -91,7 +91,7 @@ struct SoftmaxWeights {
         Floats score = V::all(-INFINITY);
         Floats factor = V::zero();
         for (int thread = 0; thread < n_threads; thread++) {
-            const float *at = lanes + (thread * task.rows() + m) * 2 * V::lanes;
+            const float *at = lanes + (thread * task.rows() + m) * largest_floats<V>;
             score = V::larger(V::load_floats(at), score);
             factor = V::larger(V::load_floats(at + V::lanes), factor);
         }

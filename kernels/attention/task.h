@@ -70,6 +70,10 @@ struct RowTiles {
     int rows(int64_t tile) const { return static_cast<int>(first(tile + 1) - first(tile)); }
 };
 
+// How many floats `TaskMemory::largest` has for a row: a vector of scores and one of factors.
+template <class V>
+constexpr int largest_floats = 2 * V::lanes;
+
 // Memory of a task, written by the threads that work on it together.
 struct TaskMemory {
     // [row][position of a block][cell], where rows are `row_distance` apart. The second pass turns

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "products/code_sums.h"
+
 namespace {
 
 inline float largest_of_8(__m256 v) {
@@ -41,12 +43,6 @@ inline __m256i to_bytes(const float *values, float factor) {
     const __m256i mixed = _mm256_packs_epi16(first_shorts, second_shorts);
     return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
-
-// Sums of 32 codes, of 16 each: of the positive codes, and of the magnitudes of the negative ones.
-struct CodeSums {
-    int positive[2];
-    int negative[2];
-};
 
 inline CodeSums code_sums(__m256i bytes) {
     const __m256i zero = _mm256_setzero_si256();

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "products/code_sums.h"
+
 namespace {
 
 // The largest magnitude of n numbers (a multiple of 4); NaN if one is not finite.
@@ -29,12 +31,6 @@ inline int8x16_t to_bytes(const float *values, float factor) {
     return vcombine_s8(vqmovn_s16(vcombine_s16(part[0], part[1])),
                        vqmovn_s16(vcombine_s16(part[2], part[3])));
 }
-
-// Sums of 32 codes, of 16 each: of the positive codes, and of the magnitudes of the negative ones.
-struct CodeSums {
-    int positive[2];
-    int negative[2];
-};
 
 // Round 32 activations and store them as 8 words, `stride` words apart.
 inline CodeSums put_codes(const float *values, float factor, int32_t *word, int stride) {

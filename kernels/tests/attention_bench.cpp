@@ -6,10 +6,10 @@
 //     g++ FLAGS -Ikernels -Davx512_vnni_set=after -c kernels/$SOURCE -o after.o
 //     g++ -O3 -std=c++17 -Ikernels kernels/tests/attention_bench.cpp *.o -o bench -pthread
 //     ./bench 14105 f16 2          cells, type of the cache, threads
-//     ./bench 16384 f16 2 512    the same, rows (512: of a prompt) and layers
+//     ./bench 16384 f16 2 512 2    the same, rows (512: those of a prompt), layers
 //
 // where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B, whose rows
-// are the last ones of a text; the caches of 28 layers are read in turn, so that they come from
+// are the last ones of a text; the caches of all layers are read in turn, so that they come from
 // memory. "read" is the time for reading them without arithmetic.
 #include <algorithm>
 #include <atomic>

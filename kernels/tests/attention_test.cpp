@@ -523,7 +523,7 @@ bool check_accuracy() {
         const double limit = shape.value_size < 32 ? 2e-3 : 5e-4;
         if (error <= limit) continue;
         const double in_float16 = worst_error<V>(p, true);
-        if (error > 0.6 * in_float16) {
+        if (error > 2 * limit || error > 0.6 * in_float16) {
             std::printf("    %d rows, %d cells, %d heads on %d, %d/%d: error %.1e (%.1e)\n",
                         shape.rows, shape.cells, shape.heads, shape.kv_heads, shape.key_size,
                         shape.value_size, error, in_float16);
