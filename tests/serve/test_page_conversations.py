@@ -313,6 +313,11 @@ def test_a_tab_that_is_closed_in_mid_answer_replaces_nothing(
     browser: Browser, endless: Running
 ) -> None:
     with opened(browser, endless.url) as page:
+        # The page does not hear what the other tab does, like one that is busy until it is closed.
+        page.add_init_script(
+            "BroadcastChannel = class extends BroadcastChannel { set onmessage(listener) {} }"
+        )
+        page.reload()
         send(page, "a dog")
         expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
         other = page.context.new_page()
@@ -320,7 +325,6 @@ def test_a_tab_that_is_closed_in_mid_answer_replaces_nothing(
         expect(turn(other).locator(".stats")).to_contain_text("unfinished")
         answer_every_request(other, "sings")
         ask(other, "a bird")
-        expect(rows(page)).to_have_count(1)
         page.goto("about:blank")
         expect(rows(other)).to_have_count(2)
         for conversation, text in ((0, "a bird"), (1, "a dog")):

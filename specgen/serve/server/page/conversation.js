@@ -22,8 +22,8 @@ export class Conversation {
   #createdMs = Date.now();
   #changedMs = Date.now();
   #revision = 0;
-  // Whether another tab has saved it since this one last did.
-  #isOutdated = false;
+  // Whether the page is being closed, and has left the conversation for other pages to store.
+  #isLeft = false;
   #turns = [];
   /** @type {LeftOut|null} */
   #leftOut = null;
@@ -147,17 +147,10 @@ export class Conversation {
     return this.#saving;
   }
 
-  /** Store the conversation while the page is being closed. */
-  saveAtOnce() {
-    if (this.#isOutdated) {
-      this.id = newId(); // what the other tab has stored must not be replaced
-    }
-    this.#revision = this.#store.saveAtOnce(this.saved());
-  }
-
-  /** Note that another tab has saved the conversation, which this one does not follow now. */
-  markOutdated() {
-    this.#isOutdated = true;
+  /** Let other pages store the conversation, since this one is being closed. */
+  leave() {
+    this.#store.leave(this.saved());
+    this.#isLeft = true;
   }
 
   /** Show what another tab has stored; turns that are the same stay. */
@@ -171,6 +164,9 @@ export class Conversation {
   }
 
   async #saveNow(answeredTurn) {
+    if (this.#isLeft) {
+      return;
+    }
     const current = this.saved();
     try {
       const saved = await this.#store.save(current, await replayOf(answeredTurn));
@@ -188,7 +184,6 @@ export class Conversation {
     this.id = id;
     this.title = title;
     this.#revision = revision;
-    this.#isOutdated = false;
   }
 
   // The number of turns at the beginning that are the same as stored ones.

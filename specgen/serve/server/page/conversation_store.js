@@ -2,7 +2,8 @@
 //
 // Several tabs may show the same conversation. Whoever saves its turns raises its revision. A tab
 // that saves turns on top of an older revision does not replace those of the other tab: its own
-// are stored as a copy of the conversation.
+// are stored as a copy of the conversation. A page that is being closed cannot look at what is
+// stored, so it leaves its turns beside it; a page that is open, or the next one, compares them.
 
 import { newId } from "./identifiers.js";
 import { STORAGE_NAME } from "./storage.js";
@@ -16,7 +17,7 @@ import { openDB } from "./vendor/idb.js";
  * @property {string|null} title - given by the user; null for the beginning of the first question
  * @property {number} createdMs
  * @property {number} changedMs - when a turn was last added or changed
- * @property {number} revision - how often the turns were saved
+ * @property {number} revision - how often the turns were saved; 0 if they never were
  * @property {import("./conversation.js").LeftOut|null} leftOut
  * @property {import("./turn.js").SavedTurn[]} turns
  */
@@ -34,6 +35,11 @@ const CONVERSATIONS = "conversations";
 // The events of answers, which are large and seldom needed. The key is the id of the conversation
 // and that of the turn.
 const REPLAYS = "replays";
+// What a page left when it was closed is stored among the conversations, with an id that begins so.
+const LEFT = "left ";
+// The other ids are hexadecimal numbers, which are lower.
+const LEFT_IDS = IDBKeyRange.lowerBound(LEFT);
+const CONVERSATION_IDS = IDBKeyRange.upperBound(LEFT);
 
 export class ConversationStore {
   // Resolves to the database.
@@ -46,7 +52,7 @@ export class ConversationStore {
   constructor() {
     this.#opening = this.#open();
     this.#opening.catch(() => {}); // whoever uses the store gets the error
-    this.#channel.onmessage = ({ data: id }) => this.#notify(id, true);
+    this.#channel.onmessage = ({ data: id }) => this.#hear(id);
   }
 
   /**
@@ -62,7 +68,7 @@ export class ConversationStore {
   /** @returns {Promise<SavedConversation[]>} all conversations, in no particular order */
   async all() {
     const database = await this.#opening;
-    return database.getAll(CONVERSATIONS);
+    return database.getAll(CONVERSATIONS, CONVERSATION_IDS);
   }
 
   /** @returns {Promise<SavedConversation|undefined>} */
@@ -82,14 +88,7 @@ export class ConversationStore {
    */
   async save(conversation, replay = null) {
     const { transaction, conversations, replays } = await this.#write();
-    const stored = await conversations.get(conversation.id);
-    const saved = successor(conversation, stored);
-    await conversations.put(saved);
-    if (saved.id === conversation.id) {
-      await deleteOtherReplays(replays, saved);
-    } else {
-      await copyReplays(replays, conversation.id, saved);
-    }
+    const saved = await putSuccessor(conversation, conversations, replays);
     if (replay !== null) {
       const [turnId, events] = replay;
       await replays.put(events, [saved.id, turnId]);
@@ -100,18 +99,17 @@ export class ConversationStore {
   }
 
   /**
-   * Store a conversation while the page is being closed, and return its new revision.
+   * Leave a conversation for other pages to store, while this one is being closed.
    *
    * Nothing can be awaited then, so what is stored cannot be looked at first.
    */
-  saveAtOnce(conversation) {
-    const revision = conversation.revision + 1;
+  leave(conversation) {
+    const id = LEFT + newId();
     const transaction = this.#database?.transaction(CONVERSATIONS, "readwrite");
     transaction?.done.catch(() => {});
-    transaction?.store.put({ ...conversation, revision });
+    transaction?.store.put({ ...conversation, id, conversationId: conversation.id });
     transaction?.commit();
-    this.#channel.postMessage(conversation.id);
-    return revision;
+    this.#channel.postMessage(id);
   }
 
   /** Return the events of an answer; an empty list if none are stored. */
@@ -178,12 +176,49 @@ export class ConversationStore {
         database.createObjectStore(REPLAYS);
       },
     });
+    await this.#storeLeft();
     return this.#database;
   }
 
+  // Handle the id that another page has announced.
+  #hear(id) {
+    if (!id.startsWith(LEFT)) {
+      this.#notify(id, true);
+    } else if (this.#database !== null) { // whoever opens the database looks for what was left
+      this.#storeLeft();
+    }
+  }
+
+  // Store what pages left when they were closed. If the storage is full, the next page tries again.
+  async #storeLeft() {
+    try {
+      await this.#moveLeft();
+    } catch (error) {
+      console.warn(error);
+    }
+  }
+
+  async #moveLeft() {
+    const { transaction, conversations, replays } = this.#begin();
+    const savedIds = [];
+    for (const { conversationId, ...left } of await conversations.getAll(LEFT_IDS)) {
+      await conversations.delete(left.id);
+      const conversation = { ...left, id: conversationId };
+      const saved = await putSuccessor(conversation, conversations, replays);
+      savedIds.push(saved.id);
+    }
+    await transaction.done;
+    savedIds.forEach((id) => this.#announce(id));
+  }
+
   async #write() {
-    const database = await this.#opening;
-    const transaction = database.transaction([CONVERSATIONS, REPLAYS], "readwrite");
+    await this.#opening;
+    return this.#begin();
+  }
+
+  // Begin to change the database, which is open.
+  #begin() {
+    const transaction = this.#database.transaction([CONVERSATIONS, REPLAYS], "readwrite");
     transaction.done.catch(() => {}); // what failed has its own error
     return {
       transaction,
@@ -200,6 +235,18 @@ export class ConversationStore {
   #notify(id, isFromOtherTab) {
     this.#listeners.forEach((listener) => listener(id, isFromOtherTab));
   }
+}
+
+// Store a conversation within a transaction, and return what was stored.
+async function putSuccessor(conversation, conversations, replays) {
+  const saved = successor(conversation, await conversations.get(conversation.id));
+  await conversations.put(saved);
+  if (saved.id === conversation.id) {
+    await deleteOtherReplays(replays, saved);
+  } else {
+    await copyReplays(replays, conversation.id, saved);
+  }
+  return saved;
 }
 
 // What is stored in place of `stored`, or beside it.

@@ -71,8 +71,14 @@ function listen() {
   addEventListener("hashchange", openAddress);
   addEventListener("pagehide", () => {
     for (const conversation of answerer.conversations) {
-      conversation.saveAtOnce();
+      conversation.leave();
       answerer.stop(conversation); // otherwise the browser does, which looks like an error
+    }
+  });
+  // If the browser kept the page and shows it again, other pages have stored what it left.
+  addEventListener("pageshow", ({ persisted }) => {
+    if (persisted) {
+      location.reload();
     }
   });
   // Phones close hidden pages without an event.
@@ -152,9 +158,6 @@ function listenToList() {
   });
   store.onChange((id, isFromOtherTab) => {
     list.refresh(id);
-    if (isFromOtherTab) {
-      answerer.conversationWith(id)?.markOutdated();
-    }
     if (id === current.id) {
       followStore(id, isFromOtherTab);
     }
