@@ -109,13 +109,25 @@ struct SoftmaxWeights {
         int64_t n_seen;
     };
 
+    // The largest of the floats that have these bits, none of which is negative.
+    static float largest_of_bits(Ints bits) {
+        uint32_t lanes[V::lanes];
+        V::store(lanes, bits);
+        uint32_t largest = 0;
+        for (const uint32_t lane : lanes) largest = lane > largest ? lane : largest;
+        float number;
+        std::memcpy(&number, &largest, sizeof number);
+        return number;
+    }
+
     // scores <- weights: exp(score - largest) * factor / largest factor * 2^28
     static Sums exponentials(const Row &row, float largest_score, float largest_factor) {
         const Floats m = V::all(largest_score);
         const Floats inverse = V::all(1 / largest_factor);
         Total denominator, numerator;
-        Floats largest = V::zero();
-        Floats poison = V::zero();  // sums 0 * weight: NaN if one weight is not finite
+        // The bits of a weight: as integers they are in the order of the weights, and those of
+        // infinity and of NaN are the largest.
+        Ints largest_bits = V::zero_ints();
         int64_t n_seen = 0;
         constexpr int cells = smaller(cells_per_block, 8 * V::lanes);  // 8 numbers in each lane
         for (int64_t first = 0; first < row.n; first += cells) {
@@ -128,18 +140,16 @@ struct SoftmaxWeights {
                 const Floats e = exponential<V>(V::subtract(scores, m), exponential_bits);
                 const Floats ratio = V::multiply(V::load_floats(row.factors + i), inverse);
                 const Floats weight = V::keep_where(seen, V::multiply(e, ratio));
-                exponential_sum =
-                    V::add(exponential_sum, V::round_to_ints(V::keep_where(seen, e)));
+                exponential_sum = V::add(exponential_sum, V::round_to_ints(e));  // 0 if not seen
                 weight_sum = V::add(weight_sum, V::round_to_ints(weight));
-                largest = V::larger(weight, largest);
-                poison = V::multiply_add(weight, V::zero(), poison);
+                largest_bits = V::larger_unsigned(V::float_bits(weight), largest_bits);
                 V::store(row.scores + i, weight);
             }
             denominator.add(exponential_sum);
             numerator.add(weight_sum);
         }
-        return {denominator.sum(), numerator.sum(), V::largest_lane(largest),
-                V::count_lanes(V::not_equal(poison, V::zero())) == 0, n_seen};
+        const float largest = largest_of_bits(largest_bits);
+        return {denominator.sum(), numerator.sum(), largest, largest - largest == 0, n_seen};
     }
 
     // --- the power of two that makes integers of a row's weights ---

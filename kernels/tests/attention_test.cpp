@@ -735,7 +735,7 @@ bool check_exponential() {
         worst = std::max(worst, std::fabs(got - exact) / unit);
     }
     std::printf("    worst error %.2f units in the last place\n", worst);
-    return worst < 1.5;
+    return worst < 1;
 }
 
 // --- figures ---

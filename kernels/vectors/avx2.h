@@ -103,15 +103,6 @@ struct Avx2 {
     }
     // The larger number; `b` if either is NaN.
     static Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-    // To the nearest integer.
-    static Floats round(Floats a) {
-        return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    }
-    // a * 2^n for integers n from -126 to 127.
-    static Floats times_power_of_two(Floats a, Floats n) {
-        const Ints biased = _mm256_add_epi32(round_to_ints(n), all_ints(127));
-        return multiply(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
-    }
 
     // --- arithmetic of ints ---
 
@@ -120,6 +111,7 @@ struct Avx2 {
     static Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
     static Ints absolute(Ints a) { return _mm256_abs_epi32(a); }
     static Ints larger(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+    static Ints larger_unsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
 
     // --- bits ---
 

@@ -100,10 +100,6 @@ struct Avx512 {
     }
     // The larger number; `b` if either is NaN.
     static Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-    // To the nearest integer.
-    static Floats round(Floats a) { return _mm512_roundscale_ps(a, 0); }
-    // a * 2^n for integers n from -126 to 127.
-    static Floats times_power_of_two(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
 
     // --- arithmetic of ints ---
 
@@ -112,6 +108,7 @@ struct Avx512 {
     static Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
     static Ints absolute(Ints a) { return _mm512_abs_epi32(a); }
     static Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+    static Ints larger_unsigned(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
 
     // --- bits ---
 

@@ -103,13 +103,6 @@ struct Neon {
     static Floats subtract_product(Floats a, Floats b, Floats c) { return vfmsq_f32(c, a, b); }
     // The larger number; `b` if either is NaN. (vmaxq_f32 returns NaN.)
     static Floats larger(Floats a, Floats b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-    // To the nearest integer.
-    static Floats round(Floats a) { return vrndnq_f32(a); }
-    // a * 2^n for integers n from -126 to 127.
-    static Floats times_power_of_two(Floats a, Floats n) {
-        const Ints biased = vaddq_s32(round_to_ints(n), all_ints(127));
-        return multiply(a, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
-    }
 
     // --- arithmetic of ints ---
 
@@ -118,6 +111,10 @@ struct Neon {
     static Ints multiply(Ints a, Ints b) { return vmulq_s32(a, b); }
     static Ints absolute(Ints a) { return vabsq_s32(a); }
     static Ints larger(Ints a, Ints b) { return vmaxq_s32(a, b); }
+    static Ints larger_unsigned(Ints a, Ints b) {
+        return vreinterpretq_s32_u32(
+            vmaxq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b)));
+    }
 
     // --- bits ---
 
