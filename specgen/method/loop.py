@@ -16,6 +16,7 @@ from specgen.method.backend import Backend, Batch
 from specgen.method.draft import ROOT, Draft, keep_path, pack
 from specgen.method.drafter import (
     Clock,
+    Drafting,
     Proposal,
     invalid_draft_error,
     never,
@@ -155,23 +156,24 @@ class Loop:
 
     def _propose(self, turns: Sequence[_Turn]) -> None:
         """Let the drafters draft side by side, as planned."""
-        drafting = [turn for turn in turns if turn[1].plan.n_tokens_max]
-        draftings = [
-            answer.cascade.propose(answer.tokens, result.plan)
-            for answer, result in drafting
-            if answer.cascade is not None
-        ]
+        drafting_turns: list[_Turn] = []
+        draftings: list[Drafting] = []
+        for answer, result in turns:
+            # (Nothing is planned without drafters.)
+            if answer.cascade is not None and result.plan.n_tokens_max:
+                drafting_turns.append((answer, result))
+                draftings.append(answer.cascade.propose(answer.tokens, result.plan))
         proposals = propose_together(draftings, self.clock, self._interrupted)
-        for (answer, result), proposal in zip(drafting, proposals, strict=True):
+        for (answer, result), proposal in zip(drafting_turns, proposals, strict=True):
             started_s = self.clock()
             self._take_proposal(answer, result, proposal)
             seconds = proposal.seconds + self.clock() - started_s
-            # Decoder heads, which read only the last hidden state, compute without asking for
-            # decodes: all their drafting counts as time of the model.
-            sink = answer.hidden_states
-            is_decoder_head = sink is not None and not sink.all_rows
-            result.model_s = seconds if is_decoder_head else proposal.model_s
             result.draft_s += seconds
+            result.model_s = proposal.model_s
+            if _reads_last_state(answer):
+                # Such a drafter (decoder heads) computes without asking for decodes: all of its
+                # drafting counts as time of the model.
+                result.model_s = seconds
 
     def _take_proposal(
         self,
@@ -211,27 +213,26 @@ class Loop:
         batch = Batch()
         n_rows_each = target.n_batch // len(turns)
         for answer, result in turns:
-            tokens = answer.tokens
-            last = len(tokens) - 1
+            n_tokens = len(answer.tokens)
             n_in_cache = target.length(answer.slot.first)
+            n_pending = n_tokens - n_in_cache
             n_pending_max = min(n_rows_each - len(result.draft), _MAX_PENDING)
-            n_pending_before_last = last - n_in_cache
-            if n_pending_before_last >= max(1, n_pending_max):
-                self._decode_silently(answer, n_in_cache, last)
-                n_in_cache = last
+            if n_pending > max(1, n_pending_max):
+                self._decode_silently(answer, n_in_cache, n_tokens - 1)
+                n_in_cache = n_tokens - 1
             n_rows_before = len(batch.tokens)
-            result.rows = pack(
+            result.pending_rows = pack(
                 batch,
                 target,
                 answer.slot,
-                tokens[n_in_cache:],
+                answer.tokens[n_in_cache:],
                 result.draft,
             )
-            if answer.hidden_states is not None and not answer.hidden_states.all_rows:
+            if _reads_last_state(answer):
                 # Only rows with logits have hidden states. The first one of this answer is that of
                 # its last pending token.
                 n_wanted = sum(batch.wants_logits[:n_rows_before])
-                result.rows = range(n_wanted, n_wanted + 1)
+                result.pending_rows = range(n_wanted, n_wanted + 1)
         return batch
 
     def _decode_silently(
@@ -422,8 +423,13 @@ def _rows_of_text(result: RoundResult, kept_path: Sequence[int]) -> list[int]:
 
     The rows of an answer are those of its pending tokens, then one for each node of the draft.
     """
-    first_node_row = result.rows[-1] + 1
-    return [*result.rows, *(first_node_row + node for node in kept_path)]
+    first_node_row = result.pending_rows[-1] + 1
+    return [*result.pending_rows, *(first_node_row + node for node in kept_path)]
+
+
+def _reads_last_state(answer: AnswerState) -> bool:
+    """Return whether the answer's drafter reads hidden states, but only of rows with logits."""
+    return answer.hidden_states is not None and not answer.hidden_states.all_rows
 
 
 def _why_nothing_is_left(proposed: Draft, allowed: Draft) -> ReasonName:
@@ -435,8 +441,7 @@ def _why_nothing_is_left(proposed: Draft, allowed: Draft) -> ReasonName:
     """
     if len(proposed) and not len(allowed):
         return "grammar"
-    if (
-        len(proposed) or proposed.step_confidences
-    ):  # draft steps were made, but none was sure enough
+    made_draft_steps = len(proposed) > 0 or len(proposed.step_confidences) > 0
+    if made_draft_steps:  # but none was sure enough
         return "unsure"
     return "not ready"

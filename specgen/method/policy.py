@@ -185,8 +185,9 @@ class RoundResult:
     n_sequences: int = 1
     #: The seconds of the draft model's decodes, a part of `draft_s`.
     model_s: float = 0.0
-    #: The rows of the pending tokens, among the rows that have hidden states.
-    rows: range = range(1)
+    #: The rows of the pending tokens (the committed ones that the batch decodes), counted among the
+    #: rows of the batch that have hidden states.
+    pending_rows: range = range(1)
     #: The exception that a drafter raised.
     error: Exception | None = None
 
