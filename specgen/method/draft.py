@@ -236,11 +236,11 @@ def pack(
     Returns:
         The rows of the pending tokens in the batch.
     """
-    n_past = backend.length(slot.first)
+    n_in_cache = backend.length(slot.first)
     if len(draft):
         backend.checkpoint(slot.first)
     paths = slot.paths(draft)
-    node_sequences = [tuple[int, ...]()] * len(draft)
+    node_sequences: list[tuple[int, ...]] = [()] * len(draft)
     for sequence, path in paths.items():
         if sequence != slot.first:
             backend.copy(slot.first, sequence)  # every branch follows the committed text
@@ -248,10 +248,10 @@ def pack(
             node_sequences[node] += (sequence,)
 
     first_row = len(batch.tokens)
-    n_committed = n_past + len(pending)
+    n_committed = n_in_cache + len(pending)
     batch.tokens += pending
     batch.tokens += draft.tokens
-    batch.positions += range(n_past, n_committed)
+    batch.positions += range(n_in_cache, n_committed)
     batch.positions += [n_committed + depth for depth in draft.depths]
     batch.sequences += [tuple(paths)] * len(pending)
     batch.sequences += node_sequences
