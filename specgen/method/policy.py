@@ -61,14 +61,16 @@ _CREDIT_SHARE = 0.014
 _MAX_CREDIT = 16.0
 #: The debt, in plain decodes, above which a drafter is put aside.
 _MAX_DEBT = 4.0
-#: The maximum time of a prefill, relative to the answer's time so far. Trials may take a quarter.
+#: The maximum time of a prefill, relative to the answer's time so far.
 _MAX_PREFILL = 2.0
 #: A prefill that takes less than this share of a plain decode need not wait.
 _SHORT_PREFILL = 0.25
 #: The number of tokens in a trial.
 _TRIAL_TOKENS = 3
-#: The maximum share of the answer's expected time that trials may take.
-_MAX_TRIAL_SHARE = 0.1
+#: The maximum time of trials, relative to the answer's time so far...
+_MAX_TRIALS_SO_FAR = 0.5
+#: ...and as a share of the time that the whole answer is expected to take.
+_MAX_TRIALS_SHARE = 0.1
 #: A single trial reveals little: the credit must suffice for this many.
 _N_TRIALS = 3
 #: The expected gain in seconds of plans that are not expected to save time.
@@ -475,15 +477,14 @@ class CostAwarePolicy:
         if not pays and self._can_never_pay(price, stop):
             detail = self._too_costly(price, stop)
             return RoundPlan("row cost", stop=stop, detail=detail), _NO_GAIN
-        if self._affords_trial(offer, stop, gate):
-            n_max = min(plan.n_max, _TRIAL_TOKENS)
-            always = StoppingRule(needs_confidence=True)
-            return replace(
+        if self._affords_trials(offer, stop, gate):
+            trial = replace(
                 plan,
                 reason="trial",
-                n_max=n_max,
-                stop=always,
-            ), _NO_GAIN
+                n_max=min(plan.n_max, _TRIAL_TOKENS),
+                stop=StoppingRule(needs_confidence=True),  # drafts all of these tokens
+            )
+            return trial, _NO_GAIN
         if price.prefill_s > 0.0:
             detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
@@ -508,7 +509,7 @@ class CostAwarePolicy:
             n * plain_s <= stop.extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
         )
 
-    def _affords_trial(
+    def _affords_trials(
         self,
         offer: Offer,
         stop: CostAwareStopping,
@@ -523,8 +524,8 @@ class CostAwarePolicy:
         answer_s = self._recent.elapsed_s + offer.n_left * plain_s
         max_trials_s = min(
             gate.seconds(plain_s),
-            _MAX_PREFILL / 4 * self._recent.elapsed_s,
-            _MAX_TRIAL_SHARE * answer_s,
+            _MAX_TRIALS_SO_FAR * self._recent.elapsed_s,
+            _MAX_TRIALS_SHARE * answer_s,
         )
         return trials_s <= max_trials_s
 
