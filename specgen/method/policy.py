@@ -570,7 +570,11 @@ class CostAwarePolicy:
 
     @property
     def _plain_s(self) -> float:
-        """One sequence's share of the seconds of a plain decode."""
+        """One sequence's share of the seconds of a plain decode, which rounds are compared with.
+
+        Unlike `CostTable.seconds_each(1)`, it leaves out what a change of the batch's size costs
+        with CUDA graphs (`GraphCostTable`).
+        """
         return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
 
     def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
