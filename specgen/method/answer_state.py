@@ -193,12 +193,12 @@ class AnswerState:
         if cascade.model is not None:
             price = cascade.model.price(len(self.tokens))
         return Offer(
-            n_expected,
-            n_chain_max,
-            found,
-            cascade.model_name,
-            price,
-            n_nodes_max,
+            n_left=n_expected,
+            n_max=n_chain_max,
+            found=found,
+            drafter=cascade.model_name,
+            price=price,
+            n_nodes=n_nodes_max,
         )
 
     # --- commit ---------------------------------------------------------------------------------
@@ -395,15 +395,19 @@ class AnswerState:
         round_number: int = 0,
         result: RoundResult | None = None,
     ) -> CommittedEvent:
-        text = "".join([piece.text for piece in pieces])
-        tokens = (tuple(pieces), text, self.n_answer)
+        """Return the event of committed tokens, with the times of their round if there was one."""
+        event = CommittedEvent(
+            sequence=self.index,
+            time_s=now_s,
+            round=round_number,
+            pieces=tuple(pieces),
+            text="".join([piece.text for piece in pieces]),
+            n_tokens=self.n_answer,
+        )
         if result is None:
-            return CommittedEvent(self.index, now_s, round_number, *tokens)
-        return CommittedEvent(
-            self.index,
-            now_s,
-            round_number,
-            *tokens,
+            return event
+        return replace(
+            event,
             reason=result.plan.reason,
             reason_text=result.plan.why,
             draft_s=result.draft_s,
@@ -429,7 +433,7 @@ class AnswerState:
         ended_by_token = n_tokens > self.n_answer  # only an end token is missing in `n_answer`
         tokens_per_s = stats.speed(n_tokens)
         estimate = self._estimate_speedup(tokens_per_s, plain_token_s, is_rough=is_rough)
-        plain_token_s = estimate.plain_token_s
+        plain_token_s = estimate.plain_token_s  # limited, or None if it cannot be right
         speedup_range = None
         if estimate.speedup is not None:
             error = 1.0 + stats.speedup_error()
