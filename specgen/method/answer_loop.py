@@ -86,8 +86,10 @@ class PrefillCosts:
         n = self._n + _PRIOR_TOKENS
         depth = self._depth - _PRIOR_TOKENS
         depth_squared = self._depth_squared + _PRIOR_TOKENS
-        growth_s = n * self._seconds_by_depth - depth * self._seconds
-        growth_s = max(0.0, growth_s / (n * depth_squared - depth**2))
+        covariance = n * self._seconds_by_depth - depth * self._seconds
+        variance = n * depth_squared - depth**2
+        growth_s = max(0.0, covariance / variance)
+        # The line goes through the mean of the observed tokens.
         flat_s = max(0.0, (self._seconds - growth_s * self._depth) / self._n)
         token_s = flat_s + growth_s * (start + end) / 2 / _DOUBLING_DEPTH  # at the mean depth
         return (end - start) * token_s
