@@ -51,7 +51,8 @@ class Cascade:
         if self.free is None or n_max < 1:
             return NO_DRAFT
         try:
-            # A drafter that needs no decode returns its draft at once, without yielding.
+            # A drafter that needs no decode returns its draft at once, without yielding. The plan
+            # only limits its length: the policy will cut the draft once it knows it.
             next(self.free.propose(context, RoundPlan("fixed", n_max), n_drafted))
         except StopIteration as ended:
             found: Draft = ended.value

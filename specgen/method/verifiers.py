@@ -75,6 +75,8 @@ class ResidualVerifier:
     for trees by recursion over siblings (Miao et al., arXiv:2305.09781, Algorithm 2), which may be
     sampled without replacement (Jeon et al., arXiv:2402.14160, Algorithm 1). If several independent
     walks sampled the same token, it is tried once for each of them.
+
+    `MatchVerifier` and `SpecTrVerifier` inherit the walk down the tree, and replace `choose`.
     """
 
     wants_sampled_drafts = True
@@ -266,7 +268,8 @@ class BlockVerifier(ResidualVerifier):
             path += block[:n_accepted]
             if n_accepted < len(block):
                 return Verdict(tuple(path), after.sample(rng))
-            siblings = draft.children[block[-1] if block else node]
+            last = block[-1] if block else node
+            siblings = draft.children[last]
             accepted, after = self.choose(draft, siblings, after, rng)
             if accepted is None:
                 return Verdict(tuple(path), after.sample(rng))
