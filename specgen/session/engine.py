@@ -1,6 +1,6 @@
 """The engine: generates several answers at once with loaded models, in caches that stay filled.
 
-Each step starts the next request, prefills a piece of one prompt, runs one round for all answers
+Each step starts the next request, prefills a chunk of one prompt, runs one round for all answers
 that are being decoded, and completes those that are finished.
 """
 
@@ -325,7 +325,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Advance all answers, and return their new events.
 
-        If a slot is free, the next request starts. Then a piece of one prompt is prefilled, and
+        If a slot is free, the next request starts. Then a chunk of one prompt is prefilled, and
         all answers whose prompt is complete run one round.
 
         Raises:
@@ -343,7 +343,7 @@ class Engine:
                 return events + self._round()
             if self._scheduler.can_prefill_alongside(request_to_prefill):
                 return events + self._round(request_to_prefill)
-            return events + self._prefill_piece(request_to_prefill) + self._round()
+            return events + self._prefill_chunk(request_to_prefill) + self._round()
 
     def run(self) -> Iterator[Event]:
         """Step until all requests are done, and yield the events of all answers."""
@@ -454,15 +454,16 @@ class Engine:
             grammar=grammar.text if grammar is not None else None,
         )
 
-    def _prefill_piece(self, request: Request) -> list[Event]:
-        """Prefill the next piece of a prompt, and return the events."""
+    def _prefill_chunk(self, request: Request) -> list[Event]:
+        """Prefill the next chunk of a prompt, and return the events."""
 
         def is_cancelled() -> bool:
             return request.is_cancelled
 
         events: list[Event] = []
         with self._fail_on_error([request]):
-            events += self._loop.prefill(request.running, self._scheduler.n_piece(), is_cancelled)
+            n_max = self._scheduler.n_chunk_max()
+            events += self._loop.prefill(request.running, n_max, is_cancelled)
             self._store_prefix(request)
             request.add_events(events)
             events += self._complete(request)
@@ -472,7 +473,7 @@ class Engine:
         """Run one round for all answers whose prompt is complete, and return the events.
 
         Args:
-            request_to_prefill: A piece of its prompt is decoded in the same batch.
+            request_to_prefill: A chunk of its prompt is decoded in the same batch.
         """
         decoding = self._scheduler.decoding
         participants = list(decoding)

@@ -17,16 +17,16 @@ from specgen.text.overlap import common_prefix_length
 
 #: The number of waiting requests that are considered, if the first ones should keep waiting.
 _N_CONSIDERED = 16
-#: The time that a piece of a prompt should take. A request that arrives meanwhile has to wait.
-_PIECE_S = 0.3
+#: The time that a chunk of a prompt should take. A request that arrives meanwhile has to wait.
+_CHUNK_S = 0.3
 #: A request waits for the prefill of another prompt if it can then share more than this many
 #: additional tokens.
 _N_WORTH_WAITING = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _ChosenPiece:
-    """The state of a prompt just before a piece of it is prefilled."""
+class _ChosenChunk:
+    """The state of a prompt just before a chunk of it is prefilled."""
 
     #: The answer whose prompt is prefilled.
     running: AnswerState
@@ -79,11 +79,11 @@ class Scheduler:
         #: The number of requests that were added so far.
         self._n_added = 0
         self._is_closed = False
-        #: The piece that was chosen last; None once its figures have been used.
-        self._chosen: _ChosenPiece | None = None
+        #: The chunk that was chosen last; None once its figures have been used.
+        self._chosen: _ChosenChunk | None = None
         #: The number of tokens of other prompts that were prefilled while the oldest prompt waited.
         self._n_overtaken = 0
-        #: Seconds per token of the last piece; 0 before the first one.
+        #: Seconds per token of the last chunk; 0 before the first one.
         self._token_s = 0.0
         #: The value of the most valuable text that was dropped so far (`_SlotUse.value`).
         self._age = 0
@@ -245,9 +245,9 @@ class Scheduler:
         for a long one. The oldest prompt comes first if it has been overtaken by a whole batch of
         tokens, so that it does not wait forever.
 
-        The caller has to prefill a piece of it: the next call measures how long that took.
+        The caller has to prefill a chunk of it: the next call measures how long that took.
         """
-        self._learn_from_last_piece()
+        self._learn_from_last_chunk()
         prefilling = self.prefilling
         if not prefilling:
             return None
@@ -260,7 +260,7 @@ class Scheduler:
                 return len(request.prompt.tokens) - self._n_held(request), request.index
 
             chosen = min(prefilling, key=rank)
-        self._chosen = _ChosenPiece(
+        self._chosen = _ChosenChunk(
             running=chosen.running,
             n_before=self._n_held(chosen),
             prompt_s=chosen.running.stats.prompt_s,
@@ -268,7 +268,7 @@ class Scheduler:
         )
         return chosen
 
-    def _learn_from_last_piece(self) -> None:
+    def _learn_from_last_chunk(self) -> None:
         """Update the speed of prefill, and the number of tokens that overtook the oldest prompt."""
         chosen = self._chosen
         self._chosen = None
@@ -284,7 +284,7 @@ class Scheduler:
             self._n_overtaken = max(0, self._n_overtaken - n)
 
     def can_prefill_alongside(self, prefilling: Request) -> bool:
-        """Return whether a piece of a prompt can be decoded in the same batch as a round.
+        """Return whether a chunk of a prompt can be decoded in the same batch as a round.
 
         The model has to be batch-invariant (a row has the same logits in any batch), and its cache
         must consist of cells. No answer may need hidden states, and the prompt's log-probabilities
@@ -300,22 +300,22 @@ class Scheduler:
             and all(each.running.hidden_states is None for each in (*decoding, prefilling))
         )
 
-    def n_piece(self) -> int | None:
-        """Return the maximum number of tokens of the next piece of a prompt; None for a full batch.
+    def n_chunk_max(self) -> int | None:
+        """Return the maximum number of tokens of the next chunk of a prompt; None for a full batch.
 
-        With several slots, other requests may arrive, so a piece takes only about `_PIECE_S`, or
+        With several slots, other requests may arrive, so a chunk takes only about `_CHUNK_S`, or
         less while other answers are being decoded.
         """
-        # If the model is not batch-invariant, smaller pieces would change the logits, and thus the
+        # If the model is not batch-invariant, smaller chunks would change the logits, and thus the
         # answer would depend on other requests.
         if len(self.slots) == 1 or not self._target.model.has_equal_rows:
             return None
-        # Each piece, however small, reads the weights of a streamed model from disk.
+        # Each chunk, however small, reads the weights of a streamed model from disk.
         if self._target.model.is_streamed:
             return None
         if self.decoding or not self._token_s:
             return N_PREFILL_ALONGSIDE
-        return max(N_PREFILL_ALONGSIDE, int(_PIECE_S / self._token_s))
+        return max(N_PREFILL_ALONGSIDE, int(_CHUNK_S / self._token_s))
 
     def _n_held(self, request: Request) -> int:
         """Return the number of tokens of a request, which is being served, in the cache."""
