@@ -134,9 +134,10 @@ def generate(
     n_draft: int = N_DRAFT,
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, until the text ends or the context is full.
+    """Yield the tokens that follow a prompt, until the text ends or a limit is reached.
 
-    Both caches must be empty, and the draft's must be at least as large as the target's.
+    There are at most `max_tokens`, and only as many as the target's context has room for. Both
+    caches must be empty, and the draft's must be at least as large as the target's.
     """
     prefill(target, prompt[:-1])
     prefill(draft, prompt[:-1])
@@ -145,14 +146,15 @@ def generate(
     max_length = min(len(prompt) + max_tokens, target.n_ctx + 1)
     while len(text) < max_length:
         n_room = max_length - len(text) - 1  # without the token that the target adds
-        for token in speculative_round(
+        new_tokens = speculative_round(
             target,
             draft,
             text,
             min(n_draft, n_room),
             temperature,
             rng,
-        ):
+        )
+        for token in new_tokens:
             if target.vocabulary.is_end(token):
                 return
             text.append(token)
