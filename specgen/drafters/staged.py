@@ -104,7 +104,7 @@ class SecondDraft:
         context: Sequence[int],
         drafted: Sequence[int],
         n_room: int,
-        n_before: int,
+        n_drafted: int,
     ) -> Generator[Ask, Logits, Sequence[int]]:
         """Guess the draft model's next tokens, and return them.
 
@@ -112,15 +112,15 @@ class SecondDraft:
             context: The text, and the tokens that another drafter drafted after it.
             drafted: The tokens that the draft model has drafted so far.
             n_room: The maximum number of tokens to guess.
-            n_before: The number of tokens of `context` that another drafter drafted.
+            n_drafted: The number of tokens at the end of `context` that another drafter drafted.
         """
         # This corresponds to a round of the target: first look up n-grams, then plan, then draft.
         drafters = self._drafters
         text = [*context, *drafted]
-        n_drafted = n_before + len(drafted)
+        n_uncommitted = n_drafted + len(drafted)
         self._show(text, len(context))
         n_max = min(self._policy.n_max, n_room)
-        ngram_draft = drafters.look_up(text, n_max, n_drafted)
+        ngram_draft = drafters.look_up(text, n_max, n_uncommitted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
@@ -133,7 +133,7 @@ class SecondDraft:
         )
         self._why = self._why or plan.why
         before_s = self._decoded_s()
-        uncut = yield from drafters.propose(text, plan, n_drafted)
+        uncut = yield from drafters.propose(text, plan, n_uncommitted)
         draft_s = self._decoded_s() - before_s
         draft = plan.stop.cut(uncut)
         if not draft.is_chain:  # the draft model checks chains only
@@ -246,9 +246,9 @@ class StagedDrafter(ModelDrafter):
         self._guesses = guesses
         #: The logits after the last tokens in the cache. The backend's next decode overwrites them.
         self._rows: Logits = np.empty((0, 0), np.float32)
-        #: The number of rows that the backend had decoded when it computed these logits; they are
-        #: valid as long as it is the same.
-        self._n_decoded = 0
+        #: The backend's `n_decoded_rows` when it computed these logits, which are valid as long as
+        #: it stays the same.
+        self._n_decoded_rows = 0
         #: The guessed tokens at the end of the cache that the model has not confirmed yet.
         self._ahead: Sequence[int] = ()
 
@@ -311,7 +311,7 @@ class StagedDrafter(ModelDrafter):
         before_s = backend.decode_s
         tokens = [drafted[-1], *self._ahead]
         self._rows = yield from self._decode(tokens, n_wanted=len(tokens))
-        self._n_decoded = backend.n_decoded_rows
+        self._n_decoded_rows = backend.n_decoded_rows
         self._guesses.observe_decode(backend.decode_s - before_s)
 
     def _catch_up(self, context: Sequence[int]) -> Decoding:
@@ -330,7 +330,7 @@ class StagedDrafter(ModelDrafter):
         were_guesses_right = bool(new) and new == cached[: len(new)]
         # The last row follows the last token in the cache; row `first` follows the text.
         first = len(self._rows) - 1 - (len(cached) - len(new))
-        are_rows_valid = self._n_decoded == self._backend.n_decoded_rows
+        are_rows_valid = self._n_decoded_rows == self._backend.n_decoded_rows
         if were_guesses_right and are_rows_valid and first >= 0:
             self._n_agreed = len(context)
             return self._rows[first:]
