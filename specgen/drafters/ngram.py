@@ -186,7 +186,7 @@ class SuffixDrafter(Drafter):
             if not heap:
                 break
             key, _, candidate = heappop(heap)
-            path = self._extend(candidate, node=len(nodes), probability=-key)
+            path = self._extend_path(candidate, node=len(nodes), probability=-key)
             nodes.append(candidate)
         if not nodes:
             return NO_DRAFT
@@ -221,9 +221,10 @@ class SuffixDrafter(Drafter):
                 came_next = continuation.token == token
                 self._chances.learn(continuation.evidence, came_next=came_next)
             self._text.add(token)
-            self._matches = self._extended(self._matches, context[max(0, end - MAX_MATCH) : end])
+            ending = context[max(0, end - MAX_MATCH) : end]
+            self._matches = self._extend_matches(self._matches, ending)
 
-    def _extend(
+    def _extend_path(
         self,
         candidate: _Candidate,
         *,
@@ -234,14 +235,14 @@ class SuffixDrafter(Drafter):
         path = candidate.path
         ending = [*path.ending, candidate.token]
         return _Path(
-            node,
-            path.depth + 1,
-            probability,
-            ending,
-            self._extended(path.matches, ending),
+            node=node,
+            depth=path.depth + 1,
+            probability=probability,
+            ending=ending,
+            matches=self._extend_matches(path.matches, ending),
         )
 
-    def _extended(
+    def _extend_matches(
         self,
         matches: Sequence[Match | None],
         ending: Sequence[int],
