@@ -24,7 +24,7 @@ class Eagle3Draft(TrainedDraft):
     model_type = EagleModel
     context_type = EagleContext
     drafter_type = EagleDrafter
-    draws_trees = True
+    can_branch = True
 
 
 KIND = Eagle3Draft.kind()

@@ -368,7 +368,8 @@ class CostAwareTree(Tree):
         if n_verified >= n_rows_max:
             displaced_s = acceptances[verified[-1]] * stop.token_s
         # Each expanded node takes a cell of the drafter's cache.
-        n_expanded_max = min(self.max_width, n_rows_max - (len(self.confidences) - 1))
+        n_expanded = len(self.confidences) - 1  # without the root
+        n_expanded_max = min(self.max_width, n_rows_max - n_expanded)
 
         # Each further node adds an expected gain, but a decode with more rows costs more.
         n_best = 0

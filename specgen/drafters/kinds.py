@@ -84,7 +84,8 @@ def refuse_draft(path: Path) -> None:
     from specgen.llama.gguf_file import architecture_of
 
     architecture = architecture_of(path)
-    if any(architecture and kind.architecture == architecture for kind in KINDS):
+    draft_architectures = {kind.architecture for kind in KINDS if kind.architecture}
+    if architecture in draft_architectures:
         raise ModelFileError(
             f"{path}: a draft of one target ({architecture}), and not a whole model",
             hint="give it as --draft, and the model that it was made for as -m",

@@ -143,12 +143,19 @@ class MtpDraft(StatesDraft):
 
 
 def _matches(source: DraftSource) -> bool:
-    return holds_mtp_only(source) if isinstance(source, Path) else source == "mtp"
+    if isinstance(source, Path):
+        return holds_mtp_only(source)
+    return source == "mtp"
+
+
+def _open(source: DraftSource, setup: DraftSetup) -> MtpDraft:
+    """Load the file with the layers, or use those in the target's file."""
+    return MtpDraft(setup, source if isinstance(source, Path) else None)
 
 
 KIND = DraftKind(
     "mtp",
     matches=_matches,
-    open=lambda source, setup: MtpDraft(setup, source if isinstance(source, Path) else None),
+    open=_open,
     suits=lambda target: not target.why_no_mtp,
 )

@@ -194,14 +194,17 @@ class StandaloneDraft(LoadedDraft):
         return None
 
     def n_sequences(self, n_rows: int) -> int:
-        """Return the number of llama.cpp's sequences per text: one per node of a tree, and one."""
-        n_branches = n_rows + 1 if self._decodes_branches else 1
-        return n_native_sequences(self.model, n_branches)
+        """Return the number of llama.cpp's sequences per text, at least one for each branch."""
+        return n_native_sequences(self.model, self._n_branches(n_rows))
+
+    def _n_branches(self, n_rows: int) -> int:
+        """Return the number of branches: one for each node of a tree, and one for the text."""
+        return n_rows + 1 if self._decodes_branches else 1
 
     def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
         """Open its context, and those of the models that draft for it."""
         self.model.check_parallel(spec.n_slots)
-        n_branches = spec.n_rows + 1 if self._decodes_branches else 1
+        n_branches = self._n_branches(spec.n_rows)
         n_outputs = self._n_outputs(spec.n_rows)
         context = LlamaBackend(
             self.model,

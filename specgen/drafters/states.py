@@ -422,13 +422,13 @@ class TrainedDraft(StatesDraft):
     #: The type of its drafters.
     drafter_type: ClassVar[type[StatesDrafter]]
     #: Whether its drafts may branch.
-    draws_trees: ClassVar[bool] = False
+    can_branch: ClassVar[bool] = False
 
     def __init__(self, path: Path, setup: DraftSetup) -> None:
         super().__init__(path.name, path, setup)
         self.origin = self.model_type.file_architecture
         self.why_chains = setup.why_chains
-        if self.why_chains is None and not self.draws_trees:
+        if self.why_chains is None and not self.can_branch:
             self.why_chains = f"{path.name} drafts chains"
         self._model = self.model_type(path, setup.target, n_gpu_layers=setup.context.n_gpu_layers)
         self._use_model(self._model)
