@@ -77,10 +77,10 @@ class Text:
 Make: TypeAlias = Callable[[Text], Drafter | Cascade]
 
 
-def model(text: Text, noise: float = 0.0, head: range = range(0)) -> ModelDrafter:
+def model(text: Text, noise: float = 0.0, skipped_prefix: range = range(0)) -> ModelDrafter:
     return ModelDrafter(
         open_model(text, noise),
-        draft_request(text.state, text.sampler, seed=text.seed, head=head),
+        draft_request(text.state, text.sampler, seed=text.seed, skipped_prefix=skipped_prefix),
         n_shared_tokens=text.vocabulary.n_tokens,
     )
 
@@ -204,7 +204,7 @@ DRAFTERS: dict[str, DrafterCase] = {
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
     "behind a prompt's head": DrafterCase(
-        ModelDrafter, lambda text: model(text, head=range(2)), draws=True
+        ModelDrafter, lambda text: model(text, skipped_prefix=range(2)), draws=True
     ),
     "translated": DrafterCase(
         TranslatedDrafter, translated, "respelled", translated="auto", grammar=False

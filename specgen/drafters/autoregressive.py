@@ -53,9 +53,9 @@ class ModelDrafter(Drafter):
     cache. Leaves are never decoded, since decoding a node finds all of its children. After the
     round, the branch that became text stays in the cache.
 
-    What a chat template puts before every prompt (`DraftRequest.head`) is skipped. The model drafts
-    nearly the same without it, and the shorter prefill saves 1 to 4% of the time of an answer to a
-    short prompt.
+    What a chat template puts before every prompt (`DraftRequest.skipped_prefix`) is skipped. The
+    model drafts nearly the same without it, and the shorter prefill saves 1 to 4% of the time of an
+    answer to a short prompt.
 
     Args:
         backend: The model's context.
@@ -86,7 +86,7 @@ class ModelDrafter(Drafter):
         #: known to agree with the text.
         self._n_agreed = 0
         #: The positions of the text that are left out of the cache.
-        self._skipped = request.head
+        self._skipped = request.skipped_prefix
         #: The last tree, while the cache holds its branches.
         self._tree: Expansion | None = None
         #: The length of the text before the last draft.

@@ -210,29 +210,29 @@ class Chain(Expansion):
         request = self.request
         confidence = 1.0
         if self.plan.stop.needs_confidence:
-            confidence = request.shaper.top_probability(row, path)
+            confidence = request.sampling.top_probability(row, path)
         step = self._decide(confidence)
         if step.keep_token:
             # Sample only now: for exact verification, the decision to draft a token must not depend
             # on the token.
-            source = request.shaper.distribution(row, path)
+            source = request.sampling.distribution(row, path)
             token = source.sample(request.rng)
             self._add(len(self.tokens) - 1, token, source.probability(token), source)
         return step
 
     def _add_likeliest(self, row: Logits, path: Sequence[int]) -> DraftStep:
         """Ask the plan whether to add a token, and add the likeliest one if so."""
-        shaper = self.request.shaper
+        sampling = self.request.sampling
         parent = len(self.tokens) - 1
         if self.plan.stop.needs_confidence:
-            (token,), (confidence,) = shaper.likeliest(row, path, 1)
+            (token,), (confidence,) = sampling.likeliest(row, path, 1)
             step = self._decide(confidence)
             if step.keep_token:
                 self._add(parent, token, confidence)
         else:
             step = self._decide(1.0)
             if step.keep_token:
-                self._add(parent, shaper.distribution(row, path).mode, None)
+                self._add(parent, sampling.distribution(row, path).mode, None)
         return step
 
     def _decide(self, confidence: float) -> DraftStep:
@@ -271,9 +271,9 @@ class Tree(Expansion):
         n_before = len(self.tokens)
         try:
             if request.draws:
-                self._sample_children(node, request.shaper.distribution(row, path))
+                self._sample_children(node, request.sampling.distribution(row, path))
             else:
-                tokens, probabilities = request.shaper.likeliest(row, path, self._n_candidates())
+                tokens, probabilities = request.sampling.likeliest(row, path, self._n_candidates())
                 self._add_likeliest(node, tokens, probabilities)
         except NoTokenAllowedError:  # the grammar allows no token here
             return

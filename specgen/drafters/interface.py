@@ -197,7 +197,7 @@ class DraftRequest:
     #: The text of the answer.
     text: TextState
     #: Turns logits into the distributions of drafted tokens.
-    shaper: SamplingPipeline
+    sampling: SamplingPipeline
     #: The random generator for drafts. The target has a separate one.
     rng: np.random.Generator
     #: The tokens before the answer. The draft's caches may hold some of them already.
@@ -227,7 +227,7 @@ class DraftRequest:
     n_deepest: int | None = None
     #: The positions of tokens that a draft model may skip: turns that the chat template adds before
     #: every prompt.
-    head: range = range(0)
+    skipped_prefix: range = range(0)
     #: The prompt for a draft with another vocabulary, in its own tokens and template. If it is
     #: None, such a draft translates the target's prompt.
     draft_prompt: Sequence[int] | None = None

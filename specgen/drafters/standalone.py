@@ -290,9 +290,9 @@ class StandaloneDraft(LoadedDraft):
         own = replace(
             request,
             text=TextState(()),
-            shaper=sampling,
+            sampling=sampling,
             prompt=text.tokens,
-            head=range(0),
+            skipped_prefix=range(0),
         )
         holds_back = request.caches[0].rollback == "cells"
         return TranslatedDrafter(
@@ -317,7 +317,7 @@ class StandaloneDraft(LoadedDraft):
             likeliest = SamplingPipeline(Sampler(SamplerOptions()), request.text)
             own = replace(
                 request,
-                shaper=likeliest,
+                sampling=likeliest,
                 # A separate generator, so that this model's samples stay the same.
                 rng=np.random.default_rng(0),
                 caches=caches,

@@ -262,7 +262,11 @@ class StatesDrafter(Drafter):
             cache.drop_drafted()
 
     def _n_decoded(self, n_context: int) -> int:
-        """Return the number of the text's tokens that the target has decoded, but not the last."""
+        """Return the number of the text's tokens that the target has decoded.
+
+        The last token does not count, even if it is decoded: its row predicts the first drafted
+        token.
+        """
         return min(self.hidden_states.n_decoded, n_context - 1)
 
     def _decode_token(

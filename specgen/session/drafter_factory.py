@@ -218,9 +218,9 @@ class DrafterFactory:
         )
         sampler = Sampler(options, settings.sampler.breakers)
         return DraftRequest(
-            text_state,
-            SamplingPipeline(sampler, text_state),
-            np.random.default_rng(seed),
+            text=text_state,
+            sampling=SamplingPipeline(sampler, text_state),
+            rng=np.random.default_rng(seed),
             prompt=prompt.tokens,
             costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),
             costs_of=costs_of,
@@ -231,7 +231,7 @@ class DrafterFactory:
             shape=drafting.tree,
             n_max=drafting.n_max,
             n_deepest=drafting.tree_depth,
-            head=prompt.skipped_prefix,
+            skipped_prefix=prompt.skipped_prefix,
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,
         )
