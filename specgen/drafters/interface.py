@@ -124,7 +124,7 @@ class CacheSlot:
         backend: Backend,
         tokens: Sequence[int],
         *,
-        n_again: int = 0,
+        n_redecoded: int = 0,
     ) -> int:
         """Let this slot hold the longest prefix of `tokens` that any slot of a cache holds.
 
@@ -135,7 +135,7 @@ class CacheSlot:
             backend: The cache.
             tokens: The text that the slot is to hold. Its last token is never reused, since its
                 logits are needed.
-            n_again: The number of tokens at the end of the prefix that are not reused, because a
+            n_redecoded: The number of tokens at the end of the prefix that are not reused, because a
                 drafter needs their hidden states. Ignored if the cache cannot drop cells.
 
         Returns:
@@ -148,7 +148,7 @@ class CacheSlot:
                 backend.remove(branch)
         try:
             if backend.rollback == "cells":
-                return self._share_cells(backend, tokens[:-1], n_again)
+                return self._share_cells(backend, tokens[:-1], n_redecoded)
             return self._go_back(backend, tokens[:-1])
         except RollbackError:  # the cells that a sliding window needs are gone
             backend.remove(own.first)
@@ -158,7 +158,7 @@ class CacheSlot:
         self,
         backend: Backend,
         tokens: Sequence[int],
-        n_again: int,
+        n_redecoded: int,
     ) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
@@ -167,7 +167,7 @@ class CacheSlot:
         lender = max(firsts, key=n_held.__getitem__)
         if n_held[lender] == n_held[own]:
             lender = own  # then nothing has to be shared
-        n_shared = max(0, n_held[lender] - n_again)
+        n_shared = max(0, n_held[lender] - n_redecoded)
         n_kept = min(n_held[own], n_shared)
         if backend.length(own) > n_kept:
             backend.remove(own, n_kept)

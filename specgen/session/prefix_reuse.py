@@ -88,18 +88,18 @@ class PrefixReuse:
         draft = self._session.draft
         # Some drafts read the target's hidden state of the last reused token, which may no longer
         # be available: decode that token again.
-        n_again = 0
+        n_redecoded = 0
         if draft is not None and draft.reads in ("all states", "cache"):
-            n_again = 1
+            n_redecoded = 1
         if not uses_cache:
             # A text of one token has no prefix to reuse, so this empties the slot.
-            slot.share_prefix(self._target, prompt.tokens[:1], n_again=n_again)
+            slot.share_prefix(self._target, prompt.tokens[:1], n_redecoded=n_redecoded)
             return PrefillPlan()
 
         n = len(prompt.tokens)
         if slot.branches(self._target).first == 0:
             self._n_last_prompt = n
-        n_held = slot.share_prefix(self._target, prompt.tokens, n_again=n_again)
+        n_held = slot.share_prefix(self._target, prompt.tokens, n_redecoded=n_redecoded)
         marks: list[int] = []
         if n > _MIN_PROMPT_WITH_STOPS:
             marks = positions_of_control_tokens(self._target.vocabulary, prompt.tokens)
@@ -111,7 +111,7 @@ class PrefixReuse:
                 prompt,
                 marks,
                 n_held,
-                n_again,
+                n_redecoded,
             )
             stops += self._store.stops(slot.branches(self._target).first)
         if self._target.rollback != "cells":

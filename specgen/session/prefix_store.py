@@ -112,7 +112,7 @@ class PrefixStore:
         prompt: Prompt,
         marks: Sequence[int],
         n_held: int,
-        n_again: int,
+        n_redecoded: int,
     ) -> int:
         """Load the longest stored prefix of a prompt, if it is longer than what the slot holds.
 
@@ -123,7 +123,7 @@ class PrefixStore:
             prompt: The prompt. Its last token is never loaded, because its logits are needed.
             marks: The positions of control tokens in it.
             n_held: The number of its first tokens that the slot holds already.
-            n_again: The number of tokens at the end of a prefix that have to be decoded again,
+            n_redecoded: The number of tokens at the end of a prefix that have to be decoded again,
                 because a draft needs their hidden states.
 
         Returns:
@@ -143,7 +143,7 @@ class PrefixStore:
                     _mark_as_used(saved.path)
                 n_wanted = n_stored
                 if self._context.goes_back:  # other caches cannot drop a few tokens
-                    n_wanted -= n_again
+                    n_wanted -= n_redecoded
                 n_loaded = self._load(sequence, saved, n_wanted, n_held)
             lengths = self._lengths_to_store(tokens, marks, prompt, n_stored)
         except OSError as error:
