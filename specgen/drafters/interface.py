@@ -135,8 +135,8 @@ class CacheSlot:
             backend: The cache.
             tokens: The text that the slot is to hold. Its last token is never reused, since its
                 logits are needed.
-            n_redecoded: The number of tokens at the end of the prefix that are not reused, because a
-                drafter needs their hidden states. Ignored if the cache cannot drop cells.
+            n_redecoded: The number of tokens at the end of the prefix that are not reused, because
+                a drafter needs their hidden states. Ignored if the cache cannot drop cells.
 
         Returns:
             The number of tokens that the slot now holds.

@@ -17,7 +17,7 @@ from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
 from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
-from specgen.method.drafter import HiddenStateSink
+from specgen.method.drafter import Drafter, HiddenStateSink
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
@@ -91,21 +91,21 @@ class DrafterFactory:
             draft_request = replace(draft_request, caches=caches, slot=slot)
             drafter = draft.drafter(draft_request)
             hidden_states = drafter.hidden_states
-            # A cascade asks its free drafter (n-grams) first, and then the one with a model.
-            if draft.is_free:
-                cascade = Cascade(drafter, None, text_state)
-            elif settings.drafting.adds_ngrams:
-                can_branch = session.n_branches_max > 1
-                ngrams = session.ngrams.drafter(replace(draft_request, branches=can_branch))
-                cascade = Cascade(ngrams, drafter, text_state)
-            else:
-                cascade = Cascade(None, drafter, text_state)
+            cascade = self._cascade(
+                draft,
+                drafter,
+                draft_request,
+                adds_ngrams=settings.drafting.adds_ngrams,
+            )
         n_branches = session.n_branches_max
         generation = settings.generation
-        if prompt.stop and not generation.ignore_eos:
+        ends = prompt.ends
+        if generation.ignore_eos:
+            ends = frozenset()
+        elif prompt.stop:
             generation = replace(generation, stop=(*generation.stop, *prompt.stop))
         return AnswerState(
-            vocabulary=session.target.vocabulary.showing(settings.generation.shown_controls),
+            vocabulary=session.target.vocabulary.showing(generation.shown_controls),
             options=generation,
             n_ctx=n_ctx,
             cascade=cascade,
@@ -117,8 +117,32 @@ class DrafterFactory:
             slot=Branches(slot.number * n_branches, n_branches),
             index=index,
             hidden_states=hidden_states,
-            ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
+            ends=ends,
         )
+
+    def _cascade(
+        self,
+        draft: LoadedDraft,
+        drafter: Drafter,
+        request: DraftRequest,
+        *,
+        adds_ngrams: bool,
+    ) -> Cascade:
+        """Return the drafters of an answer: its draft's, and n-grams that are asked before it.
+
+        Args:
+            draft: The draft.
+            drafter: The drafter that it made for the answer.
+            request: The answer to draft for.
+            adds_ngrams: Whether n-grams draft in addition to a drafter that decodes.
+        """
+        if draft.is_free:
+            return Cascade(free=drafter, state=request.text)
+        if not adds_ngrams:
+            return Cascade(model=drafter, state=request.text)
+        can_branch = self.session.n_branches_max > 1  # n-grams can, even if the draft cannot
+        ngrams = self.session.ngrams.drafter(replace(request, branches=can_branch))
+        return Cascade(ngrams, drafter, request.text)
 
     def acceptance(
         self, settings: RequestSettings | None = None
