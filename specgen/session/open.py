@@ -178,6 +178,12 @@ def open_session(
     # Only choices that the user did not make have a reason. They are loaded after the target, so
     # that an error of the target is not taken for one of the draft.
     is_draft_automatic = bool(wanted.drafts) and wanted.drafts[0].why != ""
+    first_options = options
+    if is_draft_automatic:
+        first_options = replace(options, draft="none")
+    draft_ahead = options.draft
+    if reporter.shows_log:
+        draft_ahead = "none"
     message = f"loading {shown_name(options.target)}"
     if is_packed_first(options.target):
         message += ", whose weights are packed for this machine"
@@ -192,10 +198,10 @@ def open_session(
     draft_note = ""
     with contextlib.ExitStack() as on_error, reporter.status(message):
         session = Session(
-            replace(options, draft="none") if is_draft_automatic else options,
+            first_options,
             clock,
             measurements,
-            draft_ahead="none" if reporter.shows_log else options.draft,
+            draft_ahead=draft_ahead,
             vocabulary_only=vocabulary_only,
             budget=budget,
             on_packing=reporter.packing,

@@ -217,7 +217,9 @@ class Session:
 
     def count_setup(self, seconds: float) -> None:
         """Count some time as loading, or as loading and packing if weights were packed."""
-        self.setup_s["packing_s" if self.setup_s["packing_s"] > 0.0 else "loading_s"] += seconds
+        is_packing = self.setup_s["packing_s"] > 0.0
+        field = "packing_s" if is_packing else "loading_s"
+        self.setup_s[field] += seconds
 
     def _open_ngrams(self) -> LoadedDraft:
         ngrams = open_draft("ngram", self._draft_setup)
