@@ -482,11 +482,12 @@ class Engine:
             participants.append(request_to_prefill)
         with self._fail_on_error(participants, raises=True):
             if request_to_prefill is not None:
+                n_cheap = _N_STREAMED_ALONGSIDE if self.target.model.is_streamed else 0
                 decode = functools.partial(
                     self._loop.decode_alongside,
                     request_to_prefill.running,
                     self._session.costs.table(),
-                    _N_STREAMED_ALONGSIDE if self.target.model.is_streamed else 0,
+                    n_cheap,
                 )
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in participants}
@@ -545,7 +546,9 @@ class Engine:
         was_busy = is_busy(others_share)
         if was_busy:
             draft = self._session.draft
-            costs.do_not_keep(None, None if draft is None else draft.timed)
+            costs.do_not_keep()
+            if draft is not None:
+                costs.do_not_keep(draft.timed)
         finished = self._loop.finish(
             answer,
             costs.table(n_past=answer.n_prompt),

@@ -451,10 +451,9 @@ class SessionCosts:
         """Forget a model's costs, so that they are measured again."""
         self._measurements.forget_costs(*self._file_and_options(draft))
 
-    def do_not_keep(self, *drafts: Key | None) -> None:
-        """Do not write what decodes on a busy machine change in the costs of these models."""
-        for draft in drafts:
-            self._measurements.do_not_keep_costs(*self._file_and_options(draft))
+    def do_not_keep(self, draft: Key | None = None) -> None:
+        """Do not write what decodes on a busy machine change in a model's costs."""
+        self._measurements.do_not_keep_costs(*self._file_and_options(draft))
 
     def mark(self, *drafts: Key | None, are_rough: bool) -> None:
         """Note that the costs of these models were just measured, on a busy machine or not."""
