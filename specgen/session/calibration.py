@@ -139,9 +139,9 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
                     costs.table(),
                     target,
                     sizes,
-                    lambda: target_share * budget_s(),
-                    session.n_rows_max,
-                    interrupted,
+                    budget_s=lambda: target_share * budget_s(),
+                    n_rows=session.n_rows_max,
+                    interrupted=interrupted,
                     is_new=costs.are_outdated(),
                 )
         if has_draft and not _is_current(session, timed):
@@ -152,9 +152,9 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
                 costs.table(timed),
                 drafts[0],
                 _DRAFT_SIZES,
-                lambda: max(_DRAFT_SHARE * budget_s(), budget_s() - target_s),
-                1,
-                interrupted,
+                budget_s=lambda: max(_DRAFT_SHARE * budget_s(), budget_s() - target_s),
+                n_rows=1,
+                interrupted=interrupted,
                 is_new=costs.are_outdated(timed),
             )
     costs.mark(*measured, are_rough=is_busy(load.share))
@@ -252,7 +252,7 @@ class PairCosts:
         return max(self.batch_s[1], CostTable(self.batch_s).seconds(n_rows))
 
 
-def expected_gain(costs: PairCosts, acceptance: float = ASSUMED_ACCEPTANCE) -> float:
+def expected_speedup(costs: PairCosts, acceptance: float = ASSUMED_ACCEPTANCE) -> float:
     """Return a draft's expected speed-up, with the best number of drafted tokens per round.
 
     If each drafted token is accepted with probability a, a round with n of them yields
@@ -286,7 +286,7 @@ def break_even(costs: PairCosts) -> float | None:
     """
     for percent in range(101):
         acceptance = percent / 100
-        if expected_gain(costs, acceptance) >= 1.0:
+        if expected_speedup(costs, acceptance) >= 1.0:
             return acceptance
     return None
 

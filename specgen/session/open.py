@@ -37,7 +37,7 @@ from specgen.session.calibration import (
     MIN_SPEEDUP,
     PairCosts,
     Status,
-    expected_gain,
+    expected_speedup,
     known_costs,
     measure_costs,
     no_status,
@@ -298,14 +298,14 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         except DRAFT_ERRORS as error:
             reasons.append(error.message)
             continue
-        if model is None or costs is None or expected_gain(costs) >= MIN_SPEEDUP:
+        if model is None or costs is None or expected_speedup(costs) >= MIN_SPEEDUP:
             return "; ".join(filter(None, (*reasons, choice.why, choice.advice)))
         # Would a model pay that costs nothing? If not, the target's batches are the reason.
-        batches_are_quick = expected_gain(replace(costs, draft_token_s=0.0)) >= MIN_SPEEDUP
+        batches_are_quick = expected_speedup(replace(costs, draft_token_s=0.0)) >= MIN_SPEEDUP
         why = "batches of the target take too long here for any draft model"
         if batches_are_quick:
-            gain = expected_gain(costs)
-            why = f"by its costs answers would be about {gain:.1f} times as fast as without drafts"
+            speedup = f"{expected_speedup(costs):.1f}"
+            why = f"by its costs answers would be about {speedup} times as fast as without drafts"
         reasons.append(f"not drafting with {shown_name(model)}: {why}")
     session.change_draft("none")
     return "; ".join([*reasons, "not drafting"])
@@ -342,7 +342,7 @@ def _load_draft(
         session.change_draft(draft)
         return None
     costs = known_costs(session, model)
-    if costs is not None and expected_gain(costs) < MIN_SPEEDUP:
+    if costs is not None and expected_speedup(costs) < MIN_SPEEDUP:
         return costs
     session.change_draft(draft)
     measure_costs(session)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from specgen.llama.kernels.packed_weights import Streaming, streaming_of, weight_sizes
 from specgen.session.calibration import (
     ASSUMED_ACCEPTANCE,
-    expected_gain,
+    expected_speedup,
     is_pair_measured,
     known_costs,
 )
@@ -81,7 +81,7 @@ def _drafted_token_s(session: Session) -> float | None:
     rates = DrafterFactory(session).acceptance().get(draft.origin)
     if rates is not None and rates.counts.n_judged.any():
         acceptance = rates.mean()
-    return costs.batch_s[1] / expected_gain(costs, acceptance)
+    return costs.batch_s[1] / expected_speedup(costs, acceptance)
 
 
 def _unpacked_notes(session: Session) -> Iterator[str]:

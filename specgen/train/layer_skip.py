@@ -32,7 +32,7 @@ from specgen.llama.library import ggml, llama_cpp
 from specgen.llama.operators import read_tensor, write_copy, write_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
-from specgen.session.calibration import PairCosts, expected_gain, target_costs
+from specgen.session.calibration import PairCosts, expected_speedup, target_costs
 from specgen.session.session import Session
 from specgen.train.target_text import TargetAnswer, TargetText
 from specgen.train.training_loop import Budget
@@ -131,7 +131,7 @@ def prune(
 
     def speedup(n_left_out: int, agreement: float) -> float:
         token_s = batch_s[1] * (1.0 - n_left_out * layer_share)
-        return expected_gain(PairCosts(batch_s, token_s), agreement)
+        return expected_speedup(PairCosts(batch_s, token_s), agreement)
 
     with Judge(model, context, judging, session.clock) as judge:
         speedups = search(judge.agreement, speedup, model.n_layer, budget)

@@ -26,7 +26,7 @@ from specgen.session.calibration import (
     ASSUMED_ACCEPTANCE,
     PairCosts,
     calibrate,
-    expected_gain,
+    expected_speedup,
     is_pair_measured,
     measure_costs,
     measure_sizes,
@@ -150,9 +150,9 @@ COSTS = PairCosts({1: 0.03, 2: 0.04, 3: 0.05, 4: 0.06}, 0.002)
 
 def test_the_expected_speed_up_is_that_of_the_best_number_of_tokens() -> None:
     # 1: 3 * 1.7 / (4 + 0.2), 2: 3 * 2.19 / (5 + 0.4), 3: 3 * 2.533 / (6 + 0.6)
-    assert expected_gain(COSTS) == pytest.approx(3 * 2.19 / 5.4)
+    assert expected_speedup(COSTS) == pytest.approx(3 * 2.19 / 5.4)
     # A batch that seemed to cost less than a token is not believed.
-    expected = expected_gain(PairCosts({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    expected = expected_speedup(PairCosts({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
     assert expected == pytest.approx(sum(ASSUMED_ACCEPTANCE**depth for depth in range(4)))
 
 
