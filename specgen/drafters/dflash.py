@@ -73,7 +73,7 @@ class DflashDrafter(StatesDrafter):
     ) -> Drafting:
         """Decode a block after the text, and grow a draft from its logits."""
         yield from self._fill_cache(context, n_decoded)
-        n_tokens = draft.n_deepest
+        n_tokens = draft.n_levels_max
         n_masks = n_tokens - 1 if self._predicts_from_last else n_tokens
         block = [context[-1], *[self._mask] * n_masks]
         position = n_decoded - self._cache.n_skipped

@@ -72,7 +72,7 @@ class Expansion(ABC):
     #: The maximum number of tokens.
     n_max: int
     #: The maximum number of levels.
-    n_deepest: int
+    n_levels_max: int
     #: The maximum number of nodes that are expanded at once. The drafter may change it after each
     #: expansion.
     max_width: int = field(default=MAX_WIDTH, init=False)
@@ -115,7 +115,7 @@ class Expansion(ABC):
             return [rows[self.depths[node] + 1] for node in nodes]
 
         # There is no row for deeper nodes.
-        self.n_deepest = min(self.n_deepest, len(rows))
+        self.n_levels_max = min(self.n_levels_max, len(rows))
         return self.grow(rows[0], logits_after)
 
     def child(self, node: int, token: int) -> int | None:
@@ -201,7 +201,7 @@ class Chain(Expansion):
         return (
             step.keep_token
             and step.continue_drafting
-            and len(self.tokens) < self.n_deepest
+            and len(self.tokens) < self.n_levels_max
             and not self.is_end(self.tokens[-1])
         )
 
@@ -313,7 +313,7 @@ class Tree(Expansion):
 
     def _open_nodes(self) -> list[int]:
         """Return the nodes that can be expanded and whose children would not be too deep."""
-        return [node for node in self._open if self.depths[node] < self.n_deepest - 1]
+        return [node for node in self._open if self.depths[node] < self.n_levels_max - 1]
 
 
 @dataclass(eq=False)
@@ -445,7 +445,7 @@ class IndependentWalks(Tree):
 
     def __post_init__(self) -> None:
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
-        self.n_deepest = min(self.n_deepest, self.n_max // len(self.walks))
+        self.n_levels_max = min(self.n_levels_max, self.n_max // len(self.walks))
 
     def _add_likeliest(
         self,
@@ -490,13 +490,13 @@ def start_expansion(
         n_max: The maximum number of tokens of the draft.
     """
     shape = request.shape
-    n_deepest = min(n_max, request.n_deepest or n_max, plan.n_deepest or n_max)
+    n_levels_max = min(n_max, request.n_levels_max or n_max, plan.n_levels_max or n_max)
     kind: type[Expansion]
     if not request.branches:
         kind = Chain
     elif shape.is_fixed:
         kind = IndependentWalks if shape.kind == "walks" else FixedTree
-        n_deepest = min(n_deepest, shape.n_levels)
+        n_levels_max = min(n_levels_max, shape.n_levels)
     elif isinstance(plan.stop, CostAwareStopping):
         kind = CostAwareTree
     else:
@@ -513,5 +513,5 @@ def start_expansion(
         before,
         vocabulary.is_end,
         n_max,
-        n_deepest,
+        n_levels_max,
     )

@@ -224,7 +224,7 @@ class DraftRequest:
     #: The maximum number of tokens of a draft.
     n_max: int = 16
     #: The maximum number of levels of a tree; None if only the number of tokens limits it.
-    n_deepest: int | None = None
+    n_levels_max: int | None = None
     #: The positions of tokens that a draft model may skip: turns that the chat template adds before
     #: every prompt.
     skipped_prefix: range = range(0)

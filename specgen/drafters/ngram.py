@@ -110,7 +110,7 @@ class SuffixDrafter(Drafter):
         n_prompt: The number of tokens before the answer.
         counts: What was counted in all texts; the drafter adds to it.
         n_children: The maximum number of continuations of one position.
-        n_deepest: The maximum number of levels; None if only the number of tokens is limited.
+        n_levels_max: The maximum number of levels; None if only the number of tokens is limited.
         min_probability: Paths that are less likely are not drafted.
     """
 
@@ -126,14 +126,14 @@ class SuffixDrafter(Drafter):
         n_prompt: int = 0,
         counts: NgramCounts | None = None,
         n_children: int = 1,
-        n_deepest: int | None = None,
+        n_levels_max: int | None = None,
         min_probability: float = 0.0,
     ) -> None:
         self._min_match = min_match
         self._max_match = max_match
         self._n_prompt = n_prompt
         self._n_children = n_children
-        self._n_deepest = n_deepest
+        self._n_levels_max = n_levels_max
         self._min_probability = min_probability
         self._chances = TextChances(counts if counts is not None else NgramCounts())
         self._text = TextIndex(min_match)
@@ -164,7 +164,7 @@ class SuffixDrafter(Drafter):
         """
         yield from ()  # nothing is decoded
         self._read(context)
-        max_depth = min(plan.n_max, self._n_deepest or plan.n_max)
+        max_depth = min(plan.n_max, self._n_levels_max or plan.n_max)
         path = _Path(
             node=ROOT,
             depth=0,
@@ -336,14 +336,14 @@ class LoadedNgrams(LoadedDraft):
     def drafter(self, request: DraftRequest) -> SuffixDrafter:
         """Return a drafter that drafts chains, or trees if the request allows branches."""
         n_children = 1
-        n_deepest = None
+        n_levels_max = None
         min_probability = 0.0
         if request.branches and request.shape.is_fixed:
             n_children = max(request.shape.numbers)
-            n_deepest = request.shape.n_levels
+            n_levels_max = request.shape.n_levels
         elif request.branches:
             n_children = _MAX_CHILDREN
-            n_deepest = request.n_deepest
+            n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
         min_match, max_match = self._drafting.ngrams_of
         return SuffixDrafter(
@@ -354,7 +354,7 @@ class LoadedNgrams(LoadedDraft):
             n_prompt=len(request.prompt),
             counts=request.ngram_counts,
             n_children=n_children,
-            n_deepest=n_deepest,
+            n_levels_max=n_levels_max,
             min_probability=min_probability,
         )
 

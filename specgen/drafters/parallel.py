@@ -123,7 +123,7 @@ class ParallelDrafter(ModelDrafter):
 
     def _n_worthwhile(self, plan: RoundPlan) -> int:
         """Return the number of tokens that the plan would draft with the average confidence."""
-        n_max = min(plan.n_max, self._max_rows, self._request.n_deepest or plan.n_max)
+        n_max = min(plan.n_max, self._max_rows, self._request.n_levels_max or plan.n_max)
         cumulative_acceptance = 1.0
         for n in range(1, n_max):
             step = plan.after_draft_step(n - 1, cumulative_acceptance, self._average_confidence)

@@ -122,7 +122,7 @@ class RoundPlan:
     #: The reason in words, if it is more specific than the text in `REASONS`.
     detail: str = ""
     #: The maximum number of levels in a tree; None: `n_max`.
-    n_deepest: int | None = None
+    n_levels_max: int | None = None
 
     @property
     def why(self) -> str:
@@ -240,17 +240,17 @@ class FixedPolicy:
             )
         if offer.drafter is None:
             return RoundPlan("nothing found")
-        n_deepest = None
+        n_levels_max = None
         if self._is_tree and offer.n_nodes is not None:
             n_max = min(self.n_max, offer.n_nodes)
-            n_deepest = offer.n_max  # the tokens left in the answer limit only the tree's levels
+            n_levels_max = offer.n_max  # the tokens left in the answer limit only the tree's levels
         return RoundPlan(
             reason,
             n_max,
             stop=self._stop,
             drafter=offer.drafter,
             detail=detail,
-            n_deepest=n_deepest,
+            n_levels_max=n_levels_max,
         )
 
     def observe(self, result: RoundResult) -> None:

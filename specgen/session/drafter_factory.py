@@ -254,7 +254,7 @@ class DrafterFactory:
             branches=branches,
             shape=drafting.tree,
             n_max=drafting.n_max,
-            n_deepest=drafting.tree_depth,
+            n_levels_max=drafting.tree_depth,
             skipped_prefix=prompt.skipped_prefix,
             draft_prompt=prompt.draft_tokens,
             is_endless=settings.generation.ignore_eos,

@@ -339,13 +339,13 @@ def tree_drafter(
     state: TextState | None = None,
     costs: CostTable | None = None,
     n_sequences: int = 40,
-    n_deepest: int | None = None,
+    n_levels_max: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
     """A drafter of trees of a shape as in `--tree`, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
     costs = costs or CostTable()
     request = tree_request(
-        shape, sampler, state, draws=draws, seed=seed, costs=costs, n_deepest=n_deepest
+        shape, sampler, state, draws=draws, seed=seed, costs=costs, n_levels_max=n_levels_max
     )
     return ModelDrafter(backend, request, n_shared_tokens=vocabulary.n_tokens), backend
 

@@ -543,7 +543,7 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     is_auto = shape == "auto"
     language = random_language(N_VOCAB, seed=2)
     costs = draft_costs() if is_auto else None
-    drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_deepest=2)
+    drafter, _ = tree_drafter(language, WORDS, shape, costs=costs, n_levels_max=2)
     drafting, policy = (BY_COST, by_cost) if is_auto else (FIXED, None)
     setup = Setup(language, drafter=drafter, drafting=drafting, policy=policy, n_branches=16)
     assert len(setup.run()[0].stats.drafted_by_depth) == 2
