@@ -124,7 +124,7 @@ class SecondDraft:
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
-                n_left=n_room + 1,
+                n_expected=n_room + 1,
                 n_max=n_max,
                 found=ngram_draft,
                 drafter=drafters.model_name,

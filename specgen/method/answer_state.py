@@ -193,12 +193,12 @@ class AnswerState:
         if cascade.model is not None:
             price = cascade.model.price(len(self.tokens))
         return Offer(
-            n_left=n_expected,
+            n_expected=n_expected,
             n_max=n_chain_max,
             found=found,
             drafter=cascade.model_name,
             price=price,
-            n_nodes=n_nodes_max,
+            n_nodes_max=n_nodes_max,
         )
 
     # --- commit ---------------------------------------------------------------------------------

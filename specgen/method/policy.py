@@ -84,7 +84,7 @@ class Offer:
     """What a policy knows before a round."""
 
     #: How many more tokens the answer is expected to get.
-    n_left: int
+    n_expected: int
     #: The maximum number of tokens in a row that may be drafted in this round.
     n_max: int
     #: The draft that was found without a decode.
@@ -94,7 +94,7 @@ class Offer:
     #: The price of that drafter's draft.
     price: Price = FREE
     #: The maximum number of nodes in a tree; None: `n_max`.
-    n_nodes: int | None = None
+    n_nodes_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,8 @@ class FixedPolicy:
         if offer.drafter is None:
             return RoundPlan("nothing found")
         n_levels_max = None
-        if self._is_tree and offer.n_nodes is not None:
-            n_max = min(self.n_max, offer.n_nodes)
+        if self._is_tree and offer.n_nodes_max is not None:
+            n_max = min(self.n_max, offer.n_nodes_max)
             n_levels_max = offer.n_max  # the tokens left in the answer limit only the tree's levels
         return RoundPlan(
             reason,
@@ -462,7 +462,7 @@ class CostAwarePolicy:
             drafter=drafter,
             prefill_s=price.prefill_s,
         )
-        gain_s = self._expected_gain_s(price, offer.n_left)
+        gain_s = self._expected_gain_s(price, offer.n_expected)
         # A free draft is made in any case; which part of it pays is decided once it is known.
         pays = gain_s > 0.0 or price == FREE
         if gate.is_put_aside:
@@ -491,12 +491,12 @@ class CostAwarePolicy:
         detail = self._too_rarely(rates, stop)
         return RoundPlan("acceptance", stop=stop, detail=detail), _NO_GAIN
 
-    def _expected_gain_s(self, price: Price, n_left: int) -> float:
+    def _expected_gain_s(self, price: Price, n_expected: int) -> float:
         """Return the seconds that a draft is expected to save.
 
         The cost of a prefill is spread over the expected number of rounds left in the answer.
         """
-        n_rounds = max(1.0, n_left / max(1.0, self._recent.n_tokens))
+        n_rounds = max(1.0, n_expected / max(1.0, self._recent.n_tokens))
         # The value of the first draft step, at cumulative acceptance 1. It includes the cost
         # `next_s` of every step, but the first one costs `first_s`.
         gain_s = self._values[0][-1] + price.next_s - price.first_s
@@ -521,7 +521,7 @@ class CostAwarePolicy:
         n_tokens = min(self.n_max, _TRIAL_TOKENS)
         trial_s = price.seconds(n_tokens) + stop.extra_s[n_tokens]
         trials_s = price.prefill_s + _N_TRIALS * trial_s
-        answer_s = self._recent.elapsed_s + offer.n_left * plain_s
+        answer_s = self._recent.elapsed_s + offer.n_expected * plain_s
         max_trials_s = min(
             gate.seconds(plain_s),
             _MAX_TRIALS_SO_FAR * self._recent.elapsed_s,
