@@ -82,8 +82,8 @@ class ModelDrafter(Drafter):
         self._sequence = slot.first
         self._n_ctx = request.slot.n_ctx(backend)
         self._tree_cache = TreeCache(backend, slot)
-        #: The number of the text's first tokens, including skipped ones, up to which the cache is
-        #: known to agree with the text.
+        #: The number of the text's first tokens, skipped ones included, that the cache is known to
+        #: agree with.
         self._n_agreed = 0
         #: The positions of the text that are left out of the cache.
         self._skipped = request.skipped_prefix
@@ -104,7 +104,7 @@ class ModelDrafter(Drafter):
 
     def n_to_decode(self, n_context: int) -> int:
         """Return the number of tokens of the text that are decoded before the next draft."""
-        if self._slides_to(n_context):
+        if self._needs_window(n_context):
             return min(_N_WINDOW, self._n_ctx // 2)
         return max(1, self._n_lacking(n_context))
 
@@ -243,7 +243,7 @@ class ModelDrafter(Drafter):
         """
         return n_context - self.n_skipped - self._backend.length(self._sequence)
 
-    def _slides_to(self, n_context: int) -> bool:
+    def _needs_window(self, n_context: int) -> bool:
         """Return whether the cache lacks so much of a text that only a window of it is decoded."""
         return self._n_lacking(n_context) > 2 * _N_WINDOW
 
@@ -266,7 +266,7 @@ class ModelDrafter(Drafter):
         """
         n_ctx = self._n_ctx
         n_window: int | None = None
-        if self._slides_to(n_context):
+        if self._needs_window(n_context):
             n_window = min(_N_WINDOW, n_ctx // 2)
         elif self._n_free(n_context) < min(n_max, max(1, n_ctx // 4)):
             n_window = n_ctx // 2
@@ -283,11 +283,12 @@ class ModelDrafter(Drafter):
         Returns:
             float32[1, n_vocab]
         """
-        rows = yield from self._decode(self._missing(context), n_wanted=1)
+        missing = self._align_cache(context)
+        rows = yield from self._decode(missing, n_wanted=1)
         self._n_agreed = len(context)
         return rows
 
-    def _missing(self, context: Sequence[int]) -> Sequence[int]:
+    def _align_cache(self, context: Sequence[int]) -> Sequence[int]:
         """Drop everything from the cache after its common prefix with `context`.
 
         Returns:

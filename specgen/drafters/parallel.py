@@ -144,7 +144,7 @@ class ParallelDrafter(ModelDrafter):
         """
         backend = self._backend
         n_masks = n_rows - 1
-        missing = self._missing(context)
+        missing = self._align_cache(context)
         # All but the last token are decoded separately if the batch would be too large. So are they
         # if the cache cannot drop cells: to drop the masks, it goes back to the checkpoint below
         # and decodes the tokens after it again.

@@ -199,8 +199,9 @@ class StatesDrafter(Drafter):
         self.hidden_states.begin(request.prompt, backend.hidden_states_by_slot)
         #: The draft's caches: one per layer, or none.
         self._caches: list[StatesCache] = []
-        #: The maximum number of tokens that can be predicted after the token that follows those
-        #: that the target has decoded; None if there is no limit.
+        #: The maximum number of positions that a draft can predict. They start after the first
+        #: token that the target has not decoded, and include those whose token is known already.
+        #: None if there is no limit.
         self._max_predicted: int | None = None
 
     def price(self, n_context: int) -> Price:
@@ -221,7 +222,8 @@ class StatesDrafter(Drafter):
         draft's own states and not the target's.
         """
         n_decoded = self._n_decoded(len(context))
-        # Besides the first one, which is the target's own token of the last round.
+        # Known tokens that the target has not decoded, besides the first one: its own token of the
+        # last round.
         n_undecoded = len(context) - 1 - n_decoded
         n_max = plan.n_max
         if self._max_predicted is not None:
