@@ -122,7 +122,7 @@ class ModelDrafter(Drafter):
             return NO_DRAFT
         rows = yield from self._catch_up(context)
         draft = self._start_draft(context, plan, n_drafted, n_max)
-        if self._request.branches:
+        if self._request.can_branch:
             return (yield from self._grow_tree(draft, rows[0]))
         return (yield from self._grow_chain(draft, rows[0]))
 

@@ -492,7 +492,7 @@ def start_expansion(
     shape = request.shape
     n_levels_max = min(n_max, request.n_levels_max or n_max, plan.n_levels_max or n_max)
     kind: type[Expansion]
-    if not request.branches:
+    if not request.can_branch:
         kind = Chain
     elif shape.is_fixed:
         kind = IndependentWalks if shape.kind == "walks" else FixedTree

@@ -218,7 +218,7 @@ class DraftRequest:
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     draws: bool = False
     #: Whether the draft may be a tree.
-    branches: bool = False
+    can_branch: bool = False
     #: The shape of the tree.
     shape: TreeShape = AUTO_TREE
     #: The maximum number of tokens of a draft.

@@ -338,10 +338,10 @@ class LoadedNgrams(LoadedDraft):
         n_children = 1
         n_levels_max = None
         min_probability = 0.0
-        if request.branches and request.shape.is_fixed:
+        if request.can_branch and request.shape.is_fixed:
             n_children = max(request.shape.numbers)
             n_levels_max = request.shape.n_levels
-        elif request.branches:
+        elif request.can_branch:
             n_children = _MAX_CHILDREN
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY

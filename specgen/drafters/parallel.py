@@ -101,7 +101,7 @@ class ParallelDrafter(ModelDrafter):
         """Predict as many tokens as the plan is expected to want, and grow a draft from them."""
         request = self._request
         n_rows = self._n_worthwhile(plan)
-        if request.branches and request.shape.is_fixed:
+        if request.can_branch and request.shape.is_fixed:
             n_rows = min(n_rows, request.shape.n_levels)
         n_rows = self._make_room(len(context), n_rows)
         if n_rows < 1:

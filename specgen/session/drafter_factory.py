@@ -141,7 +141,7 @@ class DrafterFactory:
         if not adds_ngrams:
             return Cascade(model=drafter, state=request.text)
         can_branch = self.session.n_branches_max > 1  # n-grams can, even if the draft cannot
-        ngrams = self.session.ngrams.drafter(replace(request, branches=can_branch))
+        ngrams = self.session.ngrams.drafter(replace(request, can_branch=can_branch))
         return Cascade(ngrams, drafter, request.text)
 
     def acceptance(
@@ -231,14 +231,15 @@ class DrafterFactory:
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
         draws = draft.can_draw and settings.sampler.is_random and wants_sampled_drafts
         can_branch = drafting.grows_trees and draft.why_chains is None
-        # Sampled drafts branch only in a fixed shape: for exact verification, the number of
-        # siblings must not depend on the samples.
-        branches = can_branch and (drafting.tree.is_fixed or not draws)
+        if draws and not drafting.tree.is_fixed:
+            # Sampled drafts branch only in a fixed shape: for exact verification, the number of
+            # siblings must not depend on the samples.
+            can_branch = False
         options = draft_sampling(
             settings.sampler.options,
             drafting,
             draws=draws,
-            branches=branches,
+            branches=can_branch,
         )
         sampler = Sampler(options, settings.sampler.breakers)
         return DraftRequest(
@@ -251,7 +252,7 @@ class DrafterFactory:
             guesses_of=guesses_of,
             ngram_counts=self._ngram_counts(settings),
             draws=draws,
-            branches=branches,
+            can_branch=can_branch,
             shape=drafting.tree,
             n_max=drafting.n_max,
             n_levels_max=drafting.tree_depth,

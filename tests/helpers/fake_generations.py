@@ -304,7 +304,7 @@ def tree_request(
         if draws
         else draft_sampling(sampler, DraftOptions(tree=shape), draws=False, branches=True)
     )
-    return draft_request(state, shaped, draws=draws, branches=True, shape=shape, **fields)
+    return draft_request(state, shaped, draws=draws, can_branch=True, shape=shape, **fields)
 
 
 def model_drafter(

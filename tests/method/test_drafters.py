@@ -194,7 +194,7 @@ def test_a_model_knows_the_tokens_between_the_text_and_its_draft(is_tree: bool) 
     state = TextState(TEXT)
     pipeline = Paths(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
-    request = draft_request(state, pipeline, branches=is_tree, shape=parse_tree("1,1,1"))
+    request = draft_request(state, pipeline, can_branch=is_tree, shape=parse_tree("1,1,1"))
     model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
