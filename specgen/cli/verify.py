@@ -155,7 +155,7 @@ def _deviations(session: Session) -> tuple[str, ...]:
     deviations: list[str] = []
     if drafting.tree.is_fixed and session.why_chains:
         deviations.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
-    if drafting.verifier not in ("auto", "match") and not draft.can_draw:
+    if drafting.verifier not in ("auto", "match") and not draft.can_sample:
         deviations.append(
             f"drafts were matched, not judged by {drafting.verifier}: none of them was sampled"
         )

@@ -192,7 +192,7 @@ class Chain(Expansion):
         """
         path = (*self.before, *self.tokens)
         try:
-            if self.request.draws:
+            if self.request.is_sampled:
                 step = self._sample_next(row, path)
             else:
                 step = self._add_likeliest(row, path)
@@ -270,7 +270,7 @@ class Tree(Expansion):
         path = self._path_to(node)
         n_before = len(self.tokens)
         try:
-            if request.draws:
+            if request.is_sampled:
                 self._sample_children(node, request.sampling.distribution(row, path))
             else:
                 tokens, probabilities = request.sampling.likeliest(row, path, self._n_candidates())

@@ -216,7 +216,7 @@ class DraftRequest:
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
-    draws: bool = False
+    is_sampled: bool = False
     #: Whether the draft may be a tree.
     can_branch: bool = False
     #: The shape of the tree.
@@ -323,7 +323,7 @@ class LoadedDraft:
     #: Whether it needs no decodes, so that its draft is known before a round is planned.
     is_free = False
     #: Whether it can sample tokens at random and return their distributions.
-    can_draw = True
+    can_sample = True
     #: The number of tokens that one decode predicts. They share its cost.
     n_at_once = 1
     #: The name of its tokens in events and statistics.

@@ -295,7 +295,7 @@ class LoadedNgrams(LoadedDraft):
     """N-grams of the text itself, and of other texts to search: files, and earlier answers."""
 
     is_free = True
-    can_draw = False
+    can_sample = False
     origin = TEXT_ORIGIN
 
     def __init__(self, setup: DraftSetup) -> None:

@@ -109,7 +109,7 @@ class StandaloneDraft(LoadedDraft):
             on_error.pop_all()
         if self._translation is not None:
             self.own_vocabulary = self.model
-            self.can_draw = False
+            self.can_sample = False
         if self.mask is not None:
             self.n_at_once = _N_PARALLEL
         else:
@@ -322,7 +322,7 @@ class StandaloneDraft(LoadedDraft):
                 rng=np.random.default_rng(0),
                 caches=caches,
                 costs=request.costs_of(key),
-                draws=False,
+                is_sampled=False,
                 draft_prompt=None,
             )
             cascade = Cascade(model=self.helper.drafter(own))

@@ -229,17 +229,17 @@ class DrafterFactory:
             return self._acceptance_of(Path(model), key, "guesses")
 
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
-        draws = draft.can_draw and settings.sampler.is_random and wants_sampled_drafts
+        is_sampled = draft.can_sample and settings.sampler.is_random and wants_sampled_drafts
         can_branch = drafting.grows_trees and draft.why_chains is None
-        if draws and not drafting.tree.is_fixed:
+        if is_sampled and not drafting.tree.is_fixed:
             # Sampled drafts branch only in a fixed shape: for exact verification, the number of
             # siblings must not depend on the samples.
             can_branch = False
         options = draft_sampling(
             settings.sampler.options,
             drafting,
-            draws=draws,
-            branches=can_branch,
+            is_sampled=is_sampled,
+            can_branch=can_branch,
         )
         sampler = Sampler(options, settings.sampler.breakers)
         return DraftRequest(
@@ -251,7 +251,7 @@ class DrafterFactory:
             costs_of=costs_of,
             guesses_of=guesses_of,
             ngram_counts=self._ngram_counts(settings),
-            draws=draws,
+            is_sampled=is_sampled,
             can_branch=can_branch,
             shape=drafting.tree,
             n_max=drafting.n_max,
@@ -273,8 +273,8 @@ def draft_sampling(
     target: SamplerOptions,
     drafting: DraftOptions,
     *,
-    draws: bool,
-    branches: bool,
+    is_sampled: bool,
+    can_branch: bool,
 ) -> SamplerOptions:
     """Return the draft's samplers: the target's, changed so that more drafted tokens are accepted.
 
@@ -283,10 +283,10 @@ def draft_sampling(
     Args:
         target: The samplers of the answer.
         drafting: How drafts are made.
-        draws: Whether drafted tokens are sampled at random.
-        branches: Whether drafts are trees.
+        is_sampled: Whether drafted tokens are sampled at random.
+        can_branch: Whether drafts may be trees.
     """
-    if draws:
+    if is_sampled:
         temperature = drafting.temperature
         if temperature is None:
             temperature = DRAFT_TEMPERATURE * target.temperature
@@ -294,7 +294,7 @@ def draft_sampling(
         if top_k is None:
             top_k = target.top_k
         return replace(target, temperature=temperature, top_k=top_k)
-    if branches:
+    if can_branch:
         # Siblings are the likeliest tokens at a position: samplers such as top-p would cut them off
         per_token = tuple(name for name in target.samplers if name in _PER_TOKEN_SAMPLERS)
         n_guesses = _N_GUESSES

@@ -283,7 +283,7 @@ def draft_request(
     if not isinstance(sampler, SamplerOptions):
         return DraftRequest(state, sampler, np.random.default_rng(seed), **fields)
     chain = Sampler(sampler)
-    fields = {"draws": chain.is_random, **fields}
+    fields = {"is_sampled": chain.is_random, **fields}
     return DraftRequest(
         state, SamplingPipeline(chain, state), np.random.default_rng(seed), **fields
     )
@@ -302,9 +302,9 @@ def tree_request(
     shaped = (
         sampler
         if draws
-        else draft_sampling(sampler, DraftOptions(tree=shape), draws=False, branches=True)
+        else draft_sampling(sampler, DraftOptions(tree=shape), is_sampled=False, can_branch=True)
     )
-    return draft_request(state, shaped, draws=draws, can_branch=True, shape=shape, **fields)
+    return draft_request(state, shaped, is_sampled=draws, can_branch=True, shape=shape, **fields)
 
 
 def model_drafter(

@@ -87,7 +87,7 @@ def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
 def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
     sampler = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
     drafter, backend = parallel(
-        sampler, draws=False, can_branch=True, shape=parse_tree("3,2,1"), n_max=16
+        sampler, is_sampled=False, can_branch=True, shape=parse_tree("3,2,1"), n_max=16
     )
     draft = propose(drafter, [1, 2, 3], 15)
     assert backend.decoded == [1, 2, 3, MASK, MASK]

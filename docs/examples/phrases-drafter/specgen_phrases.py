@@ -76,7 +76,7 @@ class LoadedPhrases(LoadedDraft):
     """The phrases of a file, in a target's tokens. Drafting from them needs no model."""
 
     is_free = True
-    can_draw = False
+    can_sample = False
     origin = "phrases"
 
     def __init__(self, phrases: Sequence[str], setup: DraftSetup) -> None:
