@@ -329,7 +329,7 @@ class LoadedDraft:
     #: The name of its tokens in events and statistics.
     origin = "model"
     #: Identifies the costs of its decodes; None if it has no context of its own.
-    timed: Key | None = None
+    cost_key: Key | None = None
     #: Why its drafts can only be chains; None if they can branch.
     why_chains: str | None = None
     #: Its own models, and those that draft for it.

@@ -81,7 +81,7 @@ class StandaloneDraft(LoadedDraft):
         weights: Path | None = None,
     ) -> None:
         super().__init__(path.name, weights or path)
-        self.timed = path
+        self.cost_key = path
         self.learnt = weights
         refuse_draft(path)
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)

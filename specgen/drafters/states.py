@@ -375,7 +375,7 @@ class StatesDraft(LoadedDraft):
         setup: DraftSetup,
     ) -> None:
         super().__init__(name, key)
-        self.timed = key
+        self.cost_key = key
         self._target = setup.target
         self._grows_trees = setup.drafting.grows_trees
         #: The number of tokens that both vocabularies have; None if they are the same one.

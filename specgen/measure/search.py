@@ -175,8 +175,8 @@ def search_drafts(
                     is_draft=True,
                 )
             # Have the draft's costs measured again, too.
-            if session.draft is not None and session.draft.timed is not None:
-                session.costs.forget(session.draft.timed)
+            if session.draft is not None and session.draft.cost_key is not None:
+                session.costs.forget(session.draft.cost_key)
             figures = try_draft(
                 session,
                 baseline,

@@ -87,7 +87,7 @@ def calibrate(
     draft = session.draft
     if not session.options.drafting.is_by_cost or draft is None:
         return ""
-    if is_pair_measured(session, draft.timed):
+    if is_pair_measured(session, draft.cost_key):
         return ""
     with status("measuring what drafting costs"):
         measure_costs(session, interrupted)
@@ -114,8 +114,8 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
         KeyboardInterrupt: If `interrupted` returned True.
     """
     costs = session.costs
-    timed = session.draft.timed if session.draft is not None else None
-    if is_pair_measured(session, timed):
+    cost_key = session.draft.cost_key if session.draft is not None else None
+    if is_pair_measured(session, cost_key):
         return
     started_s = session.clock()
     load = LoadOfOthers()
@@ -127,7 +127,7 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
     sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
     measured: list[Key | None] = []
     with session.contexts(short_context(session)) as (target, drafts):
-        has_draft = bool(drafts) and timed is not None
+        has_draft = bool(drafts) and cost_key is not None
         target_share = 1.0 - _DRAFT_SHARE if has_draft else 1.0
         decode_s_before = target.decode_s
         if not _is_current(session, None, session.n_rows_max):
@@ -144,18 +144,18 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
                     interrupted=interrupted,
                     is_new=costs.are_outdated(),
                 )
-        if has_draft and not _is_current(session, timed):
+        if has_draft and not _is_current(session, cost_key):
             # The draft also gets the time that the target did not use.
             target_s = target.decode_s - decode_s_before
-            measured.append(timed)
+            measured.append(cost_key)
             _time_missing(
-                costs.table(timed),
+                costs.table(cost_key),
                 drafts[0],
                 _DRAFT_SIZES,
                 budget_s=lambda: max(_DRAFT_SHARE * budget_s(), budget_s() - target_s),
                 n_rows=1,
                 interrupted=interrupted,
-                is_new=costs.are_outdated(timed),
+                is_new=costs.are_outdated(cost_key),
             )
     costs.mark(*measured, are_rough=is_busy(load.share))
     session.setup_s["measuring_s"] += session.clock() - started_s

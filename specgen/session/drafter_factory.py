@@ -79,7 +79,7 @@ class DrafterFactory:
         text_state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
         hidden_states: HiddenStateSink | None = None
-        needs_caches = draft is not None and draft.timed is not None
+        needs_caches = draft is not None and draft.cost_key is not None
         if draft is not None and (caches or not needs_caches):
             draft_request = self._draft_request(
                 draft,
@@ -164,9 +164,9 @@ class DrafterFactory:
         if draft is None:
             return self._acceptance_of(target, "none", mode)
         rates = self._acceptance_of(target, draft.key, mode)
-        if not rates and draft.learnt is not None and draft.timed is not None:
+        if not rates and draft.learnt is not None and draft.cost_key is not None:
             # A draft with newly learnt weights starts from the statistics of the original weights.
-            original = self._acceptance_of(target, draft.timed, mode)
+            original = self._acceptance_of(target, draft.cost_key, mode)
             rates.update(copy.deepcopy(dict(original)))
         return rates
 
@@ -247,7 +247,7 @@ class DrafterFactory:
             sampling=SamplingPipeline(sampler, text_state),
             rng=np.random.default_rng(seed),
             prompt=prompt.tokens,
-            costs=costs_of(draft.timed) if draft.timed is not None else CostTable(),
+            costs=costs_of(draft.cost_key) if draft.cost_key is not None else CostTable(),
             costs_of=costs_of,
             guesses_of=guesses_of,
             ngram_counts=self._ngram_counts(settings),

@@ -428,7 +428,7 @@ class Engine:
         if draft is None:
             return
         costs = self._session.costs
-        if not costs.are_outdated() and not costs.are_outdated(draft.timed):
+        if not costs.are_outdated() and not costs.are_outdated(draft.cost_key):
             return
         with contextlib.suppress(MemoryLimitError, BackendError):  # the rough costs remain
             self.notify(calibrate(self._session))
@@ -548,7 +548,7 @@ class Engine:
             draft = self._session.draft
             costs.do_not_keep()
             if draft is not None:
-                costs.do_not_keep(draft.timed)
+                costs.do_not_keep(draft.cost_key)
         finished = self._loop.finish(
             answer,
             costs.table(n_past=answer.n_prompt),

@@ -114,7 +114,7 @@ class AnswerScorer:
             return {}
         if draft.own_vocabulary is not None:
             wanted = {}  # they are tokens of the target
-        return self._likely_tokens(draft.timed, text, wanted)
+        return self._likely_tokens(draft.cost_key, text, wanted)
 
     def _likely_tokens(
         self,

@@ -73,8 +73,8 @@ def _drafted_token_s(session: Session) -> float | None:
     """
     draft = session.draft
     costs = None
-    if draft is not None and draft.timed is not None:
-        costs = known_costs(session, draft.timed)
+    if draft is not None and draft.cost_key is not None:
+        costs = known_costs(session, draft.cost_key)
     if draft is None or costs is None:
         return None
     acceptance = ASSUMED_ACCEPTANCE

@@ -159,11 +159,11 @@ def test_text_does_not_depend_on_the_memory(models: Path, clock: VirtualTime) ->
 
 def test_a_streamed_target_is_timed_in_two_passes(models: Path, clock: VirtualTime) -> None:
     with streamed(models, clock) as session:
-        assert not is_pair_measured(session, session.draft.timed if session.draft else None)
+        assert not is_pair_measured(session, session.draft.cost_key if session.draft else None)
         started_s = clock.now_s
         calibrate(session)
         assert 2 * PASS_S <= clock.now_s - started_s < 3 * PASS_S
-        assert is_pair_measured(session, session.draft.timed if session.draft else None)
+        assert is_pair_measured(session, session.draft.cost_key if session.draft else None)
         costs = session.costs.table()
         assert costs.seconds(1) == costs.seconds(session.n_rows_max) == pytest.approx(PASS_S)
     # What is known of it in memory is another matter.

@@ -317,8 +317,8 @@ def _open_session(wanted: WantedSession) -> Iterator[Session]:
                 f"{name} has a recurrent state, and Llama cannot roll back rejected drafts there",
                 hint="use `specgen run`, or `specgen.load` from Python, which can",
             )
-        timed = session.draft.timed if session.draft is not None else None
-        if wanted.options.drafting.is_by_cost and not is_pair_measured(session, timed):
+        cost_key = session.draft.cost_key if session.draft is not None else None
+        if wanted.options.drafting.is_by_cost and not is_pair_measured(session, cost_key):
             with open_session(wanted, clock=clock, measurements=measurements) as full_session:
                 calibrate(full_session)
                 measurements.save()
