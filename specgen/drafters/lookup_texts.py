@@ -251,7 +251,7 @@ class EarlierTexts:
     def add(self, tokens: Sequence[int]) -> None:
         """Store a text as the newest one, unless the store has it already.
 
-        Of a text that is larger than the store, only the end is stored.
+        Only the end of a text that is larger than the store is stored.
         """
         new = np.array(tokens[-self._max_tokens :], np.int32)
         if not len(new):

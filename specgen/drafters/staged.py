@@ -184,7 +184,7 @@ class SecondDraft:
             self._token_s = token_s
         self._token_s += _RATE * (token_s - self._token_s)
 
-    def in_words(self) -> str:
+    def take_summary(self) -> str:
         """Return a sentence about the guesses for the finished draft, and start the next one."""
         n_guessed = self._n_guessed
         n_right = self._n_right
@@ -287,7 +287,7 @@ class StagedDrafter(ModelDrafter):
 
         draft = yield from chain.grow(rows[0, : self._n_shared_tokens], logits_after)
         self._guesses.settle(chain.tokens)
-        return replace(draft, guesses=self._guesses.in_words())
+        return replace(draft, guesses=self._guesses.take_summary())
 
     def rewind(self, n_tokens: int) -> None:
         """Let both drafts forget the tokens after the first `n_tokens`."""

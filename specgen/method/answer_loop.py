@@ -22,7 +22,7 @@ from specgen.system.arrays import Logits
 #: The maximum number of prompt tokens that are decoded between two rounds of other answers, which
 #: wait meanwhile, or within the batch of a round while the costs of batches are unknown.
 N_PREFILL_ALONGSIDE = 32
-#: A chunk's weight halves with every so many tokens that are decoded after it.
+#: The weight of a chunk halves each time that this many tokens are decoded after it.
 _HALF_LIFE_TOKENS = 8192
 #: The prior guess of how the time grows with depth counts as this many tokens.
 _PRIOR_TOKENS = 128

@@ -218,7 +218,7 @@ class Loop:
             n_pending = n_tokens - n_in_cache
             n_pending_max = min(n_rows_each - len(result.draft), _MAX_PENDING)
             if n_pending > max(1, n_pending_max):
-                self._decode_silently(answer, n_in_cache, n_tokens - 1)
+                self._decode_without_logits(answer, n_in_cache, n_tokens - 1)
                 n_in_cache = n_tokens - 1
             n_rows_before = len(batch.tokens)
             result.pending_rows = pack(
@@ -235,7 +235,7 @@ class Loop:
                 result.pending_rows = range(n_wanted, n_wanted + 1)
         return batch
 
-    def _decode_silently(
+    def _decode_without_logits(
         self,
         answer: AnswerState,
         start: int,

@@ -32,7 +32,7 @@ MIN_SPEEDUP = 1.1
 MIN_SIZES = 3
 #: The text to decode while timing.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
-#: So many of its tokens are decoded before anything is timed, to let llama.cpp plan its graphs.
+#: The number of its tokens that are decoded before anything is timed: llama.cpp plans its graphs.
 _N_UNTIMED = 4
 #: All batch sizes up to this one are timed. Between larger timed sizes, costs are interpolated.
 _N_DENSE = 8
@@ -411,7 +411,7 @@ def measure_sizes(
             if seconds is not None:
                 samples[size].append(seconds)
     backend.remove(0)
-    # Disturbances only add time: of an even number of samples, take the smaller of the middle two.
+    # Disturbances only add time: if there are two medians, take the smaller one.
     return {size: statistics.median_low(times_s) for size, times_s in sorted(samples.items())}
 
 

@@ -210,7 +210,7 @@ class PromptWindow:
 class Chat:
     """Generates the answers of a conversation, and stores the conversation in a file.
 
-    Of an interrupted answer, the text so far is stored.
+    The text of an interrupted answer is stored as far as it got.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ from specgen.session.session import Session
 from specgen.system.files import as_json
 from specgen.system.machine import LoadOfOthers, is_busy
 
-#: While other answers are decoded, so many tokens of a prompt join their round if the target is
+#: While other answers are decoded, this many tokens of a prompt join their round if the target is
 #: streamed: its pass takes as long as its reads from disk, which hide their computation.
 _N_STREAMED_ALONGSIDE = 128
 

@@ -41,9 +41,10 @@ _THREADS = "threads"
 #: Costs that were measured on a busy machine.
 _ROUGH = "rough"
 _KINDS = (_COSTS, _ACCEPTANCE, _NGRAMS, _THREADS, _ROUGH)
-#: Rough costs are used for so many seconds. Then they are measured again.
+#: Rough costs are used for this time. Then they are measured again.
 _ROUGH_LIFETIME_S = 300.0
-#: Costs of a target that reads weights from disk are kept separately for so many shares of them.
+#: The costs of a target that reads weights from disk depend on the share that is read. There is a
+#: table for each of this many shares.
 _N_STREAMED_PARTS = 20
 
 _Value = TypeVar("_Value")

@@ -4,7 +4,7 @@ An entry is a text with the state of a context of the target (`saved_text.py`), 
 processes can load instead of prefilling the text. Only a prefix that two different prompts share is
 stored, such as an agent's system message and tools (`seen_prompts.py`). The state is copied when
 exactly the prefix has been prefilled, and another thread writes it while the answer is generated.
-(Draft models have no entries: of a long text, they read only the end.)
+(Draft models have no entries: they prefill only the end of a long text.)
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from specgen.system.processes import is_failing
 _SUFFIX = ".prefix"
 #: Shorter prefixes are not stored: prefilling them again is quick.
 MIN_TOKENS = 512
-#: A prefix is stored only if the longest one that is stored already lacks at least so many tokens.
+#: A prefix is stored only if it has at least this many tokens more than the longest one stored.
 _MIN_GAIN = 64
-#: To store a prefix of a text in the cache, at most so many tokens after it are dropped there.
+#: To store a prefix of a text in the cache, at most this many tokens after it are dropped there.
 _MAX_DROPPED = 256
-#: Prompts are compared at their first so many control tokens, besides the ends of blocks.
+#: Prompts are compared at the ends of blocks, and at this many of their first control tokens.
 _N_MARKS = 32
 #: The number of agents' instructions in a row that are stored at first sight and then never used.
 _MAX_IN_VAIN = 4
@@ -165,7 +165,7 @@ class PrefixStore:
 
         Args:
             sequence: The sequence in which the prompt is prefilled.
-            prefill_s: Returns how many seconds the prefill of so many tokens takes; 0 if unknown.
+            prefill_s: Returns the seconds that the prefill of n tokens takes; 0 if unknown.
         """
         backend = self._context.backend
         tokens = self._due.get(sequence, {}).pop(backend.length(sequence), None)
@@ -309,10 +309,10 @@ class PrefixStore:
         return chosen
 
     def _expects_instructions_again(self, n_instructions: int, n_stored: int) -> bool:
-        """Return whether to store the instructions of an agent at first sight.
+        """Decide whether to store the instructions of an agent at first sight.
 
         Instructions may differ in each conversation, as with the time of the day at their
-        beginning. So after a few entries that were never used, this is given up.
+        beginning. So this is given up after a few entries (counted here) if none of them was used.
 
         Args:
             n_instructions: The number of tokens of a prompt's instructions.

@@ -172,7 +172,7 @@ def trained_context(file: Path) -> int:
 
 
 def _logits_bytes(file: Path, n_rows: int) -> int:
-    """Return the memory of the logits of so many rows."""
+    """Return the memory of the logits of a number of rows."""
     with GgufMetadata(file) as about:
         n_vocab = about.length("tokenizer.ggml.tokens") or 0
     return 4 * n_rows * n_vocab  # float32
