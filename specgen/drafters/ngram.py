@@ -163,7 +163,7 @@ class SuffixDrafter(Drafter):
         proposed are continued like those of the text. `rewind` forgets those that are rejected.
         """
         yield from ()  # nothing is decoded
-        self._read(context)
+        self._follow(context)
         max_depth = min(plan.n_max, self._n_levels_max or plan.n_max)
         path = _Path(
             node=ROOT,
@@ -205,7 +205,7 @@ class SuffixDrafter(Drafter):
         ending = self._text.last(MAX_MATCH)
         self._matches = [source.index.longest(ending) for source in self._sources]
 
-    def _read(self, context: Sequence[int]) -> None:
+    def _follow(self, context: Sequence[int]) -> None:
         """Add the new tokens of a text, and learn which of them the matches predicted.
 
         The text that the drafter begins with (the prompt) is only added.

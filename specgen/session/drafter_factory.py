@@ -114,7 +114,7 @@ class DrafterFactory:
             sampling=SamplingPipeline(settings.sampler, text_state),
             text_state=text_state,
             rng=np.random.default_rng(target_seed),
-            slot=Branches(slot.number * n_branches, n_branches),
+            slot=Branches(slot.number * n_branches, n_branches),  # as `slot.branches` of the target
             index=index,
             hidden_states=hidden_states,
             ends=ends,
