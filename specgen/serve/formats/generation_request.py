@@ -73,6 +73,9 @@ def _option_field(options: type[Any], name: str) -> tuple[Any, Any]:
     """Return the type and the declaration of the field for an option.
 
     The field has the option's names and limits. It is None if the body does not have it.
+
+    The dataclass checks the same limits when the request is made. The check here comes before that,
+    so that an error has the name that the client used, and its value as JSON.
     """
     (option,) = (option for option in dataclasses.fields(options) if option.name == name)
     kind = _BIASES if name == "logit_bias" else field_type(options, name)
