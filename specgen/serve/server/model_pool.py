@@ -92,8 +92,11 @@ class PooledModel:
         return any(not request.done() for request in self.waiting)
 
     @property
-    def rest_s(self) -> float:
-        """How long it stays loaded if it is not used again: from now on, if it is in use."""
+    def remaining_s(self) -> float:
+        """How many more seconds it stays loaded if it is not used again.
+
+        While it generates answers, that is all of `keep_s`: the time begins when they have ended.
+        """
         if self.model is not None and self.model.n_open:
             return self.keep_s
         return self.last_used_s + self.keep_s - time.monotonic()
@@ -319,8 +322,8 @@ class ModelPool:
             while pooled.model is not None and math.isfinite(pooled.keep_s):
                 if not pooled.is_idle:
                     await self._next_change()
-                elif pooled.rest_s > 0.0:
-                    timer = self._loop.call_later(pooled.rest_s, self._changed.set)
+                elif pooled.remaining_s > 0.0:
+                    timer = self._loop.call_later(pooled.remaining_s, self._changed.set)
                     await self._next_change()
                     timer.cancel()
                 else:
@@ -336,7 +339,7 @@ class ModelPool:
     async def _unload_if_due(self, pooled: PooledModel) -> None:
         """Unload a model if its time is still over once no other model is being loaded."""
         async with self._providing:
-            if pooled.is_idle and pooled.rest_s <= 0.0:
+            if pooled.is_idle and pooled.remaining_s <= 0.0:
                 await self._unload(pooled)
         self._changed.set()
 
