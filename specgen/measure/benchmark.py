@@ -108,7 +108,7 @@ def entries_of(
     Args:
         base: The options that all entries share.
         drafts: The chains of drafts; repetitions and "none" are left out.
-        policies: The policies. Only the first is used with a tree of fixed shape, which needs none.
+        policies: The policies. A tree of fixed shape is only combined with the first of them.
         trees: The tree shapes.
         temperatures: The temperatures.
         measurements: The stored measurements, with the thread counts of `specgen run`.
@@ -117,7 +117,9 @@ def entries_of(
     for name, (draft, *helpers) in _by_name(drafts).items():
         options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), measurements)
         for tree in trees:
-            for policy in policies[:1] if tree.is_fixed else policies:
+            # A tree of fixed shape needs no policy, so all of them would do the same.
+            policies_of_tree = policies[:1] if tree.is_fixed else policies
+            for policy in policies_of_tree:
                 # The name only mentions what differs between entries.
                 name_parts = [name]
                 if len(policies) > 1 and not tree.is_fixed:
