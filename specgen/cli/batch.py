@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import REQUIRED, argument, option
-from specgen.cli.inputs import STDIO, name_of, read_bytes
+from specgen.cli.inputs import STDIO, input_name, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
@@ -106,7 +106,7 @@ def batch(
     from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
-    name = name_of(source)
+    name = input_name(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
     for note in islice(notes_on(lines), _MAX_LISTED_LINES):
         output.note(f"{name}: {note}")

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import STDIO, name_of, read_input
+from specgen.cli.inputs import STDIO, input_name, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
@@ -484,7 +484,7 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
         PromptError: If a line is not text.
     """
     message = ""
-    for line in decode_lines(stream, name_of(STDIO), PromptError):
+    for line in decode_lines(stream, input_name(STDIO), PromptError):
         if line.endswith("\\"):
             message += f"{line[:-1]}\n"
             continue

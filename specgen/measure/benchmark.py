@@ -166,12 +166,12 @@ def _by_name(drafts: Sequence[Stages]) -> dict[str, Stages]:
     files = {source for stages in distinct for source in stages if isinstance(source, Path)}
     n_files_by_name = Counter(path.name for path in files)
 
-    def name_of(source: DraftSource) -> str:
+    def unique_name(source: DraftSource) -> str:
         if isinstance(source, Path) and n_files_by_name[source.name] == 1:
             return source.name
         return str(source)
 
-    return {"+".join(map(name_of, stages)): stages for stages in distinct}
+    return {"+".join(map(unique_name, stages)): stages for stages in distinct}
 
 
 # --- answers in turn
