@@ -352,8 +352,9 @@ class ChatRequest(GenerationRequest):
         Raises:
             BodyError: If ``chat_template_kwargs`` has a variable that specgen sets itself.
         """
-        for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
-            raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
+        own_names = OWN_VARIABLES & self.chat_template_kwargs.keys()
+        if own_names:
+            raise BodyError(f"chat_template_kwargs.{min(own_names)}", "specgen sets this variable")
         variables: dict[str, Any] = {}
         if self.thinking == "enabled":
             variables["enable_thinking"] = True

@@ -320,13 +320,13 @@ class ServedModel:
             # A round, which may begin answers that wait.
             with self._turns:
                 if not self.engine.n_busy:
-                    self._opened.between_answers(True)
+                    self._opened.between_answers(True)  # an answer may begin now
                 self._step()
             self._pass_on(jobs)
             # The turn is over here, so that other models can decode before this one learns.
             if not self.engine.n_busy:
                 with self._turns:
-                    self._opened.between_answers(False)
+                    self._opened.between_answers(False)  # the last one has ended
                 self._idle()
 
     def _step(self) -> None:
