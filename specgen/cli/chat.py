@@ -127,7 +127,7 @@ def chat(
 
 @contextlib.contextmanager
 def _open_conversation(path: Path | None) -> Iterator[Conversation]:
-    """Yield the conversation in a file, which is locked meanwhile; or a new one.
+    """Yield the conversation in a file, which is locked during the block, or else a new one.
 
     Raises:
         UsageError: If another process has locked the file.
@@ -606,7 +606,7 @@ def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_echo() -> Iterator[None]:
-    """Hide what a person types at a terminal meanwhile, such as during an answer.
+    """Hide what a person types at a terminal during the block, such as during an answer.
 
     It is not lost: the next message begins with it.
     """

@@ -26,7 +26,7 @@ _SHOWN_SAMPLERS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "
 
 @dataclass(frozen=True, slots=True)
 class OllamaModel:
-    """What a server tells about one of its models."""
+    """The description of one of a server's models."""
 
     name: str
     description: ModelDescription

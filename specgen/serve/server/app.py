@@ -102,7 +102,7 @@ _QUERIES: Mapping[str, Callable[[ServedModel, Json], Json]] = {
     "/detokenize": tokens.detokenize,
 }
 
-#: GET: tells something about the server. The value is a method of `ServerInfo`.
+#: GET: describes the server. The value is a method of `ServerInfo`.
 _INFO: Mapping[str, Callable[[ServerInfo, HttpRequest], Awaitable[Response]]] = {
     "/v1/health": ServerInfo.health,
     "/health": ServerInfo.health,
@@ -118,7 +118,7 @@ _INFO: Mapping[str, Callable[[ServerInfo, HttpRequest], Awaitable[Response]]] = 
     "/api/version": ServerInfo.ollama_version,
 }
 
-#: GET: tells something about the models in Ollama's form. The value makes the response.
+#: GET: describes the models in Ollama's form. The value makes the response.
 _OLLAMA_INFO: Mapping[str, Callable[[ModelPool, HttpRequest], Awaitable[Response]]] = {
     "/api/tags": ollama_info.list_models,
     "/api/ps": ollama_info.list_loaded_models,

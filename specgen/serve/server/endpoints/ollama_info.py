@@ -101,7 +101,7 @@ def _described(pooled: PooledModel, *, reads_vocabulary: bool = False) -> Ollama
 
 
 def _described_loaded(entry: ModelEntry, model: LoadedModel) -> OllamaModel:
-    """Return what is known about a model that is loaded, and stays so meanwhile."""
+    """Return what is known about a loaded model, which the caller keeps loaded."""
     target = model.target
     described = OllamaModel(
         entry.name,

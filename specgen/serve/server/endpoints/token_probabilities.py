@@ -1,4 +1,4 @@
-"""The endpoint that tells how likely the tokens of an answer were, to the target and the draft."""
+"""The endpoint that scores an answer: how likely its tokens were to the target and the draft."""
 
 from __future__ import annotations
 
