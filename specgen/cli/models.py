@@ -245,7 +245,7 @@ def on_disk(name: str) -> list[Path]:
         paths_by_name = {name: hub.find_in_cache(parse_reference(name))}
     else:
         models = models_of(name, load_registry())
-        paths_by_name = {model.name: hub.locate(model) for model in models}
+        paths_by_name = {model.name: locate(model) for model in models}
     paths: list[Path] = []
     for model_name, model_path in paths_by_name.items():
         if model_path is None:

@@ -358,9 +358,9 @@ def read_models(
             "--models names the models, so --target, --draft and --pair do not go with it"
         )
     if path.is_dir():
-        return _in_folder(path, options_of, loader)
+        return _entries_in_folder(path, options_of, loader)
     entries = [
-        _in_file(
+        _entry_of_table(
             path,
             name,
             table,
@@ -375,7 +375,7 @@ def read_models(
     return entries
 
 
-def _in_file(
+def _entry_of_table(
     path: Path,
     name: str,
     table: Any,
@@ -386,7 +386,7 @@ def _in_file(
     try:
         if not isinstance(table, dict):
             raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
-        values = {key: _in_its_folder(value, path.parent) for key, value in table.items()}
+        values = {key: _path_if_file(value, path.parent) for key, value in table.items()}
         model = options_of(values)
         if model.models.target is None and model.models.pair is None:
             raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
@@ -396,15 +396,15 @@ def _in_file(
         raise type(error)(message, error.hint or correct(path)) from error
 
 
-def _in_its_folder(value: Any, folder: Path) -> Any:
+def _path_if_file(value: Any, folder: Path) -> Any:
     """Return an option's value; the name of a file in the folder becomes the file's path."""
     if isinstance(value, list):
-        return [_in_its_folder(item, folder) for item in value]
+        return [_path_if_file(item, folder) for item in value]
     file = named_file(folder / str(value))
     return value if file is None else str(file)
 
 
-def _in_folder(
+def _entries_in_folder(
     folder: Path,
     options_of: OptionsOf,
     loader: ModelLoader,
