@@ -28,7 +28,12 @@ from specgen.option_fields import LARGEST_FACTOR
 from specgen.option_values import field_type, names_of
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.serve.formats.fields import AnySchema, Fields, Schema
-from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest, SpeculativeWishes
+from specgen.serve.formats.parsed_request import (
+    Defaults,
+    ParsedRequest,
+    RequestKind,
+    SpeculativeWishes,
+)
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tools import ToolChoiceField, ToolField, chosen_tools, functions_of
 from specgen.session.prompts.template import OWN_VARIABLES, Message
@@ -187,7 +192,7 @@ class GenerationRequest(OptionFields):
 
     def parsed(
         self,
-        kind: Kind,
+        kind: RequestKind,
         defaults: Defaults,
         writer: Callable[..., Any],
         warnings: Sequence[str] = (),

@@ -30,7 +30,7 @@ JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 _log = logging.getLogger("specgen.serve.server")
 
 
-class Turns:
+class FairLock:
     """A lock that threads get in the order in which they ask for it."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class ServedModel:
         opened: OpenedModel,
         metrics: Metrics,
         n_waiting: int,
-        turns: Turns,
+        turns: FairLock,
         idle: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
@@ -448,7 +448,7 @@ class ServedEmbedder:
         embedder: Embedder,
         metrics: Metrics,
         n_waiting: int,
-        turns: Turns,
+        turns: FairLock,
     ) -> None:
         self.name = name
         self.embedder = embedder

@@ -18,7 +18,7 @@ from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
 from specgen.options import SessionOptions
 from specgen.serve.formats.request_errors import RequestError
-from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
+from specgen.serve.server.jobs import FairLock, OpenedModel, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
 from specgen.system.quantities import human_bytes
@@ -38,7 +38,7 @@ class ModelEntry:
     name: str
     #: Loads the model. Its arguments are the turns, to be held while it decodes or opens contexts,
     #: and a function that returns whether to give up, which it does by raising `KeyboardInterrupt`.
-    open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
+    open: Callable[[FairLock, Callable[[], bool]], OpenedModel | Embedder]
     #: An estimate of the memory that it needs.
     n_bytes: int = 0
     #: Whether it makes embeddings. Otherwise it generates text.
@@ -132,7 +132,7 @@ class ModelPool:
         self._limits = limits
         self._memory_bytes = memory_bytes
         self._note = note
-        self._turns = Turns()
+        self._turns = FairLock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="specgen-loading")
         self._is_ending = threading.Event()
         #: Held by the task that provides a model.

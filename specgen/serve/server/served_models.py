@@ -21,7 +21,7 @@ from specgen.llama.kernels.attached import kernel_problem
 from specgen.models.files import SHARD
 from specgen.models.stored_models import shown_name
 from specgen.options import ContextOptions, SessionOptions
-from specgen.serve.server.jobs import OpenedModel, Turns
+from specgen.serve.server.jobs import FairLock, OpenedModel
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import N_PARALLEL, ServedOptions
 from specgen.session.calibration import calibrate
@@ -130,7 +130,7 @@ class ModelLoader:
         if n_wanted is None:
             make_engine = Engine.largest
 
-        def open_model(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
+        def open_model(turns: FairLock, interrupted: Callable[[], bool]) -> OpenedModel:
             def stops() -> bool:
                 return self.stop() or interrupted()
 
@@ -188,7 +188,7 @@ class ModelLoader:
         n_ctx, n_bytes = _embedder_needs(file, context)
         self._check_memory(name, n_bytes)
 
-        def open_embedder(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+        def open_embedder(turns: FairLock, _interrupted: Callable[[], bool]) -> Embedder:
             with turns:
                 embedder = Embedder(file, context, n_ctx)
             self.reporter.note(
@@ -214,7 +214,7 @@ class ModelLoader:
         wanted: WantedSession,
         make_engine: Callable[..., Engine],
         reporter: Reporter,
-        turns: Turns,
+        turns: FairLock,
         stops: Callable[[], bool],
     ) -> OpenedModel:
         """Load a model and open its engine, while `turns` keeps the other models from decoding.
