@@ -7,7 +7,7 @@ import datetime
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import REQUIRED, argument, option
-from specgen.cli.inputs import STDIO, name_of, read_bytes
+from specgen.cli.inputs import STDIO, input_name, read_bytes
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
@@ -106,7 +106,7 @@ def batch(
     from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
-    name = name_of(source)
+    name = input_name(source)
     lines = read_lines(read_bytes(source), name, Defaults(setup.sampling, setup.answer))
     for note in islice(notes_on(lines), _MAX_LISTED_LINES):
         output.note(f"{name}: {note}")
@@ -158,12 +158,7 @@ def batch(
         if results.todo:
             code = _answer(opened_job(results.write), results.todo, output)
     if results.failed and not code:
-        hint = None
-        if not is_stream:
-            hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
-        what = f"{counted(len(results.failed), 'line')} of {len(lines)} could not be answered"
-        listing = _listing([line for line in lines if line.custom_id in results.failed])
-        raise BatchError(f"{what}{listing}; the results say why", hint)
+        raise _batch_error(lines, results.failed, is_stream=is_stream)
     return code
 
 
@@ -188,6 +183,27 @@ def _check_files(source: Path, destination: Path | None) -> None:
         raise OutputError(f"{destination}: {what}, not a file for results", hint)
     if not destination.parent.is_dir():
         raise OutputError(f"{destination}: there is no folder {destination.parent}")
+
+
+def _batch_error(
+    lines: Sequence[BatchLine],
+    failed_ids: Collection[str],
+    *,
+    is_stream: bool,
+) -> BatchError:
+    """Return the error that names the lines without an answer.
+
+    Args:
+        lines: All lines.
+        failed_ids: The ids of the lines whose result is an error.
+        is_stream: Whether the results went to a stream, which cannot be continued.
+    """
+    hint = None
+    if not is_stream:
+        hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
+    what = f"{counted(len(failed_ids), 'line')} of {len(lines)} could not be answered"
+    listing = _listing([line for line in lines if line.custom_id in failed_ids])
+    return BatchError(f"{what}{listing}; the results say why", hint)
 
 
 def _listing(failed_lines: Sequence[BatchLine]) -> str:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specgen.cli import flags
 from specgen.cli.flags import option
-from specgen.cli.inputs import STDIO, name_of, read_input
+from specgen.cli.inputs import STDIO, input_name, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import SIGNALS, Interrupt, Output, console_on, say, say_error
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
@@ -127,7 +127,7 @@ def chat(
 
 @contextlib.contextmanager
 def _open_conversation(path: Path | None) -> Iterator[Conversation]:
-    """Yield the conversation in a file, which is locked meanwhile; or a new one.
+    """Yield the conversation in a file, which is locked during the block, or else a new one.
 
     Raises:
         UsageError: If another process has locked the file.
@@ -484,7 +484,7 @@ def piped_messages(stream: Iterable[bytes]) -> Iterator[str]:
         PromptError: If a line is not text.
     """
     message = ""
-    for line in decode_lines(stream, name_of(STDIO), PromptError):
+    for line in decode_lines(stream, input_name(STDIO), PromptError):
         if line.endswith("\\"):
             message += f"{line[:-1]}\n"
             continue
@@ -606,7 +606,7 @@ def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_echo() -> Iterator[None]:
-    """Hide what a person types at a terminal meanwhile, such as during an answer.
+    """Hide what a person types at a terminal during the block, such as during an answer.
 
     It is not lost: the next message begins with it.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.flags import argument, option
-from specgen.cli.inputs import STDIO, name_of, read_bytes, read_input
+from specgen.cli.inputs import STDIO, input_name, read_bytes, read_input
 from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Interrupt, Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
@@ -178,7 +178,7 @@ def _gap_at(place: str) -> _FileGap:
         raise UsageError(f"{place!r} is not a place in a file", hint)
     path = Path(location["file"])
     data = read_bytes(path)
-    text = decode_text(data, name_of(path), PromptError)
+    text = decode_text(data, input_name(path), PromptError)
     lines = text.split("\n")
     line_number = int(location["line"])
     if not 1 <= line_number <= len(lines):

@@ -91,7 +91,7 @@ def _read_source(source: Path | str, note: Callable[[str], None]) -> tuple[str, 
     text = _read_stdin(note) if source == STDIO else read_input(source)
     if text.endswith("\n"):
         text = text.removesuffix("\n").removesuffix("\r")
-    return name_of(source), text
+    return input_name(source), text
 
 
 def _read_stdin(note: Callable[[str], None]) -> str:
@@ -109,7 +109,7 @@ def _read_stdin(note: Callable[[str], None]) -> str:
         timer.cancel()
 
 
-def name_of(path: Path) -> str:
+def input_name(path: Path) -> str:
     """Return the name of a file in messages."""
     return "standard input" if path == STDIO else str(path)
 
@@ -126,7 +126,7 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise PromptError(f"{name_of(path)}: cannot be read: {reason}") from error
+        raise PromptError(f"{input_name(path)}: cannot be read: {reason}") from error
 
 
 def read_input(path: Path | None) -> str:
@@ -137,7 +137,7 @@ def read_input(path: Path | None) -> str:
     """
     if path is None:
         return ""
-    return decode_text(read_bytes(path), name_of(path), PromptError)
+    return decode_text(read_bytes(path), input_name(path), PromptError)
 
 
 def is_terminal() -> bool:

@@ -155,7 +155,7 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
 
 @contextlib.contextmanager
 def log_shown(output: Output) -> Iterator[None]:
-    """Show the logs of llama.cpp and specgen on standard error meanwhile, if `output` is verbose.
+    """Show the logs of llama.cpp and specgen on standard error during the block, if verbose.
 
     With -v, only relevant lines of llama.cpp's log are shown, each once; with -vv all of it.
     """

@@ -245,7 +245,7 @@ def on_disk(name: str) -> list[Path]:
         paths_by_name = {name: hub.find_in_cache(parse_reference(name))}
     else:
         models = models_of(name, load_registry())
-        paths_by_name = {model.name: hub.locate(model) for model in models}
+        paths_by_name = {model.name: locate(model) for model in models}
     paths: list[Path] = []
     for model_name, model_path in paths_by_name.items():
         if model_path is None:
@@ -282,16 +282,7 @@ def remove_model(
             raise UsageError(f"there is no terminal to ask: {question}", "add --yes to do it")
         if not typer.confirm(question, err=True):
             return
-    for path in removal.files:
-        with suppress(OSError):
-            path.unlink()
-        if path.exists():
-            raise FetchError(f"cannot remove {path}", "make its folder writable")
-    storage = removal.storage
-    if storage is not None:
-        is_empty = not any(path.is_file() for path in storage.glob("snapshots/**/*"))
-        if is_empty:
-            shutil.rmtree(storage, ignore_errors=True)
+    _delete(removal)
     print(f"removed {names}: {freed} freed")
 
 
@@ -381,12 +372,12 @@ def _use_values(
     path: Path | None,
     known_problem: str = "",
 ) -> dict[str, Any]:
-    """Return how a model would be used, as the JSON document has it; None is one not on this disk.
+    """Return how a model would be used, as the JSON document has it.
 
     Args:
         registry: The models that are known by name.
         finder: Finds the drafts among them.
-        path: The model's first file.
+        path: The model's first file; None if the model is not on this disk.
         known_problem: Why the model cannot be used, if that is known already.
     """
     from specgen.session.found_models import ModelUse, use_of
@@ -506,14 +497,20 @@ def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
 
 
 def _removal_from_hub_cache(reference: hub.HubReference) -> _ModelRemoval:
-    """Return the removal of one model of a repository, or of all with the unfinished downloads."""
+    """Return the removal of the model that a reference names.
+
+    If it names only a repository, that is all of its models, and what interrupted downloads left.
+    """
     storage = hub.storage_of(reference.repo)
     models = hub.cached_models(reference.repo)
     unfinished_downloads: list[Path] = []
     if reference.quant or reference.file:
         all_files = [name for model in models for name in model.names]
         chosen_files = hub.choose(all_files, reference)
-        models = [m for m in models if chosen_files and m.names[0] == chosen_files[0]]
+        if chosen_files is None:
+            models = []
+        else:
+            models = [model for model in models if model.names[0] == chosen_files[0]]
     else:
         unfinished_downloads = list(storage.glob("blobs/*.incomplete"))
     names = [str(model.reference) for model in models] or [str(reference)]
@@ -561,6 +558,24 @@ def _files_in_hub_cache(storage: Path, models: Sequence[hub.CachedModel]) -> lis
     blobs_of_others = {path.resolve() for path in other_files}
     # Without links, as on Windows, a file is its own blob.
     return [*model_files, *(blobs_of_models - blobs_of_others - model_files)]
+
+
+def _delete(removal: _ModelRemoval) -> None:
+    """Delete the files of a removal, and the repository's folder in the cache if no file is left.
+
+    Raises:
+        FetchError: If a file cannot be deleted.
+    """
+    for path in removal.files:
+        with suppress(OSError):
+            path.unlink()
+        if path.exists():
+            raise FetchError(f"cannot remove {path}", "make its folder writable")
+    storage = removal.storage
+    if storage is not None:
+        is_empty = not any(path.is_file() for path in storage.glob("snapshots/**/*"))
+        if is_empty:
+            shutil.rmtree(storage, ignore_errors=True)
 
 
 def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:

@@ -23,6 +23,7 @@ from specgen.system.quantities import human_bytes
 
 if TYPE_CHECKING:
     from specgen.serve.server.model_pool import ModelEntry
+    from specgen.serve.server.served_models import ModelLoader
 
 #: The default of --memory, as a share of the memory that this process may use.
 _MEMORY_SHARE = 0.8
@@ -80,7 +81,7 @@ def serve(
     try:
         from specgen.serve.server.app import serve as answer_requests
         from specgen.serve.server.model_pool import ModelPool
-        from specgen.serve.server.served_models import ModelLoader, read_models, read_stored
+        from specgen.serve.server.served_models import ModelLoader
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         hint = "pip install 'specgen-gguf[server]'"
@@ -117,19 +118,20 @@ def serve(
             use_kernels(kernels, output)  # before reading models: kernels decide which files work
             max_bytes = _memory_for_models(memory, output)
             loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
-            if models is not None:
-                entries = read_models(models, options_of, loader)
-                output.note(f"serving {', '.join(entry.name for entry in entries)}")
-            else:
-                entries = read_stored(stored, options_of, loader)
-                output.note(_note_about_stored(entries))
-        is_single = not entries
+            entries = _read_several(
+                models,
+                stored,
+                options_of,
+                loader,
+                output,
+            )
+        is_single = not entries  # also if none of the models on this disk can be served
         if is_single:
             max_bytes = math.inf
             loader = ModelLoader(output.reporter, learn_across, stop)
             entries = [loader.entry(server.alias or "", default_setup.served(quiet=output.quiet))]
             if not has_several:
-                use_kernels(kernels, output)
+                use_kernels(kernels, output)  # after finding the model, as other commands do
         pool = stack.enter_context(ModelPool(entries, limits, max_bytes, output.note))
         if is_single:
             with stop:  # a single model is loaded before the first request
@@ -168,9 +170,41 @@ def _memory_for_models(given: int | None, output: Output) -> float:
     return max_bytes
 
 
-def _note_about_stored(entries: Sequence[ModelEntry]) -> str:
-    """Return what is served if the user named no model."""
-    if not entries:
-        return "no model on this disk can be served: serving the default pair"
-    names = ", ".join(entry.name for entry in entries)
-    return f"serving the models on this disk, each loaded when a request names it: {names}"
+def _read_several(
+    models: Path | None,
+    stored: Mapping[str, Path],
+    options_of: Callable[[Mapping[str, Any]], ServedOptions],
+    loader: ModelLoader,
+    output: Output,
+) -> list[ModelEntry]:
+    """Return the models of --models, or else those on this disk, and print a note that names them.
+
+    Args:
+        models: The value of --models.
+        stored: The models on this disk, by their names in requests.
+        options_of: Makes the options of a model.
+        loader: Makes the entries of the pool.
+        output: Where the note is printed.
+
+    Returns:
+        The models; none if no model on this disk can be served.
+    """
+    from specgen.serve.server.served_models import read_models, read_stored
+
+    if models is not None:
+        entries = read_models(models, options_of, loader)
+        output.note(f"serving {_names_of(entries)}")
+        return entries
+    entries = read_stored(stored, options_of, loader)
+    if entries:
+        names = _names_of(entries)
+        output.note(
+            f"serving the models on this disk, each loaded when a request names it: {names}"
+        )
+    else:
+        output.note("no model on this disk can be served: serving the default pair")
+    return entries
+
+
+def _names_of(entries: Sequence[ModelEntry]) -> str:
+    return ", ".join(entry.name for entry in entries)

@@ -122,7 +122,7 @@ def _abandon_stdout() -> None:
 def end_process(code: int) -> NoReturn:
     """Exit with this code: the usual way, or at once if native code is still running.
 
-    The usual way would run native destructors, which must not happen meanwhile.
+    The usual way would run native destructors, which must not happen while it runs.
     """
     if not left_running.is_set():
         sys.exit(code)

@@ -108,7 +108,7 @@ def entries_of(
     Args:
         base: The options that all entries share.
         drafts: The chains of drafts; repetitions and "none" are left out.
-        policies: The policies. Only the first is used with a tree of fixed shape, which needs none.
+        policies: The policies. A tree of fixed shape is only combined with the first of them.
         trees: The tree shapes.
         temperatures: The temperatures.
         measurements: The stored measurements, with the thread counts of `specgen run`.
@@ -117,7 +117,9 @@ def entries_of(
     for name, (draft, *helpers) in _by_name(drafts).items():
         options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), measurements)
         for tree in trees:
-            for policy in policies[:1] if tree.is_fixed else policies:
+            # A tree of fixed shape needs no policy, so all of them would do the same.
+            policies_of_tree = policies[:1] if tree.is_fixed else policies
+            for policy in policies_of_tree:
                 # The name only mentions what differs between entries.
                 name_parts = [name]
                 if len(policies) > 1 and not tree.is_fixed:
@@ -164,12 +166,12 @@ def _by_name(drafts: Sequence[Stages]) -> dict[str, Stages]:
     files = {source for stages in distinct for source in stages if isinstance(source, Path)}
     n_files_by_name = Counter(path.name for path in files)
 
-    def name_of(source: DraftSource) -> str:
+    def unique_name(source: DraftSource) -> str:
         if isinstance(source, Path) and n_files_by_name[source.name] == 1:
             return source.name
         return str(source)
 
-    return {"+".join(map(name_of, stages)): stages for stages in distinct}
+    return {"+".join(map(unique_name, stages)): stages for stages in distinct}
 
 
 # --- answers in turn

@@ -430,7 +430,7 @@ def fitting_prompts(
     session: Session,
     texts: Iterable[tuple[int, str]],
     chat: bool | None,
-    n_more: int = 1,
+    n_extra_tokens: int = 1,
 ) -> tuple[dict[int, Prompt], tuple[int, ...]]:
     """Tokenize the prompts, and separate those that fit in the context from the others.
 
@@ -438,7 +438,7 @@ def fitting_prompts(
         session: The session.
         texts: The prompts' numbers and texts.
         chat: Whether to use the chat template; None to use it if the target has one.
-        n_more: The number of tokens for which the context needs room after the prompt.
+        n_extra_tokens: The number of tokens for which the context needs room after the prompt.
 
     Returns:
         The prompts that fit, by number, and the numbers of the others.
@@ -451,7 +451,7 @@ def fitting_prompts(
     for number, text in texts:
         prompt = session.prompts.of_text(text, chat=chat, now=NOW)
         try:
-            session.context_size(len(prompt.tokens) + n_more)
+            session.context_size(len(prompt.tokens) + n_extra_tokens)
             prompts[number] = prompt
         except PromptError as error:
             errors[number] = error

@@ -206,8 +206,10 @@ class Race:
     @property
     def figures(self) -> tuple[RaceFigures, ...]:
         """The figures of each answer."""
-        speedups = [None if self.is_interrupted else 1.0, self.speedup]
-        return tuple(map(_figures, self.answers, speedups))
+        plain_speedup = None if self.is_interrupted else 1.0
+        # An interrupted race may have fewer than two answers.
+        pairs = zip(self.answers, (plain_speedup, self.speedup), strict=False)
+        return tuple(_figures(answer, speedup) for answer, speedup in pairs)
 
     def to_json_object(self) -> dict[str, Any]:
         """Return the result as `--json` prints it."""

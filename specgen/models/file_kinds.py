@@ -160,9 +160,10 @@ def _is_imatrix(head: bytes) -> bool:
 
 def _text_in(head: bytes) -> str:
     """Return the beginning of a text file, without white space before it; "" for other files."""
+    # The beginning of a longer file may end within a character.
+    errors = "ignore" if len(head) == N_HEAD_BYTES else "strict"
     try:
-        # The beginning may end within a character.
-        text = head.decode("utf-8-sig", "ignore" if len(head) == N_HEAD_BYTES else "strict")
+        text = head.decode("utf-8-sig", errors)
     except UnicodeDecodeError:
         return ""
     is_text = all(char.isprintable() or char in "\t\n\f\r" for char in text)

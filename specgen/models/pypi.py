@@ -85,8 +85,8 @@ def _find_wheel(package: str, version: str) -> IndexFile:
         raise FetchError(
             f"{without_secrets(index_url())} has no wheel of {package} {version}", hint
         )
-    # True is larger than False, so a wheel for all systems wins.
-    return max(wheels, key=lambda file: file.name.endswith("-none-any.whl"))
+    for_all_systems = [file for file in wheels if file.name.endswith("-none-any.whl")]
+    return (for_all_systems or wheels)[0]
 
 
 # --- a model --------------------------------------------------------------------------------------

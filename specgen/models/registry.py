@@ -5,6 +5,7 @@ Both files are read strictly: an unknown key is an error.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,8 +229,6 @@ def _find(
     """
     if name in entries:
         return entries[name]
-    import difflib
-
     close = difflib.get_close_matches(
         name,
         [*entries, *others],

@@ -65,7 +65,7 @@ def servable_models(registry: Registry) -> dict[str, Path]:
     """Return the first files of the models on this disk, by short names that differ.
 
     The name is the one in the registry or in the program, with the program's prefix if an earlier
-    model has that name. Models that a program's description tells to be unusable are left out.
+    model has that name. Models that are unusable according to the program are left out.
     """
     files: dict[str, Path] = {}
     for entry in registry.models.values():
@@ -96,8 +96,8 @@ def other_program_of(name: str) -> str | None:
 def find_stored(name: str) -> StoredModel | None:
     """Return the model that a name means.
 
-    The name may be the one in the program, or as much of its end as tells it from others: a file
-    without its folders or ".gguf", a name without its tag. Upper and lower case are the same.
+    The name may be the one in the program, or a part of it that no other model has: a file without
+    its folders or ".gguf", a name without its tag. Upper and lower case are the same.
 
     Args:
         name: The name, with the prefix of a program or without.

@@ -106,7 +106,9 @@ class Region:
             n_up += 1
         parts += (_ERASE_BELOW, _WRAP_ON)
         # Return to the start of the region's first row.
-        parts.append(f"\x1b[{n_up}A\r" if n_up else "\r")
+        if n_up:
+            parts.append(f"\x1b[{n_up}A")
+        parts.append("\r")
         self._open = True
         self._write("".join(parts))
 

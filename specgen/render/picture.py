@@ -81,7 +81,7 @@ class _Picture:
         self._appearances: dict[float, str] = {}
 
     def appearance(self, time_s: float) -> str:
-        """Return the class of texts that appear after so many seconds."""
+        """Return the class of texts that appear at this time of the animation."""
         return self._appearances.setdefault(time_s, f"t{len(self._appearances)}")
 
     def write(

@@ -110,9 +110,11 @@ class RoundsRenderer(Renderer):
 
         # Say why so much or nothing was drafted, and what a second draft guessed, if that is new.
         reason_text = event.reason_text or ""
-        has_draft = bool(round_events.nodes)
-        if event.reason not in (None, self._last_reason) and (self._verbose or not has_draft):
-            self._print_sentence(reason_text if has_draft else f"nothing drafted: {reason_text}")
+        is_new_reason = event.reason not in (None, self._last_reason)
+        if is_new_reason and not round_events.nodes:
+            self._print_sentence(f"nothing drafted: {reason_text}")
+        elif is_new_reason and self._verbose:
+            self._print_sentence(reason_text)
         if round_events.guesses != self._last_guesses:
             self._print_sentence(round_events.guesses)
         self._last_reason = event.reason or self._last_reason

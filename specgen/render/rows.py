@@ -434,7 +434,7 @@ def _end_of_row(
     start: int,
     columns: int,
 ) -> int:
-    """Return the end of the cells from `start` on that fit in a row of so many columns."""
+    """Return the end of the cells from `start` on that fit in a row of `columns` columns."""
     width = 0
     n_spare_columns = 0
     for end in range(start, len(cells)):

@@ -83,7 +83,7 @@ class _ReplayScreen:
         self._painted: list[ScreenLine] = []
 
     def paint(self, now_s: float) -> None:
-        """Show the answers as they were after so many seconds, if that is not on the screen."""
+        """Show the answers as they were `now_s` seconds after their start."""
         self._fit()
         n_text_rows = self._n_text_rows()
         blocks = []
@@ -194,7 +194,7 @@ class _Side:
         return [*self._settled_rows, *self._flow.rows]
 
     def advance(self, now_s: float) -> None:
-        """Show the tokens of all rounds that had ended after so many seconds."""
+        """Show the tokens of all rounds that had ended `now_s` seconds after the start."""
         for event in self._rounds[self._n_rounds :]:
             if event.time_s > now_s:
                 break

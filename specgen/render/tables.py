@@ -17,7 +17,7 @@ from specgen.session.choose_models import name_of
 from specgen.system.machine import busy_text, is_busy
 from specgen.system.quantities import counted, duration, seconds_text
 
-#: A batch that took less time than this is told with fractions of a second.
+#: The time of a batch that took less than this is shown with fractions of a second.
 _SHORT_S = 10.0
 #: Names up to this width are never wrapped to make room for figures.
 _NAME_COLUMNS = 24

@@ -17,7 +17,7 @@ import pytest
 from specgen.llama import model
 from specgen.serve.batch import lines as batch_lines
 from specgen.serve.batch.runner import Prompting
-from specgen.serve.formats.parsed_request import Kind, ParsedRequest
+from specgen.serve.formats.parsed_request import ParsedRequest, RequestKind
 from specgen.serve.formats.single_request import read_request
 from tests.helpers.batch import answers, records, text_of, wait_for_results
 from tests.helpers.cli import Result, Specgen, models_of, spawn
@@ -193,7 +193,7 @@ def test_a_bug_in_one_line_does_not_affect_the_others(
 ) -> None:
     make_prompt = Prompting.prompt
 
-    def read(kind: Kind, body: dict[str, Any], *defaults: Any) -> Any:
+    def read(kind: RequestKind, body: dict[str, Any], *defaults: Any) -> Any:
         return 1 / 0 if "seed" in body else read_request(kind, body, *defaults)
 
     def prompt(self: Prompting, loaded: Any, asked: ParsedRequest) -> Any:

@@ -14,7 +14,7 @@ from specgen.events import CommittedEvent, Piece, ReasonCount, TokenLogprob
 from specgen.serve.formats.figures import answer_figures, vllm_metrics
 from specgen.serve.formats.llama_server import read_infill
 from specgen.serve.formats.messages import error_body
-from specgen.serve.formats.parsed_request import Kind
+from specgen.serve.formats.parsed_request import RequestKind
 from specgen.session.prompts.template import Message, ToolCall
 from tests.helpers.formats import FINISHED, context_of, written
 from tests.serve.test_formats import chat, messaging, read, responding
@@ -40,7 +40,7 @@ def test_an_answer_with_a_line_ends_when_its_time_is_over() -> None:
     assert [is_over("a", 9.0), is_over("\n", 1.0), is_over("b", 2.0)] == [False, False, True]
 
 
-def body(kind: Kind, **more: Any) -> dict[str, Any]:
+def body(kind: RequestKind, **more: Any) -> dict[str, Any]:
     request = chat(**more) if kind == "chat" else read(kind, prompt="x", **more)
     return written(request, *PIECES)[1]
 

@@ -19,7 +19,7 @@ from specgen.serve.formats.chat_completions import ChatCompletionWriter, read_ch
 from specgen.serve.formats.completions import CompletionWriter
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.model_adaptation import with_call_form
-from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, RequestKind
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.responses import read_response_request
 from specgen.serve.formats.single_request import read_request
@@ -34,7 +34,7 @@ USER = {"role": "user", "content": "hi"}
 LEFT_OUT = "[image left out: this model reads text]"
 
 
-def read(kind: Kind, **body: Any) -> ParsedRequest:
+def read(kind: RequestKind, **body: Any) -> ParsedRequest:
     return read_request(kind, body, DEFAULTS)
 
 

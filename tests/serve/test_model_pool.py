@@ -20,7 +20,7 @@ from specgen.errors import MemoryLimitError, ModelFileError
 from specgen.events import FinishedEvent
 from specgen.method.drafter import never
 from specgen.options import ContextOptions, SessionOptions, staged
-from specgen.serve.server.jobs import OpenedModel, ServedModel, Turns
+from specgen.serve.server.jobs import FairLock, OpenedModel, ServedModel
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import Limits, ServedOptions
 from specgen.serve.server.served_models import ModelLoader
@@ -100,7 +100,7 @@ def serving(
     loads: list[str] = []
 
     def entry(name: str) -> ModelEntry:
-        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> OpenedModel:
+        def opened(turns: FairLock, _interrupted: Callable[[], bool]) -> OpenedModel:
             loads.append(name)
             before_load(name)
             drafting = replace(FIXED, verifier="match")

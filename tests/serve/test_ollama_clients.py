@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from specgen.serve.server.jobs import OpenedModel, Turns
+from specgen.serve.server.jobs import FairLock, OpenedModel
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.session.engine import Engine
 from tests.helpers.server import N_CTX, Running, pooled, serves, session_of, wait_until
@@ -216,7 +216,7 @@ def several(tmp_path: Path) -> Iterator[httpx.Client]:
         config = TinyConfig(logit_scale=3.0, chat_template=CHATML_TEMPLATE)
         file = write_tiny_model(tmp_path / f"{name.partition(':')[0]}.gguf", config)
 
-        def opened(turns: Turns, _interrupted: object) -> OpenedModel:
+        def opened(turns: FairLock, _interrupted: object) -> OpenedModel:
             with ExitStack() as stack, turns:
                 session = stack.enter_context(session_of(file))
                 engine = Engine(session, n_parallel=2, n_ctx=N_CTX, learn_alone=True)

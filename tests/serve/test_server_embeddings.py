@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from specgen.llama.embeddings import Embedder
-from specgen.serve.server.jobs import ServedEmbedder, Turns
+from specgen.serve.server.jobs import FairLock, ServedEmbedder
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import Limits
 from tests.helpers.common import EXACT
@@ -59,7 +59,7 @@ def serving(folder: Path, *names: str, limits: Limits | None = None) -> Iterator
             config, metadata = MODELS[name]
             write_tiny_model(file, config, metadata=metadata)
 
-        def opened(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+        def opened(turns: FairLock, _interrupted: Callable[[], bool]) -> Embedder:
             with turns:
                 return Watched(file, EXACT, N_CTX)  # the model of text is never loaded
 

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.serve.formats.fields import Fields, parse
-from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest
+from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, RequestKind
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.single_request import read_request
 from specgen.system.files import (
@@ -77,7 +77,10 @@ class _BatchBody(Fields, extra="forbid"):
     body: dict[str, Any]
 
 
-_URL_KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_URL_KINDS: dict[str, RequestKind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+}
 
 
 class _CustomId(Fields, coerce_numbers_to_str=True):

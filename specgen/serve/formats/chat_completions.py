@@ -23,7 +23,12 @@ from specgen.serve.formats.openai_common import (
     call_object,
     logprob_entries,
 )
-from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequests
+from specgen.serve.formats.parsed_request import (
+    NO_DEFAULTS,
+    Defaults,
+    ParsedRequest,
+    ParsedRequests,
+)
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tool_calls.values import arguments_of
 from specgen.session.prompts.template import Message, Role, ToolCall
@@ -89,6 +94,26 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
         BodyError: If a field cannot be honoured.
     """
     fields = parse(ChatCompletionRequest, body)
+    has_functions = bool(body.get("functions")) and not body.get("tools")
+    return (parsed_chat_completion(fields, defaults, is_older_form=has_functions),)
+
+
+def parsed_chat_completion(
+    fields: ChatCompletionRequest,
+    defaults: Defaults,
+    *,
+    is_older_form: bool = False,
+) -> ParsedRequest:
+    """Return the request for the next turn of a conversation.
+
+    Args:
+        fields: The fields of the body.
+        defaults: The values of fields that are left out.
+        is_older_form: Whether the answer has its call in OpenAI's older form, which takes only one.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
     messages = _messages(fields.messages)
     continues = False
     warnings: list[str] = []
@@ -97,7 +122,7 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     elif fields.continue_final_message or fields.add_generation_prompt is False:
         warnings.append("messages: not continued, because the last one is not the assistant's text")
     writer = ChatCompletionWriter
-    if body.get("functions") and not body.get("tools"):
+    if is_older_form:
         writer = FunctionCallWriter
         fields = fields.model_copy(update={"parallel_tool_calls": False})
     request = fields.parsed_chat(
@@ -106,10 +131,7 @@ def read_chat(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
         writer,
         warnings,
     )
-    request = replace(
-        request, continues=continues, splits_reasoning=fields.reasoning_format != "none"
-    )
-    return (request,)
+    return replace(request, continues=continues, splits_reasoning=fields.reasoning_format != "none")
 
 
 class _Conversation(Fields):

@@ -23,9 +23,9 @@ from specgen.serve.formats.openai_common import (
 from specgen.serve.formats.parsed_request import (
     NO_DEFAULTS,
     Defaults,
-    Kind,
     ParsedRequest,
     ParsedRequests,
+    RequestKind,
 )
 from specgen.serve.formats.request_errors import BodyError, shown
 from specgen.session.prompts.infill import Gap
@@ -91,7 +91,7 @@ def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedReque
 def parsed_completions(
     fields: CompletionRequest,
     defaults: Defaults,
-    kind: Kind = "completion",
+    kind: RequestKind = "completion",
 ) -> ParsedRequests:
     """Return a request for each prompt of a body.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, Field
 
@@ -20,6 +20,8 @@ from specgen.system.arrays import Hidden
 if TYPE_CHECKING:
     from specgen.llama.embeddings import Embedder
 
+#: Writes the body of a response in the format of an API; see `embedding_response`.
+WriteEmbeddings: TypeAlias = Callable[[Sequence[str], int, str, Sequence[str]], bytes]
 #: The maximum number of inputs of a request, OpenAI's limit.
 _MAX_INPUTS = 2048
 

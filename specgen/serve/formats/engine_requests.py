@@ -34,9 +34,14 @@ def parse_requests(
     Raises:
         BodyError: If a field cannot be honoured.
     """
-    options = session.options
-    requests = read(body, Defaults(options.sampler, options.generation))
+    requests = read(body, defaults_of(session))
     return tuple(for_model(request, session.target) for request in requests)
+
+
+def defaults_of(session: Session) -> Defaults:
+    """Return the values of the fields that a body leaves out, which the session's options set."""
+    options = session.options
+    return Defaults(options.sampler, options.generation)
 
 
 def prompt_of(

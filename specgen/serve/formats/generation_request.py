@@ -28,7 +28,12 @@ from specgen.option_fields import LARGEST_FACTOR
 from specgen.option_values import field_type, names_of
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.serve.formats.fields import AnySchema, Fields, Schema
-from specgen.serve.formats.parsed_request import Defaults, Kind, ParsedRequest, SpeculativeWishes
+from specgen.serve.formats.parsed_request import (
+    Defaults,
+    ParsedRequest,
+    RequestKind,
+    SpeculativeWishes,
+)
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tools import ToolChoiceField, ToolField, chosen_tools, functions_of
 from specgen.session.prompts.template import OWN_VARIABLES, Message
@@ -73,6 +78,9 @@ def _option_field(options: type[Any], name: str) -> tuple[Any, Any]:
     """Return the type and the declaration of the field for an option.
 
     The field has the option's names and limits. It is None if the body does not have it.
+
+    The dataclass checks the same limits when the request is made. The check here comes before that,
+    so that an error has the name that the client used, and its value as JSON.
     """
     (option,) = (option for option in dataclasses.fields(options) if option.name == name)
     kind = _BIASES if name == "logit_bias" else field_type(options, name)
@@ -184,7 +192,7 @@ class GenerationRequest(OptionFields):
 
     def parsed(
         self,
-        kind: Kind,
+        kind: RequestKind,
         defaults: Defaults,
         writer: Callable[..., Any],
         warnings: Sequence[str] = (),
@@ -349,8 +357,9 @@ class ChatRequest(GenerationRequest):
         Raises:
             BodyError: If ``chat_template_kwargs`` has a variable that specgen sets itself.
         """
-        for name in OWN_VARIABLES & self.chat_template_kwargs.keys():
-            raise BodyError(f"chat_template_kwargs.{name}", "specgen sets this variable")
+        own_names = OWN_VARIABLES & self.chat_template_kwargs.keys()
+        if own_names:
+            raise BodyError(f"chat_template_kwargs.{min(own_names)}", "specgen sets this variable")
         variables: dict[str, Any] = {}
         if self.thinking == "enabled":
             variables["enable_thinking"] = True

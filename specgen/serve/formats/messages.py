@@ -105,16 +105,16 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
     if fields.thread == "continue":  # the client then sends the whole conversation
         what = "this server keeps no threads: send all messages"
         raise RequestError(404, what, "thread_not_found")
-    deferred = _deferred_tools(fields)
-    messages = _messages(fields, deferred)
+    not_found, definitions = _deferred_tools(fields)
+    messages = _messages(fields, definitions)
     # A deferred tool may be called once a search has found it. Its description is part of that
     # search's result, never of the prompt before the conversation.
-    usable = [tool for tool in fields.tools if deferred.get(tool.name, "") is not None]
+    usable = [tool for tool in fields.tools if tool.name not in not_found]
     fields = fields.model_copy(update={"tools": usable})
     request = fields.parsed_chat(messages, defaults, MessagesWriter)
     tools = request.tools
     if tools is not None:
-        described = [function for function in tools.functions if function.name not in deferred]
+        described = [function for function in tools.functions if function.name not in definitions]
         tools = replace(tools, functions=tuple(described))
     request = replace(
         request,
@@ -125,32 +125,34 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
     return (request,)
 
 
-def _deferred_tools(fields: MessagesRequest) -> dict[str, str | None]:
-    """Return the definitions of the deferred tools by name; None for those not found by a search.
+def _deferred_tools(fields: MessagesRequest) -> tuple[set[str], dict[str, str]]:
+    """Return the names of the deferred tools that no search has found, and the others' definitions.
 
     A definition is written into the search's result, so that the beginning of the prompt does not
     change, and stays in the cache.
     """
     if any("tool_search" in tool.type for tool in fields.tools):
         # This search would run at Anthropic. Without it, no tool can be deferred.
-        return {}
+        return set(), {}
     found_names: set[str] = set()
     for message in fields.messages:
         for block in message.content:
             references = [part for part in block.content if part.type == "tool_reference"]
             found_names |= {part.tool_name for part in references}
-    deferred: dict[str, str | None] = {}
+    not_found: set[str] = set()
+    definitions: dict[str, str] = {}
     for tool in fields.tools:
         if not tool.defer_loading:
             continue
-        deferred[tool.name] = None
         if tool.name in found_names:
-            deferred[tool.name] = tool.model_dump_json(include=_SEARCH_RESULT_FIELDS)
-    return deferred
+            definitions[tool.name] = tool.model_dump_json(include=_SEARCH_RESULT_FIELDS)
+        else:
+            not_found.add(tool.name)
+    return not_found, definitions
 
 
-def _messages(fields: MessagesRequest, deferred: Mapping[str, str | None]) -> tuple[Message, ...]:
-    """Return the messages for the chat template; see `_add_block` for `deferred`."""
+def _messages(fields: MessagesRequest, definitions: Mapping[str, str]) -> tuple[Message, ...]:
+    """Return the messages for the chat template; see `_add_block` for `definitions`."""
     builder = ConversationBuilder()
     for number, block in enumerate(fields.system):
         text = text_of([block])
@@ -166,7 +168,7 @@ def _messages(fields: MessagesRequest, deferred: Mapping[str, str | None]) -> tu
                 message.role,
                 where,
                 block,
-                deferred,
+                definitions,
             )
     if not builder.messages:
         raise BodyError("messages", "they are empty")
@@ -178,7 +180,7 @@ def _add_block(
     role: Literal["assistant", "system", "user"],
     where: str,
     block: ContentBlock,
-    deferred: Mapping[str, str | None],
+    definitions: Mapping[str, str],
 ) -> None:
     """Add a block to a turn.
 
@@ -187,11 +189,11 @@ def _add_block(
         role: The role of the turn.
         where: The place of the block in the body, for errors.
         block: The block.
-        deferred: The definitions of deferred tools; see `_deferred_tools`.
+        definitions: The definitions of the deferred tools that a search has found, by name.
     """
     match role, block.type:
         case "user", "tool_result":
-            builder.add_result(block.tool_use_id, _result_text(block, deferred))
+            builder.add_result(block.tool_use_id, _result_text(block, definitions))
         case "assistant", "thinking":  # the chat template drops the thoughts that it does not need
             builder.join_thought(block.thinking)
         case "assistant", "tool_use":
@@ -202,13 +204,12 @@ def _add_block(
             builder.join_text(role, text_of([block]))
 
 
-def _result_text(block: ContentBlock, deferred: Mapping[str, str | None]) -> str:
+def _result_text(block: ContentBlock, definitions: Mapping[str, str]) -> str:
     """Return the text of a call's result, in which found tools are replaced by definitions."""
     parts: list[Part] = []
     for part in block.content:
         if part.tool_name:
-            definition = deferred.get(part.tool_name)
-            parts.append(Part(text=definition or part.tool_name))
+            parts.append(Part(text=definitions.get(part.tool_name, part.tool_name)))
         else:
             parts.append(part)
     text = text_of(parts, "\n\n")

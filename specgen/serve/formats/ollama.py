@@ -181,7 +181,7 @@ _UNITS_S = {
 }
 #: A part of a duration, such as ``1h`` and ``30m`` in ``1h30m``.
 _DURATION_PART = re.compile(r"(\d+\.?\d*|\.\d+)(h|ms|m|s|us|\u00b5s|ns|$)", re.ASCII)
-#: Longer times are unlimited, in seconds: some 30 years.
+#: Longer times than this, in seconds, are unlimited. It is about 30 years.
 _MAX_KEEP_S = 1e9
 
 

@@ -26,7 +26,7 @@ _SHOWN_SAMPLERS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "
 
 @dataclass(frozen=True, slots=True)
 class OllamaModel:
-    """What a server tells about one of its models."""
+    """The description of one of a server's models."""
 
     name: str
     description: ModelDescription
@@ -54,18 +54,18 @@ class OllamaModel:
         self,
         n_bytes: int,
         n_gpu_bytes: int,
-        rest_s: float,
+        remaining_s: float,
     ) -> Json:
         """Return its entry in the list of loaded models.
 
         Args:
             n_bytes: The memory that it needs.
             n_gpu_bytes: How much of that is on a GPU.
-            rest_s: After how many seconds it will be unloaded; infinity for no limit.
+            remaining_s: After how many seconds it will be unloaded; infinity for no limit.
         """
         expires_at = _NEVER
-        if math.isfinite(rest_s):
-            expires_at = timestamp(time.time() + rest_s)
+        if math.isfinite(remaining_s):
+            expires_at = timestamp(time.time() + remaining_s)
         return {
             **self._identity(),
             "size": n_bytes,

@@ -19,7 +19,7 @@ from specgen.session.prompts.template import Message
 
 #: ``chat`` continues a conversation, ``completion`` a text, and ``prompt`` answers a text as
 #: `specgen run` does.
-Kind: TypeAlias = Literal["chat", "completion", "prompt"]
+RequestKind: TypeAlias = Literal["chat", "completion", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ParsedRequest:
     The prompt is `messages` in a ``chat``, and otherwise exactly one of `text`, `tokens` and `gap`.
     """
 
-    kind: Kind
+    kind: RequestKind
     sampling: SamplerOptions
     generation: GenerationOptions
     #: Makes the `AnswerWriter` of the API.

@@ -43,7 +43,7 @@ class BodyError(UsageError):
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A request that was refused or has failed, with everything that the client is told."""
+    """A request that was refused or has failed, with everything that the response says about it."""
 
     #: The HTTP status.
     status: int

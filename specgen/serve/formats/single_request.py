@@ -5,12 +5,12 @@ from __future__ import annotations
 from specgen.serve.formats.chat_completions import read_chat
 from specgen.serve.formats.completions import CompletionRequest, parsed_completions
 from specgen.serve.formats.fields import Json, parse
-from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, Kind, ParsedRequest
+from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequest, RequestKind
 from specgen.serve.formats.request_errors import BodyError
 
 
 def read_request(
-    kind: Kind,
+    kind: RequestKind,
     body: Json,
     defaults: Defaults = NO_DEFAULTS,
 ) -> ParsedRequest:

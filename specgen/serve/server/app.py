@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specgen.errors import SpecgenError
 from specgen.serve.formats.chat_completions import read_chat
 from specgen.serve.formats.completions import read_completion
-from specgen.serve.formats.embeddings import embedding_response
+from specgen.serve.formats.embeddings import WriteEmbeddings, embedding_response
 from specgen.serve.formats.engine_requests import Reader
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.llama_server import read_infill, read_llama_cpp_completion
@@ -80,7 +80,7 @@ _GENERATION: Mapping[str, Reader] = {
 }
 
 #: POST: makes embeddings. The value writes the response.
-_EMBEDDINGS: Mapping[str, Callable[..., bytes]] = {
+_EMBEDDINGS: Mapping[str, WriteEmbeddings] = {
     "/v1/embeddings": embedding_response,
     "/embeddings": embedding_response,
     "/api/embed": ollama_embeddings,
@@ -102,7 +102,7 @@ _QUERIES: Mapping[str, Callable[[ServedModel, Json], Json]] = {
     "/detokenize": tokens.detokenize,
 }
 
-#: GET: tells something about the server. The value is a method of `ServerInfo`.
+#: GET: describes the server. The value is a method of `ServerInfo`.
 _INFO: Mapping[str, Callable[[ServerInfo, HttpRequest], Awaitable[Response]]] = {
     "/v1/health": ServerInfo.health,
     "/health": ServerInfo.health,
@@ -118,7 +118,7 @@ _INFO: Mapping[str, Callable[[ServerInfo, HttpRequest], Awaitable[Response]]] = 
     "/api/version": ServerInfo.ollama_version,
 }
 
-#: GET: tells something about the models in Ollama's form. The value makes the response.
+#: GET: describes the models in Ollama's form. The value makes the response.
 _OLLAMA_INFO: Mapping[str, Callable[[ModelPool, HttpRequest], Awaitable[Response]]] = {
     "/api/tags": ollama_info.list_models,
     "/api/ps": ollama_info.list_loaded_models,

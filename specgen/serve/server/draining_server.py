@@ -161,8 +161,8 @@ class _ServerProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a connection open on which the client sends no more, until its request is answered.
 
-        A client that has gone looks the same at first. It is told apart by a "100 Continue", which
-        all clients skip: the system of a client that has gone resets the connection.
+        A client that has disconnected looks the same at first. To find out, a "100 Continue" is
+        sent, which all clients skip: if the client has gone, its system resets the connection.
 
         Returns:
             Whether the connection stays open. It is closed if no request is complete, or if the

@@ -77,9 +77,10 @@ _FILE_FIELDS = frozenset(["data", "file_data", "image", "image_url", "images", "
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Return a body; raise `RequestError` if it has more than `max_bytes` bytes (0 for no limit).
 
-    Images do not count, since they are left out. Here that is whatever looks like one; when the
-    body is parsed, the caller knows better. A body that is too large even with images is refused
-    before it is read if its size is announced.
+    Images do not count, since they are left out. Here, any long run of base64 characters is taken
+    for one; once the body is parsed, `read_json` checks the size again, without the fields of
+    images. A body that is too large even with images is refused before it is read if its size is
+    announced.
     """
     if max_bytes == 0:
         return await request.body()
@@ -263,8 +264,11 @@ class EventStream(StreamingResponse):
         while True:
             next_value = asyncio.ensure_future(anext(values, end))
             try:
-                # The timeout ends only the wait; the value is still awaited.
-                while not (await asyncio.wait((next_value,), timeout=timeout_s))[0]:
+                while True:
+                    # The timeout ends only the wait; the value is still awaited.
+                    done, _ = await asyncio.wait((next_value,), timeout=timeout_s)
+                    if done:
+                        break
                     timeout_s = _KEEP_ALIVE_S
                     yield self._keep_alive
                 value = next_value.result()

@@ -30,7 +30,7 @@ JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 _log = logging.getLogger("specgen.serve.server")
 
 
-class Turns:
+class FairLock:
     """A lock that threads get in the order in which they ask for it."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class ServedModel:
         opened: OpenedModel,
         metrics: Metrics,
         n_waiting: int,
-        turns: Turns,
+        turns: FairLock,
         idle: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
@@ -320,13 +320,13 @@ class ServedModel:
             # A round, which may begin answers that wait.
             with self._turns:
                 if not self.engine.n_busy:
-                    self._opened.between_answers(True)
+                    self._opened.between_answers(True)  # an answer may begin now
                 self._step()
             self._pass_on(jobs)
             # The turn is over here, so that other models can decode before this one learns.
             if not self.engine.n_busy:
                 with self._turns:
-                    self._opened.between_answers(False)
+                    self._opened.between_answers(False)  # the last one has ended
                 self._idle()
 
     def _step(self) -> None:
@@ -448,7 +448,7 @@ class ServedEmbedder:
         embedder: Embedder,
         metrics: Metrics,
         n_waiting: int,
-        turns: Turns,
+        turns: FairLock,
     ) -> None:
         self.name = name
         self.embedder = embedder

@@ -18,7 +18,7 @@ from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 from specgen.llama.embeddings import Embedder
 from specgen.options import SessionOptions
 from specgen.serve.formats.request_errors import RequestError
-from specgen.serve.server.jobs import OpenedModel, ServedEmbedder, ServedModel, Turns
+from specgen.serve.server.jobs import FairLock, OpenedModel, ServedEmbedder, ServedModel
 from specgen.serve.server.metrics import Metrics, ServerMetrics
 from specgen.serve.server.options import Limits
 from specgen.system.quantities import human_bytes
@@ -38,7 +38,7 @@ class ModelEntry:
     name: str
     #: Loads the model. Its arguments are the turns, to be held while it decodes or opens contexts,
     #: and a function that returns whether to give up, which it does by raising `KeyboardInterrupt`.
-    open: Callable[[Turns, Callable[[], bool]], OpenedModel | Embedder]
+    open: Callable[[FairLock, Callable[[], bool]], OpenedModel | Embedder]
     #: An estimate of the memory that it needs.
     n_bytes: int = 0
     #: Whether it makes embeddings. Otherwise it generates text.
@@ -92,8 +92,11 @@ class PooledModel:
         return any(not request.done() for request in self.waiting)
 
     @property
-    def rest_s(self) -> float:
-        """How long it stays loaded if it is not used again: from now on, if it is in use."""
+    def remaining_s(self) -> float:
+        """How many more seconds it stays loaded if it is not used again.
+
+        While it generates answers, that is all of `keep_s`: the time begins when they have ended.
+        """
         if self.model is not None and self.model.n_open:
             return self.keep_s
         return self.last_used_s + self.keep_s - time.monotonic()
@@ -129,7 +132,7 @@ class ModelPool:
         self._limits = limits
         self._memory_bytes = memory_bytes
         self._note = note
-        self._turns = Turns()
+        self._turns = FairLock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="specgen-loading")
         self._is_ending = threading.Event()
         #: Held by the task that provides a model.
@@ -319,8 +322,8 @@ class ModelPool:
             while pooled.model is not None and math.isfinite(pooled.keep_s):
                 if not pooled.is_idle:
                     await self._next_change()
-                elif pooled.rest_s > 0.0:
-                    timer = self._loop.call_later(pooled.rest_s, self._changed.set)
+                elif pooled.remaining_s > 0.0:
+                    timer = self._loop.call_later(pooled.remaining_s, self._changed.set)
                     await self._next_change()
                     timer.cancel()
                 else:
@@ -336,7 +339,7 @@ class ModelPool:
     async def _unload_if_due(self, pooled: PooledModel) -> None:
         """Unload a model if its time is still over once no other model is being loaded."""
         async with self._providing:
-            if pooled.is_idle and pooled.rest_s <= 0.0:
+            if pooled.is_idle and pooled.remaining_s <= 0.0:
                 await self._unload(pooled)
         self._changed.set()
 

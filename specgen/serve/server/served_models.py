@@ -21,7 +21,7 @@ from specgen.llama.kernels.attached import kernel_problem
 from specgen.models.files import SHARD
 from specgen.models.stored_models import shown_name
 from specgen.options import ContextOptions, SessionOptions
-from specgen.serve.server.jobs import OpenedModel, Turns
+from specgen.serve.server.jobs import FairLock, OpenedModel
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import N_PARALLEL, ServedOptions
 from specgen.session.calibration import calibrate
@@ -97,25 +97,40 @@ class ModelLoader:
             # Ollama's clients name models without a prefix.
             name = shown_name(target).removeprefix("ollama:").removesuffix(".gguf")
         self._note_invalid_template(name, wanted.options)
-        if pooling_of(target) is not None:
-            if model.models.draft is not None:
-                raise UsageError(f"{name} is an embedding model: leave out --draft")
-            return self._embedder(name, wanted.options)
+        if pooling_of(target) is None:
+            return self._text_model_entry(name, wanted, model.n_parallel)
+        if model.models.draft is not None:
+            raise UsageError(f"{name} is an embedding model: leave out --draft")
+        return self._embedder_entry(name, wanted.options)
 
-        # Without a given number of answers at once, there are as many as the memory has room for.
-        n_parallel = model.n_parallel or N_PARALLEL
-        make_engine: Callable[..., Engine] = Engine
-        if model.n_parallel is None:
-            make_engine = Engine.largest
+    def _text_model_entry(
+        self,
+        name: str,
+        wanted: WantedSession,
+        n_wanted: int | None,
+    ) -> ModelEntry:
+        """Return an entry of the pool for a model that generates text.
+
+        Args:
+            name: The model's name.
+            wanted: The files and options of the model.
+            n_wanted: The number of answers at once that the user gave, if any.
+        """
+        n_parallel = n_wanted or N_PARALLEL
         n_bytes = 0
         reporter = self.reporter
         if self.memory_bytes is not None:
-            check_file(target)
-            n_parallel, n_bytes = self._fitted(name, wanted, model.n_parallel)
+            check_file(wanted.options.target)
+            n_parallel, n_bytes = self._parallel_and_bytes(name, wanted, n_wanted)
             reporter = reporter.prefixed(f"{name}: ")
         wanted = replace(wanted, n_slots=n_parallel)
+        # Without a number from the user, there are as many answers at once as the contexts find
+        # room for, which may be fewer than estimated.
+        make_engine: Callable[..., Engine] = Engine
+        if n_wanted is None:
+            make_engine = Engine.largest
 
-        def open_model(turns: Turns, interrupted: Callable[[], bool]) -> OpenedModel:
+        def open_model(turns: FairLock, interrupted: Callable[[], bool]) -> OpenedModel:
             def stops() -> bool:
                 return self.stop() or interrupted()
 
@@ -129,7 +144,7 @@ class ModelLoader:
 
         return ModelEntry(name, open_model, n_bytes, options=wanted.options)
 
-    def _fitted(
+    def _parallel_and_bytes(
         self,
         name: str,
         wanted: WantedSession,
@@ -149,26 +164,23 @@ class ModelLoader:
             MemoryLimitError: If it needs too much memory.
         """
         memory_bytes = self.memory_bytes or math.inf
-        n_parallel = n_wanted or N_PARALLEL
-        needs = _needs(wanted, n_parallel)
-        # Generate fewer answers at once if the model does not fit otherwise.
-        while needs.total_bytes > memory_bytes and n_parallel > 1 and n_wanted is None:
-            n_parallel //= 2
-            needs = _needs(wanted, n_parallel)
-        is_streamed = can_stream(wanted.options.target_context)
-        if needs.total_bytes <= memory_bytes or not is_streamed or needs.other_bytes > memory_bytes:
+        n_parallel, needs = _fitting_parallel(
+            wanted, n_wanted, lambda needs: needs.total_bytes <= memory_bytes
+        )
+        fits = needs.total_bytes <= memory_bytes
+        may_stream = can_stream(wanted.options.target_context)
+        if fits or not may_stream or needs.other_bytes > memory_bytes:
             self._check_memory(name, needs.total_bytes)
             return n_parallel, needs.total_bytes
 
-        # All answers share what a pass reads from disk, so their number need not be small.
-        n_parallel = n_wanted or N_PARALLEL
-        needs = _needs(wanted, n_parallel)
-        while needs.other_bytes > memory_bytes / 2 and n_parallel > 1 and n_wanted is None:
-            n_parallel //= 2
-            needs = _needs(wanted, n_parallel)
+        # The weights are streamed. All answers share what a pass reads from disk, so their number
+        # may be larger than above: their contexts may take up to half of the memory.
+        n_parallel, _ = _fitting_parallel(
+            wanted, n_wanted, lambda needs: needs.other_bytes <= memory_bytes / 2
+        )
         return n_parallel, int(memory_bytes)
 
-    def _embedder(self, name: str, options: SessionOptions) -> ModelEntry:
+    def _embedder_entry(self, name: str, options: SessionOptions) -> ModelEntry:
         """Return an entry of the pool for an embedding model."""
         file = options.target
         context = options.target_context
@@ -176,7 +188,7 @@ class ModelLoader:
         n_ctx, n_bytes = _embedder_needs(file, context)
         self._check_memory(name, n_bytes)
 
-        def open_embedder(turns: Turns, _interrupted: Callable[[], bool]) -> Embedder:
+        def open_embedder(turns: FairLock, _interrupted: Callable[[], bool]) -> Embedder:
             with turns:
                 embedder = Embedder(file, context, n_ctx)
             self.reporter.note(
@@ -202,7 +214,7 @@ class ModelLoader:
         wanted: WantedSession,
         make_engine: Callable[..., Engine],
         reporter: Reporter,
-        turns: Turns,
+        turns: FairLock,
         stops: Callable[[], bool],
     ) -> OpenedModel:
         """Load a model and open its engine, while `turns` keeps the other models from decoding.
@@ -346,9 +358,9 @@ def read_models(
             "--models names the models, so --target, --draft and --pair do not go with it"
         )
     if path.is_dir():
-        return _in_folder(path, options_of, loader)
+        return _entries_in_folder(path, options_of, loader)
     entries = [
-        _in_file(
+        _entry_of_table(
             path,
             name,
             table,
@@ -363,7 +375,7 @@ def read_models(
     return entries
 
 
-def _in_file(
+def _entry_of_table(
     path: Path,
     name: str,
     table: Any,
@@ -374,7 +386,7 @@ def _in_file(
     try:
         if not isinstance(table, dict):
             raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
-        values = {key: _in_its_folder(value, path.parent) for key, value in table.items()}
+        values = {key: _path_if_file(value, path.parent) for key, value in table.items()}
         model = options_of(values)
         if model.models.target is None and model.models.pair is None:
             raise UsageError('target is missing: give a file or a name, or pair = "NAME"')
@@ -384,15 +396,15 @@ def _in_file(
         raise type(error)(message, error.hint or correct(path)) from error
 
 
-def _in_its_folder(value: Any, folder: Path) -> Any:
+def _path_if_file(value: Any, folder: Path) -> Any:
     """Return an option's value; the name of a file in the folder becomes the file's path."""
     if isinstance(value, list):
-        return [_in_its_folder(item, folder) for item in value]
+        return [_path_if_file(item, folder) for item in value]
     file = named_file(folder / str(value))
     return value if file is None else str(file)
 
 
-def _in_folder(
+def _entries_in_folder(
     folder: Path,
     options_of: OptionsOf,
     loader: ModelLoader,
@@ -464,10 +476,28 @@ def _check_loads(path: Path) -> None:
 # --- the memory of models, from the metadata of their files --------------------------------------
 
 
-def _needs(wanted: WantedSession, n_parallel: int) -> MemoryNeeds:
-    """Estimate the memory of a session that generates so many answers at once."""
+def _fitting_parallel(
+    wanted: WantedSession,
+    n_wanted: int | None,
+    fits: Callable[[MemoryNeeds], bool],
+) -> tuple[int, MemoryNeeds]:
+    """Return a number of answers at once, and the estimated memory that a session then needs.
+
+    Without a number from the user, `N_PARALLEL` is halved until the memory suffices, or until a
+    single answer is left, even if that does not fit either.
+
+    Args:
+        wanted: The files and options of the model.
+        n_wanted: The number that the user gave, which is kept; None if there is none.
+        fits: Returns whether the memory suffices.
+    """
     drafts = [choice.draft for choice in wanted.drafts]
-    return memory_needs(wanted.options, drafts, n_parallel)
+    n_parallel = n_wanted or N_PARALLEL
+    needs = memory_needs(wanted.options, drafts, n_parallel)
+    while n_wanted is None and n_parallel > 1 and not fits(needs):
+        n_parallel //= 2
+        needs = memory_needs(wanted.options, drafts, n_parallel)
+    return n_parallel, needs
 
 
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:

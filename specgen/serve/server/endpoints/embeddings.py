@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from specgen.serve.formats.embeddings import read_embedding_request
+from specgen.serve.formats.embeddings import WriteEmbeddings, read_embedding_request
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.http import while_connected
@@ -18,7 +17,7 @@ from specgen.serve.server.options import Limits
 
 
 async def embed(
-    write: Callable[..., bytes],
+    write: WriteEmbeddings,
     limits: Limits,
     model: ServedEmbedder,
     http_request: HttpRequest,
@@ -27,7 +26,7 @@ async def embed(
     """Answer a request for embeddings.
 
     Args:
-        write: Makes the body of the response in the format of an API; see `embedding_response`.
+        write: Writes the body of the response.
         limits: The limits of requests.
         model: The model, which is leased.
         http_request: The request.

@@ -51,7 +51,7 @@ def _running_entries(loaded: Sequence[PooledModel]) -> list[Json]:
         n_bytes = pooled.entry.n_bytes or model.description.n_bytes
         is_on_gpu = has_gpu() and "on the GPU" in pooled.model.target.kernels
         n_gpu_bytes = n_bytes if is_on_gpu else 0
-        entries.append(model.running(n_bytes, n_gpu_bytes, pooled.rest_s))
+        entries.append(model.running(n_bytes, n_gpu_bytes, pooled.remaining_s))
     return entries
 
 
@@ -101,7 +101,7 @@ def _described(pooled: PooledModel, *, reads_vocabulary: bool = False) -> Ollama
 
 
 def _described_loaded(entry: ModelEntry, model: LoadedModel) -> OllamaModel:
-    """Return what is known about a model that is loaded, and stays so meanwhile."""
+    """Return what is known about a loaded model, which the caller keeps loaded."""
     target = model.target
     described = OllamaModel(
         entry.name,

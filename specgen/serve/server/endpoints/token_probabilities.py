@@ -1,4 +1,4 @@
-"""The endpoint that tells how likely the tokens of an answer were, to the target and the draft."""
+"""The endpoint that scores an answer: how likely its tokens were to the target and the draft."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pydantic import Field
 
 from specgen.errors import MemoryLimitError
 from specgen.events import TokenLogprob
-from specgen.serve.formats.chat_completions import ChatCompletionRequest, read_chat
-from specgen.serve.formats.engine_requests import parse_requests, prompt_of
+from specgen.serve.formats.chat_completions import ChatCompletionRequest, parsed_chat_completion
+from specgen.serve.formats.engine_requests import defaults_of, prompt_of
 from specgen.serve.formats.fields import Fields, Integer, Json, parse
+from specgen.serve.formats.model_adaptation import for_model
 from specgen.serve.formats.openai_common import MAX_LOGPROBS, logprob_entry
 from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.serve.server.jobs import ServedModel
@@ -57,7 +58,7 @@ def token_probabilities(model: ServedModel, body: Json) -> Json:
             )
         guesses[guess.position].append(guess.token)
     session = model.session
-    (request,) = parse_requests(read_chat, session, body)
+    request = for_model(parsed_chat_completion(fields, defaults_of(session)), session.target)
     prompt = prompt_of(request, session, model.engine.n_ctx)
     scorer = AnswerScorer(session, model.engine.n_ctx, fields.top_logprobs, model.decoding_turn)
     try:

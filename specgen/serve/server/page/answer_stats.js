@@ -39,7 +39,9 @@ export class AnswerStats {
     this.#nTokens += committed.length;
     this.#nAccepted += committed.filter(({ kind }) => kind === "accepted").length;
     for (const { event, nodes } of chunk.events ?? []) {
-      this.#nPositions += event === "drafted" ? levels(nodes) : 0;
+      if (event === "drafted") {
+        this.#nPositions += levels(nodes);
+      }
     }
     if (committed.length > 0) {
       this.#first ??= { atMs: nowMs, nTokens: committed.length };

@@ -1,7 +1,6 @@
 import { turnsToLeaveOut } from "./context_window.js";
 import { messageOf } from "./notice.js";
-import { maxTokens, requestFields, systemPrompt } from "./settings.js";
-import { message } from "./turn.js";
+import { maxTokens, requestFields, withSystemPrompt } from "./settings.js";
 
 // The maximum time without a pause for the browser's other work.
 const MAX_WORK_MS = 20;
@@ -76,7 +75,13 @@ export class Answerer {
       this.#keepEndInView(() => turn.end(this.#modelMenu.nContext));
     } catch (error) {
       this.#promptLimit = error.promptLimit ?? this.#promptLimit;
-      this.#keepEndInView(() => (signal.aborted ? turn.stop() : turn.fail(messageOf(error))));
+      this.#keepEndInView(() => {
+        if (signal.aborted) {
+          turn.stop();
+        } else {
+          turn.fail(messageOf(error));
+        }
+      });
       if (turn.text === "") {
         conversation.leaveOut(leftOut); // the model has not seen the shorter conversation
       }
@@ -88,7 +93,7 @@ export class Answerer {
   async #requestBody(conversation, turn, signal) {
     const fields = { return_progress: true, ...requestFields() };
     const bodyWithout = (nTurns) => ({
-      messages: messagesOf(conversation, turn, nTurns),
+      messages: withSystemPrompt([...conversation.messages(nTurns), turn.questionMessage()]),
       ...fields,
     });
     if (conversation.nTurns > 1) {
@@ -133,16 +138,6 @@ export class Answerer {
       }
     }
   }
-}
-
-// The messages of a request: the system prompt, the conversation so far without its oldest turns,
-// and the question.
-function messagesOf(conversation, turn, nLeftOut) {
-  const messages = [...conversation.messages(nLeftOut), turn.questionMessage()];
-  if (systemPrompt() !== null) {
-    messages.unshift(message("system", systemPrompt()));
-  }
-  return messages;
 }
 
 // Let the browser handle keys, clicks and drawing. If chunks arrive faster than they can be shown,

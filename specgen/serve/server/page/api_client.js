@@ -16,7 +16,10 @@ export class ServerError extends Error {
   constructor(message, code = null, nAllowed = null) {
     super(message);
     const isPromptTooLong = code === "context_length_exceeded";
-    // Prompts over the server's --limit-prompt have the same code, but another message.
+    /**
+     * Whether the prompt does not fit into the context. Prompts over the server's --limit-prompt
+     * have the same code, but another message.
+     */
     this.isContextTooSmall = isPromptTooLong && message.includes("the context has");
     /** The server's --limit-prompt, if the prompt is over it; else null. */
     this.promptLimit = isPromptTooLong && !this.isContextTooSmall ? nAllowed : null;
@@ -98,6 +101,9 @@ export class ApiClient {
    * Return a successful response, or throw a ServerError.
    *
    * If the server requires an API key, the user is asked until one is accepted.
+   *
+   * @param {string} address - relative to the page's own
+   * @param {RequestInit} options - as for `fetch`; the key is added to the headers
    */
   async request(address, options = {}) {
     for (;;) {

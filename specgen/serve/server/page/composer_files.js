@@ -1,7 +1,7 @@
 import { listenForFiles } from "./file_sources.js";
 import { messageOf, showNotice } from "./notice.js";
 import { fenced, nameWithSize, questionWithFiles, tokenCount } from "./question_files.js";
-import { requestFields, systemPrompt } from "./settings.js";
+import { requestFields, withSystemPrompt } from "./settings.js";
 import { FileError, readTextFile } from "./text_file.js";
 import { message } from "./turn.js";
 
@@ -39,10 +39,8 @@ export class ComposerFiles {
       return true;
     }
     await this.#counting;
-    const messages = [message("user", questionWithFiles(question, this.#attachments))];
-    if (systemPrompt() !== null) {
-      messages.unshift(message("system", systemPrompt()));
-    }
+    const asked = message("user", questionWithFiles(question, this.#attachments));
+    const messages = withSystemPrompt([asked]);
     try {
       const nTokens = await this.#client.countTokens({ ...requestFields(), messages });
       return this.#checkFits("The question with its files has", nTokens);

@@ -256,6 +256,7 @@ function successor(conversation, stored) {
   }
   const { title } = stored;
   if (stored.revision !== conversation.revision) {
+    // Another tab has saved its turns meanwhile: they stay, and this becomes a copy.
     return { ...conversation, id: newId(), title, revision: 1 };
   }
   return { ...conversation, title, revision: stored.revision + 1 };

@@ -98,8 +98,11 @@ function inlineSource(text, before = "") {
     return isPrice ? undefined : source;
   }
   const displayed = text.match(DISPLAYED_IN_LINE)?.[0];
+  if (displayed === undefined) {
+    return undefined;
+  }
   // An escaped bracket is not a formula: "\[sic\]".
-  const isFormula = displayed?.startsWith("$") || /[\\^_=]/.test(displayed?.slice(2, -2) ?? "");
+  const isFormula = displayed.startsWith("$") || /[\\^_=]/.test(displayed.slice(2, -2));
   return isFormula ? displayed : undefined;
 }
 

@@ -1,4 +1,4 @@
-// On narrow screens, the list of conversations lies over the page while it is open.
+// On narrow screens, the list of conversations covers the page while it is open.
 
 const openButton = document.getElementById("open-list");
 const coveredParts = ["header", "main", "#composer"].map((name) => document.querySelector(name));

@@ -243,17 +243,23 @@ async function openAddress() {
     }
     return;
   }
-  const answering = answerer.conversationWith(id);
-  const saved = answering === undefined ? await store.get(id) : null;
+  // One whose answer is arriving has more than the store.
+  const conversation = answerer.conversationWith(id) ?? (await storedConversation(id));
   if (id !== idInAddress() || id === current.id) {
     return; // the user has gone on to another one, or has asked a question
   }
-  if (saved === undefined) {
+  if (conversation === null) {
     leaveConversation();
     showNotice(NOT_HERE);
   } else {
-    show(answering ?? Conversation.restored(saved, store, keepEndInView));
+    show(conversation);
   }
+}
+
+// The conversation with this id as it is stored; null if it is not.
+async function storedConversation(id) {
+  const saved = await store.get(id);
+  return saved === undefined ? null : Conversation.restored(saved, store, keepEndInView);
 }
 
 // Begin a conversation. An answer that is arriving in the last one goes on.

@@ -1,6 +1,7 @@
 // The settings: where they are stored, and what requests take from them.
 
 import { loadItem, onItemChange, saveItem } from "./storage.js";
+import { message } from "./turn.js";
 
 const elementOf = (name) => document.getElementById(name);
 // The numbers in the panel, by the id of their element, and the fields of a request for them.
@@ -107,8 +108,18 @@ export function maxTokens() {
   return requestFields().max_tokens ?? null;
 }
 
-/** Return the system prompt as written, or null if it is blank. */
-export function systemPrompt() {
+/**
+ * Return the messages of a request, which begin with the system prompt if there is one.
+ *
+ * @param {object[]} messages - the conversation
+ */
+export function withSystemPrompt(messages) {
+  const prompt = systemPrompt();
+  return prompt === null ? messages : [message("system", prompt), ...messages];
+}
+
+// The system prompt as written; null if it is blank.
+function systemPrompt() {
   const text = elementOf("system").value;
   return text.trim() === "" ? null : text;
 }

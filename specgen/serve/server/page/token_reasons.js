@@ -90,19 +90,22 @@ export function likelihoodSentence({ text, guesses }, score) {
 }
 
 /**
- * Return whether the draft model guessed something else than it would after the whole text.
+ * Return whether the draft model would guess something else after the whole text.
+ *
+ * When it guessed, it may have read less. Then its probability of the guess was another one.
  *
  * @param {import("./answer_positions.js").Position} position
  * @param {object} score - the server's entry for the token
  */
 export function guessedOtherwise({ guesses, node }, { draft_top_logprobs: entries }) {
   const guess = [node, ...guesses].find((each) => each?.origin === "model");
-  if (guess === undefined || entries === null) {
+  const probabilityThen = guess?.probability ?? null;
+  if (probabilityThen === null || entries === null) {
     return false;
   }
   const entry = entries.find(({ token }) => token === guess.text);
-  const probability = entry === undefined ? 0 : Math.exp(entry.logprob);
-  return Math.abs(probability - (guess.probability ?? probability)) > SAME_PROBABILITY;
+  const probabilityNow = entry === undefined ? 0 : Math.exp(entry.logprob);
+  return Math.abs(probabilityNow - probabilityThen) > SAME_PROBABILITY;
 }
 
 /** Return a probability as text. */
