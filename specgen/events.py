@@ -83,8 +83,8 @@ class PromptEvent(_Event, event="prompt"):
     draft: str
     #: Whether the draft model has another vocabulary, so that its text is translated.
     translated: bool
-    #: Whose kernels compute: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or
-    #: what computes where (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the
+    #: Which kernels are used: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or
+    #: several by device (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the
     #: CPU``).
     kernels: str
     #: Size of the target's context, in tokens.
