@@ -110,9 +110,13 @@ def cli_page() -> str:
     from specgen.cli.app import command_line
 
     introduction = (
-        "After a command, `--help` shows the usual options, and `--help-all` the text of this "
-        "page. `specgen --install-completion` lets your shell complete commands, options and names "
-        "of models. [Your own defaults](using.md#your-defaults) are read from a file."
+        "Below each command are the options that only it takes. Options that several commands "
+        "take are described once, under [Shared options](#shared-options), in groups; each command "
+        "names the groups that it takes. In a list, each option is followed by its other "
+        "spellings, its values and, in brackets, its default. On the command line, `--help` shows "
+        "a command's usual options, and `--help-all` all of them. `specgen --install-completion` "
+        "lets your shell complete commands, options and names of models. You can set "
+        "[your own defaults](using.md#your-defaults) in a file."
     )
     return page(
         "The command line",

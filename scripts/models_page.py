@@ -15,21 +15,21 @@ FILE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "arch
 LARGER_THAN_MEMORY = (
     "## Larger than memory",
     (
-        "A target that is larger than memory can be used, too: as much of its weights as fits "
-        "stays in memory, and the rest is read from disk in every pass, ahead of the "
+        "A target that is larger than memory can be used, too: as many of its weights as fit stay "
+        "in memory, and the rest is read from disk in every pass over the model, ahead of the "
         "computation. The output is the same, bit for bit. Before the first answer, a note tells "
-        "what that means:"
+        "what to expect:"
     ),
     (
         "    note: 19.2 GB of weights, 10.1 GB of memory: 9.8 GB are read from disk per pass, "
         "about 6 s; with drafts about 1.2 s a token"
     ),
     (
-        "**What to expect.** A pass takes as long as its reads: the bytes that do not fit, divided "
-        "by the speed of the disk. It takes hardly longer for 60 tokens than for one, so drafts "
-        "save more time here than anywhere else, and are longer: use a draft model. The draft "
-        "always stays in memory. `specgen serve` and `specgen batch` generate several answers "
-        "per pass, and a prompt is read in batches that are as large as memory allows."
+        "**Speed.** A pass takes as long as its reads: the bytes that do not fit, divided by the "
+        "speed of the disk. It takes hardly longer for 60 tokens than for one. Drafts therefore "
+        "save more time here than anywhere else, and specgen drafts more tokens: use a draft "
+        "model. The draft always stays in memory. `specgen serve` and `specgen batch` generate "
+        "several answers per pass, and prompts are prefilled in batches as large as memory allows."
     ),
     (
         "**Memory.** The weights may use what is available, within the limits of the container, "
@@ -39,17 +39,17 @@ LARGER_THAN_MEMORY = (
         "model would be read from disk."
     ),
     (
-        "**Disk space.** On first use, the weights are packed into a file in the cache folder, "
-        "which is about as large as the model: this takes minutes, and is needed once. The file "
-        "may take half of the free space. If there is too little, a note says so, and the model's "
-        "own file is read as it is needed, which is several times slower. "
-        "`specgen doctor` shows the folder and its room; `specgen models clear` deletes "
+        "**Disk space.** On first use, the weights are packed into a file in the cache folder. "
+        "This takes minutes, but is needed only once. The file is about as large as the model, and "
+        "may take up half of the free space. If there is too little, a note says so, and the "
+        "model's own file is read as it is needed, which is several times slower. "
+        "`specgen doctor` shows the folder and its free space; `specgen models clear` deletes "
         "the files."
     ),
     (
-        "**Limits.** Mixtures of experts, and all such models on macOS and Windows, are left to "
-        "the mapped file and to the system, which decides what stays in memory. With a GPU or "
-        "with workers (`--rpc`), the model has to fit."
+        "**Limits.** For mixtures of experts, and on macOS and Windows for all models, llama.cpp "
+        "maps the model's file, and the operating system decides what stays in memory. With a GPU "
+        "or with workers (`--rpc`), the model has to fit."
     ),
 )
 #: The checks of texts.
@@ -109,8 +109,8 @@ def parts(file: Path = FILE) -> list[str]:
             "tested with n-grams, with a draft that usually agrees, with one that never does, with "
             "trees, up to a full context, and with four answers at once. With llama.cpp's kernels, "
             "a near-tie counts as the same output ([what lossless means](lossless.md)).\n"
-            "- **batch-invariant**: with specgen's kernels, a row is bit for bit the same in "
-            "batches of 2 to 33 rows as on its own.\n"
+            "- **batch-invariant**: with specgen's kernels, a token's logits are bit for bit the "
+            "same in batches of 2 to 33 tokens as on their own.\n"
             "- **\\***: a mixture of experts."
         ),
         "## Exact and batch-invariant",

@@ -77,7 +77,7 @@ class FetchError(SpecgenError, exit_code=7):
 
 
 class MemoryLimitError(SpecgenError, exit_code=8):
-    """There is not enough memory for the context."""
+    """There is not enough memory for the model or its context."""
 
 
 class BackendError(SpecgenError, exit_code=9):

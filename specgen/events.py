@@ -83,8 +83,8 @@ class PromptEvent(_Event, event="prompt"):
     draft: str
     #: Whether the draft model has another vocabulary, so that its text is translated.
     translated: bool
-    #: Whose kernels compute: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or
-    #: what computes where (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the
+    #: Which kernels are used: ``specgen`` and an instruction set, ``llama.cpp``, ``workers``, or
+    #: several by device (``llama.cpp on the GPU (12 of 29 layers), specgen avx512-vnni on the
     #: CPU``).
     kernels: str
     #: Size of the target's context, in tokens.
@@ -345,7 +345,8 @@ class FinishedEvent(_Event, event="finished"):
     #: Seconds of loading the models and opening their contexts, before the first answer; not part
     #: of wall_s.
     loading_s: float = 0.0
-    #: The same, if weights of the models were packed.
+    #: Seconds of loading models whose weights had to be packed first; neither part of loading_s nor
+    #: of wall_s.
     packing_s: float = 0.0
     #: Seconds of measuring what drafting costs, before the first answer; not part of wall_s.
     measuring_s: float = 0.0
@@ -355,7 +356,7 @@ class FinishedEvent(_Event, event="finished"):
     #: Whether the speed-up is rough, because other programs kept the machine busy during the answer
     #: or while the costs of decodes were measured.
     estimate_is_rough: bool = False
-    #: Seconds of the command before the first answer that are none of the above: finding and
+    #: Seconds of the command before the first answer that are not counted above: finding and
     #: downloading models, testing the kernels, and making the prompt; not part of wall_s.
     starting_s: float = 0.0
 

@@ -479,7 +479,7 @@ class KernelOptions(Options):
     choice: KernelChoice = _machine(
         "auto",
         "--kernels",
-        "Whose kernels compute on the CPU; auto uses specgen's if they were built and pass their "
+        "Which kernels to use on the CPU; auto means specgen's if they were built and pass their "
         "test.",
         envvar="SPECGEN_KERNELS",
     )

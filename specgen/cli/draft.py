@@ -246,7 +246,7 @@ def data(
     machine: Contexts = flags.machine,
     output: Output = flags.loudness,
 ) -> int:
-    """Let a target write the text that drafts are made from.
+    """Let a target generate the text that drafts are trained on.
 
     It answers prompts at temperature 0. The hidden states and the likeliest tokens are kept in the
     cache folder that is printed. Run an interrupted command again to resume.

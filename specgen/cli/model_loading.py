@@ -54,8 +54,9 @@ class Setup:
     learn: bool = option(
         False,
         "--learn/--no-learn",
-        "Keep prompts and answers in the data folder, readable by you alone: the draft model "
-        "learns from them, and repetitions of them draft. `specgen draft forget` deletes them.",
+        "Keep prompts and answers in the data folder, readable by you alone. The draft model "
+        "learns from them, and repetitions of them are drafted. `specgen draft forget` deletes "
+        "them.",
         envvar="SPECGEN_LEARN",
         panel="Learning",
     )
@@ -63,8 +64,8 @@ class Setup:
     prompt_cache: Path | None = option(
         None,
         "--prompt-cache",
-        "Keep in this file what was computed of the prompt, for prompts that begin with the same "
-        "text.",
+        "Keep the prefilled prompt in this file, so that later prompts that begin with the same "
+        "text start faster.",
         metavar="FILE",
         show_default="not kept",
         panel="Prompt",

@@ -77,10 +77,11 @@ _NAME_OR_REPO = _name_or_repo(
 def list_models(*, as_json: bool = JSON_REPORT) -> None:
     """List specgen's models and pairs, and the models of other programs on this disk.
 
-    These are in the Hugging Face cache, in the stores of Ollama, LM Studio, llama.cpp, Jan and
-    GPT4All, and in the folders of `model-folders` in config.toml. Nothing in them is changed. The
-    names are as for `-m`. The draft is the one that is used if none is named. "fits" tells whether
-    the weights of both fit into memory, or how much of the model is read from disk in every pass.
+    It finds models in the Hugging Face cache, in the stores of Ollama, LM Studio, llama.cpp, Jan
+    and GPT4All, and in the folders of `model-folders` in config.toml. Nothing in them is changed.
+    The names are those for `-m`. "draft" is the draft that is used if you name none. "fits" tells
+    whether the weights of both fit into memory, or how much of the model is read from disk in every
+    pass.
     """
     from specgen.llama.file_check import remember_checks
 
@@ -313,7 +314,7 @@ def quantize(
 
 @app.command(cls=Command)
 def clear() -> None:
-    """Delete what was computed for quick starts: packed weights and prompt prefixes.
+    """Delete what was stored for quick starts: packed weights and prompt prefixes.
 
     The next start computes them again.
     """

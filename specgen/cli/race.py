@@ -61,9 +61,9 @@ def race(
     The prompt is answered twice: first without drafts, then with them. Each answer has its own
     prefill and empty caches, and both are warmed up on another prompt. On a terminal, the answers
     are then replayed side by side, as fast as they were generated; Ctrl-C skips the replay. The
-    last line tells how many times as fast drafting was, and whether the texts are identical. The
-    times of whole answers are compared if they are, otherwise tokens per second after the first
-    token.
+    last line tells how many times as fast drafting was, and whether the texts are identical. If
+    they are, the times of the whole answers are compared, otherwise the tokens per second after
+    the first token.
 
     In a pipe, it prints a tab-separated line for each answer, under column names.
     """

@@ -61,8 +61,8 @@ def serve(
     learn_across: bool = _server(
         False,
         "--learn-across-requests",
-        "Use what one request teaches about drafts for later ones, whose timing then reveals a "
-        "little of what other users wrote.",
+        "Let later requests benefit from what earlier ones taught about drafts. Response times "
+        "then reveal a little of what other users wrote.",
     ),
     server: ServerOptions = server,
     limits: Limits = limits,
@@ -71,7 +71,7 @@ def serve(
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
 
-    Without a model, all models on this disk are served by their names, also those of Ollama, LM
+    Without a model, all models on this disk are served by name, including those of Ollama, LM
     Studio and other programs (`specgen models list`). Each is loaded when a request names it.
 
     Standard output shows the address, which opens a small chat in a browser. Options apply to

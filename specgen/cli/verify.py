@@ -54,10 +54,10 @@ def verify(
     """Check that drafting does not change your model's output.
 
     It drafts as `specgen run` does, and again with a draft in every round. Greedy: answers with and
-    without drafts are compared, some of them three at once; a difference is a near-tie and rounding
-    in batches, or a defect. Sampled: samples of the next token are tested against the exact
-    distribution of the target. Exit code 0 means that no defect was found; 11 that one was, or that
-    nothing was drafted.
+    without drafts are compared, some of them generated three at once. If they differ, it finds out
+    whether that is a defect, or only a near-tie that rounding in batches decided differently.
+    Sampled: samples of the next token are tested against the exact distribution of the target. Exit
+    code 0 means that no defect was found; 11 that one was, or that nothing was drafted.
     """
     from specgen.measure.draft_trial import fitting_prompts
     from specgen.measure.exactness import N_SEARCHED, VerifyReport, run_checks, ways_to_draft

@@ -50,7 +50,7 @@ class TextOptions:
     n_tokens: int = _text(
         N_TOKENS,
         "--tokens",
-        "How many tokens of answers to write in all.",
+        "How many tokens of answers to generate in all.",
         min=1,
     )
     max_tokens: int = _text(

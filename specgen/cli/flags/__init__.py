@@ -152,15 +152,15 @@ def machine(
     tensor_split: str | None = _machine(
         None,
         "--tensor-split -ts",
-        "With --rpc: each device's share of the target, as 3,1.",
+        "With --rpc: each device's share of the target, such as 3,1.",
         metavar="N,N,...",
         show_default="by their free memory",
     ),
     output_here: bool = _machine(
         False,
         "--output-here",
-        "With --rpc: keep the output matrix here: hidden states travel in place of logits, a 20th "
-        "or less.",
+        "With --rpc: compute logits on this machine. Workers then send hidden states instead, a "
+        "twentieth of the data or less.",
     ),
     rpc_timeout: float = _machine(
         Workers(()).timeout_s,
@@ -180,7 +180,7 @@ def machine(
     template_variables: str | None = _model(
         None,
         "--chat-template-kwargs",
-        'Variables for the chat template, as {"enable_thinking": false}.',
+        'Variables for the chat template, such as {"enable_thinking": false}.',
         metavar="JSON",
         parse=utf8,
     ),
@@ -292,8 +292,8 @@ def chat_option() -> Any:
     return _prompt(
         None,
         "--chat/--raw",
-        "Put the prompt into the chat template, or continue it as it is; names of control tokens "
-        "in it then mean those tokens.",
+        "Put the prompt into the chat template, or continue it as it is (--raw); names of control "
+        "tokens in it then become those tokens.",
         show_default="chat, if the model has a template",
     )
 

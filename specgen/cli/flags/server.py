@@ -74,7 +74,7 @@ def limits(
     body_mib: int = option(
         Limits().body_bytes // _MIB,
         "--limit-body",
-        "Size of a request's body, in MiB; 0 is no limit.",
+        "Maximum size of a request's body, in MiB; 0 is no limit.",
         min=0,
         metavar="MIB",
         panel="Limits of a request",

@@ -35,37 +35,38 @@ class Limits:
     prompt_tokens: int = _limit(
         0,
         "--limit-prompt",
-        "Length of a prompt; 0 is as the context.",
+        "Maximum length of a prompt; with 0, only the context limits it.",
         metavar="TOKENS",
     )
     answer_tokens: int = _limit(
         0,
         "--limit-tokens",
-        "Length of an answer; 0 is as the context.",
+        "Maximum length of an answer; with 0, only the context limits it.",
         metavar="TOKENS",
     )
     n_answers: int = _limit(
         16,
         "--limit-answers",
-        "Answers to one request (its prompts times its n); 0 is no limit.",
+        "Maximum number of answers to one request (its prompts times its n); 0 is no limit.",
         metavar="N",
     )
     n_waiting: int = _limit(
         64,
         "--limit-queue",
-        "Answers that may wait; further requests get status 429.",
+        "Maximum number of answers that may wait; further requests get status 429.",
         metavar="N",
     )
     request_s: float = _limit(
         0.0,
         "--limit-time",
-        "Time until answers are cut off; 0 is no limit.",
+        "Maximum time for a request, whose answers are then cut off; 0 is no limit.",
         metavar="SECONDS",
     )
     client_s: float = _limit(
         60.0,
         "--limit-client",
-        "How long a client may take to send head or body, or to receive a piece; 0 is no limit.",
+        "How long a client may take to send the head or the body of a request, or to receive a "
+        "piece of the response; 0 is no limit.",
         metavar="SECONDS",
     )
 
