@@ -77,11 +77,11 @@ class ModelDrafter(Drafter):
         self._request = request
         self._costs = request.costs
         self._n_shared_tokens = n_shared_tokens
-        slot = request.slot.branches(backend)
+        branches = request.slot.branches(backend)
         #: The sequence of the text.
-        self._sequence = slot.first
+        self._sequence = branches.first
         self._n_ctx = request.slot.n_ctx(backend)
-        self._tree_cache = TreeCache(backend, slot)
+        self._tree_cache = TreeCache(backend, branches)
         #: The number of the text's first tokens, skipped ones included, that the cache is known to
         #: agree with.
         self._n_agreed = 0

@@ -77,7 +77,7 @@ class DflashDrafter(StatesDrafter):
         n_masks = n_tokens - 1 if self._predicts_from_last else n_tokens
         block = [context[-1], *[self._mask] * n_masks]
         position = n_decoded - self._cache.n_skipped
-        batch = Batch.of(block, position, len(block), self._slot.first)
+        batch = Batch.of(block, position, len(block), self._branches.first)
         batch.hidden = [None] * len(block)  # the states are in the cache already
         rows = yield Ask(self._backend, batch, self._costs)
         # Unless it predicts, the row of the text's last token comes first: leave it out.
@@ -91,7 +91,7 @@ class DflashDrafter(StatesDrafter):
             end = min(n_decoded, cache.n_held + self._backend.n_batch)
             for index in range(cache.n_held, end):
                 position = index - cache.n_skipped
-                batch.add(context[index], position, (self._slot.first,), False)
+                batch.add(context[index], position, (self._branches.first,), False)
                 batch.hidden.append(self.hidden_states.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
             cache.n_held = end

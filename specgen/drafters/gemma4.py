@@ -40,12 +40,12 @@ class AssistantDrafter(StatesDrafter):
             return NO_DRAFT
         for token in context[n_decoded:-1]:
             yield from self._decode_token(token, n_decoded, state)
-            state = self._backend.state(self._slot.first)
+            state = self._backend.state(self._branches.first)
         rows = yield from self._decode_token(context[-1], n_decoded, state)
 
         def logits_after(_nodes: Sequence[int]) -> Decoding:
             """Decode the last token of the chain with the state after the previous one."""
-            state = self._backend.state(self._slot.first)
+            state = self._backend.state(self._branches.first)
             return self._decode_token(draft.tokens[-1], n_decoded, state)
 
         return (yield from draft.grow(rows[0], logits_after))

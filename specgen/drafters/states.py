@@ -193,7 +193,7 @@ class StatesDrafter(Drafter):
         self._backend = backend
         self._request = request
         self._costs = request.costs
-        self._slot = request.slot.branches(backend)
+        self._branches = request.slot.branches(backend)
         #: The target's hidden states along the text.
         self.hidden_states: HiddenStateBuffer = backend.hidden_states_by_slot[request.slot.number]
         self.hidden_states.begin(request.prompt, backend.hidden_states_by_slot)
@@ -279,7 +279,7 @@ class StatesDrafter(Drafter):
     ) -> Decoding:
         """Decode a token with the state before it; return the logits, float32[1, n_vocab]."""
         batch = Batch()
-        batch.add(token, position, (self._slot.first,), True)
+        batch.add(token, position, (self._branches.first,), True)
         batch.hidden.append(state)
         return (yield Ask(self._backend, batch, self._costs))
 
@@ -298,7 +298,7 @@ class LayerDrafter(StatesDrafter):
 
     def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
         super().__init__(backend, request)
-        self._tree_cache = TreeCache(backend, self._slot)
+        self._tree_cache = TreeCache(backend, self._branches)
         self._cache = StatesCache(backend, request, self.hidden_states, self.n_skipped)
         self._caches = [self._cache]
 

@@ -15,14 +15,14 @@ class TreeCache:
 
     Args:
         backend: The cache.
-        slot: The sequences of the text. They are emptied, except for the trunk.
+        branches: The sequences of the text. They are emptied, except for the trunk.
     """
 
-    def __init__(self, backend: Backend, slot: Branches) -> None:
+    def __init__(self, backend: Backend, branches: Branches) -> None:
         self._backend = backend
-        self._trunk = slot.first
+        self._trunk = branches.first
         #: The sequences for further branches.
-        self._others = range(slot.first + 1, slot.first + slot.n_branches)
+        self._others = range(branches.first + 1, branches.first + branches.n_branches)
         #: The sequence in which each node was decoded.
         self._sequences: dict[int, int] = {}
         #: The last node of each sequence that is in use.

@@ -207,7 +207,7 @@ class AnswerLoop(Loop):
             n_max: The maximum number of tokens; None: as many as the target takes.
             is_scored: Whether all tokens of the prompt need logits, for their log-probabilities.
         """
-        first = answer.slot.first
+        first = answer.branches.first
         n_rows_max = self.target.n_batch
         if is_scored:
             n_rows_max = min(n_rows_max, self.target.n_outputs)
@@ -306,7 +306,7 @@ class AnswerLoop(Loop):
         if answer.prefill_started_s is not None:
             return []
         answer.prefill_started_s = started_s
-        answer.n_cached = self.target.length(answer.slot.first)
+        answer.n_cached = self.target.length(answer.branches.first)
         answer.n_prefilled = answer.n_cached
         events: list[Event] = []
         if answer.options.reports_reading:
@@ -329,7 +329,7 @@ class AnswerLoop(Loop):
         Returns:
             Whether the chunk reaches the end of the text. Only then its last row wants logits.
         """
-        first = answer.slot.first
+        first = answer.branches.first
         start = self.target.length(first)
         lengths_to_stops = [stop - start for stop in answer.prefill_stops if stop > start]
         n_tokens = min([n_max, *lengths_to_stops])
@@ -361,7 +361,7 @@ class AnswerLoop(Loop):
             A progress event, then the event of the first token. After the last chunk there is a
             progress event only if it was requested or has log-probabilities.
         """
-        n_in_cache = self.target.length(answer.slot.first)
+        n_in_cache = self.target.length(answer.branches.first)
         n_decoded = n_in_cache - answer.n_prefilled
         self.prefill_costs.observe(answer.n_prefilled, n_decoded, target_s)
         answer.n_prefilled = min(n_in_cache, answer.n_prompt)  # forced tokens may follow the prompt

@@ -108,7 +108,7 @@ class AnswerState:
     text_state: TextState
     rng: np.random.Generator
     #: The answer's sequences in the target's cache.
-    slot: Branches = field(default_factory=Branches)
+    branches: Branches = field(default_factory=Branches)
     #: The number of the answer in events.
     index: int = 0
     #: Tokens that end the answer, besides the vocabulary's.

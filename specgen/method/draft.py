@@ -218,7 +218,7 @@ class Branches:
 def pack(
     batch: Batch,
     backend: Backend,
-    slot: Branches,
+    branches: Branches,
     pending: Sequence[int],
     draft: Draft,
 ) -> range:
@@ -229,21 +229,21 @@ def pack(
     Args:
         batch: The target's batch, which may already have rows of other texts.
         backend: The target. The branches of the draft get to share the text's cells in its cache.
-        slot: The text's sequences.
+        branches: The text's sequences.
         pending: The committed tokens that are not in the cache yet, at least one.
         draft: The draft, which may be empty.
 
     Returns:
         The rows of the pending tokens in the batch.
     """
-    n_in_cache = backend.length(slot.first)
+    n_in_cache = backend.length(branches.first)
     if len(draft):
-        backend.checkpoint(slot.first)
-    paths = slot.paths(draft)
+        backend.checkpoint(branches.first)
+    paths = branches.paths(draft)
     node_sequences: list[tuple[int, ...]] = [()] * len(draft)
     for sequence, path in paths.items():
-        if sequence != slot.first:
-            backend.copy(slot.first, sequence)  # every branch follows the committed text
+        if sequence != branches.first:
+            backend.copy(branches.first, sequence)  # every branch follows the committed text
         for node in path:
             node_sequences[node] += (sequence,)
 
@@ -262,22 +262,22 @@ def pack(
 
 def keep_path(
     backend: Backend,
-    slot: Branches,
+    branches: Branches,
     draft: Draft,
     path: Sequence[int],
 ) -> None:
     """Drop a decoded draft from the cache, except for the accepted `path`."""
     if len(path) == len(draft.tokens):
         return  # everything was accepted, so there is only one branch
-    paths = slot.paths(draft)
+    paths = branches.paths(draft)
     # The first sequence holds the committed text and the first branch.
-    n_committed = backend.length(slot.first) - len(paths[slot.first])
+    n_committed = backend.length(branches.first) - len(paths[branches.first])
     if path:
         accepted_sequence = next(sequence for sequence, nodes in paths.items() if path[-1] in nodes)
-        if accepted_sequence != slot.first:  # replace the first branch with the accepted one
-            backend.remove(slot.first, n_committed)
-            backend.copy(accepted_sequence, slot.first, n_committed, n_committed + len(path))
-    backend.remove(slot.first, n_committed + len(path))
+        if accepted_sequence != branches.first:  # replace the first branch with the accepted one
+            backend.remove(branches.first, n_committed)
+            backend.copy(accepted_sequence, branches.first, n_committed, n_committed + len(path))
+    backend.remove(branches.first, n_committed + len(path))
     for sequence in paths:
-        if sequence != slot.first:
+        if sequence != branches.first:
             backend.remove(sequence)

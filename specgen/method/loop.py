@@ -214,7 +214,7 @@ class Loop:
         n_rows_each = target.n_batch // len(turns)
         for answer, result in turns:
             n_tokens = len(answer.tokens)
-            n_in_cache = target.length(answer.slot.first)
+            n_in_cache = target.length(answer.branches.first)
             n_pending = n_tokens - n_in_cache
             n_pending_max = min(n_rows_each - len(result.draft), _MAX_PENDING)
             if n_pending > max(1, n_pending_max):
@@ -224,7 +224,7 @@ class Loop:
             result.pending_rows = pack(
                 batch,
                 target,
-                answer.slot,
+                answer.branches,
                 answer.tokens[n_in_cache:],
                 result.draft,
             )
@@ -246,7 +246,7 @@ class Loop:
             batch_end = min(end, start + self.target.n_batch)
             batch = Batch()
             for position in range(start, batch_end):
-                batch.add(answer.tokens[position], position, (answer.slot.first,), False)
+                batch.add(answer.tokens[position], position, (answer.branches.first,), False)
             self.decode_text(answer, batch)
             start = batch_end
 
@@ -347,7 +347,7 @@ class Loop:
 
         # The cache and the hidden states keep only what belongs to the text.
         kept_path = verdict.path[: len(result.committed)]  # the answer may have ended on the path
-        keep_path(self.target, answer.slot, draft, kept_path)
+        keep_path(self.target, answer.branches, draft, kept_path)
         if hidden is not None and answer.hidden_states is not None:
             kept_states = hidden[_rows_of_text(result, kept_path)]
             n_decoded = n_before + len(kept_path)

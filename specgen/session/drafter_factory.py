@@ -114,7 +114,8 @@ class DrafterFactory:
             sampling=SamplingPipeline(settings.sampler, text_state),
             text_state=text_state,
             rng=np.random.default_rng(target_seed),
-            slot=Branches(slot.number * n_branches, n_branches),  # as `slot.branches` of the target
+            # The same as `slot.branches` of the target.
+            branches=Branches(slot.number * n_branches, n_branches),
             index=index,
             hidden_states=hidden_states,
             ends=ends,

@@ -319,4 +319,4 @@ class Scheduler:
 
     def _n_held(self, request: Request) -> int:
         """Return the number of tokens of a request, which is being served, in the cache."""
-        return self._target.length(request.running.slot.first)
+        return self._target.length(request.running.branches.first)

@@ -227,7 +227,7 @@ class Setup:
             sampling=SamplingPipeline(Sampler(self.sampler), state),
             text_state=state,
             rng=np.random.default_rng(self.seed),
-            slot=Branches(first=index * self.n_branches, n_branches=self.n_branches),
+            branches=Branches(first=index * self.n_branches, n_branches=self.n_branches),
             index=index,
         )
 

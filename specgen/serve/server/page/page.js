@@ -73,12 +73,8 @@ function listen() {
     for (const conversation of answerer.conversations) {
       conversation.leave();
       answerer.stop(conversation); // otherwise the browser does, which looks like an error
-    }
-  });
-  // If the browser kept the page and shows it again, other pages have stored what it left.
-  addEventListener("pageshow", ({ persisted }) => {
-    if (persisted) {
-      location.reload();
+      // If the browser keeps the page and shows it again, it is not what is stored by then.
+      addEventListener("pageshow", () => location.reload());
     }
   });
   // Phones close hidden pages without an event.
