@@ -184,9 +184,6 @@ def open_session(
     draft_ahead = options.draft
     if reporter.shows_log:
         draft_ahead = "none"
-    message = f"loading {shown_name(options.target)}"
-    if is_packed_first(options.target):
-        message += ", whose weights are packed for this machine"
 
     if measurements is None:
         measurements = open_measurements()
@@ -196,7 +193,7 @@ def open_session(
 
     started_s = clock()
     draft_note = ""
-    with contextlib.ExitStack() as on_error, reporter.status(message):
+    with contextlib.ExitStack() as on_error, reporter.status(_loading_message(options.target)):
         session = Session(
             first_options,
             clock,
@@ -226,6 +223,13 @@ def open_session(
 
     session.call_after_close(note_written_files)
     return session
+
+
+def _loading_message(target: Path) -> str:
+    message = f"loading {shown_name(target)}"
+    if is_packed_first(target):
+        message += ", whose weights are packed for this machine"
+    return message
 
 
 def budget_of(
