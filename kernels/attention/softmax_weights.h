@@ -109,7 +109,8 @@ struct SoftmaxWeights {
         int64_t n_seen;
     };
 
-    // The largest of the floats that have these bits, none of which is negative.
+    // The largest of the floats that have these bits, none of which is below 0. Infinity is larger
+    // than all numbers, and NaN larger still.
     static float largest_of_bits(Ints bits) {
         uint32_t lanes[V::lanes];
         V::store(lanes, bits);
@@ -149,7 +150,8 @@ struct SoftmaxWeights {
             numerator.add(weight_sum);
         }
         const float largest = largest_of_bits(largest_bits);
-        return {denominator.sum(), numerator.sum(), largest, largest - largest == 0, n_seen};
+        const bool finite = largest - largest == 0;  // for infinity and NaN, this is NaN
+        return {denominator.sum(), numerator.sum(), largest, finite, n_seen};
     }
 
     // --- the power of two that makes integers of a row's weights ---

@@ -111,6 +111,7 @@ struct Avx2 {
     static Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
     static Ints absolute(Ints a) { return _mm256_abs_epi32(a); }
     static Ints larger(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+    // The larger of two numbers from 0 to 2^32 - 1.
     static Ints larger_unsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
 
     // --- bits ---

@@ -108,6 +108,7 @@ struct Avx512 {
     static Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
     static Ints absolute(Ints a) { return _mm512_abs_epi32(a); }
     static Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+    // The larger of two numbers from 0 to 2^32 - 1.
     static Ints larger_unsigned(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
 
     // --- bits ---

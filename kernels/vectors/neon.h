@@ -111,6 +111,7 @@ struct Neon {
     static Ints multiply(Ints a, Ints b) { return vmulq_s32(a, b); }
     static Ints absolute(Ints a) { return vabsq_s32(a); }
     static Ints larger(Ints a, Ints b) { return vmaxq_s32(a, b); }
+    // The larger of two numbers from 0 to 2^32 - 1.
     static Ints larger_unsigned(Ints a, Ints b) {
         return vreinterpretq_s32_u32(
             vmaxq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b)));

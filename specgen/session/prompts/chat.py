@@ -192,7 +192,7 @@ class ChatTurns:
         return RenderedChat(unmarked(marked_text), tokens)
 
     def _writer(self, vocabulary: LlamaVocabulary, template: str) -> Callable[..., str]:
-        """Return `render` with everything but the messages, and whether they are marked."""
+        """Return `render` with all arguments except the messages, and whether to mark them."""
         special_tokens = vocabulary.special_tokens()
         return functools.partial(
             render,

@@ -64,7 +64,7 @@ def grammar_start(
     vocabulary: Vocabulary,
     thoughts: ThoughtMarks | None = None,
 ) -> GrammarState:
-    """Return the state of a grammar at the start of an answer. Thoughts are free.
+    """Return the state of a grammar at the start of an answer. It does not constrain thoughts.
 
     Args:
         grammar: The grammar. If it has a mark but does not require a call, the answer is a free
