@@ -139,7 +139,7 @@ class Draft:
             node = self.parents[node]
         return nodes[::-1]
 
-    def text(self, node: int) -> tuple[int, ...]:
+    def tokens_to(self, node: int) -> tuple[int, ...]:
         """Return the tokens from a child of the root down to `node`, inclusive; none for `ROOT`."""
         if self.is_chain:
             return self.tokens[: node + 1]

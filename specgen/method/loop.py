@@ -383,7 +383,7 @@ class Loop:
                 # Nothing follows the end of a text. Any token will do, since it is never committed.
                 return Distribution.certain(draft.tokens[node])
             try:
-                return answer.sampling.distribution(logits[node + 1], draft.text(node))
+                return answer.sampling.distribution(logits[node + 1], draft.tokens_to(node))
             except NoTokenAllowedError:
                 if node == ROOT:
                     raise

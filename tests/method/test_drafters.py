@@ -176,29 +176,29 @@ TEXT = [1, 2, 3]
 # --- tokens between the text and a draft
 
 
-class Paths(SamplingPipeline):
-    """A sampling pipeline that notes the paths that it is asked about."""
+class NotingPipeline(SamplingPipeline):
+    """A sampling pipeline that notes the drafted tokens that it is asked about."""
 
     def __init__(self, state: TextState) -> None:
         super().__init__(Sampler(SamplerOptions()), state)
-        self.paths: list[tuple[int, ...]] = []
+        self.drafted: list[tuple[int, ...]] = []
 
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        self.paths.append(tuple(path))
-        return super().distribution(logits, path)
+    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+        self.drafted.append(tuple(drafted))
+        return super().distribution(logits, drafted)
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_model_knows_the_tokens_between_the_text_and_its_draft(is_tree: bool) -> None:
     """Penalties and grammars depend on it."""
     state = TextState(TEXT)
-    pipeline = Paths(state)
+    pipeline = NotingPipeline(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
     request = draft_request(state, pipeline, can_branch=is_tree, shape=parse_tree("1,1,1"))
     model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
-    assert pipeline.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
+    assert pipeline.drafted[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
 # --- a draft for the draft model
