@@ -99,13 +99,13 @@ class TreeShape:
     @property
     def n_nodes(self) -> int:
         """The number of tokens in a draft of a fixed shape."""
-        # For levels, the number of nodes at each depth; for walks, the last one is that of all.
+        # For levels, the number of nodes in each level; for walks, the last one is that of all.
         products = list(accumulate(self.numbers, mul))
         return products[-1] if self.kind == "walks" else sum(products)
 
     @property
     def n_levels(self) -> int:
-        """The depth of a draft of a fixed shape."""
+        """The number of levels of a draft of a fixed shape."""
         return self.numbers[1] if self.kind == "walks" else len(self.numbers)
 
     def __str__(self) -> str:

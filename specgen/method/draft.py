@@ -50,7 +50,7 @@ class Draft:
     is_calibrated: bool = field(default=False, compare=False)
     #: For the display: which part of this draft a cheaper drafter guessed, in words.
     guesses: str = field(default="", compare=False)
-    #: The depth of each node, from 0.
+    #: The depth of each node: 0 for the children of the root, 1 for their children, ...
     depths: Sequence[int] = field(
         init=False,
         repr=False,

@@ -270,7 +270,7 @@ def expected_speedup(costs: PairCosts, acceptance: float = ASSUMED_ACCEPTANCE) -
     """
 
     def speedup(n_drafted: int) -> float:
-        n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
+        n_tokens = sum(acceptance**n_before for n_before in range(n_drafted + 1))
         seconds = costs.rows_s(n_drafted + 1) + n_drafted * costs.draft_token_s
         return costs.batch_s[1] * n_tokens / seconds
 
