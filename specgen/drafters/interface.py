@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
-    Literal,
     TypeAlias,
 )
 
@@ -86,7 +85,6 @@ __all__ = [
     "Key",
     "LoadedDraft",
     "Price",
-    "Reads",
     "RoundPlan",
     "RoundResult",
     "ScorableText",
@@ -96,9 +94,6 @@ __all__ = [
 
 #: Identifies a draft among stored measurements: its file, or a word.
 Key: TypeAlias = Path | str
-#: What a draft reads: only tokens; also the target's hidden states of the last rows; those of all
-#: rows; or also the target's KV cache, besides the states of all rows.
-Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
 @dataclass(slots=True, eq=False)
@@ -318,8 +313,11 @@ class LoadedDraft:
         key: Identifies its acceptance statistics.
     """
 
-    #: What it reads besides tokens.
-    reads: Reads = "text"
+    #: Whether it reads the target's hidden states of all rows, even of the prompt
+    #: (`HiddenStateSink.reads_all_rows`).
+    reads_all_rows = False
+    #: Whether it reads the target's KV cache.
+    reads_target_cache = False
     #: Whether it needs no decodes, so that its draft is known before a round is planned.
     is_free = False
     #: Whether it can sample tokens at random and return their distributions.

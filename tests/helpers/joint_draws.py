@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from specgen.drafters.draft_text import DraftText
+from specgen.drafters.heads import LoadedHeads
 from specgen.drafters.translated import TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
@@ -249,10 +250,10 @@ def draw_with_models(
     on in turn, so that the bonus token after a fully accepted draft is tested, too. Not for
     drafts from the target's states, which read its context.
     """
-    assert session.draft is None or session.draft.reads in ("text", "last states")
+    assert session.draft is None or not session.draft.reads_all_rows
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
     with session.contexts(n_ctx) as (cache, draft_caches):
-        has_states = session.draft is not None and session.draft.reads == "last states"
+        has_states = isinstance(session.draft, LoadedHeads)
         target = MemoBackend(cache, has_states=has_states)
         drafts = [MemoBackend(each) for each in draft_caches]
         with patch.object(drafter_factory, "SamplingPipeline", RememberingPipeline):
