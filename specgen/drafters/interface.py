@@ -197,7 +197,7 @@ class DraftRequest:
     rng: np.random.Generator
     #: The tokens before the answer. The draft's caches may hold some of them already.
     prompt: Sequence[int] = ()
-    #: The draft's contexts: its own, then those of the models that draft for it.
+    #: The draft's contexts: its own, then those of its second draft.
     caches: Sequence[Backend] = ()
     #: The place of the text in these contexts, and in the target's.
     slot: CacheSlot = field(default_factory=CacheSlot)
@@ -205,9 +205,11 @@ class DraftRequest:
     costs: CostTable = field(default_factory=CostTable)
     #: Returns the costs of another draft's decodes.
     costs_of: Callable[[Key], CostTable] = lambda _key: CostTable()
-    #: Returns the acceptance statistics of a draft (the second key) that drafts for another draft
-    #: (the first key).
-    guesses_of: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = lambda _one, _two: {}
+    #: Returns the acceptance statistics of a second draft (the second key), whose tokens a draft
+    #: model (the first key) checks.
+    acceptance_of_guesses: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = (
+        lambda _model, _second_draft: {}
+    )
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
@@ -254,8 +256,8 @@ class DraftSetup:
     context: ContextOptions
     #: Returns the current time in seconds.
     clock: Callable[[], float]
-    #: The draft's own draft, the draft of that one, and so on.
-    helpers: tuple[DraftSource, ...] = ()
+    #: What drafts for the draft model (its "second draft"), what drafts for that one, and so on.
+    further_drafts: tuple[DraftSource, ...] = ()
     #: A file of weights that the draft learnt from answers; None for its original weights.
     learnt: Path | None = None
     #: The folder for files that can be made again; None if nothing is stored.
@@ -330,7 +332,7 @@ class LoadedDraft:
     cost_key: Key | None = None
     #: Why its drafts can only be chains; None if they can branch.
     why_chains: str | None = None
-    #: Its own models, and those that draft for it.
+    #: Its own models, and those of its second draft.
     models: tuple[LlamaModel, ...] = ()
     #: Its model, if the vocabulary is not the target's.
     own_vocabulary: LlamaModel | None = None

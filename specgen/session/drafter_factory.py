@@ -226,8 +226,10 @@ class DrafterFactory:
         def costs_of(key: Key) -> CostTable:
             return self.session.costs.table(key, n_past)
 
-        def guesses_of(model: Key, key: Key) -> MutableMapping[str, AcceptanceRates]:
-            return self._acceptance_of(Path(model), key, "guesses")
+        def acceptance_of_guesses(
+            model: Key, second_draft: Key
+        ) -> MutableMapping[str, AcceptanceRates]:
+            return self._acceptance_of(Path(model), second_draft, "guesses")
 
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
         is_sampled = draft.can_sample and settings.sampler.is_random and wants_sampled_drafts
@@ -250,7 +252,7 @@ class DrafterFactory:
             prompt=prompt.tokens,
             costs=costs_of(draft.cost_key) if draft.cost_key is not None else CostTable(),
             costs_of=costs_of,
-            guesses_of=guesses_of,
+            acceptance_of_guesses=acceptance_of_guesses,
             ngram_counts=self._ngram_counts(settings),
             is_sampled=is_sampled,
             can_branch=can_branch,

@@ -89,7 +89,7 @@ class WantedSession:
             generation=answer,
             target_context=contexts.target,
             draft_context=contexts.draft,
-            helpers=sources.helpers,
+            further_drafts=sources.further_drafts,
             cache=cache_folder(),
         )
         return cls(options, sources.drafts)

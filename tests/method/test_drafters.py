@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.autoregressive import ModelDrafter
-from specgen.drafters.staged import SecondDraft
+from specgen.drafters.staged import DraftGuesser
 from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import draft_alone, propose_together
@@ -235,16 +235,16 @@ def test_the_draft_models_own_tokens_settle_a_guess(
     drafted: list[int], n_right: int, committed: tuple[int, ...]
 ) -> None:
     policy = NotingPolicy(DraftOptions("fixed", 3, p_min=0.0))
-    guesses = SecondDraft(Cascade(model=Guessing()), policy)
+    guesser = DraftGuesser(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
-        next(guesses.guess(TEXT, [9], 5, 0))
+        next(guesser.guess(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]
-    guesses.observe_decode(2.0)
-    guesses.settle(drafted)
-    guesses.settle(drafted)  # it is settled once
+    guesser.observe_decode(2.0)
+    guesser.settle(drafted)
+    guesser.settle(drafted)  # it is settled once
     (result,) = policy.results
     # Guesses after the last token that the model drafted are not judged.
     assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(committed)], 2.0)
     assert (result.path, result.committed) == (tuple(range(n_right)), committed)
     # The tokens that a decode confirms share its time.
-    assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
+    assert guesser.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
