@@ -48,7 +48,7 @@ class Draft:
     #: Whether `probabilities` are acceptance rates already. A model's confidence is not: how often
     #: tokens with a given confidence are accepted has to be learnt.
     is_calibrated: bool = field(default=False, compare=False)
-    #: For the display: which part of this draft a cheaper drafter guessed, in words.
+    #: For the display: what a second draft guessed of this draft, in words (`drafters/staged.py`).
     guesses: str = field(default="", compare=False)
     #: The depth of each node: 0 for the children of the root, 1 for their children, ...
     depths: Sequence[int] = field(

@@ -58,7 +58,7 @@ class Sources:
     target: Path
     #: The drafts to try, best first.
     drafts: tuple[DraftChoice, ...]
-    #: The draft's own draft, the draft of that one, and so on.
+    #: What drafts for the draft model, then what drafts for that one, and so on.
     further_drafts: tuple[DraftSource, ...] = ()
 
     @property

@@ -304,7 +304,7 @@ class Session:
 
     @property
     def prompts(self) -> Prompts:
-        """The maker of prompts for these models."""
+        """Makes the prompts for these models."""
         variables = self.options.target_context.template_variables
         return Prompts(self.target, self.own_vocabulary, variables=variables)
 
@@ -502,8 +502,8 @@ class Session:
             n_slots: The number of answers that are generated at once.
 
         Yields:
-            The context of the draft's model, then those of the models that draft for it; none if
-            the draft has no model.
+            The context of the draft's model, then those of its second draft; none if the draft has
+            no model.
 
         Raises:
             MemoryLimitError: If they do not fit into memory.
@@ -560,7 +560,7 @@ class Session:
 
 
 def _check_further_drafts(options: SessionOptions) -> None:
-    """Check, before anything is loaded, that a draft and its own drafts share one vocabulary.
+    """Check, before anything is loaded, that a draft and its further drafts share one vocabulary.
 
     Raises:
         PairError: If the vocabularies differ.

@@ -226,7 +226,7 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
         prompt = loaded.prompts.of_text(LONG)
         more = loaded.prompts.of_text(" and so on").tokens
         for turn in range(4):
-            backends = (engine.target, *engine.drafts)
+            backends = (engine.target, *engine.draft_caches)
             n_before = [backend.n_decoded_rows for backend in backends]
             answer = engine.insert(prompt)
             list(engine.run())
