@@ -183,8 +183,8 @@ class Scheduler:
             return None
         uses = {slot: self._use_of(slot, request.prompt) for slot in free}
         chosen = min(free, key=lambda slot: uses[slot].rank)
-        # As in GreedyDual (Young, 1994), any text that is used from now on is worth more than the one
-        # that is dropped here. So even a long text is dropped in the end, if it is not used again.
+        # As in GreedyDual (Young, 1994): any text that is used from now on is worth more than the
+        # one that is dropped here, so even a long text is dropped in the end if it stays unused.
         self._age = max(self._age, uses[chosen].value)
         chosen.age = self._age
         chosen.used_last = request.index
