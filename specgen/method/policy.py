@@ -475,9 +475,14 @@ class CostAwarePolicy:
         """
         price = offer.price
         rates = self.acceptance_of(drafter)
-        gate = CreditGate(rates.counts)
         if not self._values:
             self._values = draft_step_values(stop.extra_s, price.next_s, stop.token_s, rates)
+        gate = CreditGate(rates.counts)
+        if gate.is_put_aside:
+            return RoundPlan("put aside", stop=stop), _NO_GAIN
+
+        # 1. Draft if that should save time. A long prefill has to wait until the answer itself has
+        #    taken some time.
         plan = RoundPlan(
             "model",
             n_max=min(self.n_max, offer.n_max),
@@ -488,9 +493,6 @@ class CostAwarePolicy:
         gain_s = self._expected_gain_s(price, offer.n_expected)
         # A free draft is made in any case; which part of it pays is decided once it is known.
         pays = gain_s > 0.0 or price == FREE
-        if gate.is_put_aside:
-            return RoundPlan("put aside", stop=stop), _NO_GAIN
-        # A long prefill has to wait until the answer itself has taken some time.
         max_prefill_s = max(
             _MAX_PREFILL * self._recent.elapsed_s,
             _SHORT_PREFILL * self._plain_s,
@@ -500,6 +502,8 @@ class CostAwarePolicy:
         if not pays and self._can_never_pay(price, stop):
             detail = self._too_costly(price, stop)
             return RoundPlan("row cost", stop=stop, detail=detail), _NO_GAIN
+
+        # 2. Otherwise try a few tokens now and then, to learn whether it has become worthwhile.
         if self._affords_trials(offer, stop, gate):
             trial = replace(
                 plan,
@@ -508,6 +512,8 @@ class CostAwarePolicy:
                 stop=StoppingRule(needs_confidence=True),  # drafts all of these tokens
             )
             return trial, _NO_GAIN
+
+        # 3. Otherwise tell why not.
         if price.prefill_s > 0.0:
             detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
