@@ -597,7 +597,7 @@ def test_branches_of_n_grams_are_what_followed_somewhere(
     assert len(tree) <= n_max
     assert len(texts(tree)) == len(tree)
     for node in range(len(tree)):
-        before = [*text, *tree.text(node)]
+        before = [*text, *tree.tokens_to(node)]
         pair = before[-2:]
         assert any(text[i : i + 2] == pair for i in range(len(text) - 1))
 
