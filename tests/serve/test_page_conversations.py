@@ -75,6 +75,38 @@ def test_old_conversations_are_found_by_their_words(page: Page) -> None:
     expect(page.locator(".turn .question")).to_have_text("a mouse")
 
 
+def test_what_was_found_is_marked_between_whole_words(page: Page) -> None:
+    text = (
+        "There are many picturesque towns around the <b>Starnberger See</b>, where generations of "
+        "painters from Munich have spent their summers since the railway came."
+    )
+    answer_every_request(page, text)
+    ask(page, "the cat (1)")
+    search = page.get_by_role("searchbox")
+    excerpt = rows(page).locator(".excerpt")
+    search.fill("of STARN")
+    expect(excerpt).to_have_text(
+        "… towns around the <b>Starnberger See</b>, where generations of painters from Munich "
+        "have spent their summers since …"
+    )
+    expect(excerpt.locator("mark")).to_have_text(["Starn", "of"])
+    expect(excerpt.locator("b")).to_have_count(0)
+    search.fill("came")
+    expect(excerpt).to_have_text("… since the railway came.")
+    search.fill("(1) the")
+    expect(rows(page).locator(".title mark")).to_have_text(["the", "(1)"])
+    search.fill("")
+    expect(page.locator("mark")).to_have_count(0)
+
+
+def test_a_long_word_that_was_found_is_cut(page: Page) -> None:
+    answer_every_request(page, "x" * 300 + "needle" + "y" * 300)
+    ask(page)
+    page.get_by_role("searchbox").fill("needle")
+    excerpt = rows(page).locator(".excerpt")
+    expect(excerpt).to_have_text("… " + "x" * 24 + "needle" + "y" * 90 + " …")
+
+
 def test_a_conversation_is_renamed(page: Page) -> None:
     ask(page)
     act(page, QUESTION, "Rename")

@@ -25,12 +25,18 @@ export class ConversationRow {
     });
   }
 
-  /** Show a summary, with what was found in it, or that its answer is arriving. */
-  show(summary, excerpt, isAnswering) {
+  /**
+   * Show a summary, with what was found in it, or that its answer is arriving.
+   *
+   * @param {import("./conversation_summary.js").ConversationSummary} summary
+   * @param {import("./text_search.js").TextSearch} search
+   * @param {boolean} isAnswering
+   */
+  show(summary, search, isAnswering) {
     const when = isAnswering ? "answering …" : dateText(summary.changedMs);
-    this.#part("title").textContent = summary.title;
+    this.#part("title").replaceChildren(...search.marked(summary.title));
     this.#link.title = summary.title;
-    this.#part("excerpt").textContent = excerpt;
+    this.#part("excerpt").replaceChildren(...search.marked(summary.excerpt(search)));
     this.#part("when").textContent = when;
     this.#menu.querySelector("summary").ariaLabel = `Actions for “${summary.title}”`;
   }
