@@ -184,6 +184,8 @@ function handleEscape(event) {
   }
   if (isListOpen()) {
     closeList();
+  } else if (inspector.isOpen) {
+    inspector.close();
   } else {
     answerer.stop(current);
   }
@@ -198,6 +200,7 @@ function newConversation() {
 function show(conversation) {
   current = conversation;
   view.show(conversation);
+  inspector.closeWithoutTurn();
   showIdentity();
   showRunning();
 }
@@ -283,6 +286,7 @@ async function followStore(id, isFromOtherTab) {
   }
   if (saved !== undefined) {
     keepEndInView(() => current.update(saved));
+    inspector.closeWithoutTurn();
     showIdentity();
     return;
   }
@@ -309,6 +313,7 @@ async function send() {
 async function ask(conversation, text, attachments) {
   showNotice("");
   withdrawUndo(conversation.id);
+  inspector.close();
   const turn = conversation.ask(text, attachments);
   view.scrollToEnd();
   conversation.save().then(showIdentity);
