@@ -109,7 +109,7 @@ def act(page: Page, title: str, action: str) -> None:
     """Use the menu of a conversation in the list."""
     row = page.get_by_role("listitem").filter(has=page.get_by_role("link", name=title))
     row.get_by_label("Actions for").click()
-    row.get_by_role("button", name=action).click()
+    row.get_by_role("menuitem", name=action).click()
 
 
 def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:

@@ -107,6 +107,68 @@ def test_a_long_word_that_was_found_is_cut(page: Page) -> None:
     expect(excerpt).to_have_text("… " + "x" * 24 + "needle" + "y" * 90 + " …")
 
 
+def test_a_right_click_opens_the_menu_of_a_conversation(page: Page) -> None:
+    ask(page)
+    rows(page).click(button="right", position={"x": 30, "y": 10})
+    menu = page.get_by_role("menu", name=QUESTION)
+    expect(menu.get_by_role("menuitem", name="Rename")).to_be_focused()
+    link = rows(page).bounding_box()
+    place = menu.bounding_box()
+    assert link is not None
+    assert place is not None
+    assert abs(place["x"] - link["x"] - 30) <= 1
+    assert abs(place["y"] - link["y"] - 10) <= 1
+    page.keyboard.press("Escape")
+    expect(menu).to_be_hidden()
+    expect(rows(page)).to_be_focused()
+    # A click elsewhere closes it, and so does another one on its button.
+    button = page.get_by_label("Actions for")
+    button.click()
+    expect(button).to_have_attribute("aria-expanded", "true")
+    page.locator("main").click()
+    expect(menu).to_be_hidden()
+    button.click()
+    button.click()
+    expect(menu).to_be_hidden()
+    # The field for a title has the browser's own menu.
+    act(page, QUESTION, "Rename")
+    page.get_by_role("textbox", name="Title").click(button="right")
+    expect(menu).to_be_hidden()
+
+
+@pytest.mark.parametrize("key", ["ContextMenu", "Shift+F10"])
+def test_a_key_opens_the_menu_of_a_conversation(page: Page, key: str) -> None:
+    ask(page)
+    rows(page).focus()
+    page.keyboard.press(key)
+    menu = page.get_by_role("menu", name=QUESTION)
+    items = menu.get_by_role("menuitem")
+    expect(items.first).to_be_focused()
+    place = menu.bounding_box()
+    assert place is not None
+    assert place["x"] + place["width"] <= 1280
+    for pressed, number in [
+        ("ArrowDown", 1),
+        ("End", 3),
+        ("ArrowDown", 0),
+        ("ArrowUp", 3),
+        ("Home", 0),
+    ]:
+        page.keyboard.press(pressed)
+        expect(items.nth(number)).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(menu).to_be_hidden()
+    expect(rows(page)).to_be_focused()
+    page.keyboard.press(key)
+    page.keyboard.press("Tab")
+    expect(menu).to_be_hidden()
+    expect(page.get_by_label("Actions for")).to_be_focused()
+    page.keyboard.press(key)
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Undo")).to_be_focused()
+
+
 def test_a_conversation_is_renamed(page: Page) -> None:
     ask(page)
     act(page, QUESTION, "Rename")
@@ -186,6 +248,18 @@ def test_a_new_conversation_lets_the_answer_to_another_go_on(
         wait_until(
             lambda: endless.metric(f"answers_total{{{label}}}") == 2, "the end of the answer"
         )
+
+
+def test_escape_closes_the_menu_and_not_the_answer(browser: Browser, endless: Running) -> None:
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        rows(page).click(button="right")
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("menu")).to_be_hidden()
+        expect(page.get_by_role("button", name="Stop")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
 # --- what the browser stores ---------------------------------------------------------------------
