@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from specgen.serve.server.options import Limits, ServerOptions
-from tests.helpers.browser import browser
+from tests.helpers.browser import browser, keeping_browser
 from tests.helpers.chat_page import (
     API,
     CHATTING,
@@ -22,6 +22,7 @@ from tests.helpers.chat_page import (
     chunk_of,
     opened,
     page,
+    question,
     reply,
     rows,
     send,
@@ -30,7 +31,7 @@ from tests.helpers.chat_page import (
 )
 from tests.helpers.server import Running, serves, tiny_server, wait_until
 
-__all__ = ["browser", "page"]
+__all__ = ["browser", "keeping_browser", "page"]
 
 #: A server whose target accepts some drafted tokens and rejects others.
 server = serves(**CHATTING)
@@ -437,6 +438,79 @@ def test_a_tab_that_is_closed_in_mid_answer_replaces_nothing(
             rows(other).nth(conversation).click()
             expect(turn(other).locator(".question")).to_have_text(text)
             assert turn(other).locator(".answer span").count()
+
+
+def test_a_page_that_the_browser_has_kept_can_go_on(
+    keeping_browser: Browser, endless: Running
+) -> None:
+    with opened(keeping_browser, endless.url) as page:
+        page.evaluate(
+            "addEventListener('pageshow', ({ persisted }) => { sessionStorage.kept = persisted })"
+        )
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        question(page).fill("a draft")
+        page.goto(f"{endless.url}/health")
+        page.evaluate("history.back()")
+        expect(turn(page).locator(".stats")).to_contain_text("unfinished")
+        if page.evaluate("sessionStorage.kept") != "true":
+            pytest.skip("this browser does not keep the page")
+        expect(question(page)).to_have_value("a draft")
+        answer_every_request(page, "sleeps")
+        question(page).press("Enter")
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        answer(page)  # it is stored now
+        page.reload()
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        expect(rows(page)).to_have_count(1)
+
+
+#: Lets the page think that the browser keeps it, or shows it again.
+TRANSITION = "name => dispatchEvent(new PageTransitionEvent(name, { persisted: true }))"
+#: Lets the page not hear what others do, as a page that is kept.
+DEAF = "BroadcastChannel = class extends BroadcastChannel { set onmessage(listener) {} }"
+
+
+def test_a_page_that_is_shown_again_catches_up(browser: Browser, endless: Running) -> None:
+    with opened(browser, endless.url) as page:
+        page.add_init_script(DEAF)
+        page.reload()
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        question(page).fill("a draft")
+        page.evaluate(TRANSITION, "pagehide")
+        with page.context.new_page() as other:
+            other.goto(endless.url)
+            expect(rows(other)).to_have_count(1)
+            answer_every_request(other, "sings")
+            ask(other, "a bird")
+        page.evaluate(TRANSITION, "pageshow")
+        expect(rows(page)).to_contain_text(["a bird", QUESTION])
+        expect(turn(page).locator(".stats")).to_contain_text("unfinished")
+        expect(question(page)).to_have_value("a draft")
+        # What it does from now on is stored.
+        answer_every_request(page, "sleeps")
+        page.get_by_role("button", name="Regenerate").click()
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        answer(page)  # it is stored now
+        page.reload()
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        expect(rows(page)).to_have_count(2)
+
+
+def test_a_page_that_is_shown_again_tells_what_was_deleted(page: Page) -> None:
+    page.add_init_script(DEAF)
+    page.reload()
+    ask(page)
+    page.evaluate(TRANSITION, "pagehide")
+    with page.context.new_page() as other:
+        other.goto(page.url)
+        act(other, QUESTION, "Delete")
+        expect(rows(other)).to_have_count(0)
+    page.evaluate(TRANSITION, "pageshow")
+    expect(rows(page)).to_have_count(0)
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_have_text("The conversation was deleted in another tab.")
 
 
 def wait_until_waiting(page: Page, waiting: list[Route]) -> None:

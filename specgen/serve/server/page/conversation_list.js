@@ -33,9 +33,8 @@ export class ConversationList {
 
   /** Show all stored conversations. */
   async fill() {
-    for (const saved of await this.#store.all()) {
-      this.#summaries.set(saved.id, new ConversationSummary(saved));
-    }
+    const all = await this.#store.all();
+    this.#summaries = new Map(all.map((saved) => [saved.id, new ConversationSummary(saved)]));
     this.#show();
   }
 

@@ -73,8 +73,11 @@ function listen() {
     for (const conversation of answerer.conversations) {
       conversation.leave();
       answerer.stop(conversation); // otherwise the browser does, which looks like an error
-      // If the browser keeps the page and shows it again, it is not what is stored by then.
-      addEventListener("pageshow", () => location.reload());
+    }
+  });
+  addEventListener("pageshow", ({ persisted }) => {
+    if (persisted) {
+      comeBack();
     }
   });
   // Phones close hidden pages without an event.
@@ -115,10 +118,13 @@ function listenToSettings() {
   for (const name of ["colours", "rejected"]) {
     elementOf(name).addEventListener("change", () => keepEndInView(applyTokenDisplay));
   }
-  onOtherTabsSettings(() => {
-    restoreSettings();
-    keepEndInView(applyTokenDisplay);
-  });
+  onOtherTabsSettings(followSettings);
+}
+
+// Show the settings that another tab has changed.
+function followSettings() {
+  restoreSettings();
+  keepEndInView(applyTokenDisplay);
 }
 
 function listenToConversation() {
@@ -233,6 +239,19 @@ async function openStored() {
   }
 }
 
+// The browser has kept the page, and shows it again: catch up with what has changed meanwhile.
+async function comeBack() {
+  followSettings();
+  await Promise.all(answerer.conversations.map((conversation) => answerer.stop(conversation)));
+  try {
+    await store.takeUpLeft();
+    await list.fill();
+    await followStore(current.id, true);
+  } catch (error) {
+    console.warn(error); // the storage is blocked
+  }
+}
+
 // Show the conversation in the address; a new one if there is none.
 async function openAddress() {
   const id = idInAddress();
@@ -288,11 +307,11 @@ async function followStore(id, isFromOtherTab) {
     keepEndInView(() => current.update(saved));
     inspector.closeWithoutTurn();
     showIdentity();
-    return;
-  }
-  leaveConversation();
-  if (isFromOtherTab) {
-    showNotice(DELETED_ELSEWHERE);
+  } else if (current.isStored) {
+    leaveConversation();
+    if (isFromOtherTab) {
+      showNotice(DELETED_ELSEWHERE);
+    }
   }
 }
 
