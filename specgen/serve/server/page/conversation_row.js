@@ -22,7 +22,7 @@ export class ConversationRow {
     this.#menuButton = this.element.querySelector(".open-menu");
     this.#menu = new PopupMenu(this.#menuElement, this.#menuButton);
     this.element.querySelector(".rename").addEventListener("click", () => this.#rename(rename));
-    // By a right click, a long touch, or a key on the keyboard.
+    // By a right click, by a key, and on many phones by a long touch.
     this.element.addEventListener("contextmenu", (event) => this.#openMenu(event));
   }
 
