@@ -257,6 +257,19 @@ def test_escape_closes_the_panel_and_not_the_answer(browser: Browser, endless: R
         assert bodies == []
 
 
+def test_the_probabilities_come_when_the_answer_is_complete(
+    browser: Browser, endless: Running
+) -> None:
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(5)).to_be_attached()
+        turn(page).locator(".answer [data-token]").first.click()
+        expect(panel(page)).to_contain_text("when the answer is complete")
+        page.get_by_role("button", name="Stop").click()
+        expect(panel(page).get_by_role("table")).to_have_count(2)
+        expect(turn(page).locator(".inspected")).not_to_have_count(0)
+
+
 @pytest.mark.parametrize(
     ("answered", "told"),
     [

@@ -337,6 +337,7 @@ async function ask(conversation, text, attachments) {
   view.scrollToEnd();
   conversation.save().then(showIdentity);
   await answerer.answer(conversation, turn);
+  inspector.endTurn(turn);
   showIdentity(); // it has another one if it was stored as a copy
   return turn;
 }

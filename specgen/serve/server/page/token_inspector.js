@@ -63,6 +63,14 @@ export class TokenInspector {
     }
   }
 
+  /** Show what could not be known before the answer of a turn had ended. */
+  async endTurn(turn) {
+    if (this.isOpen && turn === this.#turn) {
+      await this.#load(turn);
+      this.#showToken();
+    }
+  }
+
   /** Close the panel if the page no longer shows the turn that it is about. */
   closeWithoutTurn() {
     if (this.isOpen && !this.#turn.element.isConnected) {
@@ -115,18 +123,22 @@ export class TokenInspector {
 
   #show(number) {
     this.#number = number;
+    if (!this.isOpen) {
+      this.#opener = document.activeElement;
+      this.#panel.hidden = false;
+    }
+    this.#showToken();
+    this.#takeFocus();
+  }
+
+  #showToken() {
     this.#showReason();
-    this.#openPanel();
     this.#mark();
     this.#showScores();
   }
 
-  #openPanel() {
+  #takeFocus() {
     const focused = document.activeElement;
-    if (!this.isOpen) {
-      this.#opener = focused;
-      this.#panel.hidden = false;
-    }
     // At the first and the last token, a button is disabled, and would take the focus with it.
     if (!this.#panel.contains(focused) || focused.disabled) {
       this.#panel.focus({ preventScroll: true });
