@@ -273,8 +273,8 @@ def test_ollamas_calls_and_forms(server: Running) -> None:
     found = server.post("/api/chat", **asked).json()
     assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
     assert isinstance(found["message"]["tool_calls"][0]["function"]["arguments"], dict)
-    *_, last = streamed_lines(server, **{**asked, "stream": True})
-    assert last["message"]["tool_calls"] == found["message"]["tool_calls"]
+    *_, called, _last = streamed_lines(server, **{**asked, "stream": True})
+    assert called["message"]["tool_calls"] == found["message"]["tool_calls"]
     schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
     formed = server.post("/api/chat", messages=TURNS, format=schema, stream=False).json()
     assert json.loads(formed["message"]["content"]) == {"a": "x"}
