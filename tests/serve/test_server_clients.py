@@ -455,6 +455,28 @@ def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -
         assert found.status_code == 200 or found.json()["error"], (name, value)
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "value", "told"),
+    [
+        ("/api/chat", "format", "xml", "format: give an object, or one of '' or 'json', not"),
+        ("/api/chat", "think", 1.5, "think: give true or false, or a text, not 1.5"),
+        ("/v1/chat/completions", "logprobs", "x", "logprobs: give true or false, or a whole"),
+        ("/v1/chat/completions", "logprobs", 1000, "logprobs: give true or false, or 100 or"),
+    ],
+)
+def test_a_field_with_several_types_is_refused_by_its_name(
+    server: Running, path: str, name: str, value: Any, told: str
+) -> None:
+    found = server.post(path, **{**BODIES[path], name: value})
+    assert found.status_code == 400
+    error = found.json()["error"]
+    if path == "/api/chat":
+        assert error.startswith(told)
+    else:
+        assert error["message"].startswith(told)
+        assert error["param"] == name
+
+
 @pytest.mark.parametrize("name", ["repeat_penalty", "presence_penalty", "frequency_penalty"])
 def test_a_penalty_that_no_logit_survives_is_refused(server: Running, name: str) -> None:
     body: dict[str, Any] = {"prompt": "x", "max_tokens": 2, name: -1e308}

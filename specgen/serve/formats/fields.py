@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import (
@@ -147,11 +147,31 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first_error = error.errors(include_url=False)[0]
-    reason = described(first_error, shown)
-    if first_error["type"] == "missing" and len(first_error["loc"]) == 1:
+        first_error, *other_errors = error.errors(include_url=False)
+    keys = _keys_of(first_error, body)
+    alternatives = [each for each in other_errors if _keys_of(each, body) == keys]
+    reason = described(first_error, shown, alternatives)
+    if first_error["type"] == "missing" and len(keys) == 1:
         reason += unknown_fields(model, body)
-    raise BodyError(place_of(first_error["loc"]).removeprefix("."), reason)
+    raise BodyError(place_of(keys).removeprefix("."), reason)
+
+
+def _keys_of(error: Mapping[str, Any], body: Json) -> tuple[int | str, ...]:
+    """Return the keys that lead from a body to a wrong value.
+
+    If a value may have several types, pydantic adds the name of the type as a last key, which the
+    body does not have.
+    """
+    keys: tuple[int | str, ...] = error["loc"]
+    value: Any = body
+    try:
+        for key in keys[:-1]:
+            value = value[key]
+    except (IndexError, KeyError, TypeError):  # the field has another name or form in the body
+        return keys
+    if error["type"] != "missing" and value == error["input"]:
+        return keys[:-1]
+    return keys
 
 
 def unknown_fields(
