@@ -462,9 +462,13 @@ def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -
         ("/api/chat", "think", 1.5, "think: give true or false, or a text, not 1.5"),
         ("/v1/chat/completions", "logprobs", "x", "logprobs: give true or false, or a whole"),
         ("/v1/chat/completions", "logprobs", 1000, "logprobs: give true or false, or 100 or"),
+        # Only a field within these objects is read.
+        ("/v1/chat/completions", "stream_options", "x", 'stream_options: give an object, not "x"'),
+        ("/v1/responses", "reasoning", "high", 'reasoning: give an object, not "high"'),
+        ("/v1/responses", "text", ["json"], 'text: give an object, not ["json"]'),
     ],
 )
-def test_a_field_with_several_types_is_refused_by_its_name(
+def test_a_value_of_a_wrong_type_is_refused_by_the_name_of_its_field(
     server: Running, path: str, name: str, value: Any, told: str
 ) -> None:
     found = server.post(path, **{**BODIES[path], name: value})
