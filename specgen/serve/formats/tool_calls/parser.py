@@ -25,7 +25,8 @@ _BEFORE_BARE_CALL = re.compile(
 )
 #: Any beginning of such a text, while the rest has not arrived.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
-    r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*|(?:\{\s*){0,2}))"
+    r"\s*(?:<\|python_tag\|>\s*)?"
+    r"(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*|(?:\{\s*){0,2}))"
 )
 #: The braces after a call in two braces, of which some models write too many.
 _EXTRA_BRACES = re.compile(r"(?:\s*\})*")
