@@ -333,26 +333,40 @@ _WANTED = {
 }
 
 
-def described(error: Mapping[str, Any], shown: Callable[[Any], str] | None = None) -> str:
+def described(
+    error: Mapping[str, Any],
+    shown: Callable[[Any], str] | None = None,
+    alternatives: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return what is wrong with a value: what is wanted, and what was given.
 
     Args:
         error: One of the errors of pydantic's `ValidationError`.
         shown: Shows the value; None shows it as Python would.
+        alternatives: The errors about the other types that the value may have.
     """
     show = shown or shown_value
     given = show(error["input"])
     if error["type"] in ("greater_than_equal", "less_than_equal"):
         given = given.strip("'\"")  # a number on the command line is a text
-    wanted = _WANTED.get(error["type"])
-    if wanted is not None:
-        details = {name: _in_words(each) for name, each in error.get("ctx", {}).items()}
-        return f"give {wanted.format_map(details)}, not {given}"
+    wanted = [_wanted(each) for each in (error, *alternatives)]
+    if wanted[0] is not None:
+        known_wanted = dict.fromkeys(each for each in wanted if each is not None)
+        return f"give {', or '.join(known_wanted)}, not {given}"
     if error["type"] == "value_error":  # raised by a function of ours
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
         return "it is missing"
     return f"{error['msg']}; it is {given}"
+
+
+def _wanted(error: Mapping[str, Any]) -> str | None:
+    """Return what is wanted in place of a wrong value; None if pydantic's own words tell."""
+    wanted = _WANTED.get(error["type"])
+    if wanted is None:
+        return None
+    details = {name: _in_words(each) for name, each in error.get("ctx", {}).items()}
+    return wanted.format_map(details)
 
 
 def _in_words(limit: Any) -> str:

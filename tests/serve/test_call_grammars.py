@@ -252,6 +252,7 @@ FENCED = '```json\n{\n  "name": "read",\n  "arguments": {"path": "a.py"}\n}\n```
 BARE = [
     FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
     '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
+    '{{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}}',
     ' {"name":"read","parameters":{"path": "a.py", "lines": "x"}} Done.',
     (
         '{"name": "list", "arguments": {}}\n'

@@ -165,8 +165,11 @@ def test_lines_have_every_field(server: Running) -> None:
     for line in lines(server, "/api/generate", model="a", prompt="hi", images=None, **OPTIONS):
         KitGenerateLine.model_validate(line)
     asked: dict[str, Any] = {"messages": TURNS, "tools": [tool("weather", "C")]}
-    *_, last = lines(server, "/api/chat", tool_choice="required", **asked)
-    (call,) = last["message"]["tool_calls"]
+    *_, called, last = lines(server, "/api/chat", tool_choice="required", **asked)
+    # Some clients read only the figures in the last line, as Ollama sends nothing else there.
+    assert (called["done"], last["done"]) == (False, True)
+    assert "tool_calls" not in last["message"]
+    (call,) = called["message"]["tool_calls"]
     assert call["function"]["index"] == 0
     assert isinstance(call["function"]["arguments"], dict)
 
@@ -334,3 +337,36 @@ def test_a_time_that_is_none_is_refused(several: httpx.Client, keep_alive: Any) 
         refused = several.post(path, json=asked)
         assert refused.status_code == 400
         assert "keep_alive: give seconds, or a duration such as 5m" in str(refused.json()["error"])
+
+
+# --- what Ollama does with models, and this server does not ---------------------------------------
+
+
+def test_a_pull_succeeds_for_a_model_that_is_there(several: httpx.Client) -> None:
+    for body in ({"model": "coder"}, {"name": "small"}, {"model": "coder:latest", "stream": True}):
+        found = several.post("/api/pull", json=body)
+        assert [json.loads(line) for line in found.text.splitlines()] == [{"status": "success"}]
+        assert found.headers["content-type"] == "application/x-ndjson"
+    assert several.post("/api/pull", json={"model": "coder", "stream": False}).json() == {
+        "status": "success"
+    }
+    refused = several.post("/api/pull", json={"model": "llama9"})
+    assert refused.status_code == 404
+    assert "no model 'llama9'" in refused.json()["error"]
+    assert "downloads none" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/copy"),
+        ("POST", "/api/create"),
+        ("POST", "/api/push"),
+        ("POST", "/api/blobs/sha256:0123"),
+    ],
+)
+def test_models_cannot_be_changed(several: httpx.Client, method: str, path: str) -> None:
+    refused = several.request(method, path, json={"model": "coder"})
+    assert refused.status_code == 501
+    assert "does not change models" in refused.json()["error"]

@@ -273,8 +273,8 @@ def test_ollamas_calls_and_forms(server: Running) -> None:
     found = server.post("/api/chat", **asked).json()
     assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
     assert isinstance(found["message"]["tool_calls"][0]["function"]["arguments"], dict)
-    *_, last = streamed_lines(server, **{**asked, "stream": True})
-    assert last["message"]["tool_calls"] == found["message"]["tool_calls"]
+    *_, called, _last = streamed_lines(server, **{**asked, "stream": True})
+    assert called["message"]["tool_calls"] == found["message"]["tool_calls"]
     schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
     formed = server.post("/api/chat", messages=TURNS, format=schema, stream=False).json()
     assert json.loads(formed["message"]["content"]) == {"a": "x"}
@@ -453,6 +453,32 @@ def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -
         found = server.post(path, **{"max_tokens": 2, **BODIES[path], name: value})
         assert found.status_code in (200, 400), (name, value, found.text)
         assert found.status_code == 200 or found.json()["error"], (name, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "told"),
+    [
+        ("/api/chat", "format", "xml", "format: give an object, or one of '' or 'json', not"),
+        ("/api/chat", "think", 1.5, "think: give true or false, or a text, not 1.5"),
+        ("/v1/chat/completions", "logprobs", "x", "logprobs: give true or false, or a whole"),
+        ("/v1/chat/completions", "logprobs", 1000, "logprobs: give true or false, or 100 or"),
+        # Only a field within these objects is read.
+        ("/v1/chat/completions", "stream_options", "x", 'stream_options: give an object, not "x"'),
+        ("/v1/responses", "reasoning", "high", 'reasoning: give an object, not "high"'),
+        ("/v1/responses", "text", ["json"], 'text: give an object, not ["json"]'),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_by_the_name_of_its_field(
+    server: Running, path: str, name: str, value: Any, told: str
+) -> None:
+    found = server.post(path, **{**BODIES[path], name: value})
+    assert found.status_code == 400
+    error = found.json()["error"]
+    if path == "/api/chat":
+        assert error.startswith(told)
+    else:
+        assert error["message"].startswith(told)
+        assert error["param"] == name
 
 
 @pytest.mark.parametrize("name", ["repeat_penalty", "presence_penalty", "frequency_penalty"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import (
@@ -124,6 +124,15 @@ class Fields(BaseModel):
             for choice in choices:
                 yield str(choice.path[0]) if isinstance(choice, AliasPath) else choice
 
+    @classmethod
+    def object_names(cls) -> Iterator[str]:
+        """Yield the names of the objects in a body that have a field of this model within them."""
+        for info in cls.model_fields.values():
+            alias = info.validation_alias
+            for choice in alias.choices if isinstance(alias, AliasChoices) else [alias]:
+                if isinstance(choice, AliasPath):
+                    yield str(choice.path[0])
+
     def ignored(self) -> Iterator[str]:
         """Yield the dotted names of ignored fields whose values might have changed the answer."""
         for name, value in (self.model_extra or {}).items():
@@ -145,13 +154,47 @@ def parse(model: type[_MODEL], body: Json) -> _MODEL:
         BodyError: If a field is missing or has an invalid value; it names the first such field.
     """
     try:
-        return model.model_validate(body)
+        fields = model.model_validate(body)
     except ValidationError as error:
-        first_error = error.errors(include_url=False)[0]
-    reason = described(first_error, shown)
-    if first_error["type"] == "missing" and len(first_error["loc"]) == 1:
+        first_error, *other_errors = error.errors(include_url=False)
+    else:
+        _check_objects(model, body)
+        return fields
+    keys = _keys_of(first_error, body)
+    alternatives = [each for each in other_errors if _keys_of(each, body) == keys]
+    reason = described(first_error, shown, alternatives)
+    if first_error["type"] == "missing" and len(keys) == 1:
         reason += unknown_fields(model, body)
-    raise BodyError(place_of(first_error["loc"]).removeprefix("."), reason)
+    raise BodyError(place_of(keys).removeprefix("."), reason)
+
+
+def _check_objects(model: type[Fields], body: Json) -> None:
+    """Raise `BodyError` if something else is in place of an object that has a field within it.
+
+    Pydantic ignores that. An empty value counts as missing.
+    """
+    for name in model.object_names():
+        value = body.get(name)
+        if value and not isinstance(value, dict):
+            raise BodyError(name, f"give an object, not {shown(value)}")
+
+
+def _keys_of(error: Mapping[str, Any], body: Json) -> tuple[int | str, ...]:
+    """Return the keys that lead from a body to a wrong value.
+
+    If a value may have several types, pydantic adds the name of the type as a last key, which the
+    body does not have.
+    """
+    keys: tuple[int | str, ...] = error["loc"]
+    value: Any = body
+    try:
+        for key in keys[:-1]:
+            value = value[key]
+    except (IndexError, KeyError, TypeError):  # the field has another name or form in the body
+        return keys
+    if error["type"] != "missing" and value == error["input"]:
+        return keys[:-1]
+    return keys
 
 
 def unknown_fields(

@@ -282,6 +282,8 @@ class OllamaWriter(AnswerWriter):
         self._tokens: list[int] = []
         #: The log-probabilities of the answer.
         self._logprobs: list[Json] = []
+        #: The number of calls that were already written.
+        self._n_written_calls = 0
 
     def fail(self, error: Json) -> list[Json]:
         """Return the last line of a failed answer."""
@@ -301,7 +303,7 @@ class OllamaWriter(AnswerWriter):
         deltas: list[Delta],
         event: CommittedEvent | None,
     ) -> list[Json]:
-        """Return a line for each addition. Calls are sent with the last line, when complete."""
+        """Return a line for each addition, and one for calls that are complete now."""
         lines: list[Json] = []
         if event is not None:
             self._tokens += (piece.token_id for piece in event.pieces)
@@ -310,6 +312,7 @@ class OllamaWriter(AnswerWriter):
                 lines.append(self._line(delta.text, ""))
             elif delta.kind == "thought":
                 lines.append(self._line("", delta.text))
+        lines += self._call_lines()
         n_top = self._first.generation.logprobs
         if event is not None and n_top is not None:
             entries = logprob_entries(event.pieces, n_top)
@@ -318,8 +321,19 @@ class OllamaWriter(AnswerWriter):
             self._logprobs += entries
         return lines
 
+    def _call_lines(self) -> list[Json]:
+        """Return a line with the calls that were not written yet; none if there are no such calls.
+
+        As in Ollama, it comes before the last line, in which some clients read only the figures.
+        """
+        calls = self._answers[0].calls[self._n_written_calls :]
+        self._n_written_calls += len(calls)
+        if not calls:
+            return []
+        return [self._line("", "", calls)]
+
     def _write_end(self, _number: int) -> list[Json]:
-        return [{**self._line("", "", self._answers[0].calls), **self._ending()}]
+        return [{**self._line("", ""), **self._ending()}]
 
     def _line(
         self,
@@ -332,7 +346,7 @@ class OllamaWriter(AnswerWriter):
         if thought:
             answer["thinking"] = thought
         if calls:
-            answer["tool_calls"] = [_call_object(number, call) for number, call in enumerate(calls)]
+            answer["tool_calls"] = [_call_object(call) for call in calls]
         if self._answer_field == "message":
             answer = {
                 "message": {
@@ -377,9 +391,9 @@ class OllamaWriter(AnswerWriter):
         }
 
 
-def _call_object(number: int, call: Delta) -> Json:
+def _call_object(call: Delta) -> Json:
     function = {
-        "index": number,
+        "index": call.number,
         "name": call.name,
         "arguments": json.loads(call.text),
     }

@@ -51,7 +51,7 @@ from specgen.serve.server.http import read_json, refusal, while_connected
 from specgen.serve.server.jobs import ServedModel
 from specgen.serve.server.metrics import ServerMetrics
 from specgen.serve.server.model_pool import ModelPool
-from specgen.serve.server.options import ServerOptions
+from specgen.serve.server.options import Limits, ServerOptions
 from specgen.serve.server.page_files import PAGE
 
 _log = logging.getLogger("specgen.serve.server")
@@ -124,6 +124,21 @@ _OLLAMA_INFO: Mapping[str, Callable[[ModelPool, HttpRequest], Awaitable[Response
     "/api/ps": ollama_info.list_loaded_models,
 }
 
+#: POST: tells about a model in Ollama's form. The value makes the response.
+_OLLAMA_MODELS: Mapping[str, Callable[[ModelPool, Limits, HttpRequest], Awaitable[Response]]] = {
+    "/api/show": ollama_info.show_model,
+    "/api/pull": ollama_info.pull_model,
+}
+
+#: The endpoints of Ollama's API that change models, with their methods. They are refused.
+_OLLAMA_CHANGES: Mapping[str, str] = {
+    "/api/blobs/{digest}": "POST",
+    "/api/copy": "POST",
+    "/api/create": "POST",
+    "/api/delete": "DELETE",
+    "/api/push": "POST",
+}
+
 #: Answers a request with a model that generates text, or one for embeddings.
 _ModelHandler: TypeAlias = Callable[[Any, HttpRequest, Json], Awaitable[Response]]
 
@@ -167,8 +182,10 @@ class Server:
             routes.append(Route(path, partial(show, info)))
         for path, list_models in _OLLAMA_INFO.items():
             routes.append(Route(path, partial(list_models, self._pool)))
-        show_model = partial(ollama_info.show_model, self._pool, self._limits)
-        routes.append(Route("/api/show", show_model, methods=["POST"]))
+        for path, answer in _OLLAMA_MODELS.items():
+            routes.append(Route(path, partial(answer, self._pool, self._limits), methods=["POST"]))
+        for path, method in _OLLAMA_CHANGES.items():
+            routes.append(Route(path, ollama_info.refuse_change, methods=[method]))
         for path, read in _GENERATION.items():
             routes.append(self._post(path, partial(generate, read, self._limits)))
         for path, write in _EMBEDDINGS.items():

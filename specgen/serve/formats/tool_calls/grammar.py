@@ -152,7 +152,7 @@ def _trigger_and_opening(
 def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
     """Return a pattern for the beginning of a call that is a JSON object without a mark."""
     names = "|".join(re.escape(literal(function.name)) for function in functions)
-    return rf"\s*(?:```(?:json)?\s*)?\{{\s*{literal(name_key)}\s*:\s*(?:{names})"
+    return rf"\s*(?:```(?:json)?\s*)?(?:\{{\s*)?\{{\s*{literal(name_key)}\s*:\s*(?:{names})"
 
 
 def _ends_within_tag(form: CallForm) -> bool:
@@ -233,12 +233,13 @@ class _CallRules:
     def bare_call(self, name_key: str) -> list[str]:
         """Return the rules for a call as a JSON object without a mark, perhaps in a code fence.
 
-        `call` must have been called for every function.
+        The object may be in two braces. `call` must have been called for every function.
         """
-        opening = 'WHITE? (("```json" | "```") WHITE?)? "{" WHITE?'
+        fence = '(("```json" | "```") WHITE?)?'
         key = literal(literal(name_key))
         return [
-            f'bare: {opening} {key} WHITE? ":" WHITE? bare_call WHITE? "}}"',
+            f'bare: WHITE? {fence} (bare_object | "{{" WHITE? bare_object WHITE? "}}")',
+            f'bare_object: "{{" WHITE? {key} WHITE? ":" WHITE? bare_call WHITE? "}}"',
             f"bare_call: {' | '.join(self._bare_calls)}",
         ]
 

@@ -18,12 +18,18 @@ from specgen.serve.formats.tool_calls.readers import PairsReader, arguments_read
 from specgen.serve.formats.tool_calls.values import ArgumentsReader
 from specgen.text.overlap import partial_match_length
 
-#: What may come before a call that is a bare JSON object, up to its bracket.
-_BEFORE_BARE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=\{|\[\s*\{)")
+#: What may come before a call that is a bare JSON object, up to its bracket. The chat template of
+#: Qwen2.5-Coder shows calls in two braces in its instructions, and the model may copy that.
+_BEFORE_BARE_CALL = re.compile(
+    r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?:\{\s*)?(?=\{\s*[^\s{]|\[\s*\{)"
+)
 #: Any beginning of such a text, while the rest has not arrived.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
-    r"\s*(?:<\|python_tag\|>\s*)?(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*)?)"
+    r"\s*(?:<\|python_tag\|>\s*)?"
+    r"(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*|(?:\{\s*){0,2}))"
 )
+#: The braces after a call in two braces, of which some models write too many.
+_EXTRA_BRACES = re.compile(r"(?:\s*\})*")
 _FENCE = "```"
 #: The characters that some models write between two JSON objects, whatever their template does.
 _BETWEEN_OBJECTS = " \n\t\r,;"
@@ -126,6 +132,8 @@ class ToolCallParser:
         self._is_after_call = False
         #: The fence that ends that call, if it is in a code fence.
         self._closing_fence = ""
+        #: Whether that call is in two braces.
+        self._has_two_braces = False
         #: The JSON value that may be a call, as far as it is read.
         self._object = _WholeObject()
         #: Whether no more text will come.
@@ -346,6 +354,8 @@ class ToolCallParser:
             The index at which the next call's name or object begins, if one follows directly;
             `ABSENT` if not, after the text was removed; `UNCLEAR` if more text is needed.
         """
+        if self._has_two_braces and not self._drop_extra_braces():
+            return NoMatch.UNCLEAR
         # An object right after an object is the next call, whatever separates them.
         if self._form.keys is not None:
             n_between = len(self._rest) - len(self._rest.lstrip(_BETWEEN_OBJECTS))
@@ -372,6 +382,11 @@ class ToolCallParser:
         elif isinstance(closing_end, int):
             self._take(closing_end)
         return NoMatch.ABSENT
+
+    def _drop_extra_braces(self) -> bool:
+        """Remove the braces after a call in two braces; return whether all of them have arrived."""
+        self._rest = _EXTRA_BRACES.sub("", self._rest, count=1)
+        return self._is_last or bool(self._rest.strip())
 
     def _match(self, literal: str) -> int | NoMatch:
         """Match a literal with the rest; an empty one does not match."""
@@ -405,6 +420,7 @@ class ToolCallParser:
             self._closing_fence = ""
             if text.lstrip().startswith(_FENCE):
                 self._closing_fence = f"\n{_FENCE}"
+            self._has_two_braces = text[:begin].rstrip().endswith("{")
         # If calls are objects, skip the rest of the opening. A bare object has no opening.
         if self._form.keys is not None and not self._is_after_call:
             object_start = self._object_start(begin)
@@ -416,7 +432,7 @@ class ToolCallParser:
         if start == len(text):
             return NoMatch.UNCLEAR
         before = text[:begin].strip()
-        is_bare = not before or _FENCE in before
+        is_bare = before in ("", "{") or _FENCE in before
         may_be_object = self._form.keys is not None or is_bare
         if text[start] in "{[" and may_be_object:
             return self._read_objects(start)

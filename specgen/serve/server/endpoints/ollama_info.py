@@ -1,8 +1,9 @@
-"""Ollama's endpoints that describe models: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
+"""Ollama's endpoints about models: they describe those that the server has, and change none."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from specgen.llama.library import has_gpu
 from specgen.llama.model_description import ModelDescription, describe_model
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.ollama_models import OllamaModel
+from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.capabilities import capabilities_of
 from specgen.serve.server.http import read_json
 from specgen.serve.server.jobs import ServedModel
@@ -66,6 +68,37 @@ async def show_model(
     with pool.holding_loaded():
         model = await run_in_threadpool(_described, pooled, reads_vocabulary=True)
     return JSONResponse(model.shown())
+
+
+async def pull_model(
+    pool: ModelPool,
+    limits: Limits,
+    request: HttpRequest,
+) -> Response:
+    """Return that a model is there, as Ollama does after a download.
+
+    Programs pull a model before they use it, even if it is there already.
+
+    Raises:
+        RequestError: If it is not there, since this server downloads no models.
+    """
+    body = await read_json(request, limits)
+    try:
+        pool.find(body.get("model") or body.get("name"))
+    except RequestError as error:
+        hint = "this server downloads none, but 'specgen models pull' does"
+        message = f"{error.message} ({hint})"
+        raise replace(error, message=message) from None
+    status = {"status": "success"}
+    if body.get("stream") is False:
+        return JSONResponse(status)
+    return Response(f"{json.dumps(status)}\n", media_type="application/x-ndjson")
+
+
+async def refuse_change(_request: HttpRequest) -> Response:
+    """Refuse to change a model."""
+    message = "this server does not change models: 'specgen models' does"
+    raise RequestError(501, message, "unsupported")
 
 
 def _described(pooled: PooledModel, *, reads_vocabulary: bool = False) -> OllamaModel:
