@@ -499,7 +499,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
 
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
+def test_a_cancelled_prefill_ends_in_the_middle_of_a_part(
     models: Path, costs: VirtualTime, kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot is free at once, others go on, and the prompt has the same answer the next time."""
@@ -555,7 +555,7 @@ def test_pieces_are_short_where_others_may_wait(
     assert (max(step_s) < 0.36) == has_equal_rows
 
 
-def test_what_reading_costs_grows_with_depth() -> None:
+def test_the_cost_of_a_prefill_grows_with_depth() -> None:
     """A piece at the beginning says about how long the whole takes, and pieces at several depths
     say it exactly.
     """
