@@ -447,14 +447,9 @@ def _difference(
         drafted_tokens: The answer with drafts, which differs from it.
         n_at_once: The number of answers that were generated at once.
     """
-    vocabulary = session.target.vocabulary
     position = common_prefix_length(plain_tokens, drafted_tokens)
-
-    def token_text(tokens: Sequence[int]) -> str:
-        return vocabulary.token_text(tokens[position]) if position < len(tokens) else ""
-
-    plain_text = token_text(plain_tokens)
-    drafted_text = token_text(drafted_tokens)
+    plain_text = _text_at(session, plain_tokens, position)
+    drafted_text = _text_at(session, drafted_tokens, position)
     if position == min(len(plain_tokens), len(drafted_tokens)):
         # One text continues where the other ends: no choice of a token explains that.
         return Difference(
@@ -465,40 +460,23 @@ def _difference(
             allowed=0.0,
         )
 
-    plain_token = plain_tokens[position]
-    drafted_token = drafted_tokens[position]
     answer = plain_tokens[:position]
     state = TextState(prompt, session.settings.grammar)
     for token in answer:
         state.commit(token)
-    sampling = SamplingPipeline(session.settings.sampler, state)
-
-    # Decode the row alone, and as the last one of batches such as rounds decode.
+    # Compute the logits of the choice alone, and as the last row of batches such as rounds decode.
     *_, row_alone = plain_rows(session, prompt, answer)
-    max_movement = 0.0
-    same_in_batches_of = None
-    for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
-        *_, row = plain_rows(
-            session,
-            prompt,
-            answer,
-            n_rows,
-            n_outputs,
-        )
-        max_movement = max(max_movement, movement(row, row_alone))
-        if same_in_batches_of is None and sampling.distribution(row).mode == drafted_token:
-            same_in_batches_of = n_rows
-
-    allowed = (SLACK * max_movement + ALWAYS_ALLOWED) * float(np.std(row_alone))
-    if session.target.has_equal_rows and max_movement == 0.0:
-        allowed = 0.0
+    rows_in_batches = _rows_in_batches(session, prompt, answer, n_at_once)
     gap = _preference(
         session,
         state,
         row_alone,
-        plain_token,
-        drafted_token,
+        plain_tokens[position],
+        drafted_tokens[position],
     )
+    allowed = _gap_by_rounding(session, row_alone, [row for _, row in rows_in_batches])
+    sampling = SamplingPipeline(session.settings.sampler, state)
+    same_in_batches_of = _first_that_chooses(drafted_tokens[position], sampling, rows_in_batches)
     return Difference(
         position,
         plain_text,
@@ -507,6 +485,68 @@ def _difference(
         allowed,
         same_in_batches_of,
     )
+
+
+def _text_at(session: Session, tokens: Sequence[int], position: int) -> str:
+    """Return the text of the token at a position; "" if the tokens end there."""
+    if position >= len(tokens):
+        return ""
+    return session.target.vocabulary.token_text(tokens[position])
+
+
+def _rows_in_batches(
+    session: Session,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    n_at_once: int,
+) -> list[tuple[int, Logits]]:
+    """Decode the last row of an answer in batches such as rounds decode.
+
+    Returns:
+        The size of each batch, in rows, and its last row of logits, float32[n_vocab].
+    """
+    rows: list[tuple[int, Logits]] = []
+    for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
+        *_, row = plain_rows(
+            session,
+            prompt,
+            answer,
+            n_rows,
+            n_outputs,
+        )
+        rows.append((n_rows, row))
+    return rows
+
+
+def _gap_by_rounding(
+    session: Session,
+    row_alone: Logits,
+    rows_in_batches: Sequence[Logits],
+) -> float:
+    """Return the largest gap between two tokens that rounding in batches explains.
+
+    Args:
+        session: The session that decoded the rows.
+        row_alone: float32[n_vocab], the logits that were computed for the row alone.
+        rows_in_batches: The logits of the same row in batches.
+    """
+    movements = [movement(row, row_alone) for row in rows_in_batches]
+    max_movement = max([0.0, *movements])
+    if session.target.has_equal_rows and max_movement == 0.0:
+        return 0.0
+    return (SLACK * max_movement + ALWAYS_ALLOWED) * float(np.std(row_alone))
+
+
+def _first_that_chooses(
+    token: int,
+    sampling: SamplingPipeline,
+    rows_in_batches: Iterable[tuple[int, Logits]],
+) -> int | None:
+    """Return the size of the first batch whose row makes plain decoding choose a token, or None."""
+    for n_rows, row in rows_in_batches:
+        if sampling.distribution(row).mode == token:
+            return n_rows
+    return None
 
 
 def _batches_of_rounds(session: Session, n_at_once: int) -> Iterator[tuple[int, int | None]]:
