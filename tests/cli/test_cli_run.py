@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.usefixtures("tested_kernels"), pytest.mark.slow]
 # --- the answer
 
 
-def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> None:
+def test_only_the_answer_is_on_stdout_and_it_is_the_same_with_any_draft(cli: Cli) -> None:
     plain = cli.run(PROMPT, draft="none")
     assert plain.code == 0
     assert plain.out

@@ -125,7 +125,7 @@ def build_in(monkeypatch: pytest.MonkeyPatch, bug: str | None) -> None:
 
 @pytest.mark.parametrize("pair", [0, 2])
 @pytest.mark.parametrize("bug", [None, *BUGS, "skipped bonus"])
-def test_joint_draws_show_every_known_bug(
+def test_joint_samples_reveal_every_planted_bug(
     models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None, pair: int
 ) -> None:
     build_in(monkeypatch, bug)
@@ -159,7 +159,7 @@ def test_draws_of_the_next_token_show_bugs(
 @pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
 @pytest.mark.parametrize("ngram", [False, True])
 @pytest.mark.parametrize("bug", [None, "skipped bonus", *GREEDY_BUGS])
-def test_greedy_texts_show_the_bugs_that_need_no_draws(
+def test_greedy_texts_reveal_the_bugs_that_need_no_samples(
     models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None, ngram: bool, n_at_once: int
 ) -> None:
     build_in(monkeypatch, bug)

@@ -188,7 +188,7 @@ def test_a_prefill_in_parts_reports_its_progress(n_batch: int) -> None:
     assert all(events.index(event) < first for event in told)
 
 
-def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
+def test_a_failing_drafter_ends_drafting_but_not_the_answer() -> None:
     plain, _ = Setup().run()
     for error in (BackendError("no more room"), ZeroDivisionError("a bug")):
         fast, events = Setup(drafter=FailingDrafter(good(), 3, error)).run()
