@@ -42,7 +42,7 @@ class SpecgenError(Exception):
 
 
 class UsageError(SpecgenError, exit_code=2):
-    """An option has a value that it cannot have, or two options exclude each other."""
+    """An option has an invalid value, or two options exclude each other."""
 
 
 class PromptError(SpecgenError, exit_code=3):
@@ -79,7 +79,7 @@ class UnknownModelError(SpecgenError, exit_code=6):
 
 
 class FetchError(SpecgenError, exit_code=7):
-    """A download failed, or delivered another file than the one that was asked for."""
+    """A download failed, or delivered a different file than expected."""
 
 
 class MemoryLimitError(SpecgenError, exit_code=8):
@@ -106,7 +106,7 @@ class RollbackError(BackendError):
 
 
 class DecodeEndedError(BackendError):
-    """A decode was ended early, because nobody wants its result."""
+    """A decode was stopped early, because its result is no longer needed."""
 
 
 class OutputError(SpecgenError, exit_code=10):

@@ -53,7 +53,7 @@ def batch(
         show_default="the fastest number that fits into memory",
     ),
     retry_errors: bool = _batch(
-        False, "--retry-errors", "Answer the lines again whose result in OUT is an error."
+        False, "--retry-errors", "Answer lines again whose result in OUT is an error."
     ),
     allow_mixed: bool = _batch(
         False,
@@ -96,7 +96,7 @@ def batch(
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages,
-    or plain text. Options set what a line leaves out. Each result is a line of JSON.
+    or plain text. Options are the defaults of a line. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
