@@ -126,8 +126,6 @@ def run_checks(
     Returns:
         The results of the greedy and of the sampled checks, up to the interruption if there is one.
     """
-    greedy: list[GreedyResult] = []
-    sampled: list[SampledResult] = []
     steps = _planned_steps(
         session,
         prompts,
@@ -136,46 +134,86 @@ def run_checks(
         n_samples,
     )
     run = RunProgress(steps, progress)
-
+    greedy: list[GreedyResult] = []
+    sampled: list[SampledResult] = []
     if check != "sampled":
-        plain = plain_texts(session, prompts, interrupted, run.step(_PLAIN_STEP))
-        check_texts = partial(
-            check_greedy,
+        greedy = _greedy_results(
             session,
-            plain=plain,
-            interrupted=interrupted,
+            prompts,
+            ways,
+            run,
+            interrupted,
         )
-        for way, drafting in ways.items():
-            session.change_drafting(drafting)
-            step = run.step(_step_name("greedy", way))
-            greedy += check_texts(prompts, way=way, progress=step)
-        # Again with several answers at once, if the session can do that.
-        if not session.why_one_sequence:
-            last_way = [*ways][-1]
-            greedy += check_texts(
-                _repeated_prompts(prompts),
-                way=last_way,
-                n_at_once=N_AT_ONCE,
-                progress=run.step(_AT_ONCE_STEP),
-            )
-
     if check != "greedy" and not interrupted():
         session.change_sampling(sampling)
-        for way, drafting in ways.items():
-            session.change_drafting(drafting)
-            result = check_sampled(
-                session,
-                dict(islice(prompts.items(), _N_SEARCHED_PROMPTS)),
-                n_samples,
-                level=_FALSE_ALARM_RATE / len(ways),  # the Bonferroni correction
-                seed=max(0, sampling.seed),
-                way=way,
-                interrupted=interrupted,
-                progress=run.step(_step_name("sampled", way)),
-            )
-            if result is not None:
-                sampled.append(result)
+        sampled = _sampled_results(
+            session,
+            dict(islice(prompts.items(), _N_SEARCHED_PROMPTS)),
+            ways,
+            n_samples,
+            run,
+            interrupted,
+        )
     return tuple(greedy), tuple(sampled)
+
+
+def _greedy_results(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    run: RunProgress,
+    interrupted: Callable[[], bool],
+) -> list[GreedyResult]:
+    """Compare the answers to all prompts with plain decoding's, with each way to draft."""
+    results: list[GreedyResult] = []
+    plain = plain_texts(session, prompts, interrupted, run.step(_PLAIN_STEP))
+    check_texts = partial(
+        check_greedy,
+        session,
+        plain=plain,
+        interrupted=interrupted,
+    )
+    for way, drafting in ways.items():
+        session.change_drafting(drafting)
+        step = run.step(_step_name("greedy", way))
+        results += check_texts(prompts, way=way, progress=step)
+    # Again with several answers at once, if the session can do that.
+    if not session.why_one_sequence:
+        last_way = [*ways][-1]
+        results += check_texts(
+            _repeated_prompts(prompts),
+            way=last_way,
+            n_at_once=N_AT_ONCE,
+            progress=run.step(_AT_ONCE_STEP),
+        )
+    return results
+
+
+def _sampled_results(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    n_samples: int,
+    run: RunProgress,
+    interrupted: Callable[[], bool],
+) -> list[SampledResult]:
+    """Test samples of a token in the answers to these prompts, with each way to draft."""
+    results: list[SampledResult] = []
+    for way, drafting in ways.items():
+        session.change_drafting(drafting)
+        result = check_sampled(
+            session,
+            prompts,
+            n_samples,
+            level=_FALSE_ALARM_RATE / len(ways),  # the Bonferroni correction
+            seed=max(0, session.options.sampler.seed),
+            way=way,
+            interrupted=interrupted,
+            progress=run.step(_step_name("sampled", way)),
+        )
+        if result is not None:
+            results.append(result)
+    return results
 
 
 def _planned_steps(

@@ -314,7 +314,9 @@ class _Status:
 
     def __init__(self) -> None:
         #: Texts about the prefill, from the longest to the shortest. The first that fits is shown.
-        self._prefill_texts = ["prefilling", ""]
+        self._prefill_texts = ["prefilling"]
+        #: The progress of the prefill, which is shown instead if it fits; none before it is known.
+        self._progress_texts: list[str] = []
         self._has_draft = True
         self._first: CommittedEvent | None = None
         self._last: CommittedEvent | None = None
@@ -328,8 +330,7 @@ class _Status:
             self._prefill_texts.insert(0, f"prefilling {event.n_prompt_tokens} prompt tokens")
             self._has_draft = event.draft != "none"
         elif isinstance(event, PrefillEvent):
-            # The last three texts are general; a text before them is the previous progress.
-            self._prefill_texts = [prefill_progress(event), *self._prefill_texts[-3:]]
+            self._progress_texts = [prefill_progress(event)]
         elif isinstance(event, DraftedEvent):
             depths: list[int] = []
             for node in event.nodes:
@@ -350,7 +351,8 @@ class _Status:
             pens: The escape codes of each mark.
         """
         if self._first is None or self._last is None:
-            return coded(_first_fitting(self._prefill_texts, columns), pens["faint"])
+            texts = [*self._progress_texts, *self._prefill_texts]
+            return coded(_first_fitting(texts, columns), pens["faint"])
         figure_texts = self._figure_texts(self._first, self._last)
         legend = ""
         columns_after_legend = columns - len("  ".join(LEGEND))
