@@ -270,6 +270,9 @@ def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
         (("run", "hi", "-hf"), "give USER/REPO"),
         (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
         (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
+        (("rnu", "hi"), "No such command 'rnu' (did you mean run?)\n"),
+        (("models", "lst"), "No such command 'lst' (did you mean list?)\n"),
+        (("run", "hi", "--temperatur", "1"), "--temperatur (did you mean --temperature?)\n"),
     ],
 )
 def test_an_error_of_usage_shows_the_value_or_what_to_do(
