@@ -282,7 +282,9 @@ def test_the_sum_over_all_drafts_is_the_targets_distribution(
 
 @pytest.mark.parametrize("verifier", [BlockVerifier(), ResidualVerifier(), SpecTrVerifier()])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_single_sampled_token_is_accepted_as_often_as_possible(verifier: Verifier, seed: int) -> None:
+def test_a_single_sampled_token_is_accepted_as_often_as_possible(
+    verifier: Verifier, seed: int
+) -> None:
     target = speaks(seed)(())
     source = speaks(seed + 1)(())
     paths = list[tuple[int, ...]]()

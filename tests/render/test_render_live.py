@@ -73,7 +73,11 @@ def test_a_long_prompt_shows_the_progress_of_its_prefill() -> None:
     terminal = Terminal()
     play(terminal, script.events)
     assert terminal.visible == ["", "", shown]
-    for columns, text in ((len(shown), "prefilling 4000 prompt tokens"), (12, "prefilling"), (5, None)):
+    for columns, text in (
+        (len(shown), "prefilling 4000 prompt tokens"),
+        (12, "prefilling"),
+        (5, None),
+    ):
         narrow = Terminal(columns, 24)
         play(narrow, script.events)
         assert [row for row in narrow.visible if row] == ([text] if text else [])

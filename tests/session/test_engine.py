@@ -585,7 +585,9 @@ def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) 
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_an_answers_drafts_do_not_depend_on_earlier_answers(models: Path, costs: VirtualTime, drafter: str) -> None:
+def test_an_answers_drafts_do_not_depend_on_earlier_answers(
+    models: Path, costs: VirtualTime, drafter: str
+) -> None:
     """What is drafted for an answer is the same after any other answer."""
 
     def drafts(before: tuple[str, ...], *, learn_alone: bool) -> list[object]:
