@@ -11,6 +11,9 @@
 //     softmax_weights.h   weights = exp(scores - the largest score), as integers
 //     weighted_sums.h     outputs = the exact sum of weights * values / that of the weights
 //
+// For many rows on an AMD CPU, the first and the last take half of the multiplications
+// (halved_products.h).
+//
 // The work is cut into tasks: up to 192 rows and heads that share a head of keys and values. Each
 // thread takes whole tasks if there are enough of them; otherwise all threads share each task.
 #pragma once
@@ -37,7 +40,7 @@ struct ThreadBarrier {
 // How a job is cut into tasks, and where things are in the scratch memory:
 //
 //     the number of the next task | memory of each task | memory of each thread
-template <class V>
+template <class V, bool halved>
 struct AttentionPlan {
     static constexpr int64_t alignment = 64;
     // Rows of a task: enough to hide the conversion of keys and values, few enough that the
@@ -63,6 +66,7 @@ struct AttentionPlan {
 
     int64_t scores;
     int64_t heavy_pairs;
+    int64_t weight_products;
     int64_t scales;
     int64_t factors;
     int64_t largest;
@@ -73,10 +77,13 @@ struct AttentionPlan {
     int64_t rows;
     int64_t queries;
     int64_t query_factors;
+    int64_t query_products;
     int64_t keys;
     int64_t key_factors;
+    int64_t key_starts;
     int64_t dots;
     int64_t values;
+    int64_t value_starts;
     int64_t sums;
     int64_t blocks;
     int64_t thread_bytes;
@@ -101,23 +108,28 @@ struct AttentionPlan {
         const int64_t n_words = n_parts * part_words;
         scores = aligned(n_rows * row_distance(n_blocks) * sizeof(float));
         heavy_pairs = aligned(n_rows * n_blocks * sizeof(uint32_t));
+        weight_products = aligned(n_rows * n_blocks * sizeof(int32_t));
         scales = aligned(n_rows * sizeof(double));
         factors = aligned(n_cells * sizeof(float));
         largest = aligned((shared ? n_threads : 1) * n_rows * largest_floats<V> * sizeof(float));
-        task_bytes = scores + heavy_pairs + scales + factors + largest;
+        task_bytes = scores + heavy_pairs + weight_products + scales + factors + largest;
 
+        using Scores = AttentionScores<V, halved>;
+        using Sums = WeightedSums<V, halved>;
         rows = aligned(n_rows * sizeof(TaskRow));
         queries = aligned(n_rows * n_words * sizeof(int32_t));
         query_factors = aligned(n_rows * n_parts * sizeof(float));
-        keys = aligned(AttentionScores<V>::tile_cells * n_words * sizeof(int32_t));
-        key_factors = aligned(AttentionScores<V>::tile_cells * n_parts * sizeof(float));
-        values = aligned(WeightedSums<V>::bytes_of_values(n_blocks));
-        sums = aligned(WeightedSums<V>::bytes_of_sums(n_rows));
+        query_products = aligned(n_rows * n_parts * sizeof(int32_t));
+        keys = aligned(Scores::tile_cells * n_words * sizeof(int32_t));
+        key_factors = aligned(Scores::tile_cells * n_parts * sizeof(float));
+        key_starts = aligned(Scores::tile_cells * n_parts * sizeof(int32_t));
+        dots = aligned(n_parts * Scores::most_rows * Scores::tile_cells * sizeof(int32_t));
+        values = aligned(Sums::bytes_of_values(n_blocks));
+        value_starts = aligned(Sums::bytes_of_starts(n_blocks));
+        sums = aligned(Sums::bytes_of_sums(n_rows));
         blocks = aligned((shared ? n_tasks : 1) * (1 + n_blocks) * sizeof(uint32_t));
-        dots = aligned(n_parts * AttentionScores<V>::most_rows * AttentionScores<V>::tile_cells *
-                       sizeof(int32_t));
-        thread_bytes = rows + queries + query_factors + keys + key_factors + dots + values + sums +
-                       blocks;
+        thread_bytes = rows + queries + query_factors + query_products + keys + key_factors +
+                       key_starts + dots + values + value_starts + sums + blocks;
 
         bytes = alignment + (shared ? n_tasks : n_threads) * task_bytes + n_threads * thread_bytes;
     }
@@ -136,7 +148,8 @@ struct AttentionPlan {
         TaskMemory memory;
         memory.scores = reinterpret_cast<float *>(at);
         memory.heavy_pairs = reinterpret_cast<uint32_t *>(at += scores);
-        memory.scales = reinterpret_cast<double *>(at += heavy_pairs);
+        memory.own_products = reinterpret_cast<int32_t *>(at += heavy_pairs);
+        memory.scales = reinterpret_cast<double *>(at += weight_products);
         memory.factors = reinterpret_cast<float *>(at += scales);
         memory.largest = reinterpret_cast<float *>(at += factors);
         return memory;
@@ -149,19 +162,25 @@ struct AttentionPlan {
         memory.rows = reinterpret_cast<TaskRow *>(at);
         memory.queries = reinterpret_cast<int32_t *>(at += rows);
         memory.query_factors = reinterpret_cast<float *>(at += queries);
-        memory.keys = reinterpret_cast<int32_t *>(at += query_factors);
+        memory.own_products = reinterpret_cast<int32_t *>(at += query_factors);
+        memory.keys = reinterpret_cast<int32_t *>(at += query_products);
         memory.key_factors = reinterpret_cast<float *>(at += keys);
-        memory.dots = reinterpret_cast<int32_t *>(at += key_factors);
+        memory.key_starts = reinterpret_cast<int32_t *>(at += key_factors);
+        memory.dots = reinterpret_cast<int32_t *>(at += key_starts);
         memory.values = reinterpret_cast<int16_t *>(at += dots);
-        memory.sums = at += values;
+        memory.value_starts = reinterpret_cast<int32_t *>(at += values);
+        memory.sums = at += value_starts;
         memory.blocks = reinterpret_cast<uint32_t *>(at += sums);
         return memory;
     }
 };
 
-template <class V>
-struct Attention {
-    using Plan = AttentionPlan<V>;
+// `halved`: see halved_products.h.
+template <class V, bool halved>
+struct AttentionPasses {
+    using Plan = AttentionPlan<V, halved>;
+    using Scores = AttentionScores<V, halved>;
+    using Sums = WeightedSums<V, halved>;
 
     // Bytes of scratch memory.
     static size_t bytes(const AttentionJob &job, int n_threads) {
@@ -202,10 +221,10 @@ struct Attention {
                           const ThreadMemory &thread_memory, const TaskMemory &task_memory) {
         const BlockList blocks = {thread_memory.blocks};
         const Share all = {0, 1};
-        AttentionScores<V>::list_blocks(job, task, blocks);
-        AttentionScores<V>::run(job, task, all, blocks, thread_memory, task_memory);
-        SoftmaxWeights<V>::run(job, task, all, blocks.n(), task_memory);
-        WeightedSums<V>::run(job, task, all, blocks, thread_memory, task_memory);
+        Scores::list_blocks(job, task, blocks);
+        Scores::run(job, task, all, blocks, thread_memory, task_memory);
+        SoftmaxWeights<V>::template run<halved>(job, task, all, blocks.n(), task_memory);
+        Sums::run(job, task, all, blocks, thread_memory, task_memory);
     }
 
     // One pass of all tasks after the other, each shared by all threads.
@@ -221,21 +240,48 @@ struct Attention {
         };
         for (int64_t i = 0; i < plan.n_tasks; i++) {
             const AttentionTask task = plan.task(job, i);
-            AttentionScores<V>::list_blocks(job, task, blocks(i));
-            AttentionScores<V>::run(job, task, share(i), blocks(i), thread_memory,
-                                    plan.task_memory(scratch, i));
+            Scores::list_blocks(job, task, blocks(i));
+            Scores::run(job, task, share(i), blocks(i), thread_memory,
+                        plan.task_memory(scratch, i));
         }
         all_threads.wait();
         for (int64_t i = 0; i < plan.n_tasks; i++) {
-            SoftmaxWeights<V>::run(job, plan.task(job, i), share(i), blocks(i).n(),
-                                   plan.task_memory(scratch, i));
+            SoftmaxWeights<V>::template run<halved>(job, plan.task(job, i), share(i),
+                                                    blocks(i).n(), plan.task_memory(scratch, i));
         }
         all_threads.wait();
-        const int64_t n_strips = WeightedSums<V>::shared_strips(job.value_size);
+        const int64_t n_strips = Sums::shared_strips(job.value_size);
         for (int64_t i = 0; i < plan.n_tasks; i++) {
-            WeightedSums<V>::run(job, plan.task(job, i), share(i * n_strips), blocks(i),
-                                 thread_memory, plan.task_memory(scratch, i));
+            Sums::run(job, plan.task(job, i), share(i * n_strips), blocks(i), thread_memory,
+                      plan.task_memory(scratch, i));
         }
+    }
+};
+
+template <class V>
+struct Attention {
+    // Call `function` with the passes that suit a job.
+    template <class Function>
+    static auto with_passes(const AttentionJob &job, Function function) {
+        if constexpr (V::least_halved_rows != 0) {
+            // A task has all of these rows, or many of them.
+            const int64_t n_rows = job.n_rows * (job.n_heads / job.n_kv_heads);
+            if (n_rows >= V::least_halved_rows) return function(AttentionPasses<V, true>());
+        }
+        return function(AttentionPasses<V, false>());
+    }
+
+    // Bytes of scratch memory.
+    static size_t bytes(const AttentionJob &job, int n_threads) {
+        return with_passes(job, [&](auto passes) { return passes.bytes(job, n_threads); });
+    }
+
+    // The part of one thread.
+    static void run(const AttentionJob &job, int thread, int n_threads, void *scratch,
+                    void (*barrier)(void *), void *barrier_argument) {
+        with_passes(job, [&](auto passes) {
+            passes.run(job, thread, n_threads, scratch, barrier, barrier_argument);
+        });
     }
 };
 

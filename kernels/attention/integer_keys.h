@@ -4,17 +4,18 @@
 // its own, so that a few large dimensions (some models have keys of 300 beside keys of 1) cost the
 // others no precision:
 //
-//     query = integer * factor      sum of |integers| < 2^17, |integer| < 2^15
+//     query = integer * factor      sum of |integers| < 2^17, |integer| < 2^14
 //     key   = integer * factor      |integer| <= 2^14
 //
-// So the sum of 32 products is below 2^31, and exact.
+// So the sum of 32 products is below 2^31, and exact, and a query plus a key fits into 16 bits.
 //
-// With the queries and keys of a 1.5B model, errors of scores are a fifth of those that rounding
+// With the queries and keys of a 1.5B model, errors of scores are a quarter of those that rounding
 // queries to float16 causes. Those of outputs are a hundredth of those of llama.cpp's sums in
 // float16, and a third in the layer where both are largest. (Scores take half of the time of float
 // ones: 512 rows over 4,000 cells take 0.8, one row 0.9 to 1.0.)
 #pragma once
 
+#include "attention/halved_products.h"
 #include "attention/prefetch.h"
 #include "attention/task.h"
 #include "vectors/arithmetic.h"
@@ -37,7 +38,7 @@ struct IntegerQueries {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
     // The largest integer, and the largest sum of |integers|. (Rounding adds up to 16 to it.)
-    static constexpr float most = (1 << 15) - 1;
+    static constexpr float most = (1 << 14) - 1;
     static constexpr float most_in_all = (1 << 17) - 32;
     // Smaller queries lose digits, so that the inverse of a factor is finite.
     static constexpr float least_factor = 1e-38f;
@@ -78,18 +79,29 @@ struct IntegerQueries {
         return common;
     }
 
-    // Convert a query, whose words and factors are `step` apart. The factors are multiplied with
-    // `scale`.
-    static void convert(const float *query, int64_t size, float scale, int32_t *words,
-                        float *factors, int step) {
+    // A query as integers, for each part of 32 dimensions. Those of the queries of a tile are
+    // interleaved: they are `distance` apart.
+    struct Query {
+        int32_t *words;
+        float *factors;
+        int32_t *own_products;
+        int distance;
+    };
+
+    // Convert a query. The factors are multiplied with `scale`.
+    template <bool halved>
+    static void convert(const float *query, int64_t size, float scale, const Query &to) {
         for (int64_t part = 0; part < parts_of(size); part++) {
             float numbers[part_dimensions];
             load_part(query, part * part_dimensions, size, numbers);
             int16_t integers[part_dimensions];
-            factors[part * step] = scale * convert_part(numbers, integers);
+            to.factors[part * to.distance] = scale * convert_part(numbers, integers);
+            if constexpr (halved) {
+                to.own_products[part * to.distance] = own_products<V>(integers, part_words);
+            }
             for (int word = 0; word < part_words; word++) {
-                std::memcpy(words + (part * part_words + word) * step, integers + 2 * word,
-                            sizeof(int32_t));
+                std::memcpy(to.words + (part * part_words + word) * to.distance,
+                            integers + 2 * word, sizeof(int32_t));
             }
         }
     }
@@ -107,8 +119,21 @@ struct IntegerKeys {
         int32_t *words;
         // [part of 32 dimensions][cell]
         float *factors;
+        // [part of 32 dimensions][cell]: what sums start from, if products are halved.
+        int32_t *starts;
         // How many cells there are.
         int n_cells;
+
+        void find_starts(int64_t n_parts) const {
+            for (int64_t part = 0; part < n_parts; part++) {
+                for (int cell = 0; cell < n_cells; cell += V::lanes) {
+                    const int32_t *const first = words + part * part_words * n_cells + cell;
+                    V::store(starts + part * n_cells + cell,
+                             start_of_sums<V>(reinterpret_cast<const int16_t *>(first),
+                                              part_words, 2 * n_cells));
+                }
+            }
+        }
     };
 
     // `lanes` cells of a tile: where their keys are, and where a part of them goes.

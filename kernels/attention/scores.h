@@ -10,6 +10,7 @@
 // which the second pass needs.
 #pragma once
 
+#include "attention/halved_products.h"
 #include "attention/integer_keys.h"
 #include "attention/integer_values.h"
 #include "attention/prefetch.h"
@@ -35,16 +36,18 @@ inline const char *copy_mask(const char *mask, int64_t n, int16_t (&copy)[cells_
     return reinterpret_cast<const char *>(copy);
 }
 
-template <class V>
+// `halved`: whether sums are computed with half of the multiplications (halved_products.h).
+template <class V, bool halved>
 struct AttentionScores {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
     using KeyTile = typename IntegerKeys<V>::Tile;
-    // A tile is up to `most_rows` rows and 2 vectors of cells: their sums fit into the registers.
-    // Its keys (8 KB for 128 dimensions on AVX-512) stay in the first-level cache.
+    // A tile is up to `most_rows` rows and 2 vectors of cells: their sums fit into the registers,
+    // beside twice as many operands if products are halved. Its keys (8 KB for 128 dimensions on
+    // AVX-512) stay in the first-level cache.
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
-    static constexpr int most_rows = V::pair_accumulators / vectors;
+    static constexpr int most_rows = halved ? 8 : V::pair_accumulators / vectors;
 
     // --- which blocks are seen ---
 
@@ -84,6 +87,8 @@ struct AttentionScores {
         const int32_t *queries;
         // [part of 32 dimensions][row of the tile]
         const float *query_factors;
+        // [part of 32 dimensions][row of the tile]
+        const int32_t *own_products;
         KeyTile keys;
         int64_t n_parts;
     };
@@ -95,10 +100,10 @@ struct AttentionScores {
     // once it waits. (GCC keeps the sums in registers only if the loops over rows are unrolled, in
     // a function of their own: this takes a third of the time.)
     template <int rows>
-    [[gnu::noinline]] SUMS_IN_REGISTERS static void multiply_part(const int32_t *queries,
-                                                                  const int32_t *keys,
-                                                                  const char *next, size_t stride,
-                                                                  Ints *to) {
+    [[gnu::noinline]] SUMS_IN_REGISTERS static void multiply_all(const int32_t *queries,
+                                                                 const int32_t *keys,
+                                                                 const char *next, size_t stride,
+                                                                 Ints *to) {
         typename V::PairSums sums[rows][vectors];
 #pragma GCC unroll 16
         for (auto &row : sums) {
@@ -127,14 +132,63 @@ struct AttentionScores {
         }
     }
 
+    // The same with half of the multiplications.
+    template <int rows>
+    [[gnu::noinline]] SUMS_IN_REGISTERS static void multiply_half(
+        const int32_t *queries, const int32_t *own_products, const int32_t *keys,
+        const int32_t *key_starts, const char *next, size_t stride, Ints *to) {
+        Ints start[vectors];
+        for (int v = 0; v < vectors; v++) start[v] = V::load(key_starts + v * V::lanes);
+        Ints sums[rows][vectors];
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            const Ints own = V::broadcast_word(own_products + row);
+            for (int v = 0; v < vectors; v++) sums[row][v] = V::subtract(start[v], own);
+        }
+        for (int word = 0; word < part_words; word += 2) {
+            for (int i = 0; i < 2 * tile_cells; i += part_words) {
+                __builtin_prefetch(next);
+                next += stride;
+            }
+            Ints first_key[vectors], second_key[vectors];
+            for (int v = 0; v < vectors; v++) {
+                first_key[v] = V::load(keys + v * V::lanes);
+                second_key[v] = V::load(keys + tile_cells + v * V::lanes);
+            }
+#pragma GCC unroll 16
+            for (int row = 0; row < rows; row++) {
+                const Ints first_query = V::broadcast_word(queries + row);
+                const Ints second_query = V::broadcast_word(queries + rows + row);
+                for (int v = 0; v < vectors; v++) {
+                    sums[row][v] =
+                        V::dot_shorts(sums[row][v], V::add_shorts(first_query, second_key[v]),
+                                      V::add_shorts(second_query, first_key[v]));
+                }
+            }
+            queries += 2 * rows;
+            keys += 2 * tile_cells;
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            for (int v = 0; v < vectors; v++) to[row * vectors + v] = sums[row][v];
+        }
+    }
+
     // The products of all parts: sums[part][row * vectors + vector of cells].
     template <int rows>
     static void multiply_tile(const Operands &from, const NextCells &next, Ints *sums) {
         for (int64_t part = 0; part < from.n_parts; part++) {
-            multiply_part<rows>(from.queries + part * part_words * rows,
-                                from.keys.words + part * part_words * tile_cells,
-                                next.cells + part * next.part_bytes, next.stride,
-                                sums + part * rows * vectors);
+            const int32_t *const queries = from.queries + part * part_words * rows;
+            const int32_t *const keys = from.keys.words + part * part_words * tile_cells;
+            const char *const next_part = next.cells + part * next.part_bytes;
+            Ints *const to = sums + part * rows * vectors;
+            if constexpr (halved) {
+                multiply_half<rows>(queries, from.own_products + part * rows, keys,
+                                    from.keys.starts + part * tile_cells, next_part, next.stride,
+                                    to);
+            } else {
+                multiply_all<rows>(queries, keys, next_part, next.stride, to);
+            }
         }
     }
 
@@ -227,7 +281,9 @@ struct AttentionScores {
     static void score_rows(const AttentionJob &job, const TaskRow *rows, int64_t m, int n,
                            const NextCells &next, const CellTile &tile) {
         const int64_t n_parts = parts_of(job.key_size);
-        const Operands from = {rows[m].query, rows[m].query_factors, tile.keys, n_parts};
+        const TaskRow &first = rows[m];
+        const Operands from = {first.query, first.query_factors, first.own_products, tile.keys,
+                               n_parts};
         multiply(n, from, next, tile.sums);
 
         const int64_t n_cells = smaller(tile_cells, job.n_cells - tile.first_cell);
@@ -267,6 +323,7 @@ struct AttentionScores {
             IntegerKeys<V>::template convert<type()>(job, task, tile.first_cell,
                                                      few ? next_keys : nothing, tile.keys);
         });
+        if constexpr (halved) tile.keys.find_starts(parts_of(job.key_size));
         IntegerValues<V>::find_factors(job, task, tile.first_cell, tile_cells, tile.factors);
         for (int64_t i = 0; i < tiles.n; i++) {
             score_rows(job, rows, tiles.first(i), tiles.rows(i), next[i % 2], tile);
@@ -275,17 +332,18 @@ struct AttentionScores {
 
     // --- a task ---
 
-    // Row m of a task. The words and factors of its query are `distance` apart.
+    // Row m of a task, whose query is converted to `query`.
     static TaskRow prepare_row(const AttentionJob &job, const AttentionTask &task, int64_t m,
-                               int32_t *words, float *factors, int distance) {
+                               const typename IntegerQueries<V>::Query &query) {
         const int64_t row = task.query_row(m);
         const int64_t head = task.head(m);
-        const char *query = job.queries + row * job.query_row_stride +
-                            head * job.query_head_stride + task.stream * job.query_stream_stride;
+        const char *floats = job.queries + row * job.query_row_stride +
+                             head * job.query_head_stride + task.stream * job.query_stream_stride;
         const float scale = job.softcap > 0 ? job.scale / job.softcap : job.scale;
-        IntegerQueries<V>::convert(reinterpret_cast<const float *>(query), job.key_size, scale,
-                                   words, factors, distance);
-        return {words, factors, job.mask ? mask_of(job, task, row, head) : nullptr,
+        IntegerQueries<V>::template convert<halved>(reinterpret_cast<const float *>(floats),
+                                                    job.key_size, scale, query);
+        return {query.words, query.factors, query.own_products,
+                job.mask ? mask_of(job, task, row, head) : nullptr,
                 alibi_slope(job.max_bias, job.n_heads, head)};
     }
 
@@ -295,12 +353,14 @@ struct AttentionScores {
         const int64_t n_parts = parts_of(job.key_size);
         const RowTiles tiles(task.rows(), most_rows);
         for (int64_t i = 0; i < tiles.n; i++) {
-            int32_t *words = memory.queries + tiles.first(i) * n_parts * part_words;
-            float *factors = memory.query_factors + tiles.first(i) * n_parts;
+            const int64_t first_part = tiles.first(i) * n_parts;
             for (int row = 0; row < tiles.rows(i); row++) {
                 const int64_t m = tiles.first(i) + row;
-                memory.rows[m] =
-                    prepare_row(job, task, m, words + row, factors + row, tiles.rows(i));
+                memory.rows[m] = prepare_row(job, task, m,
+                                             {memory.queries + first_part * part_words + row,
+                                              memory.query_factors + first_part + row,
+                                              memory.own_products + first_part + row,
+                                              tiles.rows(i)});
             }
         }
     }
@@ -320,7 +380,8 @@ struct AttentionScores {
                     const TaskMemory &task_memory) {
         prepare_rows(job, task, thread_memory);
         CellTile tile;
-        tile.keys = {thread_memory.keys, thread_memory.key_factors, tile_cells};
+        tile.keys = {thread_memory.keys, thread_memory.key_factors, thread_memory.key_starts,
+                     tile_cells};
         tile.row_scores = row_distance(blocks.n());
         tile.largest = task_memory.largest + share.index * task.rows() * largest_floats<V>;
         tile.sums = reinterpret_cast<Ints *>(thread_memory.dots);

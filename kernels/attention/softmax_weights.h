@@ -30,6 +30,7 @@
 //  - the sums of 8 numbers <= 2^28 are unsigned; they too are added up in two words.
 #pragma once
 
+#include "attention/halved_products.h"
 #include "attention/task.h"
 #include "vectors/arithmetic.h"
 
@@ -56,6 +57,9 @@ struct SoftmaxWeights {
         const float *factors;
         // How many cells there are.
         int64_t n;
+        // [block]: see `TaskMemory`.
+        uint32_t *heavy_pairs;
+        int32_t *own_products;
     };
 
     // An exact sum of integers in each lane: of numbers up to 8 * 2^28, up to 2^16 times.
@@ -229,42 +233,50 @@ struct SoftmaxWeights {
     // --- a row, and a task ---
 
     // Set all weights of a row to 0: it sees nothing, or something that is not finite.
-    static double clear(const Row &row, uint32_t *heavy_pairs, double scale) {
+    static double clear(const Row &row, double scale) {
         std::memset(row.scores, 0, row.n * sizeof(float));
-        std::memset(heavy_pairs, 0, row.n / cells_per_block * sizeof(uint32_t));
+        std::memset(row.heavy_pairs, 0, row.n / cells_per_block * sizeof(uint32_t));
+        std::memset(row.own_products, 0, row.n / cells_per_block * sizeof(int32_t));
         return scale;
     }
 
     // scores <- light and heavy weights of a row. Returns the factor for its sums of products.
-    static double weigh(const Row &row, const Largest &largest, const float *sink,
-                        uint32_t *heavy_pairs) {
+    template <bool halved>
+    static double weigh(const Row &row, const Largest &largest, const float *sink) {
         const float m = sink && !(*sink <= largest.score) ? *sink : largest.score;
         const Sums sums = exponentials(row, m, largest.factor);
-        if (sums.n_seen == 0) return clear(row, heavy_pairs, 0);
+        if (sums.n_seen == 0) return clear(row, 0);
         double denominator = sums.exponentials;
         if (sink) {
             denominator += V::first_lane(exponential<V>(V::all(*sink - m), exponential_bits));
         }
         if (!sums.finite || denominator != denominator) {
-            return clear(row, heavy_pairs, __builtin_nan(""));
+            return clear(row, __builtin_nan(""));
         }
         const double scale = weight_scale(sums);
-        for (int64_t i = 0; i < row.n; i += cells_per_block) {
-            heavy_pairs[i / cells_per_block] =
-                split_block(row.scores + i, static_cast<float>(scale));
+        for (int64_t block = 0; block < row.n / cells_per_block; block++) {
+            float *const weights = row.scores + block * cells_per_block;
+            row.heavy_pairs[block] = split_block(weights, static_cast<float>(scale));
+            if constexpr (halved) {
+                const int16_t *const lights = reinterpret_cast<const int16_t *>(weights);
+                row.own_products[block] = own_products<V>(lights, pairs_per_block);
+            }
         }
         return largest.factor / (scale * denominator);
     }
 
-    // A share of the task's rows.
+    // A share of the task's rows. `halved`: whether the sums of products will be computed with half
+    // of the multiplications.
+    template <bool halved>
     static void run(const AttentionJob &job, const AttentionTask &task, Share share,
                     int64_t n_blocks, const TaskMemory &memory) {
         for (int64_t m = share.index; m < task.rows(); m += share.n) {
             const Row row = {memory.scores + m * row_distance(n_blocks), memory.factors,
-                             n_blocks * cells_per_block};
+                             n_blocks * cells_per_block, memory.heavy_pairs + m * n_blocks,
+                             memory.own_products + m * n_blocks};
             const float *sink = job.sinks ? job.sinks + task.head(m) : nullptr;
             const Largest largest = find_largest(task, m, share.n, memory.largest);
-            memory.scales[m] = weigh(row, largest, sink, memory.heavy_pairs + m * n_blocks);
+            memory.scales[m] = weigh<halved>(row, largest, sink);
         }
     }
 };

@@ -81,6 +81,9 @@ struct TaskMemory {
     float *scores;
     // [row][position of a block]: a bit for each pair of cells that has a heavy weight.
     uint32_t *heavy_pairs;
+    // [row][position of a block]: the light weights' products with each other, if products are
+    // halved (halved_products.h).
+    int32_t *own_products;
     // [row]: the factor of a row's sums of weights times integer values.
     double *scales;
     // [position of a block][cell]: value = integer * factor.
@@ -96,6 +99,8 @@ struct TaskRow {
     const int32_t *query;
     // [part of 32 dimensions]: query * scale = integer * factor.
     const float *query_factors;
+    // [part of 32 dimensions]: the query's products with itself, if products are halved.
+    const int32_t *own_products;
     // float16 for each cell, or null.
     const char *mask;
     float slope;
@@ -108,13 +113,17 @@ struct ThreadMemory {
     // [row][word of two dimensions] and [row][part of 32 dimensions]: see `TaskRow`.
     int32_t *queries;
     float *query_factors;
+    int32_t *own_products;
     // The keys of a tile of cells: see `IntegerKeys::Tile`.
     int32_t *keys;
     float *key_factors;
+    int32_t *key_starts;
     // [part of 32 dimensions][row of a tile][cell of a tile]: sums of products of integers.
     int32_t *dots;
     // The values of some blocks as integers: [block][pair of cells][dimension][2].
     int16_t *values;
+    // [block][dimension]: what sums start from, if products are halved.
+    int32_t *value_starts;
     // [tile of rows]: sums of weights times values.
     char *sums;
     // [task]: a `BlockList`. (Only a thread that shares its tasks has more than one.)

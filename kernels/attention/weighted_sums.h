@@ -7,19 +7,22 @@
 // sums fit into the registers.
 #pragma once
 
+#include "attention/halved_products.h"
 #include "attention/integer_values.h"
 #include "attention/task.h"
 #include "vectors/arithmetic.h"
 
 namespace {
 
-template <class V>
+// `halved`: whether sums are computed with half of the multiplications (halved_products.h).
+template <class V, bool halved>
 struct WeightedSums {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
-    // A tile of registers: so many rows, and vectors of outputs.
-    static constexpr int most_rows = 6;
-    static constexpr int tile_vectors = V::pair_accumulators / most_rows;
+    // A tile of registers: so many rows, and vectors of outputs. If products are halved, there are
+    // twice as many operands, and more rows, so that values are not loaded more often.
+    static constexpr int most_rows = halved ? 8 : 6;
+    static constexpr int tile_vectors = halved ? 2 : V::pair_accumulators / most_rows;
     // The vectors of a strip. Tiles of the same rows in a strip share the search for the few
     // pairs of cells that have heavy weights.
     static constexpr int strip_vectors = 128 / V::lanes;
@@ -35,8 +38,12 @@ struct WeightedSums {
         const int16_t *weights[most_rows];
         // For each row, [block]: a bit for each pair of cells that has a heavy part.
         const uint32_t *heavy_pairs[most_rows];
+        // For each row, [block]: see `TaskMemory`.
+        const int32_t *own_products[most_rows];
         // [block][pair of cells][dimension of the strip][2]
         const int16_t *values;
+        // [block][dimension of the strip]: see `ThreadMemory`.
+        const int32_t *value_starts;
         int64_t n_blocks;
         // The dimensions of the strip.
         int64_t size;
@@ -63,11 +70,71 @@ struct WeightedSums {
             cells_per_block * strip_vectors * V::lanes * sizeof(int16_t);
         return smaller(blocks_at_once, n_blocks) * block_bytes;
     }
+    static int64_t bytes_of_starts(int64_t n_blocks) {
+        return smaller(blocks_at_once, n_blocks) * strip_vectors * V::lanes * sizeof(int32_t);
+    }
     static int64_t bytes_of_sums(int64_t n_rows) {
         return RowTiles(n_rows, most_rows).n * sizeof(Sums);
     }
 
     // --- sums of a tile ---
+
+    // sums <- the products of a block's light parts, for `rows` rows and vectors first, first + 1,
+    // ... of a strip. They fit into 32 bits.
+    template <int rows, int vectors>
+    [[gnu::always_inline]] static void multiply_all(const Operands &from, int64_t block, int first,
+                                                    typename V::PairSums (&sums)[rows][vectors]) {
+#pragma GCC unroll 8
+        for (auto &row : sums) {
+            for (auto &sum : row) sum = V::zero_pair_sums();
+        }
+        for (int pair = 0; pair < pairs_per_block; pair++) {
+            const int16_t *pairs = from.pair(block, pair) + first * 2 * V::lanes;
+            Ints values[vectors];
+            for (int v = 0; v < vectors; v++) values[v] = V::load(pairs + v * 2 * V::lanes);
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                const Ints weights = V::broadcast_word(from.words(row, block) + pair);
+                for (int v = 0; v < vectors; v++) {
+                    sums[row][v] = V::dot_shorts(sums[row][v], values[v], weights);
+                }
+            }
+        }
+    }
+
+    // The same with half of the multiplications.
+    template <int rows, int vectors>
+    [[gnu::always_inline]] static void multiply_half(const Operands &from, int64_t block, int first,
+                                                     typename V::PairSums (&sums)[rows][vectors]) {
+        const int32_t *const starts = from.value_starts + block * from.size + first * V::lanes;
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) {
+            const Ints own = V::broadcast_word(from.own_products[row] + block);
+            for (int v = 0; v < vectors; v++) {
+                sums[row][v] = V::subtract(V::load(starts + v * V::lanes), own);
+            }
+        }
+        for (int pair = 0; pair < pairs_per_block; pair += 2) {
+            const int16_t *const first_pairs = from.pair(block, pair) + first * 2 * V::lanes;
+            const int16_t *const second_pairs = first_pairs + 2 * from.size;
+            Ints first_values[vectors], second_values[vectors];
+            for (int v = 0; v < vectors; v++) {
+                first_values[v] = V::load(first_pairs + v * 2 * V::lanes);
+                second_values[v] = V::load(second_pairs + v * 2 * V::lanes);
+            }
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++) {
+                const int32_t *const words = from.words(row, block) + pair;
+                const Ints first_weights = V::broadcast_word(words);
+                const Ints second_weights = V::broadcast_word(words + 1);
+                for (int v = 0; v < vectors; v++) {
+                    sums[row][v] =
+                        V::dot_shorts(sums[row][v], V::add_shorts(first_weights, second_values[v]),
+                                      V::add_shorts(second_weights, first_values[v]));
+                }
+            }
+        }
+    }
 
     // Add the products of light parts, for `rows` rows and vectors first, first + 1, ... of a
     // strip.
@@ -75,25 +142,13 @@ struct WeightedSums {
     [[gnu::noinline]] SUMS_IN_REGISTERS static void add_light(const Operands &from, int first,
                                                               Sums &to) {
         for (int64_t block = 0; block < from.n_blocks; block++) {
-            // The sums of one block fit into 32 bits.
             typename V::PairSums sums[rows][vectors];
-#pragma GCC unroll 8
-            for (auto &row : sums) {
-                for (auto &sum : row) sum = V::zero_pair_sums();
+            if constexpr (halved) {
+                multiply_half(from, block, first, sums);
+            } else {
+                multiply_all(from, block, first, sums);
             }
-            for (int pair = 0; pair < pairs_per_block; pair++) {
-                const int16_t *pairs = from.pair(block, pair) + first * 2 * V::lanes;
-                Ints values[vectors];
-                for (int v = 0; v < vectors; v++) values[v] = V::load(pairs + v * 2 * V::lanes);
-#pragma GCC unroll 8
-                for (int row = 0; row < rows; row++) {
-                    const Ints weights = V::broadcast_word(from.words(row, block) + pair);
-                    for (int v = 0; v < vectors; v++) {
-                        sums[row][v] = V::dot_shorts(sums[row][v], values[v], weights);
-                    }
-                }
-            }
-            // Those of all blocks need two words.
+            // The sums of all blocks need two words.
 #pragma GCC unroll 8
             for (int row = 0; row < rows; row++) {
                 for (int v = 0; v < vectors; v++) {
@@ -167,6 +222,7 @@ struct WeightedSums {
             const float *row = memory.scores + (m + i) * row_distance(n_positions);
             from.weights[i] = reinterpret_cast<const int16_t *>(row + position * cells_per_block);
             from.heavy_pairs[i] = memory.heavy_pairs + (m + i) * n_positions + position;
+            from.own_products[i] = memory.own_products + (m + i) * n_positions + position;
         }
         add_rows(n_rows, from, n_vectors, to);
     }
@@ -193,6 +249,13 @@ struct WeightedSums {
         }
     }
 
+    // Find what the sums of a block start from, for all dimensions of a strip.
+    static void find_starts(const int16_t *values, int64_t size, int32_t *starts) {
+        for (int64_t d = 0; d < size; d += V::lanes) {
+            V::store(starts + d, start_of_sums<V>(values + 2 * d, pairs_per_block, 2 * size));
+        }
+    }
+
     // Compute a strip of the outputs of all rows of the task, from vector `first` on.
     static void run_strip(const AttentionJob &job, const AttentionTask &task, int64_t first,
                           int n_vectors, BlockList blocks, const ThreadMemory &thread_memory,
@@ -202,15 +265,19 @@ struct WeightedSums {
         std::memset(sums, 0, tiles.n * sizeof(Sums));
         Operands strip = {};
         strip.values = thread_memory.values;
+        strip.value_starts = thread_memory.value_starts;
         strip.size = n_vectors * V::lanes;
         for (int64_t start = 0; start < blocks.n(); start += blocks_at_once) {
             // Convert the values of a few blocks, then multiply them with all rows.
             strip.n_blocks = smaller(blocks_at_once, blocks.n() - start);
             for (int64_t i = 0; i < strip.n_blocks; i++) {
-                IntegerValues<V>::convert(
-                    job, task, blocks[start + i],
-                    task_memory.factors + (start + i) * cells_per_block, first * V::lanes,
-                    strip.size, thread_memory.values + i * cells_per_block * strip.size);
+                int16_t *const values = thread_memory.values + i * cells_per_block * strip.size;
+                IntegerValues<V>::convert(job, task, blocks[start + i],
+                                          task_memory.factors + (start + i) * cells_per_block,
+                                          first * V::lanes, strip.size, values);
+                if constexpr (halved) {
+                    find_starts(values, strip.size, thread_memory.value_starts + i * strip.size);
+                }
             }
             for (int64_t i = 0; i < tiles.n; i++) {
                 add_blocks(strip, n_vectors, tiles.first(i), tiles.rows(i), start, blocks.n(),

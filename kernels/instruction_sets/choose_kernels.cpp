@@ -80,11 +80,18 @@ bool cpu_has_avx512_vnni() {
            all_of(CpuId(7).c, {11});                // VNNI
 }
 
+// CPUID has the maker's name in registers b, d and c: "AuthenticAMD".
+bool cpu_is_by_amd() {
+    const CpuId maker(0);
+    return maker.b == 0x68747541 && maker.d == 0x69746e65 && maker.c == 0x444d4163;
+}
+
 bool cpu_has(const char *instructions) {
     const std::string name = instructions;
     if (!cpu_has_avx2()) return false;
     if (name == "avx-vnni") return cpu_has_avx_vnni();
     if (name == "avx512-vnni") return cpu_has_avx512_vnni();
+    if (name == "avx512-vnni-amd") return cpu_has_avx512_vnni() && cpu_is_by_amd();
     if (name == "amx-int8") return cpu_has_avx512_vnni() && may_use_tiles();
     return true;
 }
@@ -100,6 +107,7 @@ const InstructionSet *const compiled_sets[] = {
     &amx_int8_set,
 #endif
 #ifndef WITHOUT_AVX512_VNNI
+    &avx512_vnni_amd_set,
     &avx512_vnni_set,
 #endif
 #ifndef WITHOUT_AVX_VNNI

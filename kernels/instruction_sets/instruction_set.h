@@ -75,5 +75,6 @@ struct InstructionSet {
 extern const InstructionSet avx2_set;
 extern const InstructionSet avx_vnni_set;
 extern const InstructionSet avx512_vnni_set;
+extern const InstructionSet avx512_vnni_amd_set;
 extern const InstructionSet amx_int8_set;
 extern const InstructionSet neon_dotprod_set;

@@ -12,7 +12,7 @@
 // of the inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
 // attention_bench.cpp compares the speed of two versions.
 #ifdef __AVX512VNNI__
-#include "vectors/avx512.h"
+#include "vectors/avx512_amd.h"
 #include "vectors/avx_vnni.h"
 #endif
 #ifdef __aarch64__
@@ -35,6 +35,12 @@
 #include <vector>
 
 namespace {
+
+#ifdef __AVX512VNNI__
+struct AlwaysHalved : Avx512Amd {
+    static constexpr int least_halved_rows = 1;
+};
+#endif
 
 using Bytes = std::vector<uint8_t>;
 using Random = std::mt19937;
@@ -694,6 +700,17 @@ bool check_extremes() {
         reinterpret_cast<float *>(p.value(0, 50, 0))[i] = 0;
     }
     good = good && worst_error<V>(p) < 5e-4;
+    // Queries and keys as large as integers can be, in dimensions that halved products add.
+    p = make({2, 100, 1, 1, 32, 64, NumberType::f16, NumberType::f16, Mask::none}, 11);
+    for (int row = 0; row < 2; row++) {
+        for (int i = 0; i < 32; i++) p.query(0, row, 0)[i] = i == 0 || i == 2 ? 1 : 0;
+    }
+    for (int cell = 0; cell < 100; cell++) {
+        float key[32] = {};
+        key[0] = key[2] = cell % 3 ? 1.999f : -1.999f;
+        encode(NumberType::f16, key, 32, p.key(0, cell, 0));
+    }
+    good = good && worst_error<V>(p) < 5e-4;
     return good;
 }
 
@@ -827,6 +844,9 @@ int main(int n_arguments, char **arguments) {
 #ifdef __AVX512VNNI__
     good = act<AvxVnni>("AVX-VNNI", option) && good;
     good = act<Avx512>("AVX-512", option) && good;
+    // Here the same row has all of its products alone, and half of them in a batch.
+    good = act<Avx512Amd>("AVX-512 on AMD", option) && good;
+    good = act<AlwaysHalved>("AVX-512 with halved products", option) && good;
 #endif
     return good ? 0 : 1;
 }

@@ -1,9 +1,9 @@
 // The vector operations of AVX2 (with FMA and F16C).
 //
-// All kernels are templates over a vector type `V`: Avx2, AvxVnni, Avx512 or Neon. The four types
-// have the same operations by the same names, in the same order of sections. Nothing else in the
-// library contains intrinsics, except the rounding of activations (products/activation_codes_*.h)
-// and the tile registers of AMX (products/amx_tiles.h).
+// All kernels are templates over a vector type `V`: Avx2, AvxVnni, Avx512, Avx512Amd or Neon. These
+// types have the same operations by the same names, in the same order of sections. Nothing else in
+// the library contains intrinsics, except the rounding of activations
+// (products/activation_codes_*.h) and the tile registers of AMX (products/amx_tiles.h).
 //
 // Words used in names: an "int" is a 32-bit lane, a "short" one of its two 16-bit halves, a
 // "half" a float16, a "word" 32 bits in memory that hold four bytes or two shorts.
@@ -18,6 +18,9 @@ struct Avx2 {
     static constexpr int lanes = 8;
     // How many vectors a loop may keep in registers as sums. The other registers are for operands.
     static constexpr int accumulators = 12;
+    // From how many rows on attention takes half of the multiplications (see
+    // attention/halved_products.h); 0 means never.
+    static constexpr int least_halved_rows = 0;
     using Ints = __m256i;
     using Floats = __m256;
     // Which lanes a comparison holds for: all bits of a lane are 1, or 0.

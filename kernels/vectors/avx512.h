@@ -19,6 +19,9 @@ struct Avx512 {
     static constexpr int lanes = 16;
     // How many vectors a loop may keep in registers as sums. The other registers are for operands.
     static constexpr int accumulators = 24;
+    // From how many rows on attention takes half of the multiplications (see
+    // attention/halved_products.h); 0 means never.
+    static constexpr int least_halved_rows = 0;
     using Ints = __m512i;
     using Floats = __m512;
     // Which lanes a comparison holds for: a bit for each lane.
@@ -252,6 +255,9 @@ struct Avx512 {
         return _mm512_srai_epi32(_mm512_slli_epi32(a, 16), 16);
     }
     static Ints second_of_pairs(Ints a) { return _mm512_srai_epi32(a, 16); }
+    static Ints add_shorts(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+    // The shorts of lanes 1, 3, 5, ... in lanes 0, 2, 4, ..., and 0 in the others.
+    static Ints odd_lanes_moved_down(Ints a) { return _mm512_srli_epi64(a, 32); }
     // The low 16 bits of each product.
     static Ints multiply_shorts(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
     // Sums of products of pairs of shorts.

@@ -11,6 +11,9 @@ struct Neon {
     static constexpr int lanes = 4;
     // How many vectors a loop may keep in registers as sums. The other registers are for operands.
     static constexpr int accumulators = 24;
+    // From how many rows on attention takes half of the multiplications (see
+    // attention/halved_products.h); 0 means never.
+    static constexpr int least_halved_rows = 0;
     using Ints = int32x4_t;
     using Floats = float32x4_t;
     // Which lanes a comparison holds for: all bits of a lane are 1, or 0.

@@ -298,7 +298,8 @@ def found_with(instructions: str) -> Found:
 
 
 @pytest.mark.parametrize(
-    "instructions", ["avx2", "avx-vnni", "avx512-vnni", "amx-int8", "neon-dotprod"]
+    "instructions",
+    ["avx2", "avx-vnni", "avx512-vnni", "avx512-vnni-amd", "amx-int8", "neon-dotprod"],
 )
 def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
     for type_name, (wrong, same, _) in found_with(instructions).items():
