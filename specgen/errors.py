@@ -16,9 +16,9 @@ EXIT_INTERRUPTED = 130
 #: The reader of standard output closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
 
-#: How similar to an unknown name a known one must be to be suggested, from 0 to 1. At 0.6, `store`
-#: would be taken for `stop`.
-_MIN_SIMILARITY = 0.7
+#: How similar to an unknown name a known one must be to be suggested, from 0 to 1. At 0.7, a field
+#: `store` of a request would be taken for `stream`.
+_MIN_SIMILARITY = 0.8
 
 
 class SpecgenError(Exception):

@@ -232,7 +232,7 @@ def _usage_error(error: Any) -> UsageError:
     if why is not None:
         message = f"{_giver_of(error.param, context)}: {why}"
     elif type(error).__name__ == "NoSuchOption":
-        names = [name for option in context.command.params for name in option.opts]
+        names = [name for option in error.ctx.command.params for name in option.opts]
         message = f"{error.message}{did_you_mean(error.option_name, names)}"
     elif unknown_command is not None:
         name = unknown_command["name"]
@@ -240,7 +240,7 @@ def _usage_error(error: Any) -> UsageError:
         if name in _NAMES_ELSEWHERE:
             hint = f"it is `specgen {_NAMES_ELSEWHERE[name]}` here"
         else:
-            message += did_you_mean(name, context.command.commands)
+            message += did_you_mean(name, error.ctx.command.commands)
     elif "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
     return UsageError(message, hint)

@@ -270,7 +270,7 @@ def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
         (("run", "hi", "-hf"), "give USER/REPO"),
         (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
         (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
-        (("rnu", "hi"), "No such command 'rnu' (did you mean run?)\n"),
+        (("srve",), "No such command 'srve' (did you mean serve?)\n"),
         (("models", "lst"), "No such command 'lst' (did you mean list?)\n"),
         (("run", "hi", "--temperatur", "1"), "--temperatur (did you mean --temperature?)\n"),
     ],
