@@ -123,7 +123,7 @@ class DraftedEvent(_Event, event="drafted"):
     round: int
     #: The tokens of the tree, parents before their children.
     nodes: tuple[DraftNode, ...]
-    #: What a second drafter, which drafts for the first one, guessed of the draft, in words; empty
+    #: What a second draft, which drafts for the draft model, guessed of the tokens, in words; empty
     #: without one.
     guesses: str = ""
 

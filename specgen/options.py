@@ -99,13 +99,13 @@ class TreeShape:
     @property
     def n_nodes(self) -> int:
         """The number of tokens in a draft of a fixed shape."""
-        # For levels, the number of nodes at each depth; for walks, the last one is that of all.
+        # For levels, the number of nodes in each level; for walks, the last one is that of all.
         products = list(accumulate(self.numbers, mul))
         return products[-1] if self.kind == "walks" else sum(products)
 
     @property
     def n_levels(self) -> int:
-        """The depth of a draft of a fixed shape."""
+        """The number of levels of a draft of a fixed shape."""
         return self.numbers[1] if self.kind == "walks" else len(self.numbers)
 
     def __str__(self) -> str:
@@ -632,7 +632,7 @@ class ModelChoice:
     #: The name of a pair of a target and a draft; None if it was not named.
     pair: str | None
     #: What drafts for the draft model, then what drafts for that one, and so on.
-    helpers: tuple[str, ...] = ()
+    further_drafts: tuple[str, ...] = ()
 
 
 def staged(
@@ -659,7 +659,7 @@ def staged(
         target,
         draft,
         pair,
-        helpers=tuple(drafts[1:]),
+        further_drafts=tuple(drafts[1:]),
     )
 
 
@@ -677,7 +677,7 @@ class SessionOptions(Options):
     target_context: ContextOptions = field(default_factory=ContextOptions)
     draft_context: ContextOptions = field(default_factory=ContextOptions)
     #: What drafts for the draft model, then what drafts for that one, and so on; n-grams come last.
-    helpers: tuple[DraftSource, ...] = ()
+    further_drafts: tuple[DraftSource, ...] = ()
     #: The folder for lookup indexes; None disables them.
     cache: Path | None = None
     #: The folder for the target's answers and what drafters learnt from them; None: these are not

@@ -21,7 +21,7 @@ from specgen.drafters.heads import HeadsDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
-from specgen.drafters.staged import SecondDraft, StagedDrafter
+from specgen.drafters.staged import DraftGuesser, StagedDrafter
 from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.method.cascade import Cascade
@@ -95,12 +95,12 @@ def staged(text: Text, drafters: Cascade, noise: float = 0.0) -> StagedDrafter:
         open_model(text, noise),
         draft_request(text.state, text.sampler, seed=text.seed),
         n_shared_tokens=text.vocabulary.n_tokens,
-        guesses=guesses(text, drafters),
+        guesser=guesser(text, drafters),
     )
 
 
-def guesses(text: Text, drafters: Cascade) -> SecondDraft:
-    return SecondDraft(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
+def guesser(text: Text, drafters: Cascade) -> DraftGuesser:
+    return DraftGuesser(drafters, FixedPolicy(DraftOptions("fixed", text.n_guess, p_min=0.0)))
 
 
 def by_ngrams(text: Text, noise: float = 0.0) -> StagedDrafter:

@@ -234,7 +234,7 @@ class _Dialogue:
             EOFError: If the message ends the conversation.
         """
         try:
-            self._learner.between_answers(begins=True)
+            self._learner.before_answers()
             return self._take(message) or 0
         except SpecgenError as error:
             output_is_lost = isinstance(error, OutputError) and not self._is_typed
@@ -247,7 +247,7 @@ class _Dialogue:
                 raise
             self._chat.keep()
         finally:
-            self._learner.between_answers()
+            self._learner.after_answers()
         return 0
 
     def _take(self, message: str) -> int | None:

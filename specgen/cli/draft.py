@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from specgen.cli.model_loading import log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.models.files import identity_of, learning_folder, size_of
-from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice
+from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice, SessionOptions
 from specgen.session.choose_models import find_models, find_target, name_of
 from specgen.system.files import named_file
 from specgen.system.folders import cache_folder, data_folder
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from specgen.measure.prompts import BenchPrompt
     from specgen.measure.search import Search
     from specgen.options import DraftSource
+    from specgen.session.measurement_store import MeasurementStore
+    from specgen.system.progress import Progress
 
 app = typer.Typer(
     name="draft",
@@ -318,73 +320,33 @@ def make(
     model that is fitted to the target agrees with it more often. Both need JAX (`pip install
     'specgen-gguf[train]'`). The target without some of its layers gains least.
     """
-    from specgen.measure.search import find_candidates, search_drafts
-    from specgen.session.calibration import target_costs
-    from specgen.session.open import WantedSession, open_session
-
     if kind != "pruned":
         check_library()
     path = find_target(target, quiet=output.quiet)
     small_model = _model_to_fit(draft, kind, path, output)
     kinds = _kinds_to_make(kind, small_model)
-    n_required = least_text(kinds)
-    if text.n_tokens < n_required:
-        what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
-        raise UsageError(what, f"give {n_required} or more")
+    _check_amount_of_text(text, kinds)
     use_kernels(machine.kernels, output)
     options = trial_options(alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
-    known_files, _ = find_candidates([], path)
-    n_drafts = 1 + len(kinds) + len(known_files)  # n-grams are compared, too
-
     with log_shown(output), output.measuring() as (progress, stop):
-        # Write text and train on it, in the time that comparing the drafts leaves.
-        with open_session(
-            WantedSession(options), output.reporter, clock=time.perf_counter
-        ) as writer:
-            costs = target_costs(writer, stop)
-            builder = DraftBuilder(
-                writer,
-                text,
-                cache_folder(),
-                time.monotonic,
-                progress,
-                output.note,
-                stop,
-            )
-            n_missing = builder.n_lacking(kinds)
-            left_s = ends_s - time.monotonic()
-            plan = plan_time(
-                left_s,
-                costs,
-                n_drafts,
-                text,
-                n_missing,
-                len(kinds),
-            )
-            if plan.needed_s > left_s:
-                raise _too_short(plan, minutes, kinds)
-            output.note(_plan_note(plan, minutes))
-            made_files = builder.make(kinds, small_model, plan)
-        if made_files is None:
+        making = _Making(
+            target=path,
+            options=options,
+            text=text,
+            kinds=kinds,
+            small_model=small_model,
+            minutes=minutes,
+            ends_s=ends_s,
+            output=output,
+            progress=progress,
+            interrupted=stop,
+        )
+        made = making.write_and_train()
+        if made is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
-
-        # Compare the drafts on prompts that they were not trained on.
-        prompts = _held_back_prompts(text, plan.n_judged)
-        judge_options = replace(options, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
-        with open_session(
-            WantedSession(judge_options), clock=time.perf_counter, measurements=writer.measurements
-        ) as judge:
-            candidates, refused = find_candidates(made_files, path)
-            search = search_drafts(
-                judge,
-                candidates,
-                refused,
-                prompts,
-                interrupted=stop,
-                progress=progress,
-            )
+        search = making.compare(made)
 
     saved = _save_and_show(
         search,
@@ -393,11 +355,130 @@ def make(
         as_json=as_json,
     )
     if saved is not None and kind is None:
-        for file in made_files:
-            if file != saved:
-                file.unlink(missing_ok=True)
-                output.note(f"{file.name} was deleted, because it is slower than the best draft")
+        _delete_all_but(saved, made.files, output)
     return stop.exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeDrafts:
+    """Drafts that were just made, and what is needed to compare them."""
+
+    files: list[Path]
+    #: The number of prompts on which they are compared.
+    n_judged: int
+    #: What was measured while they were made.
+    measurements: MeasurementStore
+
+
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
+class _Making:
+    """The two long steps of `specgen draft make`, and what they share."""
+
+    #: The target's file.
+    target: Path
+    #: The options of the session in which the target writes text.
+    options: SessionOptions
+    #: How the target writes text, and its prompts.
+    text: TextOptions
+    #: The kinds of drafts to make.
+    kinds: list[Kind]
+    #: The model to fit to the target, if one is to be fitted.
+    small_model: Path | None
+    #: About how long everything may take.
+    minutes: float
+    #: When everything should be finished, in seconds of `time.monotonic`.
+    ends_s: float
+    output: Output
+    #: Shows the progress of each step.
+    progress: Progress
+    #: Returns whether the user has asked to stop.
+    interrupted: Callable[[], bool]
+
+    def write_and_train(self) -> _MadeDrafts | None:
+        """Let the target write text and train drafts on it, in the time that comparing leaves.
+
+        Returns:
+            The drafts; None if interrupted.
+
+        Raises:
+            UsageError: If there is too little time.
+        """
+        from specgen.measure.search import find_candidates
+        from specgen.session.calibration import target_costs
+        from specgen.session.open import WantedSession, open_session
+
+        known_files, _ = find_candidates([], self.target)
+        n_drafts = 1 + len(self.kinds) + len(known_files)  # n-grams are compared, too
+        with open_session(
+            WantedSession(self.options), self.output.reporter, clock=time.perf_counter
+        ) as writer:
+            costs = target_costs(writer, self.interrupted)
+            builder = DraftBuilder(
+                writer,
+                self.text,
+                cache_folder(),
+                time.monotonic,
+                self.progress,
+                self.output.note,
+                self.interrupted,
+            )
+            n_missing = builder.n_lacking(self.kinds)
+            left_s = self.ends_s - time.monotonic()
+            plan = plan_time(
+                left_s,
+                costs,
+                n_drafts,
+                self.text,
+                n_missing,
+                len(self.kinds),
+            )
+            if plan.needed_s > left_s:
+                raise _too_short(plan, self.minutes, self.kinds)
+            self.output.note(_plan_note(plan, self.minutes))
+            files = builder.make(self.kinds, self.small_model, plan)
+        if files is None:
+            return None
+        return _MadeDrafts(files, plan.n_judged, writer.measurements)
+
+    def compare(self, made: _MadeDrafts) -> Search | None:
+        """Compare drafts, those just made and others, on prompts that they were not trained on.
+
+        Returns:
+            The comparison; None if it was interrupted before the first draft.
+        """
+        from specgen.measure.search import find_candidates, search_drafts
+        from specgen.session.open import WantedSession, open_session
+
+        prompts = _held_back_prompts(self.text, made.n_judged)
+        options = replace(self.options, generation=GenerationOptions(max_tokens=JUDGED_TOKENS))
+        with open_session(
+            WantedSession(options), clock=time.perf_counter, measurements=made.measurements
+        ) as judge:
+            candidates, refused = find_candidates(made.files, self.target)
+            return search_drafts(
+                judge,
+                candidates,
+                refused,
+                prompts,
+                interrupted=self.interrupted,
+                progress=self.progress,
+            )
+
+
+def _delete_all_but(
+    best: DraftSource,
+    files: Sequence[Path],
+    output: Output,
+) -> None:
+    """Delete the drafts that were made, except for the best draft if it is one of them."""
+    for file in files:
+        if file != best:
+            file.unlink(missing_ok=True)
+            output.note(f"{file.name} was deleted, because it is slower than the best draft")
 
 
 def _model_to_fit(
@@ -444,6 +525,14 @@ def _kinds_to_make(kind: Kind | None, small_model: Path | None) -> list[Kind]:
     if small_model is None:
         return ["heads"]
     return ["heads", "distilled"]
+
+
+def _check_amount_of_text(text: TextOptions, kinds: Sequence[Kind]) -> None:
+    """Raise `UsageError` if --tokens is too little text to make drafts of these kinds."""
+    n_required = least_text(kinds)
+    if text.n_tokens < n_required:
+        what = f"--tokens {text.n_tokens} is too little text for {' and '.join(kinds)}"
+        raise UsageError(what, f"give {n_required} or more")
 
 
 def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:

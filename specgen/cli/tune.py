@@ -33,7 +33,7 @@ def tune(
     results so far and keeps nothing (exit code 130).
     """
     check_drafts(wanted.drafting, "tune")
-    if models.helpers:
+    if models.further_drafts:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
     from specgen.measure.search import find_candidates, search_drafts
     from specgen.session.choose_models import find_models

@@ -125,13 +125,13 @@ class Expansion(ABC):
                 return other
         return None
 
-    def _path_to(self, node: int) -> tuple[int, ...]:
-        """Return the tokens from the end of the text down to a node, including that node's."""
-        path: list[int] = []
+    def _drafted_to(self, node: int) -> tuple[int, ...]:
+        """Return all drafted tokens from the end of the text down to a node, inclusive."""
+        tokens: list[int] = []
         while node != ROOT:
-            path.append(self.tokens[node])
+            tokens.append(self.tokens[node])
             node = self.parents[node]
-        return (*self.before, *reversed(path))
+        return (*self.before, *reversed(tokens))
 
     def _add(
         self,
@@ -190,12 +190,12 @@ class Chain(Expansion):
         Returns:
             Whether another token may follow.
         """
-        path = (*self.before, *self.tokens)
+        drafted = (*self.before, *self.tokens)
         try:
             if self.request.is_sampled:
-                step = self._sample_next(row, path)
+                step = self._sample_next(row, drafted)
             else:
-                step = self._add_likeliest(row, path)
+                step = self._add_likeliest(row, drafted)
         except NoTokenAllowedError:
             return False
         return (
@@ -205,34 +205,34 @@ class Chain(Expansion):
             and not self.is_end(self.tokens[-1])
         )
 
-    def _sample_next(self, row: Logits, path: Sequence[int]) -> DraftStep:
+    def _sample_next(self, row: Logits, drafted: Sequence[int]) -> DraftStep:
         """Ask the plan whether to add a token, and sample it if so."""
         request = self.request
         confidence = 1.0
         if self.plan.stop.needs_confidence:
-            confidence = request.sampling.top_probability(row, path)
+            confidence = request.sampling.top_probability(row, drafted)
         step = self._decide(confidence)
         if step.keep_token:
             # Sample only now: for exact verification, the decision to draft a token must not depend
             # on the token.
-            source = request.sampling.distribution(row, path)
+            source = request.sampling.distribution(row, drafted)
             token = source.sample(request.rng)
             self._add(len(self.tokens) - 1, token, source.probability(token), source)
         return step
 
-    def _add_likeliest(self, row: Logits, path: Sequence[int]) -> DraftStep:
+    def _add_likeliest(self, row: Logits, drafted: Sequence[int]) -> DraftStep:
         """Ask the plan whether to add a token, and add the likeliest one if so."""
         sampling = self.request.sampling
         parent = len(self.tokens) - 1
         if self.plan.stop.needs_confidence:
-            (token,), (confidence,) = sampling.likeliest(row, path, 1)
+            (token,), (confidence,) = sampling.likeliest(row, drafted, 1)
             step = self._decide(confidence)
             if step.keep_token:
                 self._add(parent, token, confidence)
         else:
             step = self._decide(1.0)
             if step.keep_token:
-                self._add(parent, sampling.distribution(row, path).mode, None)
+                self._add(parent, sampling.distribution(row, drafted).mode, None)
         return step
 
     def _decide(self, confidence: float) -> DraftStep:
@@ -267,13 +267,14 @@ class Tree(Expansion):
     def _add_children(self, node: int, row: Logits) -> None:
         """Add the children of a node, or of `ROOT`, given the logits after it."""
         request = self.request
-        path = self._path_to(node)
+        drafted = self._drafted_to(node)
         n_before = len(self.tokens)
         try:
             if request.is_sampled:
-                self._sample_children(node, request.sampling.distribution(row, path))
+                self._sample_children(node, request.sampling.distribution(row, drafted))
             else:
-                tokens, probabilities = request.sampling.likeliest(row, path, self._n_candidates())
+                n_candidates = self._n_candidates()
+                tokens, probabilities = request.sampling.likeliest(row, drafted, n_candidates)
                 self._add_likeliest(node, tokens, probabilities)
         except NoTokenAllowedError:  # the grammar allows no token here
             return

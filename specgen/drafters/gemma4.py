@@ -12,7 +12,6 @@ from specgen.drafters.expansion import Decoding, Expansion
 from specgen.drafters.interface import (
     NO_DRAFT,
     Drafting,
-    Reads,
 )
 from specgen.drafters.states import StatesDrafter, TrainedDraft
 from specgen.llama.hidden_state_contexts import AssistantContext
@@ -57,7 +56,7 @@ class AssistantDraft(TrainedDraft):
     model_type = AssistantModel
     context_type = AssistantContext
     drafter_type = AssistantDrafter
-    reads: Reads = "cache"
+    reads_target_cache = True
 
 
 KIND = AssistantDraft.kind()

@@ -32,7 +32,6 @@ from specgen.drafters.interface import (
     DraftSetup,
     LoadedDraft,
     Price,
-    Reads,
     RoundPlan,
     ready,
 )
@@ -136,7 +135,6 @@ class HeadsDrafter(Drafter):
 class LoadedHeads(LoadedDraft):
     """Loaded decoder heads for a target."""
 
-    reads: Reads = "last states"
     origin = "heads"
 
     def __init__(self, path: Path, setup: DraftSetup) -> None:

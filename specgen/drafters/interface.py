@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
-    Literal,
     TypeAlias,
 )
 
@@ -86,7 +85,6 @@ __all__ = [
     "Key",
     "LoadedDraft",
     "Price",
-    "Reads",
     "RoundPlan",
     "RoundResult",
     "ScorableText",
@@ -96,9 +94,6 @@ __all__ = [
 
 #: Identifies a draft among stored measurements: its file, or a word.
 Key: TypeAlias = Path | str
-#: What a draft reads: only tokens; also the target's hidden states of the last rows; those of all
-#: rows; or also the target's KV cache, besides the states of all rows.
-Reads: TypeAlias = Literal["text", "last states", "all states", "cache"]
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +197,7 @@ class DraftRequest:
     rng: np.random.Generator
     #: The tokens before the answer. The draft's caches may hold some of them already.
     prompt: Sequence[int] = ()
-    #: The draft's contexts: its own, then those of the models that draft for it.
+    #: The draft's contexts: its own, then those of its second draft.
     caches: Sequence[Backend] = ()
     #: The place of the text in these contexts, and in the target's.
     slot: CacheSlot = field(default_factory=CacheSlot)
@@ -210,9 +205,11 @@ class DraftRequest:
     costs: CostTable = field(default_factory=CostTable)
     #: Returns the costs of another draft's decodes.
     costs_of: Callable[[Key], CostTable] = lambda _key: CostTable()
-    #: Returns the acceptance statistics of a draft (the second key) that drafts for another draft
-    #: (the first key).
-    guesses_of: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = lambda _one, _two: {}
+    #: Returns the acceptance statistics of a second draft (the second key), whose tokens a draft
+    #: model (the first key) checks.
+    acceptance_of_guesses: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = (
+        lambda _model, _second_draft: {}
+    )
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
@@ -259,8 +256,8 @@ class DraftSetup:
     context: ContextOptions
     #: Returns the current time in seconds.
     clock: Callable[[], float]
-    #: The draft's own draft, the draft of that one, and so on.
-    helpers: tuple[DraftSource, ...] = ()
+    #: What drafts for the draft model (its "second draft"), what drafts for that one, and so on.
+    further_drafts: tuple[DraftSource, ...] = ()
     #: A file of weights that the draft learnt from answers; None for its original weights.
     learnt: Path | None = None
     #: The folder for files that can be made again; None if nothing is stored.
@@ -318,8 +315,11 @@ class LoadedDraft:
         key: Identifies its acceptance statistics.
     """
 
-    #: What it reads besides tokens.
-    reads: Reads = "text"
+    #: Whether it reads the target's hidden states of all rows, even of the prompt
+    #: (`HiddenStateSink.reads_all_rows`).
+    reads_all_rows = False
+    #: Whether it reads the target's KV cache.
+    reads_target_cache = False
     #: Whether it needs no decodes, so that its draft is known before a round is planned.
     is_free = False
     #: Whether it can sample tokens at random and return their distributions.
@@ -332,7 +332,7 @@ class LoadedDraft:
     cost_key: Key | None = None
     #: Why its drafts can only be chains; None if they can branch.
     why_chains: str | None = None
-    #: Its own models, and those that draft for it.
+    #: Its own models, and those of its second draft.
     models: tuple[LlamaModel, ...] = ()
     #: Its model, if the vocabulary is not the target's.
     own_vocabulary: LlamaModel | None = None

@@ -112,7 +112,7 @@ def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
     kind = find_kind(source)
     if kind is None:
         raise UsageError(f"--draft {source}: there is no such draft")
-    if setup.helpers and kind.name != ANY_FILE:
+    if setup.further_drafts and kind.name != ANY_FILE:
         raise UsageError(
             f"--draft {source} takes no draft of its own; leave out the next --draft",
             hint="only a draft model takes one",

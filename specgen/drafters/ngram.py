@@ -74,7 +74,7 @@ class _Path(NamedTuple):
     #: The last node, or `ROOT`.
     node: int
     #: The number of nodes on the path.
-    depth: int
+    n_nodes: int
     #: The probability that all tokens of the path are accepted.
     probability: float
     #: The last tokens of the text, then the tokens of the path.
@@ -164,10 +164,10 @@ class SuffixDrafter(Drafter):
         """
         yield from ()  # nothing is decoded
         self._follow(context)
-        max_depth = min(plan.n_max, self._n_levels_max or plan.n_max)
+        n_levels_max = min(plan.n_max, self._n_levels_max or plan.n_max)
         path = _Path(
             node=ROOT,
-            depth=0,
+            n_nodes=0,
             probability=1.0,
             ending=list(context[-MAX_MATCH:]),
             matches=self._matches,
@@ -178,7 +178,7 @@ class SuffixDrafter(Drafter):
         heap: list[tuple[float, int, _Candidate]] = []
         tie_breakers = count()
         while len(nodes) < plan.n_max:
-            if path.depth < max_depth:
+            if path.n_nodes < n_levels_max:
                 for candidate in self._candidates(path):
                     probability = path.probability * candidate.chance
                     if probability >= self._min_probability:
@@ -236,7 +236,7 @@ class SuffixDrafter(Drafter):
         ending = [*path.ending, candidate.token]
         return _Path(
             node=node,
-            depth=path.depth + 1,
+            n_nodes=path.n_nodes + 1,
             probability=probability,
             ending=ending,
             matches=self._extend_matches(path.matches, ending),

@@ -54,14 +54,15 @@ class _OpenGuess:
     decode_s: float = 0.0
 
 
-class SecondDraft:
-    """Guesses the next tokens of a draft model.
+class DraftGuesser:
+    """Guesses the next tokens of a draft model, for one answer.
 
-    It does for the draft model what a draft does for the target: it makes as many guesses as the
-    policy finds worthwhile, and learns from how many of them are right.
+    It does for the draft model what the draft model does for the target: it guesses as many tokens
+    as the policy finds worthwhile, and learns from how many of them are right. In place of the
+    verifier, the draft model chooses its own tokens; a guess is right if they are the same.
 
     Args:
-        drafters: The drafters that guess.
+        drafters: The drafters of the second draft, which guess.
         policy: Decides how much to guess.
         caches: The contexts in which these drafters decode.
     """
@@ -114,19 +115,19 @@ class SecondDraft:
             n_room: The maximum number of tokens to guess.
             n_drafted: The number of tokens at the end of `context` that another drafter drafted.
         """
-        # This corresponds to a round of the target: first look up n-grams, then plan, then draft.
+        # This corresponds to a round of the target: look up, plan, propose, and cut.
         drafters = self._drafters
         text = [*context, *drafted]
         n_uncommitted = n_drafted + len(drafted)
         self._show(text, len(context))
         n_max = min(self._policy.n_max, n_room)
-        ngram_draft = drafters.look_up(text, n_max, n_uncommitted)
+        found = drafters.look_up(text, n_max, n_uncommitted)
         price = FREE if drafters.model is None else drafters.model.price(len(text))
         plan = self._policy.plan(
             Offer(
                 n_expected=n_room + 1,
                 n_max=n_max,
-                found=ngram_draft,
+                found=found,
                 drafter=drafters.model_name,
                 price=price,
             )
@@ -141,7 +142,7 @@ class SecondDraft:
         self._guess = _OpenGuess(
             plan=plan,
             draft=draft,
-            proposed=(ngram_draft, uncut),
+            proposed=(found, uncut),
             n_before=len(drafted),
             draft_s=draft_s,
         )
@@ -231,7 +232,7 @@ class StagedDrafter(ModelDrafter):
         backend: The model's context. It must be able to drop single cells.
         request: The answer to draft for.
         n_shared_tokens: See `ModelDrafter`.
-        guesses: The second draft, which guesses the model's tokens.
+        guesser: Guesses the model's tokens with the second draft.
     """
 
     def __init__(
@@ -240,10 +241,10 @@ class StagedDrafter(ModelDrafter):
         request: DraftRequest,
         *,
         n_shared_tokens: int,
-        guesses: SecondDraft,
+        guesser: DraftGuesser,
     ) -> None:
         super().__init__(backend, request, n_shared_tokens=n_shared_tokens)
-        self._guesses = guesses
+        self._guesser = guesser
         #: The logits after the last tokens in the cache. The backend's next decode overwrites them.
         self._rows: Logits = np.empty((0, 0), np.float32)
         #: The backend's `n_decoded_rows` when it computed these logits, which are valid as long as
@@ -255,7 +256,7 @@ class StagedDrafter(ModelDrafter):
     def price(self, n_context: int) -> Price:
         """Return the model's costs; each further token costs less with guesses."""
         price = super().price(n_context)
-        return replace(price, next_s=self._guesses.token_s(price.next_s))
+        return replace(price, next_s=self._guesser.token_s(price.next_s))
 
     def propose(
         self,
@@ -268,6 +269,7 @@ class StagedDrafter(ModelDrafter):
         if n_max < 1:
             return NO_DRAFT
         rows = yield from self._catch_up(context)
+        # The cache may hold guesses of an earlier draft after the text, which may still be right.
         self._ahead = self._backend.text(self._sequence)[len(context) - self.n_skipped :]
         chain = self._start_draft(context, plan, n_drafted, n_max)
 
@@ -286,12 +288,12 @@ class StagedDrafter(ModelDrafter):
             return self._rows[row : row + 1, : self._n_shared_tokens]
 
         draft = yield from chain.grow(rows[0, : self._n_shared_tokens], logits_after)
-        self._guesses.settle(chain.tokens)
-        return replace(draft, guesses=self._guesses.take_summary())
+        self._guesser.settle(chain.tokens)
+        return replace(draft, guesses=self._guesser.take_summary())
 
     def rewind(self, n_tokens: int) -> None:
         """Let both drafts forget the tokens after the first `n_tokens`."""
-        self._guesses.rewind(n_tokens)
+        self._guesser.rewind(n_tokens)
         super().rewind(n_tokens)
 
     def _decode_with_guesses(
@@ -305,14 +307,14 @@ class StagedDrafter(ModelDrafter):
         drafted = chain.tokens
         if self._ahead:  # the remaining guesses were wrong
             backend.remove(self._sequence, backend.length(self._sequence) - len(self._ahead))
-        self._guesses.settle(drafted)
+        self._guesser.settle(drafted)
         n_room = min(chain.n_max - len(drafted) - 1, backend.n_outputs - 1)
-        self._ahead = yield from self._guesses.guess(context, drafted, n_room, n_drafted)
+        self._ahead = yield from self._guesser.guess(context, drafted, n_room, n_drafted)
         before_s = backend.decode_s
         tokens = [drafted[-1], *self._ahead]
         self._rows = yield from self._decode(tokens, n_wanted=len(tokens))
         self._n_decoded_rows = backend.n_decoded_rows
-        self._guesses.observe_decode(backend.decode_s - before_s)
+        self._guesser.observe_decode(backend.decode_s - before_s)
 
     def _catch_up(self, context: Sequence[int]) -> Decoding:
         """Decode what the cache lacks of `context`.
@@ -329,7 +331,8 @@ class StagedDrafter(ModelDrafter):
         cached = list(self._backend.text(self._sequence)[start:])
         were_guesses_right = bool(new) and new == cached[: len(new)]
         # The last row follows the last token in the cache; row `first` follows the text.
-        first = len(self._rows) - 1 - (len(cached) - len(new))
+        n_guesses_after = len(cached) - len(new)
+        first = len(self._rows) - 1 - n_guesses_after
         are_rows_valid = self._n_decoded_rows == self._backend.n_decoded_rows
         if were_guesses_right and are_rows_valid and first >= 0:
             self._n_agreed = len(context)

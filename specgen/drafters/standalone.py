@@ -1,7 +1,7 @@
 """A stand-alone draft model: any small GGUF model that drafts for the target.
 
 Depending on the file and the options, it drafts token by token (`autoregressive`), several tokens
-at once (`parallel`), with a draft of its own (`staged`), or in another vocabulary (`translated`).
+at once (`parallel`), with a second draft (`staged`), or in another vocabulary (`translated`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.expansion import MAX_WIDTH
 from specgen.drafters.interface import (
     ContextSpec,
+    CostTable,
     Drafter,
     DraftKind,
     DraftOptions,
@@ -28,13 +29,14 @@ from specgen.drafters.interface import (
     TreeShape,
 )
 from specgen.drafters.kinds import refuse_draft
-from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.ngram import LoadedNgrams
+from specgen.drafters.ngram_counts import NgramCounts
 from specgen.drafters.parallel import (
     ParallelDrafter,
     is_parallel_draft,
     mask_token,
 )
-from specgen.drafters.staged import SecondDraft, StagedDrafter
+from specgen.drafters.staged import DraftGuesser, StagedDrafter
 from specgen.drafters.translated import (
     PrefixPipeline,
     TranslatedDrafter,
@@ -67,11 +69,23 @@ _N_PARALLEL = 4
 class StandaloneDraft(LoadedDraft):
     """A loaded draft model for a target.
 
+    Its file and the options decide how it drafts (see `drafter`):
+
+    - several tokens at once, if it was trained for that: then it has a `mask` token;
+    - token by token, otherwise. Then it may have a draft of its own, the `second_draft`.
+
+    If its vocabulary is not the target's, its drafts are translated.
+
     Args:
         path: The model's file.
         setup: The target and the options.
         weights: A file of learnt weights to load in place of the model's own; None if there is
             none.
+
+    Raises:
+        UsageError: If the options ask for what the model cannot do.
+        ModelFileError: If a file cannot be used.
+        PairError: If the vocabularies differ where they must not.
     """
 
     def __init__(
@@ -86,17 +100,14 @@ class StandaloneDraft(LoadedDraft):
         refuse_draft(path)
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=setup.context.n_gpu_layers)
         self.models = (self.model,)
-        #: A draft model that drafts for this one.
-        self.helper: StandaloneDraft | None = None
-        #: Whether n-grams draft for this model.
-        self._has_ngram_helper = False
-        #: If the vocabularies are the same: the number of tokens that both have. (One may be padded
-        #: at the end.)
-        self._n_shared_tokens = self.model.vocabulary.n_tokens
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
+            n_shared_tokens, translation = self._compare_vocabularies(setup)
+            #: The number of tokens that may be drafted. It leaves out those that only fill the end
+            #: of this model's vocabulary, if it is otherwise the target's.
+            self._n_shared_tokens = n_shared_tokens
             #: The translation between the vocabularies; None if they are the same.
-            self._translation = self._compare_vocabularies(setup)
+            self._translation = translation
             mask = mask_token(self.model, setup.drafting.mask)
             #: Whether it could draft in parallel, but its file does not name the mask token.
             self._lacks_mask = (
@@ -104,10 +115,13 @@ class StandaloneDraft(LoadedDraft):
             )
             #: The mask token; None if the model does not draft in parallel. A translated draft
             #: never does: each of its tokens may depend on how the one before it is spelled.
-            self.mask = mask if self._translation is None else None
-            self._open_helper(setup)
+            self.mask = mask if translation is None else None
+            #: What drafts for this model: another model, or n-grams; None if nothing does.
+            self.second_draft = self._open_second_draft(setup)
             on_error.pop_all()
-        if self._translation is not None:
+        if self.second_draft is not None:
+            self.models += self.second_draft.models
+        if translation is not None:
             self.own_vocabulary = self.model
             self.can_sample = False
         if self.mask is not None:
@@ -120,25 +134,24 @@ class StandaloneDraft(LoadedDraft):
             setup.drafting.grows_trees and self.why_chains is None and self.mask is None
         )
 
-    def _compare_vocabularies(self, setup: DraftSetup) -> Translation | None:
-        """Return a translation if the vocabularies differ, else None.
+    def _compare_vocabularies(self, setup: DraftSetup) -> tuple[int, Translation | None]:
+        """Return the number of tokens that may be drafted, and a translation if one is needed.
 
         Raises:
-            PairError: If they differ, and the options exclude a translation.
+            PairError: If the vocabularies differ, and the options exclude a translation.
         """
         target = setup.target
         own = self.model.vocabulary
         try:
-            self._n_shared_tokens = check_pair(target.vocabulary, own, target.name, self.name)
+            return check_pair(target.vocabulary, own, target.name, self.name), None
         except PairError:
             if setup.drafting.translate == "off":
                 raise
-            translation = Translation(target.vocabulary, own)
-            translation.draft_lexicon.load()  # now, since it would delay an answer
-            return translation
-        return None
+        translation = Translation(target.vocabulary, own)
+        translation.draft_lexicon.load()  # now, since it would delay an answer
+        return own.n_tokens, translation
 
-    def _open_helper(self, setup: DraftSetup) -> None:
+    def _open_second_draft(self, setup: DraftSetup) -> LoadedDraft | None:
         """Load the draft for this model, if the options name one: another model, or n-grams.
 
         Raises:
@@ -146,18 +159,18 @@ class StandaloneDraft(LoadedDraft):
             ModelFileError: If a file cannot be used.
             PairError: If the other model has another vocabulary.
         """
-        if not setup.helpers:
-            return
+        if not setup.further_drafts:
+            return None
         if self.mask is not None:
             raise UsageError(
                 f"{self.name}: a parallel draft takes no draft of its own; leave out the next "
                 "--draft",
                 hint="--draft-mask off drafts one token after the other",
             )
-        source, *others = setup.helpers
+        source, *others = setup.further_drafts
         if not isinstance(source, Path):
-            self._has_ngram_helper = True
-            return
+            # These n-grams search the text of the answer only, whatever the options say.
+            return LoadedNgrams(replace(setup, drafting=DraftOptions()))
         # The other model drafts chains, token by token, in the same vocabulary.
         drafting = replace(
             setup.drafting,
@@ -165,20 +178,14 @@ class StandaloneDraft(LoadedDraft):
             mask="off",
             translate="off",
         )
-        own_setup = replace(
+        second_setup = replace(
             setup,
             target=self.model,
             drafting=drafting,
-            helpers=tuple(others),
+            further_drafts=tuple(others),
             learnt=None,
         )
-        self.helper = StandaloneDraft(source, own_setup)
-        self.models += self.helper.models
-
-    @property
-    def _has_second_draft(self) -> bool:
-        """Whether n-grams or another model draft for this model."""
-        return self._has_ngram_helper or self.helper is not None
+        return StandaloneDraft(source, second_setup)
 
     def _why_chains(self) -> str | None:
         """Return why this model can only draft chains, whatever the target; None if it can branch.
@@ -189,7 +196,7 @@ class StandaloneDraft(LoadedDraft):
             return f"{self.name} has a recurrent state, which branches cannot share"
         if self._translation is not None:
             return f"what {self.name} drafts is translated, a chain at a time"
-        if self._has_second_draft:
+        if self.second_draft is not None:
             return f"{self.name} has a draft of its own, which drafts chains"
         return None
 
@@ -202,7 +209,7 @@ class StandaloneDraft(LoadedDraft):
         return n_rows + 1 if self._decodes_branches else 1
 
     def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:
-        """Open its context, and those of the models that draft for it."""
+        """Open its context, and those of its second draft."""
         self.model.check_parallel(spec.n_slots)
         n_branches = self._n_branches(spec.n_rows)
         n_outputs = self._n_outputs(spec.n_rows)
@@ -219,7 +226,7 @@ class StandaloneDraft(LoadedDraft):
         with contextlib.ExitStack() as on_error:
             on_error.callback(context.close)
             compute_frequent_tokens(context)
-            others = self.helper.contexts(spec) if self.helper is not None else ()
+            others = self.second_draft.contexts(spec) if self.second_draft is not None else ()
             on_error.pop_all()
         return (context, *others)
 
@@ -246,7 +253,7 @@ class StandaloneDraft(LoadedDraft):
             return max(1, n_rows - 1)
         if self._decodes_branches:
             return min(n_rows, MAX_WIDTH)
-        if self._has_second_draft:
+        if self.second_draft is not None:
             return 1 + MAX_GUESS
         return 1
 
@@ -269,14 +276,14 @@ class StandaloneDraft(LoadedDraft):
         """Return a drafter that drafts token by token, with a second draft if there is one."""
         backend = request.caches[0]
         n_shared = self._n_shared_tokens
-        guesses = self._second_draft(request)
-        if guesses is None or backend.rollback != "cells":
+        guesser = self._guesser(request)
+        if guesser is None or backend.rollback != "cells":
             return ModelDrafter(backend, request, n_shared_tokens=n_shared)
         return StagedDrafter(
             backend,
             request,
             n_shared_tokens=n_shared,
-            guesses=guesses,
+            guesser=guesser,
         )
 
     def _translated_drafter(
@@ -303,34 +310,36 @@ class StandaloneDraft(LoadedDraft):
             holds_back=holds_back,
         )
 
-    def _second_draft(self, request: DraftRequest) -> SecondDraft | None:
-        """Return the draft for this model; None if it has none, or none with open contexts."""
-        caches = request.caches[1:]
-        if self._has_ngram_helper:
-            caches = ()
-            key = Path("ngram")
-            min_match, max_match = DraftOptions().ngrams_of
-            ngrams = SuffixDrafter(min_match, max_match, n_prompt=len(request.prompt))
-            cascade = Cascade(ngrams)
-        elif self.helper is not None and caches:
-            key = self.helper.model.path
-            likeliest = SamplingPipeline(Sampler(SamplerOptions()), request.text)
-            own = replace(
-                request,
-                sampling=likeliest,
-                # A separate generator, so that this model's samples stay the same.
-                rng=np.random.default_rng(0),
-                caches=caches,
-                costs=request.costs_of(key),
-                is_sampled=False,
-                draft_prompt=None,
-            )
-            cascade = Cascade(model=self.helper.drafter(own))
-        else:
+    def _guesser(self, request: DraftRequest) -> DraftGuesser | None:
+        """Return the guesser of its tokens; None without a second draft or its contexts."""
+        draft = self.second_draft
+        if draft is None:
             return None
-        acceptance = request.guesses_of(self.model.path, key)
+        caches = request.caches[1:]  # the first one is this model's own
+        costs = CostTable()
+        if draft.cost_key is not None:
+            if not caches:
+                return None
+            costs = request.costs_of(draft.cost_key)
+        second_request = replace(
+            request,
+            # The likeliest tokens, which this model is most likely to choose.
+            sampling=SamplingPipeline(Sampler(SamplerOptions()), request.text),
+            is_sampled=False,
+            # A separate generator, so that this model's samples stay the same.
+            rng=np.random.default_rng(0),
+            caches=caches,
+            costs=costs,
+            # The counts of the request are about the target's tokens.
+            ngram_counts=NgramCounts(),
+            draft_prompt=None,
+        )
+        drafter = draft.drafter(second_request)
+        cascade = Cascade(free=drafter) if draft.is_free else Cascade(model=drafter)
+        acceptance = request.acceptance_of_guesses(self.model.path, draft.key)
         options = DraftOptions(max_tokens=MAX_GUESS)
-        return SecondDraft(cascade, CostAwarePolicy(options, request.costs, acceptance), caches)
+        policy = CostAwarePolicy(options, request.costs, acceptance)
+        return DraftGuesser(cascade, policy, caches)
 
     def scorable_text(
         self,

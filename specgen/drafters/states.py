@@ -36,7 +36,6 @@ from specgen.drafters.interface import (
     Key,
     LoadedDraft,
     Price,
-    Reads,
     RoundPlan,
 )
 from specgen.drafters.tree_cache import TreeCache
@@ -365,7 +364,7 @@ class LayerDrafter(StatesDrafter):
 class StatesDraft(LoadedDraft):
     """A loaded draft that reads the target's hidden states, in one context."""
 
-    reads: Reads = "all states"
+    reads_all_rows = True
     origin = "mtp"
 
     def __init__(

@@ -220,25 +220,25 @@ class PrefixPipeline(SamplingPipeline):
         #: The bytes that the draft must begin with; empty for no restriction.
         self.prefix = b""
 
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
         """Return the draft's choice with certainty: the likeliest token, first with the prefix."""
-        if path or not self.prefix:
-            return super().distribution(logits, path)
+        if drafted or not self.prefix:
+            return super().distribution(logits, drafted)
         token_ids = self._lexicon.with_prefix(self.prefix)
         return Distribution.certain(int(token_ids[logits[token_ids].argmax()]))
 
     def likeliest(
         self,
         logits: Logits,
-        path: Sequence[int],
+        drafted: Sequence[int],
         n: int,
     ) -> tuple[list[int], list[float]]:
         """Return the n likeliest tokens and their probabilities.
 
         At the first position, these are tokens with the prefix, and probabilities among them.
         """
-        if path or not self.prefix:
-            return super().likeliest(logits, path, n)
+        if drafted or not self.prefix:
+            return super().likeliest(logits, drafted, n)
         token_ids = self._lexicon.with_prefix(self.prefix)
         order, probabilities = likeliest(logits[token_ids], n)
         return token_ids[order].tolist(), probabilities

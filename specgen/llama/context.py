@@ -175,12 +175,12 @@ class LlamaBackend:
         # With recurrent states, a decode first carries out rollbacks: states are restored, and
         # tokens decoded again. All of that counts as decoding time.
         self._native_batch.check(batch)
-        started = self._clock()
+        started_s = self._clock()
         before_s = self.decode_s
         try:
             return self._sequences.decode(batch)
         finally:
-            self.decode_s = before_s + self._clock() - started
+            self.decode_s = before_s + self._clock() - started_s
 
     def decode_rows(self, batch: Batch) -> Logits:
         """Decode a batch natively: no rollback is made, and the sequences' texts are not updated.
@@ -269,9 +269,9 @@ class LlamaBackend:
             DecodeEndedError: If `is_unwanted` ended the decode.
             BackendError: If llama.cpp fails.
         """
-        started = self._clock()
+        started_s = self._clock()
         status = function(self.handle, native)
-        self.decode_s += self._clock() - started
+        self.decode_s += self._clock() - started_s
         if status == _ENDED:
             raise DecodeEndedError(f"{self.model.name}: a decode was ended")
         if status != 0:

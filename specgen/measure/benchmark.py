@@ -77,7 +77,7 @@ def find_drafts(
     # The empty string stands for the draft that `specgen run` would use.
     choices = [staged(target, _split_stages(draft), None) for draft in drafts or [""]]
     models_of_choices = [find_models(choice, quiet=quiet) for choice in choices]
-    stages = [(models.draft, *models.helpers) for models in models_of_choices]
+    stages = [(models.draft, *models.further_drafts) for models in models_of_choices]
     if not drafts:
         stages.append(("ngram",))
     return models_of_choices[0].target, stages
@@ -114,8 +114,9 @@ def entries_of(
         measurements: The stored measurements, with the thread counts of `specgen run`.
     """
     entries = [Entry(PLAIN, _with_threads(without_drafts(base), measurements))]
-    for name, (draft, *helpers) in _by_name(drafts).items():
-        options = _with_threads(replace(base, draft=draft, helpers=tuple(helpers)), measurements)
+    for name, (draft, *further) in _by_name(drafts).items():
+        options = replace(base, draft=draft, further_drafts=tuple(further))
+        options = _with_threads(options, measurements)
         for tree in trees:
             # A tree of fixed shape needs no policy, so all of them would do the same.
             policies_of_tree = policies[:1] if tree.is_fixed else policies
@@ -142,7 +143,7 @@ def without_drafts(options: SessionOptions) -> SessionOptions:
         options,
         drafting=replace(options.drafting, policy="fixed"),
         draft="none",
-        helpers=(),
+        further_drafts=(),
     )
 
 

@@ -254,7 +254,7 @@ def try_draft(
     Raises:
         BackendError: If the draft reads the target's cache, which a replay does not fill.
     """
-    if session.draft is not None and session.draft.reads == "cache":
+    if session.draft is not None and session.draft.reads_target_cache:
         raise BackendError(
             f"{session.draft_name}: it reads the target's cache, so it cannot be replayed",
             hint="`specgen bench` measures it",
@@ -274,7 +274,7 @@ def try_draft(
             # reads either the states of all tokens, or only the last state before each round.
             states = None
             hidden_states = generation.hidden_states
-            if hidden_states is not None and hidden_states.all_rows:
+            if hidden_states is not None and hidden_states.reads_all_rows:
                 read_states(target, (*prompt.tokens, *answer.tokens), hidden_states)
             elif hidden_states is not None:
                 pieces = read_answer(target, prompt.tokens, answer.tokens)

@@ -754,11 +754,11 @@ class _ForcedStart(SamplingPipeline):
         self._n_prompt = len(state.tokens)
         self._forced = forced
 
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        position = len(self._state.tokens) + len(path) - self._n_prompt
+    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+        position = len(self._state.tokens) + len(drafted) - self._n_prompt
         if position < len(self._forced):
             return Distribution.certain(self._forced[position])
-        return super().distribution(logits, path)
+        return super().distribution(logits, drafted)
 
 
 def check_sampled(

@@ -136,69 +136,105 @@ def search_drafts(
     """
     target = session.options.target
     load = LoadOfOthers()
-    threads: dict[str, Threads] = {}
-
-    # Measure the target alone, with the threads chosen now, so older costs are forgotten.
-    session.change_draft("none")
+    trials = _Trials(session, interrupted, progress)
     if tunes_threads:
-        threads |= tune_threads(
-            session,
-            target,
-            interrupted,
-            progress,
-            is_draft=False,
-        )
-    session.costs.forget()
-    baseline = measure_target(
-        session,
-        prompts,
-        chat=chat,
-        interrupted=interrupted,
-        progress=partial(progress, f"{target.name} alone"),
-    )
+        trials.tuned_models = (target, *candidates[:1])
+
+    baseline = trials.measure_plain_decoding(prompts, chat=chat)
     if baseline is None:
         return None
-    tried = [Tried("none", _plain_figures(baseline))]
-
-    # Replay each draft on the target's answers.
-    all_refused = list(refused)
     fileless: list[DraftSource] = [kind.name for kind in kinds() if kind.suits(session.target)]
     for draft in (*fileless, *candidates):
+        if not trials.measure_draft(draft, baseline):
+            break
+    return Search(
+        target=target,
+        baseline=baseline,
+        tried=by_speedup(trials.tried),
+        refused=(*refused, *trials.refused),
+        threads=trials.threads,
+        is_interrupted=interrupted(),
+        others_share=load.share,
+    )
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Measures a target and drafts one after the other, and collects the results."""
+
+    #: The session, whose draft is changed.
+    session: Session
+    #: Returns whether to stop.
+    interrupted: Callable[[], bool]
+    #: Receives the name of the current step, how much of it is done, and the total.
+    progress: Progress
+    #: The models whose best thread counts are measured before anything else of them.
+    tuned_models: tuple[Path, ...] = ()
+    #: The thread counts that were chosen, by the model's name.
+    threads: dict[str, Threads] = field(default_factory=dict)
+    #: The drafts that were tried, with plain decoding as "none".
+    tried: list[Tried] = field(default_factory=list)
+    #: The files that turned out to be unable to draft.
+    refused: list[Refused] = field(default_factory=list)
+
+    def measure_plain_decoding(
+        self, prompts: Sequence[BenchPrompt], *, chat: bool | None
+    ) -> Baseline | None:
+        """Let the target answer the prompts without a draft; return None if interrupted."""
+        target = self.session.options.target
+        self.session.change_draft("none")
+        self._tune_threads(target, is_draft=False)
+        self.session.costs.forget()  # they may have been measured with other thread counts
+        baseline = measure_target(
+            self.session,
+            prompts,
+            chat=chat,
+            interrupted=self.interrupted,
+            progress=partial(self.progress, f"{target.name} alone"),
+        )
+        if baseline is not None:
+            self.tried.append(Tried("none", _plain_figures(baseline)))
+        return baseline
+
+    def measure_draft(self, draft: DraftSource, baseline: Baseline) -> bool:
+        """Replay a draft on the target's answers.
+
+        Returns:
+            Whether it was tried or refused; False if the trial was interrupted.
+        """
+        session = self.session
         try:
             session.change_draft(draft)
-            if tunes_threads and isinstance(draft, Path) and draft == candidates[0]:
-                threads |= tune_threads(
-                    session,
-                    draft,
-                    interrupted,
-                    progress,
-                    is_draft=True,
-                )
-            # Have the draft's costs measured again, too.
+            if isinstance(draft, Path):
+                self._tune_threads(draft, is_draft=True)
+            # The draft's costs are measured again, too.
             if session.draft is not None and session.draft.cost_key is not None:
                 session.costs.forget(session.draft.cost_key)
             figures = try_draft(
                 session,
                 baseline,
-                interrupted=interrupted,
-                progress=partial(progress, f"with {name_of(draft)}"),
+                interrupted=self.interrupted,
+                progress=partial(self.progress, f"with {name_of(draft)}"),
             )
         except DRAFT_ERRORS as error:
             reason = error.message.removeprefix(f"{draft}: ")
-            all_refused.append(Refused(Path(draft), reason))
-            continue
-        if figures is None:  # interrupted
-            break
-        tried.append(Tried(draft, figures))
-    return Search(
-        target=target,
-        baseline=baseline,
-        tried=by_speedup(tried),
-        refused=tuple(all_refused),
-        threads=threads,
-        is_interrupted=interrupted(),
-        others_share=load.share,
-    )
+            self.refused.append(Refused(Path(draft), reason))
+            return True
+        if figures is None:
+            return False
+        self.tried.append(Tried(draft, figures))
+        return True
+
+    def _tune_threads(self, model: Path, *, is_draft: bool) -> None:
+        """Choose the thread counts of a model, if it is one of `tuned_models`."""
+        if model in self.tuned_models:
+            self.threads |= tune_threads(
+                self.session,
+                model,
+                self.interrupted,
+                self.progress,
+                is_draft=is_draft,
+            )
 
 
 def _plain_figures(baseline: Baseline) -> DraftFigures:

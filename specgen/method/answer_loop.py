@@ -24,11 +24,11 @@ from specgen.system.arrays import Logits
 N_PREFILL_ALONGSIDE = 32
 #: The weight of a chunk halves each time that this many tokens are decoded after it.
 _HALF_LIFE_TOKENS = 8192
-#: The prior guess of how the time grows with depth counts as this many tokens.
+#: The prior guess of how the time grows along a prompt counts as this many tokens.
 _PRIOR_TOKENS = 128
-#: The depth at which a token takes twice as long as at the beginning, in models with 1.5B
+#: The position at which a token takes twice as long as at the beginning, in models with 1.5B
 #: parameters.
-_DOUBLING_DEPTH = 5000.0
+_DOUBLING_POSITION = 5000.0
 #: Shorter answers are not compared with plain decoding, because the result would be mostly noise.
 _MIN_COMPARED_TOKENS = 30
 
@@ -37,18 +37,18 @@ class PrefillCosts:
     """What the prefill of prompts costs.
 
     The later a token is in its prompt, the longer it takes, since attention reads all tokens before
-    it. The seconds per token are a line, flat_s + growth_s * depth, fitted to recent chunks by
-    least squares. As long as all chunks had the same depth, the slope is a guess
-    (`_DOUBLING_DEPTH`).
+    it. The seconds per token are a line, flat_s + growth_s * position, fitted to recent chunks
+    by least squares. As long as all chunks had the same position, the slope is a guess
+    (`_DOUBLING_POSITION`).
     """
 
     def __init__(self) -> None:
-        # Sums over tokens, in which old chunks fade. Depths are in units of `_DOUBLING_DEPTH`.
+        # Sums over tokens, in which old chunks fade. The unit of positions is `_DOUBLING_POSITION`.
         self._n = 0.0
-        self._depth = 0.0
-        self._depth_squared = 0.0
+        self._positions = 0.0
+        self._positions_squared = 0.0
         self._seconds = 0.0
-        self._seconds_by_depth = 0.0
+        self._seconds_times_position = 0.0
 
     def observe(
         self,
@@ -65,13 +65,13 @@ class PrefillCosts:
         """
         if n <= 0 or not seconds > 0.0:
             return
-        depth = (start + n / 2) / _DOUBLING_DEPTH  # of the chunk's middle
+        position = (start + n / 2) / _DOUBLING_POSITION  # of the chunk's middle
         decay = 0.5 ** (n / _HALF_LIFE_TOKENS)
         self._n = decay * self._n + n
-        self._depth = decay * self._depth + n * depth
-        self._depth_squared = decay * self._depth_squared + n * depth**2
+        self._positions = decay * self._positions + n * position
+        self._positions_squared = decay * self._positions_squared + n * position**2
         self._seconds = decay * self._seconds + seconds
-        self._seconds_by_depth = decay * self._seconds_by_depth + seconds * depth
+        self._seconds_times_position = decay * self._seconds_times_position + seconds * position
 
     def seconds(self, start: int, end: int) -> float:
         """Return the expected seconds for the tokens from `start` to `end`, exclusive.
@@ -80,18 +80,18 @@ class PrefillCosts:
         """
         if not self._n or end <= start:
             return 0.0
-        # The least-squares slope. The guess is that a token takes twice as long at depth 1 as at
-        # depth 0, so that a token at depth -1 would take no time: `_PRIOR_TOKENS` tokens at depth
-        # -1 with 0 seconds are added to what was observed.
+        # The least-squares slope. The guess is that a token takes twice as long at position 1
+        # as at position 0, so that a token at position -1 would take no time: `_PRIOR_TOKENS`
+        # tokens at position -1 with 0 seconds are added to what was observed.
         n = self._n + _PRIOR_TOKENS
-        depth = self._depth - _PRIOR_TOKENS
-        depth_squared = self._depth_squared + _PRIOR_TOKENS
-        covariance = n * self._seconds_by_depth - depth * self._seconds
-        variance = n * depth_squared - depth**2
+        positions = self._positions - _PRIOR_TOKENS
+        positions_squared = self._positions_squared + _PRIOR_TOKENS
+        covariance = n * self._seconds_times_position - positions * self._seconds
+        variance = n * positions_squared - positions**2
         growth_s = max(0.0, covariance / variance)
         # The line goes through the mean of the observed tokens.
-        flat_s = max(0.0, (self._seconds - growth_s * self._depth) / self._n)
-        token_s = flat_s + growth_s * (start + end) / 2 / _DOUBLING_DEPTH  # at the mean depth
+        flat_s = max(0.0, (self._seconds - growth_s * self._positions) / self._n)
+        token_s = flat_s + growth_s * (start + end) / 2 / _DOUBLING_POSITION  # at the mean position
         return (end - start) * token_s
 
 

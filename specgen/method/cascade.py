@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.drafter import Drafter, Drafting, HiddenStateSink, ready
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.text_state import TextState
 
@@ -31,6 +31,14 @@ class Cascade:
     def model_name(self) -> str | None:
         """The name of the drafter that decodes, if there is one."""
         return None if self.model is None else self.model.name
+
+    @property
+    def hidden_states(self) -> HiddenStateSink | None:
+        """What takes the target's hidden states, if one of the drafters reads them."""
+        for drafter in (self.model, self.free):
+            if drafter is not None and drafter.hidden_states is not None:
+                return drafter.hidden_states
+        return None
 
     def look_up(
         self,

@@ -48,9 +48,9 @@ class Draft:
     #: Whether `probabilities` are acceptance rates already. A model's confidence is not: how often
     #: tokens with a given confidence are accepted has to be learnt.
     is_calibrated: bool = field(default=False, compare=False)
-    #: For the display: which part of this draft a cheaper drafter guessed, in words.
+    #: For the display: what a second draft guessed of this draft, in words (`drafters/staged.py`).
     guesses: str = field(default="", compare=False)
-    #: The depth of each node, from 0.
+    #: The depth of each node: 0 for the children of the root, 1 for their children, ...
     depths: Sequence[int] = field(
         init=False,
         repr=False,
@@ -139,7 +139,7 @@ class Draft:
             node = self.parents[node]
         return nodes[::-1]
 
-    def text(self, node: int) -> tuple[int, ...]:
+    def tokens_to(self, node: int) -> tuple[int, ...]:
         """Return the tokens from a child of the root down to `node`, inclusive; none for `ROOT`."""
         if self.is_chain:
             return self.tokens[: node + 1]

@@ -41,9 +41,9 @@ def never() -> bool:
 class HiddenStateSink(Protocol):
     """Takes the target's hidden states of one text from the loop, for a drafter that reads them."""
 
-    #: Whether it takes the states of every row, even those of the prompt. Otherwise it takes the
-    #: final states of rows with logits, and only in rounds.
-    all_rows: ClassVar[bool]
+    #: Whether the drafter reads the states of every row, even those of the prompt. Otherwise it
+    #: reads the final states of rows with logits, and only those of rounds.
+    reads_all_rows: ClassVar[bool]
 
     def keep_states(
         self,

@@ -21,7 +21,7 @@ class HiddenStateBuffer:
     The buffer outlives an answer, since the next answer often continues the text.
     """
 
-    all_rows: ClassVar[bool] = True
+    reads_all_rows: ClassVar[bool] = True
 
     def __init__(self) -> None:
         #: The text that the target decoded.
@@ -109,7 +109,7 @@ class StatesBackend(Backend, Protocol):
 class LastHiddenState:
     """The target's final hidden state after the last token, which decoder heads draft from."""
 
-    all_rows: ClassVar[bool] = False
+    reads_all_rows: ClassVar[bool] = False
 
     def __init__(self) -> None:
         #: The number of tokens that the target decoded, and the state after them, float32[n_embd];

@@ -291,10 +291,10 @@ class Loop:
         if not sinks:
             return DecodedBatch(self.target.decode(batch))
         sink = sinks[0]
-        if not sink.all_rows and len(batch.tokens) > self.target.n_outputs:
+        if not sink.reads_all_rows and len(batch.tokens) > self.target.n_outputs:
             # `decode_hidden` does not take so many rows. The drafter misses a round.
             return DecodedBatch(self.target.decode(batch))
-        return DecodedBatch(*self.target.decode_hidden(batch, all_rows=sink.all_rows))
+        return DecodedBatch(*self.target.decode_hidden(batch, all_rows=sink.reads_all_rows))
 
     def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
         """Decode rows of one answer outside of rounds, and return the logits that they want.
@@ -302,7 +302,7 @@ class Loop:
         A drafter that reads the hidden states of all rows gets those of these rows.
         """
         hidden_states = answer.hidden_states
-        if hidden_states is None or not hidden_states.all_rows:
+        if hidden_states is None or not hidden_states.reads_all_rows:
             return self.target.decode(batch)
         logits, hidden = self.target.decode_hidden(batch, all_rows=True)
         hidden_states.keep_states(hidden, answer.tokens, batch.positions[-1] + 1)
@@ -383,7 +383,7 @@ class Loop:
                 # Nothing follows the end of a text. Any token will do, since it is never committed.
                 return Distribution.certain(draft.tokens[node])
             try:
-                return answer.sampling.distribution(logits[node + 1], draft.text(node))
+                return answer.sampling.distribution(logits[node + 1], draft.tokens_to(node))
             except NoTokenAllowedError:
                 if node == ROOT:
                     raise
@@ -429,7 +429,7 @@ def _rows_of_text(result: RoundResult, kept_path: Sequence[int]) -> list[int]:
 
 def _reads_last_state(answer: AnswerState) -> bool:
     """Return whether the answer's drafter reads hidden states, but only of rows with logits."""
-    return answer.hidden_states is not None and not answer.hidden_states.all_rows
+    return answer.hidden_states is not None and not answer.hidden_states.reads_all_rows
 
 
 def _why_nothing_is_left(proposed: Draft, allowed: Draft) -> ReasonName:

@@ -7,16 +7,18 @@ There are three policies:
 - `CostAwarePolicy`, the default, drafts as many tokens as are expected to save time. It knows what
   a decode costs (`cost_table.py`) and how often tokens with some confidence are accepted
   (`acceptance.py`). If no draft is expected to save time, nothing is drafted, apart from occasional
-  trials, which a `CreditGate` has to afford.
+  trials, which the drafter has to earn first (`CreditGate`).
 
 They share these terms:
 
+    plain decode             a decode of the target without a draft, which gives one token
     draft step               one use of a drafter's distribution for the next position
     confidence               the largest probability there: how sure the drafter is
     acceptance               how often tokens with that confidence are accepted, if all tokens
                              before them are
     cumulative acceptance    the probability that all tokens so far are accepted: the product of
                              their acceptances
+    value of a draft step    the seconds that it is expected to save (`stopping.py`)
 """
 
 from __future__ import annotations
@@ -42,18 +44,22 @@ from specgen.method.stopping import (
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
-#: The expected gain of a draft has to exceed its cost by this factor, since only the cost is
-#: certain.
-_MARGIN = 1.1
-#: The weight of the latest round in averages, once there were many rounds.
-_RATE = 0.06
-#: At first all rounds count equally, and the plain decode before them as this many rounds.
-_N_PLAIN = 4
-#: After this many rounds with drafts, one round is a plain decode, to measure again the cost that
-#: everything is compared with.
-_MAX_DRAFTING_ROUNDS = 64
-#: The values of draft steps are computed again after this many rounds.
-_VALUES_LIFETIME = 4
+# Of `ThresholdPolicy`:
+
+#: The share of rejected tokens that it aims at.
+_TARGET_REJECTION = 0.25
+#: Its bound at first, and the limits within which it is adapted.
+_FIRST_BOUND = 0.3
+_MIN_BOUND = 0.01
+_MAX_BOUND = 0.9
+#: How fast the bound follows the share of rejected tokens.
+_BOUND_RATE = 0.4
+#: A round without a draft counts as one with this much less rejection than the aim, so that the
+#: bound falls slowly and drafting starts again.
+_UNDRAFTED_DEFICIT = 0.025
+
+# Of `CreditGate`:
+
 #: The share of all time that goes to a drafter's credit.
 _CREDIT_SHARE = 0.014
 #: A drafter's maximum credit, in plain decodes. It also limits what a single round may cost over
@@ -61,6 +67,25 @@ _CREDIT_SHARE = 0.014
 _MAX_CREDIT = 16.0
 #: The debt, in plain decodes, above which a drafter is put aside.
 _MAX_DEBT = 4.0
+
+# Of `RecentRounds`:
+
+#: The averages start with plain decoding, which counts as this many rounds. Then all rounds count
+#: equally...
+_N_PLAIN = 4
+#: ...until the latest round would have less weight than this.
+_RATE = 0.06
+
+# Of `CostAwarePolicy`:
+
+#: The expected gain of a draft has to exceed its cost by this factor, since only the cost is
+#: certain.
+_MARGIN = 1.1
+#: After this many rounds with drafts, one round is a plain decode, to measure again the cost that
+#: everything is compared with.
+_MAX_DRAFTING_ROUNDS = 64
+#: The values of draft steps are computed again after this many rounds.
+_VALUES_LIFETIME = 4
 #: The maximum time of a prefill, relative to the answer's time so far.
 _MAX_PREFILL = 2.0
 #: A prefill that takes less than this share of a plain decode need not wait.
@@ -73,10 +98,9 @@ _MAX_TRIALS_SO_FAR = 0.5
 _MAX_TRIALS_SHARE = 0.1
 #: A single trial reveals little: the credit must suffice for this many.
 _N_TRIALS = 3
-#: The expected gain in seconds of plans that are not expected to save time.
+#: The expected gain in seconds of trials and of plans without a draft. Any draft that was found is
+#: preferred to them.
 _NO_GAIN = -math.inf
-#: The share of rejected tokens that `ThresholdPolicy` aims at.
-_TARGET_REJECTION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +141,8 @@ class RoundPlan:
     #: The seconds of prefill in the drafter's price: an investment in later rounds.
     prefill_s: float = 0.0
     #: The number of tokens at the start of the draft that only repeat the end of the text, so that
-    #: `stop` does not apply to them. A drafter with another vocabulary begins before the end.
+    #: `stop` does not apply to them. (A drafter with another vocabulary may have to begin a few
+    #: tokens before the end.)
     n_given: int = 0
     #: The reason in words, if it is more specific than the text in `REASONS`.
     detail: str = ""
@@ -226,7 +251,7 @@ class FixedPolicy:
             return RoundPlan("no room")
         reason = "fixed"
         detail = ""
-        if self._stop.bound:
+        if self._stop.bound:  # only `ThresholdPolicy` has one
             reason = "threshold"
             detail = f"a draft's probability must be at least {self._stop.bound:.2f}"
 
@@ -266,17 +291,16 @@ class ThresholdPolicy(FixedPolicy):
 
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)
-        self._stop = replace(self._stop, bound=0.3, needs_confidence=True)
+        self._stop = replace(self._stop, bound=_FIRST_BOUND, needs_confidence=True)
 
     def observe(self, result: RoundResult) -> None:
         """Raise the bound if more than a quarter was rejected, otherwise lower it."""
         n_drafted = len(result.draft)
-        # If nothing was drafted, the bound falls slowly, so that drafting starts again.
-        excess = -0.025
+        excess = -_UNDRAFTED_DEFICIT
         if n_drafted:
             excess = 1.0 - len(result.path) / n_drafted - _TARGET_REJECTION
-        bound = self._stop.bound * math.exp(0.4 * excess)
-        self._stop = replace(self._stop, bound=min(0.9, max(0.01, bound)))
+        bound = self._stop.bound * math.exp(_BOUND_RATE * excess)
+        self._stop = replace(self._stop, bound=min(_MAX_BOUND, max(_MIN_BOUND, bound)))
 
 
 class CreditGate:
@@ -300,7 +324,7 @@ class CreditGate:
         """Whether the drafter has to wait."""
         return self._counts.credit < -_MAX_DEBT
 
-    def seconds(self, plain_s: float) -> float:
+    def credit_s(self, plain_s: float) -> float:
         """Return the seconds that the drafter may lose, if a plain decode takes `plain_s`."""
         return self._counts.credit * plain_s
 
@@ -447,14 +471,18 @@ class CostAwarePolicy:
     ) -> tuple[RoundPlan, float]:
         """Return the plan for the drafter that decodes, and its expected gain in seconds.
 
-        The gain of trials and of plans without a draft is `_NO_GAIN`, so that any draft that was
-        found is preferred to them.
+        That of trials and of plans without a draft is `_NO_GAIN`.
         """
         price = offer.price
         rates = self.acceptance_of(drafter)
-        gate = CreditGate(rates.counts)
         if not self._values:
             self._values = draft_step_values(stop.extra_s, price.next_s, stop.token_s, rates)
+        gate = CreditGate(rates.counts)
+        if gate.is_put_aside:
+            return RoundPlan("put aside", stop=stop), _NO_GAIN
+
+        # 1. Draft if that should save time. A long prefill has to wait until the answer itself has
+        #    taken some time.
         plan = RoundPlan(
             "model",
             n_max=min(self.n_max, offer.n_max),
@@ -465,9 +493,6 @@ class CostAwarePolicy:
         gain_s = self._expected_gain_s(price, offer.n_expected)
         # A free draft is made in any case; which part of it pays is decided once it is known.
         pays = gain_s > 0.0 or price == FREE
-        if gate.is_put_aside:
-            return RoundPlan("put aside", stop=stop), _NO_GAIN
-        # A long prefill has to wait until the answer itself has taken some time.
         max_prefill_s = max(
             _MAX_PREFILL * self._recent.elapsed_s,
             _SHORT_PREFILL * self._plain_s,
@@ -477,6 +502,8 @@ class CostAwarePolicy:
         if not pays and self._can_never_pay(price, stop):
             detail = self._too_costly(price, stop)
             return RoundPlan("row cost", stop=stop, detail=detail), _NO_GAIN
+
+        # 2. Otherwise try a few tokens now and then, to learn whether it has become worthwhile.
         if self._affords_trials(offer, stop, gate):
             trial = replace(
                 plan,
@@ -485,6 +512,8 @@ class CostAwarePolicy:
                 stop=StoppingRule(needs_confidence=True),  # drafts all of these tokens
             )
             return trial, _NO_GAIN
+
+        # 3. Otherwise tell why not.
         if price.prefill_s > 0.0:
             detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
@@ -523,7 +552,7 @@ class CostAwarePolicy:
         trials_s = price.prefill_s + _N_TRIALS * trial_s
         answer_s = self._recent.elapsed_s + offer.n_expected * plain_s
         max_trials_s = min(
-            gate.seconds(plain_s),
+            gate.credit_s(plain_s),
             _MAX_TRIALS_SO_FAR * self._recent.elapsed_s,
             _MAX_TRIALS_SHARE * answer_s,
         )
@@ -590,6 +619,8 @@ class CostAwarePolicy:
             rates = AcceptanceRates(name, counts)
             self._text_rates[name] = rates
         return rates
+
+    # --- reasons in words ------------------------------------------------------------------------
 
     def _too_unlikely(self, found: Draft, stop: CostAwareStopping) -> str:
         chance = max(stop.cumulative_acceptances(found))

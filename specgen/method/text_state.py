@@ -18,6 +18,9 @@ class TextState:
     """The committed tokens of one text, and the state of its grammar.
 
     The prompt counts for penalties, but not for the grammar.
+
+    Methods with `drafted` tokens look ahead: they tell what holds if these tokens follow the text,
+    and change nothing.
     """
 
     def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
@@ -26,7 +29,7 @@ class TextState:
         self._grammar = grammar
         self.has_grammar = grammar is not None
         #: The tokens as an array, for samplers. Only the first `_n_copied` are sure to be those of
-        #: the text: the others may be left over from an earlier path.
+        #: the text: the others may be drafted tokens of an earlier call.
         self._history = np.zeros(len(prompt) + _INITIAL_ROOM, np.int64)
         self._n_copied = 0
 
@@ -42,11 +45,11 @@ class TextState:
             previous.forget()
         self.tokens.append(token)
 
-    def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """Return the last tokens of the text with `path` after it.
+    def history(self, drafted: Sequence[int], n_last: int) -> TokenArray:
+        """Return the last tokens of the text with the `drafted` ones after it.
 
         Args:
-            path: The drafted tokens after the text.
+            drafted: The drafted tokens after the text.
             n_last: The maximum number of tokens; -1 for all.
 
         Returns:
@@ -55,35 +58,35 @@ class TextState:
         if n_last == 0:
             return self._history[:0]
         n_text = len(self.tokens)
-        end = n_text + len(path)
+        end = n_text + len(drafted)
         if end > len(self._history):
             self._history = np.resize(self._history, 2 * end)
-        # Append what was committed since the last call, then the path.
+        # Append what was committed since the last call, then the drafted tokens.
         self._history[self._n_copied : n_text] = self.tokens[self._n_copied :]
         self._n_copied = n_text
-        self._history[n_text:end] = path
+        self._history[n_text:end] = drafted
         start = 0 if n_last < 0 else max(0, end - n_last)
         return self._history[start:end]
 
-    def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
-        """Return the state of the grammar after the text and `path`; None without a grammar.
+    def grammar(self, drafted: Sequence[int] = ()) -> GrammarState | None:
+        """Return the state of the grammar after the text and `drafted`; None without a grammar.
 
         Raises:
-            ValueError: If the grammar does not allow a token of `path`.
+            ValueError: If the grammar does not allow a token of `drafted`.
         """
         state = self._grammar
         if state is not None:
-            for token in path:
+            for token in drafted:
                 state = state.after(token)
         return state
 
-    def forced(self, path: Sequence[int] = ()) -> int | None:
-        """Return the only token that the grammar allows after the text and `path`.
+    def forced(self, drafted: Sequence[int] = ()) -> int | None:
+        """Return the only token that the grammar allows after the text and `drafted`.
 
         Returns:
             The token; None if there are several, or no grammar.
         """
-        grammar = self.grammar(path)
+        grammar = self.grammar(drafted)
         return grammar.forced() if grammar is not None else None
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:

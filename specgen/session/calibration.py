@@ -124,7 +124,7 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
         """Return the decode time for all models, which depends on the load so far."""
         return _BUSY_BUDGET_S if is_busy(load.share) else _BUDGET_S
 
-    sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
+    #: The keys of the costs that were measured.
     measured: list[Key | None] = []
     with session.contexts(short_context(session)) as (target, drafts):
         has_draft = bool(drafts) and cost_key is not None
@@ -132,18 +132,7 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
         decode_s_before = target.decode_s
         if not _is_current(session, None, session.n_rows_max):
             measured.append(None)
-            if session.target.is_streamed:
-                _time_passes(costs.table(), target, session.n_rows_max, interrupted)
-            else:
-                _time_missing(
-                    costs.table(),
-                    target,
-                    sizes,
-                    budget_s=lambda: target_share * budget_s(),
-                    n_rows=session.n_rows_max,
-                    interrupted=interrupted,
-                    is_new=costs.are_outdated(),
-                )
+            _time_target(session, target, lambda: target_share * budget_s(), interrupted)
         if has_draft and not _is_current(session, cost_key):
             # The draft also gets the time that the target did not use.
             target_s = target.decode_s - decode_s_before
@@ -270,7 +259,7 @@ def expected_speedup(costs: PairCosts, acceptance: float = ASSUMED_ACCEPTANCE) -
     """
 
     def speedup(n_drafted: int) -> float:
-        n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
+        n_tokens = sum(acceptance**n_before for n_before in range(n_drafted + 1))
         seconds = costs.rows_s(n_drafted + 1) + n_drafted * costs.draft_token_s
         return costs.batch_s[1] * n_tokens / seconds
 
@@ -309,6 +298,28 @@ def timed_batch_sizes(n_max: int) -> list[int]:
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
     return sizes
+
+
+def _time_target(
+    session: Session,
+    target: Backend,
+    budget_s: Callable[[], float],
+    interrupted: Callable[[], bool],
+) -> None:
+    """Time the batches of the target, as many sizes as the time allows."""
+    costs = session.costs
+    if session.target.is_streamed:
+        _time_passes(costs.table(), target, session.n_rows_max, interrupted)
+        return
+    _time_missing(
+        costs.table(),
+        target,
+        timed_batch_sizes(max(MIN_SIZES, session.n_rows_max)),
+        budget_s=budget_s,
+        n_rows=session.n_rows_max,
+        interrupted=interrupted,
+        is_new=costs.are_outdated(),
+    )
 
 
 def _time_missing(

@@ -58,8 +58,8 @@ class Sources:
     target: Path
     #: The drafts to try, best first.
     drafts: tuple[DraftChoice, ...]
-    #: The draft's own draft, the draft of that one, and so on.
-    helpers: tuple[DraftSource, ...] = ()
+    #: What drafts for the draft model, then what drafts for that one, and so on.
+    further_drafts: tuple[DraftSource, ...] = ()
 
     @property
     def draft(self) -> DraftSource:
@@ -111,8 +111,9 @@ def find_models(
         if draft is None and choice.pair is not None:
             draft = pair.draft
     path = find_model(target, registry, fetch)
-    helpers: list[DraftSource] = [
-        name if name == "ngram" else find_model(name, registry, fetch) for name in choice.helpers
+    further_drafts: list[DraftSource] = [
+        name if name == "ngram" else find_model(name, registry, fetch)
+        for name in choice.further_drafts
     ]
     identity = identity_of(path)
     if draft is not None:
@@ -127,7 +128,7 @@ def find_models(
             registry,
             mtp=mtp_of(path),
         )
-    return Sources(path, drafts, tuple(helpers))
+    return Sources(path, drafts, tuple(further_drafts))
 
 
 def _named_draft(

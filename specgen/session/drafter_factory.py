@@ -17,7 +17,6 @@ from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
 from specgen.method.cost_table import CostTable
 from specgen.method.draft import Branches
-from specgen.method.drafter import Drafter, HiddenStateSink
 from specgen.method.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
@@ -78,9 +77,7 @@ class DrafterFactory:
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         text_state = TextState(prompt.tokens, settings.grammar)
         cascade: Cascade | None = None
-        hidden_states: HiddenStateSink | None = None
-        needs_caches = draft is not None and draft.cost_key is not None
-        if draft is not None and (caches or not needs_caches):
+        if draft is not None and (caches or draft.cost_key is None):
             draft_request = self._draft_request(
                 draft,
                 prompt,
@@ -89,15 +86,11 @@ class DrafterFactory:
                 draft_seed,
             )
             draft_request = replace(draft_request, caches=caches, slot=slot)
-            drafter = draft.drafter(draft_request)
-            hidden_states = drafter.hidden_states
             cascade = self._cascade(
                 draft,
-                drafter,
                 draft_request,
                 adds_ngrams=settings.drafting.adds_ngrams,
             )
-        n_branches = session.n_branches_max
         generation = settings.generation
         ends = prompt.ends
         if generation.ignore_eos:
@@ -114,17 +107,20 @@ class DrafterFactory:
             sampling=SamplingPipeline(settings.sampler, text_state),
             text_state=text_state,
             rng=np.random.default_rng(target_seed),
-            # The same as `slot.branches` of the target.
-            branches=Branches(slot.number * n_branches, n_branches),
+            branches=self._target_branches(slot),
             index=index,
-            hidden_states=hidden_states,
+            hidden_states=cascade.hidden_states if cascade is not None else None,
             ends=ends,
         )
+
+    def _target_branches(self, slot: Slot) -> Branches:
+        """Return the sequences of a slot in the target's cache, as `slot.branches` does."""
+        n_branches = self.session.n_branches_max
+        return Branches(slot.number * n_branches, n_branches)
 
     def _cascade(
         self,
         draft: LoadedDraft,
-        drafter: Drafter,
         request: DraftRequest,
         *,
         adds_ngrams: bool,
@@ -133,10 +129,10 @@ class DrafterFactory:
 
         Args:
             draft: The draft.
-            drafter: The drafter that it made for the answer.
             request: The answer to draft for.
             adds_ngrams: Whether n-grams draft in addition to a drafter that decodes.
         """
+        drafter = draft.drafter(request)
         if draft.is_free:
             return Cascade(free=drafter, state=request.text)
         if not adds_ngrams:
@@ -226,8 +222,10 @@ class DrafterFactory:
         def costs_of(key: Key) -> CostTable:
             return self.session.costs.table(key, n_past)
 
-        def guesses_of(model: Key, key: Key) -> MutableMapping[str, AcceptanceRates]:
-            return self._acceptance_of(Path(model), key, "guesses")
+        def acceptance_of_guesses(
+            model: Key, second_draft: Key
+        ) -> MutableMapping[str, AcceptanceRates]:
+            return self._acceptance_of(Path(model), second_draft, "guesses")
 
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
         is_sampled = draft.can_sample and settings.sampler.is_random and wants_sampled_drafts
@@ -250,7 +248,7 @@ class DrafterFactory:
             prompt=prompt.tokens,
             costs=costs_of(draft.cost_key) if draft.cost_key is not None else CostTable(),
             costs_of=costs_of,
-            guesses_of=guesses_of,
+            acceptance_of_guesses=acceptance_of_guesses,
             ngram_counts=self._ngram_counts(settings),
             is_sampled=is_sampled,
             can_branch=can_branch,

@@ -120,9 +120,10 @@ class Engine:
             self._scheduler = Scheduler(n_parallel, target)
             #: Equal shares of the caches, each with the request that it serves.
             self.slots = self._scheduler.slots
-            self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
-            #: The draft model's context, and those of the models that draft for it.
-            self.drafts = self._open_drafts()
+            #: Closes `draft_caches`.
+            self._draft_resources = self._resources.enter_context(contextlib.ExitStack())
+            #: The contexts of the draft: its own, then those of its second draft.
+            self.draft_caches = self._open_draft_caches()
             wanted_sizes = [session.options.target_context.n_ctx, n_ctx]
             n_wanted = max((size for size in wanted_sizes if size is not None), default=None)
             self._notices.extend(session.notices(self.n_ctx, n_wanted))
@@ -314,10 +315,10 @@ class Engine:
         with self.stepping:
             if self.n_busy:
                 return False
-            self._draft_contexts.close()
-            self.drafts = ()
+            self._draft_resources.close()
+            self.draft_caches = ()
             self._session.change_draft(self._session.draft_source)
-            self.drafts = self._open_drafts()
+            self.draft_caches = self._open_draft_caches()
             return True
 
     # --- steps ------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ class Engine:
             answer = self._factory.new_answer(
                 request.prompt,
                 self.n_ctx,
-                self.drafts,
+                self.draft_caches,
                 request.seed,
                 request,
             )
@@ -625,7 +626,7 @@ class Engine:
 
     def _clear(self, slot: Slot) -> None:
         """Remove the texts of all sequences of a slot from all caches."""
-        for backend in (self.target, *self.drafts):
+        for backend in (self.target, *self.draft_caches):
             branches = slot.branches(backend)
             for sequence in range(branches.first, branches.first + branches.n_branches):
                 backend.remove(sequence)
@@ -642,11 +643,11 @@ class Engine:
         request.add_events(events)
         return list(events)
 
-    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
+    def _open_draft_caches(self) -> tuple[LlamaBackend, ...]:
         contexts = self._session.draft_contexts(
             self.n_ctx, target=self.target, n_slots=self.n_parallel
         )
-        return self._draft_contexts.enter_context(contexts)
+        return self._draft_resources.enter_context(contexts)
 
 
 def generate(

@@ -27,10 +27,10 @@ from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import read_object, replace_json
 from specgen.system.machine import wall_time_s
 
-#: Decodes cost more in a fuller context, so each model has several cost tables, one per "depth":
-#: depth 0 is for contexts with fewer than 512 tokens, depth 1 for fewer than 1024, 2 for 2048, ...
-_DEPTH_0_TOKENS = 512
-_N_DEPTHS = 22
+#: Decodes cost more in a fuller context, so each model has several cost tables, one for each length
+#: class: 0 is for contexts with fewer than 512 tokens, 1 for fewer than 1024, 2 for 2048, ...
+_CLASS_0_TOKENS = 512
+_N_LENGTH_CLASSES = 22
 #: The maximum number of entries of each kind in the file; the oldest ones are removed.
 _MAX_ENTRIES = 256
 #: The kinds of entries in the file.
@@ -137,8 +137,8 @@ class MeasurementStore:
     ) -> CostTable:
         """Return a model's cost table for contexts of about `n_past` tokens.
 
-        Whatever is added to the table will be saved. If nothing is known for this depth yet, the
-        table starts with the costs of the nearest depth.
+        Whatever is added to the table will be saved. If nothing is known for this length class yet,
+        the table starts with the costs of the nearest one.
 
         Args:
             model: The model's file.
@@ -147,24 +147,25 @@ class MeasurementStore:
             kind: Makes the table.
         """
         keys = self._cost_keys(model, context)
-        depth = min(max(0, n_past // _DEPTH_0_TOKENS).bit_length(), _N_DEPTHS - 1)
-        table = self._tables.get(keys[depth])
+        length_class = min(max(0, n_past // _CLASS_0_TOKENS).bit_length(), _N_LENGTH_CLASSES - 1)
+        key = keys[length_class]
+        table = self._tables.get(key)
         if table is None:
-            known = self._table(keys[depth]) or next(self._nearest(keys, depth), CostTable())
-            if keys[depth] not in self._rough_since_s:
+            known = self._table(key) or next(self._nearest(keys, length_class), CostTable())
+            if key not in self._rough_since_s:
                 table = kind(known.known)
             else:
                 # A size that is set later than at the start is corrected faster by decodes.
                 table = kind({})
                 for size, seconds in known.known.items():
                     table.set_seconds(size, seconds)
-            self._tables[keys[depth]] = table
-        if depth > 0:
-            self._extend(table, keys, depth)
+            self._tables[key] = table
+        if length_class > 0:
+            self._extend(table, keys, length_class)
         return table
 
     def forget_costs(self, model: Path, context: ContextOptions) -> None:
-        """Forget a model's costs at all depths, so that they are measured again.
+        """Forget a model's costs at all lengths, so that they are measured again.
 
         None of its tables may be in use: what is added to them later is lost.
         """
@@ -243,10 +244,10 @@ class MeasurementStore:
         corrected_s = itertools.accumulate((batch_s[size] for size in sizes), min)
         return CostTable(dict(zip(sizes, corrected_s, strict=True)))
 
-    def _nearest(self, keys: Sequence[str], depth: int) -> Iterator[CostTable]:
-        """Yield the tables of other depths that are not empty, the nearest depth first."""
-        for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
-            if other != depth:
+    def _nearest(self, keys: Sequence[str], length_class: int) -> Iterator[CostTable]:
+        """Yield the tables of other length classes that are not empty, the nearest class first."""
+        for other in sorted(range(len(keys)), key=lambda other: abs(other - length_class)):
+            if other != length_class:
                 table = self._table(keys[other])
                 if table:
                     yield table
@@ -255,15 +256,16 @@ class MeasurementStore:
         self,
         table: CostTable,
         keys: Sequence[str],
-        depth: int,
+        length_class: int,
     ) -> None:
-        """Copy missing batch sizes from the nearest depth at which larger batches are known.
+        """Copy missing batch sizes from the nearest length class with the costs of larger batches.
 
         Only drafts lead to batches of several rows, so a table lacks their costs if there were no
-        drafts at this depth. The copied costs are scaled with the ratio of the costs of one row.
+        drafts in this length class. The copied costs are scaled with the ratio of the costs of one
+        row.
         """
         largest = max(table.known, default=0)
-        for other in self._nearest(keys, depth):
+        for other in self._nearest(keys, length_class):
             if max(other.known) <= largest:
                 continue
             scale = 1.0
@@ -394,7 +396,7 @@ class MeasurementStore:
     # --- keys ---------------------------------------------------------------------------------
 
     def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:
-        """Return the keys of a model's cost tables, by depth.
+        """Return the keys of a model's cost tables, by length class.
 
         They contain every option that affects what decodes cost.
         """
@@ -408,7 +410,8 @@ class MeasurementStore:
             "cache_type_v": context.cache_type_v,
         }
         about = {"model": _identity(model), "context": settings, "machine": self._machine}
-        return [_key({**about, "depth": depth}) for depth in range(_N_DEPTHS)]
+        # (The file has always called the length class "depth".)
+        return [_key({**about, "depth": number}) for number in range(_N_LENGTH_CLASSES)]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
         """Return the key of a model's thread counts.

@@ -89,7 +89,7 @@ class WantedSession:
             generation=answer,
             target_context=contexts.target,
             draft_context=contexts.draft,
-            helpers=sources.helpers,
+            further_drafts=sources.further_drafts,
             cache=cache_folder(),
         )
         return cls(options, sources.drafts)
@@ -172,6 +172,7 @@ def open_session(
     Raises:
         SpecgenError: If the target, or a draft that the user named, cannot be used.
     """
+    # 1. Decide what is loaded at once, and what is read ahead.
     options = wanted.options
     if wanted.drafts:
         options = replace(options, draft=wanted.drafts[0].draft)
@@ -184,13 +185,12 @@ def open_session(
     draft_ahead = options.draft
     if reporter.shows_log:
         draft_ahead = "none"
-
     if measurements is None:
         measurements = open_measurements()
-
     if budget is None and not vocabulary_only:
         budget = budget_of(wanted)
 
+    # 2. Load the target, then its draft.
     started_s = clock()
     draft_note = ""
     with contextlib.ExitStack() as on_error, reporter.status(_loading_message(options.target)):
@@ -211,6 +211,7 @@ def open_session(
         session.count_rest(started_s)
         on_error.pop_all()
 
+    # 3. Tell the user what there is to know about them.
     if draft_note:
         reporter.note(draft_note)
     never_drafts = bool(wanted.drafts) and options.draft == "none"

@@ -89,7 +89,7 @@ class PrefixReuse:
         # Some drafts read the target's hidden state of the last reused token, which may no longer
         # be available: decode that token again.
         n_redecoded = 0
-        if draft is not None and draft.reads in ("all states", "cache"):
+        if draft is not None and draft.reads_all_rows:
             n_redecoded = 1
         if not uses_cache:
             # A text of one token has no prefix to reuse, so this empties the slot.

@@ -183,8 +183,8 @@ class Scheduler:
             return None
         uses = {slot: self._use_of(slot, request.prompt) for slot in free}
         chosen = min(free, key=lambda slot: uses[slot].rank)
-        # Any text that is used from now on is worth more than the one that is dropped here. So even
-        # a long text is dropped in the end, if it is not used again.
+        # As in GreedyDual (Young, 1994): any text that is used from now on is worth more than the
+        # one that is dropped here, so even a long text is dropped in the end if it stays unused.
         self._age = max(self._age, uses[chosen].value)
         chosen.age = self._age
         chosen.used_last = request.index
@@ -252,14 +252,9 @@ class Scheduler:
         if not prefilling:
             return None
         oldest = min(prefilling, key=lambda request: request.index)
-        if self._n_overtaken >= self._target.n_batch:
-            chosen = oldest
-        else:
-
-            def rank(request: Request) -> tuple[int, int]:
-                return len(request.prompt.tokens) - self._n_held(request), request.index
-
-            chosen = min(prefilling, key=rank)
+        chosen = oldest
+        if self._n_overtaken < self._target.n_batch:
+            chosen = min(prefilling, key=lambda request: (self._n_left(request), request.index))
         self._chosen = _ChosenChunk(
             running=chosen.running,
             n_before=self._n_held(chosen),
@@ -316,6 +311,10 @@ class Scheduler:
         if self.decoding or not self._token_s:
             return N_PREFILL_ALONGSIDE
         return max(N_PREFILL_ALONGSIDE, int(_CHUNK_S / self._token_s))
+
+    def _n_left(self, request: Request) -> int:
+        """Return the number of tokens of a prompt that are still to be prefilled."""
+        return len(request.prompt.tokens) - self._n_held(request)
 
     def _n_held(self, request: Request) -> int:
         """Return the number of tokens of a request, which is being served, in the cache."""

@@ -111,7 +111,7 @@ class Session:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             refuse_draft(options.target)
-            _check_helpers(options)
+            _check_further_drafts(options)
             #: The memory for the target's weights.
             self.budget = ALL_WEIGHTS
             if not vocabulary_only:
@@ -257,13 +257,13 @@ class Session:
         self._close_draft()
         options = self.options
         started_s = self.clock()
-        if source == self.ngrams.name and not options.helpers:
+        if source == self.ngrams.name and not options.further_drafts:
             self.draft = self.ngrams
         else:
             learnt = None
             if isinstance(source, Path):
                 learnt = learnt_weights(options.learning, source)
-            setup = replace(self._draft_setup, helpers=options.helpers, learnt=learnt)
+            setup = replace(self._draft_setup, further_drafts=options.further_drafts, learnt=learnt)
             self.draft = open_draft(source, setup)
         for model in self.models[1:]:
             self._count_loading(model, started_s)
@@ -304,7 +304,7 @@ class Session:
 
     @property
     def prompts(self) -> Prompts:
-        """The maker of prompts for these models."""
+        """Makes the prompts for these models."""
         variables = self.options.target_context.template_variables
         return Prompts(self.target, self.own_vocabulary, variables=variables)
 
@@ -502,8 +502,8 @@ class Session:
             n_slots: The number of answers that are generated at once.
 
         Yields:
-            The context of the draft's model, then those of the models that draft for it; none if
-            the draft has no model.
+            The context of the draft's model, then those of its second draft; none if the draft has
+            no model.
 
         Raises:
             MemoryLimitError: If they do not fit into memory.
@@ -559,18 +559,18 @@ class Session:
             yield f"--tree {tree}: {draft.why_chains}: drafting chains of {tree.n_levels} tokens"
 
 
-def _check_helpers(options: SessionOptions) -> None:
-    """Check, before anything is loaded, that a draft and its own drafts share one vocabulary.
+def _check_further_drafts(options: SessionOptions) -> None:
+    """Check, before anything is loaded, that a draft and its further drafts share one vocabulary.
 
     Raises:
         PairError: If the vocabularies differ.
         ModelFileError: If a file cannot be used.
     """
-    files = [each for each in (options.draft, *options.helpers) if isinstance(each, Path)]
-    for draft, helper in pairwise(files):
-        if _first_tokens(draft) != _first_tokens(helper):
+    files = [each for each in (options.draft, *options.further_drafts) if isinstance(each, Path)]
+    for draft, second in pairwise(files):
+        if _first_tokens(draft) != _first_tokens(second):
             raise PairError(
-                f"{helper.name} cannot draft for {draft.name}: each has a vocabulary of its own",
+                f"{second.name} cannot draft for {draft.name}: each has a vocabulary of its own",
                 hint="a draft's own draft is of the same model family, or n-grams",
             )
 

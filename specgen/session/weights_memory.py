@@ -68,10 +68,10 @@ def memory_needs(
     drafts: Iterable[DraftSource],
     n_slots: int = 1,
 ) -> MemoryNeeds:
-    """Estimate the memory of a target, its largest draft, the helpers, and all their contexts.
+    """Estimate the memory of a target, its largest draft, further drafts, and all their contexts.
 
     Args:
-        options: The target, the helpers, and the options of contexts.
+        options: The target, the further drafts, and the options of contexts.
         drafts: The drafts, one of which will be used.
         n_slots: The number of answers at once, each with a context of the usual size.
 
@@ -89,10 +89,10 @@ def memory_needs(
         return weights_bytes(source) + context_bytes(source, options.draft_context, n_ctx)
 
     largest_draft_bytes = max(map(draft_bytes, drafts), default=0)
-    helper_bytes = sum(map(draft_bytes, options.helpers))
+    further_draft_bytes = sum(map(draft_bytes, options.further_drafts))
     return MemoryNeeds(
         weights_bytes(target),
-        context_bytes(target, context, n_ctx) + largest_draft_bytes + helper_bytes,
+        context_bytes(target, context, n_ctx) + largest_draft_bytes + further_draft_bytes,
     )
 
 
@@ -220,7 +220,7 @@ def weights_budget(
     Call this before anything is loaded, since whatever is loaded reduces the available memory.
 
     Args:
-        options: The target, the helpers, and the options of contexts.
+        options: The target, the further drafts, and the options of contexts.
         drafts: The drafts, one of which will be used.
         n_slots: The number of answers at once, for whose contexts streamed weights leave room.
         max_bytes: The memory for everything that the session loads, if less is available.
@@ -256,7 +256,7 @@ def budget_within(
     Files that cannot be read do not count: loading them reports what is wrong with them.
 
     Args:
-        options: The target, the helpers, and the options of contexts.
+        options: The target, the further drafts, and the options of contexts.
         drafts: The drafts, one of which will be used.
         memory_bytes: The memory for everything that the session loads.
         n_slots: The number of answers at once, for whose contexts streamed weights leave room.

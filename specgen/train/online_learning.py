@@ -420,7 +420,8 @@ class Learner:
     """Runs lessons in a separate process, between the answers of a command; a context manager.
 
     It starts a lesson when there are enough new answers, pauses it while an answer is generated,
-    and reloads the engine's draft when this or another process has learnt better weights.
+    and reloads the engine's draft when this or another process has learnt better weights. The
+    command calls `before_answers` and `after_answers`.
 
     Args:
         session: The models, and the folder of kept answers; without a folder, nothing is learnt.
@@ -490,14 +491,25 @@ class Learner:
             child.kill()
         self._finish_process(child)
 
-    def between_answers(self, *, begins: bool = False) -> None:
+    def before_answers(self) -> None:
+        """Make way for answers: pause the lesson, or use what it has learnt if it is finished.
+
+        If learning fails, it is switched off, and answers go on.
+        """
+        self._manage_lesson(may_run=False)
+
+    def after_answers(self) -> None:
+        """Use the time between answers: start, continue or finish a lesson.
+
+        If learning fails, it is switched off, and answers go on.
+        """
+        self._manage_lesson(may_run=True)
+
+    def _manage_lesson(self, *, may_run: bool) -> None:
         """Start, pause, continue or finish a lesson.
 
-        Call this before and after each answer. If learning fails, it is switched off, and answers
-        go on.
-
         Args:
-            begins: Whether an answer is about to begin, which pauses a lesson, or has just ended.
+            may_run: Whether the process of a lesson may run now, or is paused.
         """
         if not self._is_on:
             return
@@ -510,7 +522,7 @@ class Learner:
             if self._child is None:
                 self._reload_draft()
             else:
-                self._set_running(not begins)
+                self._set_running(may_run)
         except (SpecgenError, OSError, ValueError, TypeError) as error:
             self._is_on = False
             self._tell(f"learning has ended: {error}")
@@ -539,7 +551,7 @@ class Learner:
     def _send(self, data: bytes) -> None:
         stdin = None if self._child is None else self._child.stdin
         assert stdin is not None
-        # If the process has ended, the next call of `between_answers` notices.
+        # If the process has ended, the next call of `_manage_lesson` notices.
         with contextlib.suppress(BrokenPipeError):
             stdin.write(data)
             stdin.flush()

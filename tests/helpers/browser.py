@@ -27,6 +27,16 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.fixture
+def keeping_browser(browser: Browser) -> Iterator[Browser]:
+    """A browser that keeps a page when the user leaves it, and shows it again at a step back."""
+    kept = browser.browser_type.launch(
+        executable_path=_chromium(), ignore_default_args=["--disable-back-forward-cache"]
+    )
+    with kept:
+        yield kept
+
+
 def _chromium() -> str | None:
     named = os.environ.get(CHROMIUM_VARIABLE)
     if named:

@@ -109,7 +109,7 @@ def act(page: Page, title: str, action: str) -> None:
     """Use the menu of a conversation in the list."""
     row = page.get_by_role("listitem").filter(has=page.get_by_role("link", name=title))
     row.get_by_label("Actions for").click()
-    row.get_by_role("button", name=action).click()
+    row.get_by_role("menuitem", name=action).click()
 
 
 def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") -> None:
@@ -121,12 +121,15 @@ def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") 
 def answer_every_request(page: Page, text: str) -> None:
     """Let each answer be this text, in tokens of a few characters."""
     tokens = re.findall("(?s).{1,7}", text)
-    chunks = [chunk_of({"text": token, "kind": "accepted"}) for token in tokens]
+    pieces = [{"text": token, "kind": "accepted"} for token in tokens]
+    chunks = [chunk_of(piece, n_before=number) for number, piece in enumerate(pieces)]
     page.route(API, lambda route: reply(route, *chunks))
 
 
-def chunk_of(*pieces: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk of a streamed answer that commits these tokens."""
+def chunk_of(*pieces: dict[str, Any], n_before: int = 0) -> dict[str, Any]:
+    """Return a chunk of a streamed answer that commits these tokens, after `n_before` others."""
     text = "".join(piece["text"] for piece in pieces)
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
-    return {"choices": [choice], "events": [{"event": "committed", "pieces": pieces}]}
+    n_tokens = n_before + sum(piece["text"] != "" for piece in pieces)
+    committed = {"event": "committed", "pieces": pieces, "n_tokens": n_tokens}
+    return {"choices": [choice], "events": [committed]}

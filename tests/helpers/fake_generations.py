@@ -91,7 +91,7 @@ class TreeDrafter(NoDrafter):
             adds_leaf = parent in parents if tokens else False
             if adds_leaf and n_leaves == self.n_branches:
                 continue
-            row = self.language(tuple(context) + self._path(tokens, parents, parent))
+            row = self.language(tuple(context) + self._tokens_to(tokens, parents, parent))
             best = int(row.argmax())
             if self.rng.random() >= self.right or best in siblings:
                 free = [t for t in range(len(row)) if t not in siblings]
@@ -103,12 +103,12 @@ class TreeDrafter(NoDrafter):
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
     @staticmethod
-    def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
-        path: list[int] = []
+    def _tokens_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
+        found: list[int] = []
         while node != ROOT:
-            path.append(tokens[node])
+            found.append(tokens[node])
             node = parents[node]
-        return tuple(reversed(path))
+        return tuple(reversed(found))
 
 
 class WrappedDrafter(Drafter):

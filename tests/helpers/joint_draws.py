@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from specgen.drafters.draft_text import DraftText
+from specgen.drafters.heads import LoadedHeads
 from specgen.drafters.translated import TranslatedDrafter
 from specgen.measure.exactness import tokens_of
 from specgen.method.answer_loop import AnswerLoop
@@ -249,10 +250,10 @@ def draw_with_models(
     on in turn, so that the bonus token after a fully accepted draft is tested, too. Not for
     drafts from the target's states, which read its context.
     """
-    assert session.draft is None or session.draft.reads in ("text", "last states")
+    assert session.draft is None or not session.draft.reads_all_rows
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
     with session.contexts(n_ctx) as (cache, draft_caches):
-        has_states = session.draft is not None and session.draft.reads == "last states"
+        has_states = isinstance(session.draft, LoadedHeads)
         target = MemoBackend(cache, has_states=has_states)
         drafts = [MemoBackend(each) for each in draft_caches]
         with patch.object(drafter_factory, "SamplingPipeline", RememberingPipeline):
@@ -312,20 +313,20 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
     is_end = sequence.vocabulary.is_end
     cells: dict[Cell, float] = {}
 
-    def follow(path: Cell, prob: float) -> None:
-        if len(path) == depth or (path and is_end(path[-1])):
-            cells[path] = prob
+    def follow(drafted: Cell, prob: float) -> None:
+        if len(drafted) == depth or (drafted and is_end(drafted[-1])):
+            cells[drafted] = prob
             return
-        forced = sequence.text_state.forced(path)
+        forced = sequence.text_state.forced(drafted)
         if forced is not None:
-            follow((*path, forced), prob)
+            follow((*drafted, forced), prob)
             return
-        text = (*sequence.text_state.tokens, *path)
+        text = (*sequence.text_state.tokens, *drafted)
         target.remove(0, len(sequence.text_state.tokens) - 1)
         batch = _rows(text, target.length(0), len(text), n_wanted=1)
-        step = sampling.distribution(target.decode(batch)[-1].copy(), path)
+        step = sampling.distribution(target.decode(batch)[-1].copy(), drafted)
         for token, p in zip(step.token_ids.tolist(), step.probs.tolist(), strict=True):
-            follow((*path, token), prob * p)
+            follow((*drafted, token), prob * p)
 
     follow((), 1.0)
     return cells
@@ -341,11 +342,11 @@ class RememberingPipeline(SamplingPipeline):
         self._n_fixed = len(state.tokens)
         self._known: dict[tuple[int, ...], Distribution] = {}
 
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        text = (*self._state.tokens[self._n_fixed :], *path)
+    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+        text = (*self._state.tokens[self._n_fixed :], *drafted)
         found = self._known.get(text)
         if found is None:
-            found = super().distribution(logits, path)
+            found = super().distribution(logits, drafted)
             if len(found.token_ids) <= 2000:
                 self._known[text] = found
         return found

@@ -103,7 +103,8 @@ def running(
     n_parallel: int = 4,
     n_ctx: int = N_CTX,
     learn_alone: bool = True,
-    between_answers: Callable[[bool], None] = lambda _begins: None,
+    before_answers: Callable[[], None] = lambda: None,
+    after_answers: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[Running]:
     """Run a server in a thread of this process; it closes the session at the end."""
@@ -112,7 +113,9 @@ def running(
         stack.enter_context(session)
         calibrate(session)
         engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
-        opened = OpenedModel(session, engine, between_answers=between_answers)
+        opened = OpenedModel(
+            session, engine, before_answers=before_answers, after_answers=after_answers
+        )
         name = options.alias or session.target.name.removesuffix(".gguf")
         entry = ModelEntry(name, lambda _turns, _interrupted: opened, options=session.options)
         pool = stack.enter_context(ModelPool([entry], options.limits, note=note))

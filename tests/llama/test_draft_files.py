@@ -158,7 +158,7 @@ def test_a_draft_is_no_target_and_drafts_for_no_draft(folder: Path, name: str, k
     file, target = folder / f"{name}.gguf", folder / "llama.gguf"
     for options in (
         SessionOptions(target=file),
-        SessionOptions(target=target, draft=target, helpers=(file,)),
+        SessionOptions(target=target, draft=target, further_drafts=(file,)),
     ):
         with pytest.raises(ModelFileError, match=rf"a draft of one target \({kind}\)") as refused:
             Session(options, time.perf_counter)
@@ -191,7 +191,7 @@ def test_what_has_no_mtp_layers_says_why(parted: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="MTP layers, and not the model that they belong to"):
         opened(parted / "mtp-glm4moe.gguf", "none")
     with pytest.raises(UsageError, match="takes no draft of its own"):
-        opened(parted / "glm4moe.gguf", parted / "mtp-glm4moe.gguf", helpers=("ngram",))
+        opened(parted / "glm4moe.gguf", parted / "mtp-glm4moe.gguf", further_drafts=("ngram",))
 
 
 def test_layers_beside_a_target_are_found(folder: Path, parted: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.drafters.autoregressive import ModelDrafter
-from specgen.drafters.staged import SecondDraft
+from specgen.drafters.staged import DraftGuesser
 from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import draft_alone, propose_together
@@ -176,29 +176,29 @@ TEXT = [1, 2, 3]
 # --- tokens between the text and a draft
 
 
-class Paths(SamplingPipeline):
-    """A sampling pipeline that notes the paths that it is asked about."""
+class NotingPipeline(SamplingPipeline):
+    """A sampling pipeline that notes the drafted tokens that it is asked about."""
 
     def __init__(self, state: TextState) -> None:
         super().__init__(Sampler(SamplerOptions()), state)
-        self.paths: list[tuple[int, ...]] = []
+        self.drafted: list[tuple[int, ...]] = []
 
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        self.paths.append(tuple(path))
-        return super().distribution(logits, path)
+    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+        self.drafted.append(tuple(drafted))
+        return super().distribution(logits, drafted)
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_model_knows_the_tokens_between_the_text_and_its_draft(is_tree: bool) -> None:
     """Penalties and grammars depend on it."""
     state = TextState(TEXT)
-    pipeline = Paths(state)
+    pipeline = NotingPipeline(state)
     backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
     request = draft_request(state, pipeline, can_branch=is_tree, shape=parse_tree("1,1,1"))
     model = ModelDrafter(backend, request, n_shared_tokens=N_VOCAB)
     draft = draft_alone(model.propose([*TEXT, 4, 5], RoundPlan("fixed", 3), 2))
     assert len(draft) == 3
-    assert pipeline.paths[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
+    assert pipeline.drafted[:3] == [(4, 5, *draft.tokens[:n]) for n in range(3)]
 
 
 # --- a draft for the draft model
@@ -235,16 +235,16 @@ def test_the_draft_models_own_tokens_settle_a_guess(
     drafted: list[int], n_right: int, committed: tuple[int, ...]
 ) -> None:
     policy = NotingPolicy(DraftOptions("fixed", 3, p_min=0.0))
-    guesses = SecondDraft(Cascade(model=Guessing()), policy)
+    guesser = DraftGuesser(Cascade(model=Guessing()), policy)
     with pytest.raises(StopIteration) as ended:
-        next(guesses.guess(TEXT, [9], 5, 0))
+        next(guesser.guess(TEXT, [9], 5, 0))
     assert list(ended.value.value) == [4, 5, 6]
-    guesses.observe_decode(2.0)
-    guesses.settle(drafted)
-    guesses.settle(drafted)  # it is settled once
+    guesser.observe_decode(2.0)
+    guesser.settle(drafted)
+    guesser.settle(drafted)  # it is settled once
     (result,) = policy.results
     # Guesses after the last token that the model drafted are not judged.
     assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(committed)], 2.0)
     assert (result.path, result.committed) == (tuple(range(n_right)), committed)
     # The tokens that a decode confirms share its time.
-    assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
+    assert guesser.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))

@@ -229,7 +229,7 @@ def loaded(
     )
     made = opened.draft
     assert (made is not None and made.learnt is not None) == has_learnt
-    reads_rows = made is not None and made.reads in ("all states", "cache")
+    reads_rows = made is not None and made.reads_all_rows
     assert reads_rows == (case in FROM_STATES)
     return opened
 
@@ -259,7 +259,7 @@ def check_draws(session: Session) -> int:
     accepted.
     """
     prompt = session.prompts.of_text(PROMPT, chat=False)
-    if session.draft is not None and session.draft.reads in ("all states", "cache"):
+    if session.draft is not None and session.draft.reads_all_rows:
         result = check_sampled(session, {1: prompt}, N_DRAWS_OF_ONE, LEVEL, seed=5)
         assert result is not None
         assert not result.is_defect, result

@@ -145,14 +145,14 @@ def models(
     file: str = "draft",
     architecture: Architecture = "llama",
     n_max: int = 4,
-    helpers: tuple[Path, ...] = (),
+    further_drafts: tuple[Path, ...] = (),
 ) -> Session:
     config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
     named = replace(config.draft(0.1), name=name)
     return opened(
         write_tiny_model(folder / "target.gguf", config),
         write_tiny_model(folder / f"{file}.gguf", named, metadata=metadata),
-        helpers=helpers,
+        further_drafts=further_drafts,
         drafting={"mask": mask, "tree": TreeShape("off"), "ngrams": False},
         n_draft=n_max,
         n_tokens=24,

@@ -122,8 +122,8 @@ def test_a_preview_keeps_nothing() -> None:
 
 @settings(max_examples=80)
 @given(st.data())
-def test_a_history_is_the_end_of_the_text_and_the_path(data: st.DataObject) -> None:
-    """However the text grows, over many times the room that there is at first; a path leaves
+def test_a_history_is_the_end_of_the_text_and_the_drafted_tokens(data: st.DataObject) -> None:
+    """However the text grows, over many times the room that there is at first; drafted tokens leave
     nothing behind.
     """
     text = list(range(5))
@@ -133,11 +133,11 @@ def test_a_history_is_the_end_of_the_text_and_the_path(data: st.DataObject) -> N
         for token in new:
             state.commit(token)
         text = text + new
-        path = list(range(100, 100 + data.draw(st.integers(0, 2000))))
+        drafted = list(range(100, 100 + data.draw(st.integers(0, 2000))))
         n_last = data.draw(st.integers(-1, 1500))
-        whole = text + path
-        history = state.history(path, n_last)
+        whole = text + drafted
+        history = state.history(drafted, n_last)
         assert history.dtype == np.int64
         assert history.tolist() == (whole if n_last < 0 else whole[max(0, len(whole) - n_last) :])
-        assert state.history([*path, 7, 8], -1).tolist() == [*whole, 7, 8]
+        assert state.history([*drafted, 7, 8], -1).tolist() == [*whole, 7, 8]
         assert state.history((), -1).tolist() == state.tokens == text

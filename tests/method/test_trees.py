@@ -88,7 +88,7 @@ def test_shapes_are_read() -> None:
 
 
 def texts(draft: Draft) -> set[tuple[int, ...]]:
-    return {draft.text(node) for node in range(len(draft))}
+    return {draft.tokens_to(node) for node in range(len(draft))}
 
 
 def test_independent_walks_lead_from_the_root_down_and_stay_whole() -> None:
@@ -212,7 +212,7 @@ def largest_error(
         shapes[draft.parents] += 1
 
         def after(node: int) -> Distribution:
-            return target(() if node == ROOT else draft.text(node))
+            return target(() if node == ROOT else draft.tokens_to(node))
 
         verdict = verifier.verify(draft, after, fate)  # type: ignore[arg-type]
         told = (*(draft.tokens[node] for node in verdict.path), verdict.next_token)
@@ -599,7 +599,7 @@ def test_branches_of_n_grams_are_what_followed_somewhere(
     assert len(tree) <= n_max
     assert len(texts(tree)) == len(tree)
     for node in range(len(tree)):
-        before = [*text, *tree.text(node)]
+        before = [*text, *tree.tokens_to(node)]
         pair = before[-2:]
         assert any(text[i : i + 2] == pair for i in range(len(text) - 1))
 

@@ -114,14 +114,15 @@ def test_everything_works_with_the_keyboard(page: Page) -> None:
     # Its menu.
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    tab_to(page, "button", "Rename")
+    expect(page.get_by_role("menuitem", name="Rename")).to_be_focused()
     page.keyboard.press("Enter")
     page.keyboard.type("Cats")
     page.keyboard.press("Enter")
     expect(page.get_by_role("link", name="Cats")).to_be_focused()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    tab_to(page, "button", "Delete")
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_role("menuitem", name="Delete")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Undo")).to_be_focused()
     page.keyboard.press("Enter")
@@ -248,6 +249,23 @@ def test_nothing_is_wider_than_the_window(shown_page: Page) -> None:
     panel = shown_page.get_by_role("dialog")
     assert panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth")
     assert panel.evaluate("panel => panel.offsetWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1280, 960, 640, 400, 320])
+def test_a_menu_of_models_fits_into_the_header(
+    browser: Browser, server: Running, width: int
+) -> None:
+    names = ["target", "Another-Model-With-A-Long-Name-135M-Instruct.Q4_1"]
+    with browser.new_context(viewport={"width": width, "height": 360}) as context:
+        page = context.new_page()
+        data = [{"id": name} for name in names]
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": data}))
+        page.goto(server.url)
+        expect(page.get_by_role("combobox", name="Model").locator("option")).to_have_text(names)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        button = page.get_by_role("button", name="New conversation").bounding_box()
+        assert button is not None
+        assert button["x"] + button["width"] <= width
 
 
 def test_the_list_lies_over_a_narrow_page(browser: Browser, server: Running) -> None:

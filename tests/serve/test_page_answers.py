@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
 from tests.helpers.browser import browser
 from tests.helpers.chat_page import (
@@ -238,19 +237,4 @@ def test_a_half_code_block_is_a_code_block(page: Page) -> None:
 
 def test_an_answer_with_code_arrives_without_errors(page: Page) -> None:
     """The page's fixture checks for errors; the answer comes in many chunks."""
-    text = CODE + FORMULAS
-
-    def stream(route: Route) -> None:
-        chunks = []
-        for start in range(0, len(text), 3):
-            piece = {"text": text[start : start + 3], "kind": "plain"}
-            choice = {"index": 0, "delta": {"content": piece["text"]}, "finish_reason": None}
-            events = [{"event": "committed", "pieces": [piece]}]
-            chunks.append({"choices": [choice], "events": events})
-        lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
-        route.fulfill(content_type="text/event-stream", body=lines + "data: [DONE]\n\n")
-
-    page.route(API, stream)
-    send(page)
-    answer(page)
-    expect(turn(page).locator("math")).to_have_count(6)
+    expect(show(page, CODE + FORMULAS).locator("math")).to_have_count(6)

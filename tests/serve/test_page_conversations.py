@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from specgen.serve.server.options import Limits, ServerOptions
-from tests.helpers.browser import browser
+from tests.helpers.browser import browser, keeping_browser
 from tests.helpers.chat_page import (
     API,
     CHATTING,
@@ -22,6 +22,7 @@ from tests.helpers.chat_page import (
     chunk_of,
     opened,
     page,
+    question,
     reply,
     rows,
     send,
@@ -30,7 +31,7 @@ from tests.helpers.chat_page import (
 )
 from tests.helpers.server import Running, serves, tiny_server, wait_until
 
-__all__ = ["browser", "page"]
+__all__ = ["browser", "keeping_browser", "page"]
 
 #: A server whose target accepts some drafted tokens and rejects others.
 server = serves(**CHATTING)
@@ -73,6 +74,100 @@ def test_old_conversations_are_found_by_their_words(page: Page) -> None:
     assert page.get_by_role("navigation").locator("[aria-current]").count() == 1
     page.go_back()
     expect(page.locator(".turn .question")).to_have_text("a mouse")
+
+
+def test_what_was_found_is_marked_between_whole_words(page: Page) -> None:
+    text = (
+        "There are many picturesque towns around the <b>Starnberger See</b>, where generations of "
+        "painters from Munich have spent their summers since the railway came."
+    )
+    answer_every_request(page, text)
+    ask(page, "the cat (1)")
+    search = page.get_by_role("searchbox")
+    excerpt = rows(page).locator(".excerpt")
+    search.fill("of STARN")
+    expect(excerpt).to_have_text(
+        "… towns around the <b>Starnberger See</b>, where generations of painters from Munich "
+        "have spent their summers since …"
+    )
+    expect(excerpt.locator("mark")).to_have_text(["Starn", "of"])
+    expect(excerpt.locator("b")).to_have_count(0)
+    search.fill("came")
+    expect(excerpt).to_have_text("… since the railway came.")
+    search.fill("(1) the")
+    expect(rows(page).locator(".title mark")).to_have_text(["the", "(1)"])
+    search.fill("")
+    expect(page.locator("mark")).to_have_count(0)
+
+
+def test_a_long_word_that_was_found_is_cut(page: Page) -> None:
+    answer_every_request(page, "x" * 300 + "needle" + "y" * 300)
+    ask(page)
+    page.get_by_role("searchbox").fill("needle")
+    excerpt = rows(page).locator(".excerpt")
+    expect(excerpt).to_have_text("… " + "x" * 24 + "needle" + "y" * 90 + " …")
+
+
+def test_a_right_click_opens_the_menu_of_a_conversation(page: Page) -> None:
+    ask(page)
+    rows(page).click(button="right", position={"x": 30, "y": 10})
+    menu = page.get_by_role("menu", name=QUESTION)
+    expect(menu.get_by_role("menuitem", name="Rename")).to_be_focused()
+    link = rows(page).bounding_box()
+    place = menu.bounding_box()
+    assert link is not None
+    assert place is not None
+    assert abs(place["x"] - link["x"] - 30) <= 1
+    assert abs(place["y"] - link["y"] - 10) <= 1
+    page.keyboard.press("Escape")
+    expect(menu).to_be_hidden()
+    expect(rows(page)).to_be_focused()
+    # A click elsewhere closes it, and so does another one on its button.
+    button = page.get_by_label("Actions for")
+    button.click()
+    expect(button).to_have_attribute("aria-expanded", "true")
+    page.locator("main").click()
+    expect(menu).to_be_hidden()
+    button.click()
+    button.click()
+    expect(menu).to_be_hidden()
+    # The field for a title has the browser's own menu.
+    act(page, QUESTION, "Rename")
+    page.get_by_role("textbox", name="Title").click(button="right")
+    expect(menu).to_be_hidden()
+
+
+@pytest.mark.parametrize("key", ["ContextMenu", "Shift+F10"])
+def test_a_key_opens_the_menu_of_a_conversation(page: Page, key: str) -> None:
+    ask(page)
+    rows(page).focus()
+    page.keyboard.press(key)
+    menu = page.get_by_role("menu", name=QUESTION)
+    items = menu.get_by_role("menuitem")
+    expect(items.first).to_be_focused()
+    place = menu.bounding_box()
+    assert place is not None
+    assert place["x"] + place["width"] <= 1280
+    for pressed, number in [
+        ("ArrowDown", 1),
+        ("End", 3),
+        ("ArrowDown", 0),
+        ("ArrowUp", 3),
+        ("Home", 0),
+    ]:
+        page.keyboard.press(pressed)
+        expect(items.nth(number)).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(menu).to_be_hidden()
+    expect(rows(page)).to_be_focused()
+    page.keyboard.press(key)
+    page.keyboard.press("Tab")
+    expect(menu).to_be_hidden()
+    expect(page.get_by_label("Actions for")).to_be_focused()
+    page.keyboard.press(key)
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Undo")).to_be_focused()
 
 
 def test_a_conversation_is_renamed(page: Page) -> None:
@@ -154,6 +249,18 @@ def test_a_new_conversation_lets_the_answer_to_another_go_on(
         wait_until(
             lambda: endless.metric(f"answers_total{{{label}}}") == 2, "the end of the answer"
         )
+
+
+def test_escape_closes_the_menu_and_not_the_answer(browser: Browser, endless: Running) -> None:
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        rows(page).click(button="right")
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("menu")).to_be_hidden()
+        expect(page.get_by_role("button", name="Stop")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
 # --- what the browser stores ---------------------------------------------------------------------
@@ -331,6 +438,79 @@ def test_a_tab_that_is_closed_in_mid_answer_replaces_nothing(
             rows(other).nth(conversation).click()
             expect(turn(other).locator(".question")).to_have_text(text)
             assert turn(other).locator(".answer span").count()
+
+
+def test_a_page_that_the_browser_has_kept_can_go_on(
+    keeping_browser: Browser, endless: Running
+) -> None:
+    with opened(keeping_browser, endless.url) as page:
+        page.evaluate(
+            "addEventListener('pageshow', ({ persisted }) => { sessionStorage.kept = persisted })"
+        )
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        question(page).fill("a draft")
+        page.goto(f"{endless.url}/health")
+        page.evaluate("history.back()")
+        expect(turn(page).locator(".stats")).to_contain_text("unfinished")
+        if page.evaluate("sessionStorage.kept") != "true":
+            pytest.skip("this browser does not keep the page")
+        expect(question(page)).to_have_value("a draft")
+        answer_every_request(page, "sleeps")
+        question(page).press("Enter")
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        answer(page)  # it is stored now
+        page.reload()
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        expect(rows(page)).to_have_count(1)
+
+
+#: Lets the page think that the browser keeps it, or shows it again.
+TRANSITION = "name => dispatchEvent(new PageTransitionEvent(name, { persisted: true }))"
+#: Lets the page not hear what others do, as a page that is kept.
+DEAF = "BroadcastChannel = class extends BroadcastChannel { set onmessage(listener) {} }"
+
+
+def test_a_page_that_is_shown_again_catches_up(browser: Browser, endless: Running) -> None:
+    with opened(browser, endless.url) as page:
+        page.add_init_script(DEAF)
+        page.reload()
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        question(page).fill("a draft")
+        page.evaluate(TRANSITION, "pagehide")
+        with page.context.new_page() as other:
+            other.goto(endless.url)
+            expect(rows(other)).to_have_count(1)
+            answer_every_request(other, "sings")
+            ask(other, "a bird")
+        page.evaluate(TRANSITION, "pageshow")
+        expect(rows(page)).to_contain_text(["a bird", QUESTION])
+        expect(turn(page).locator(".stats")).to_contain_text("unfinished")
+        expect(question(page)).to_have_value("a draft")
+        # What it does from now on is stored.
+        answer_every_request(page, "sleeps")
+        page.get_by_role("button", name="Regenerate").click()
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        answer(page)  # it is stored now
+        page.reload()
+        expect(turn(page).locator(".answer")).to_have_text("sleeps")
+        expect(rows(page)).to_have_count(2)
+
+
+def test_a_page_that_is_shown_again_tells_what_was_deleted(page: Page) -> None:
+    page.add_init_script(DEAF)
+    page.reload()
+    ask(page)
+    page.evaluate(TRANSITION, "pagehide")
+    with page.context.new_page() as other:
+        other.goto(page.url)
+        act(other, QUESTION, "Delete")
+        expect(rows(other)).to_have_count(0)
+    page.evaluate(TRANSITION, "pageshow")
+    expect(rows(page)).to_have_count(0)
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_have_text("The conversation was deleted in another tab.")
 
 
 def wait_until_waiting(page: Page, waiting: list[Route]) -> None:

@@ -186,7 +186,7 @@ def test_files_are_saved_with_a_conversation(page: Page, tmp_path: Path) -> None
     answer(page)
     page.get_by_label("Actions for").click()
     with page.expect_download() as download:
-        page.get_by_role("button", name="Save as JSON").click()
+        page.get_by_role("menuitem", name="Save as JSON").click()
     download.value.save_as(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
     (file,) = saved["turns"][0]["files"]

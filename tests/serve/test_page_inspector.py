@@ -9,15 +9,31 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.helpers.browser import browser
-from tests.helpers.chat_page import API, CHATTING, ask, opened, page, reply, send, turn
+from tests.helpers.chat_page import (
+    API,
+    CHATTING,
+    answer,
+    ask,
+    chunk_of,
+    opened,
+    page,
+    question,
+    reply,
+    send,
+    turn,
+)
 from tests.helpers.server import Running, serves
 from tests.serve.test_page_access import FAINT
+from tests.tiny import CHATML_TEMPLATE
 
 __all__ = ["browser", "page"]
 
 server = serves(**CHATTING)
 #: A server whose answers take minutes.
 endless = serves(**CHATTING, n_ctx_train=32768, n_ctx=32768, max_tokens=-1)
+
+#: A server that drafts with n-grams.
+ngrams = serves(chat_template=CHATML_TEMPLATE)
 
 SCORES = "**/v1/chat/completions/token_probabilities"
 
@@ -120,7 +136,8 @@ def test_it_still_works_after_a_reload(page: Page) -> None:
     bodies = count_scorings(page)
     turn(page, 0).locator(".answer .corrected").first.click()
     expect(panel(page).get_by_role("table")).to_have_count(2)
-    turn(page, 1).get_by_role("button", name="Inspect tokens").click()
+    with page.expect_request(SCORES):
+        turn(page, 1).get_by_role("button", name="Inspect tokens").click()
     expect(panel(page).get_by_role("table")).to_have_count(2)
     assert [len(body["messages"]) for body in bodies] == [1, 3]
 
@@ -144,6 +161,87 @@ def test_every_token_has_a_reason(page: Page) -> None:
     assert {"accepted", "corrected"} <= kinds <= {"accepted", "corrected", "bonus", "plain"}
 
 
+def test_the_end_of_the_text_comes_after_the_last_token(page: Page) -> None:
+    texts = ("the", " cat", "")
+    pieces = [{"text": text, "kind": "plain", "token_id": 0} for text in texts]
+    chunk = chunk_of(*pieces)
+    chunk["events"].insert(
+        0, {"event": "prompt", "target": "target.gguf", "sampler": {"temperature": 0}}
+    )
+    page.route(API, lambda route: reply(route, chunk))
+    page.route(SCORES, lambda route: route.fulfill(json={"target": "other.gguf"}))
+    ask(page)
+    turn(page).get_by_role("button", name="Inspect tokens").click()
+    heading = panel(page).get_by_role("heading")
+    following = panel(page).get_by_role("button", name="Next token")
+    for place in ("Token 1 of 2: the", "Token 2 of 2: ␣cat"):
+        expect(heading).to_contain_text(place)
+        following.click()
+    expect(heading).to_contain_text("After the last token: end of text")
+    expect(following).to_be_disabled()
+    page.keyboard.press("ArrowLeft")  # the button has not taken the focus with it
+    expect(heading).to_contain_text("Token 2 of 2")
+
+
+#: Whether nothing covers an element.
+IS_UNCOVERED = """element => {
+    element.scrollIntoView({ block: "nearest" });
+    const { x, y, width, height } = element.getBoundingClientRect();
+    return [0.1, 0.5, 0.9].every((share) =>
+        element.contains(document.elementFromPoint(x + share * width, y + share * height)));
+}"""
+
+
+# The third is a window of 1280 x 720 pixels at 200%, the last one at 400%.
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (400, 700), (640, 360), (320, 180)])
+def test_the_panel_covers_nothing(
+    browser: Browser, server: Running, width: int, height: int
+) -> None:
+    with browser.new_context(viewport={"width": width, "height": height}) as context:
+        page = context.new_page()
+        page.goto(server.url)
+        ask(page, "a dog")
+        ask(page)
+        page.get_by_role("button", name="Regenerate").last.click()
+        answer(page)
+        turn(page).get_by_role("button", name="Inspect tokens").click()
+        expect(panel(page).get_by_role("table")).to_have_count(2)
+        place = turn(page).locator(".inspected").first.bounding_box()
+        conversation = page.locator("main").bounding_box()
+        assert place is not None
+        assert conversation is not None
+        assert conversation["y"] <= place["y"]
+        assert place["y"] + place["height"] <= conversation["y"] + conversation["height"]
+        undo = page.get_by_role("button", name="Undo")
+        sending = page.get_by_role("button", name="Send")
+        dismissing = page.get_by_role("button", name="Dismiss")
+        for shown in (question(page), sending, undo, dismissing):
+            assert shown.evaluate(IS_UNCOVERED)
+        if height >= 700:
+            assert page.evaluate("document.documentElement.scrollHeight") == height
+        question(page).fill("a draft")
+        expect(panel(page)).to_be_visible()
+        undo.click()
+        expect(panel(page)).to_be_hidden()  # its turn is gone
+        page.keyboard.press("Escape")
+        expect(question(page)).to_have_value("a draft")
+
+
+def test_the_panel_is_closed_with_the_next_question(page: Page) -> None:
+    ask(page)
+    turn(page).get_by_role("button", name="Inspect tokens").click()
+    expect(panel(page)).to_be_visible()
+    question(page).focus()
+    page.keyboard.press("Escape")
+    expect(panel(page)).to_be_hidden()
+    turn(page).get_by_role("button", name="Inspect tokens").click()
+    ask(page, "a dog")
+    expect(panel(page)).to_be_hidden()
+    turn(page).get_by_role("button", name="Inspect tokens").click()
+    page.get_by_role("button", name="New conversation").click()
+    expect(panel(page)).to_be_hidden()
+
+
 def test_escape_closes_the_panel_and_not_the_answer(browser: Browser, endless: Running) -> None:
     with opened(browser, endless.url) as page:
         bodies = count_scorings(page)
@@ -157,6 +255,19 @@ def test_escape_closes_the_panel_and_not_the_answer(browser: Browser, endless: R
         page.keyboard.press("Escape")
         expect(page.get_by_role("button", name="Send")).to_be_visible()
         assert bodies == []
+
+
+def test_the_probabilities_come_when_the_answer_is_complete(
+    browser: Browser, endless: Running
+) -> None:
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(5)).to_be_attached()
+        turn(page).locator(".answer [data-token]").first.click()
+        expect(panel(page)).to_contain_text("when the answer is complete")
+        page.get_by_role("button", name="Stop").click()
+        expect(panel(page).get_by_role("table")).to_have_count(2)
+        expect(turn(page).locator(".inspected")).not_to_have_count(0)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +299,15 @@ def test_an_answer_that_cannot_be_scored_says_why(
     page.unroute(SCORES)
     page.keyboard.press("ArrowRight")  # it is asked for again
     expect(panel(page).get_by_role("table")).to_have_count(2)
+
+
+def test_n_grams_have_no_probabilities(browser: Browser, ngrams: Running) -> None:
+    with opened(browser, ngrams.url) as page:
+        ask(page)
+        turn(page).get_by_role("button", name="Inspect tokens").click()
+        expect(panel(page).get_by_role("table")).to_have_count(1)
+        expect(panel(page)).to_contain_text("N-grams have no probabilities")
+        expect(panel(page)).to_contain_text("Probabilities are those at temperature 1")
 
 
 def test_a_turn_without_events_has_nothing_to_inspect(page: Page) -> None:

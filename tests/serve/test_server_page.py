@@ -60,21 +60,31 @@ def test_a_share_of_accepted_tokens_is_the_same_while_the_answer_comes(page: Pag
         const { AnswerStats } = await import("./page/answer_stats.js");
         const stats = new AnswerStats(0);
         const nodes = [-1, -1, 0].map((parent) => ({ parent }));
-        const tokens = ["accepted", "rejected", "corrected"].map((kind) => ({ kind, text: "a" }));
-        stats.add({ events: [{ event: "drafted", nodes }] }, tokens, 1000);
+        const pieces = ["accepted", "corrected"].map((kind) => ({ kind, text: "a" }));
+        const committed = { event: "committed", pieces, n_tokens: 2 };
+        stats.add({ events: [{ event: "drafted", nodes }, committed] }, 1000);
         const running = stats.running();
         const speculative = {
             n_drafted: 3, n_accepted: 1, drafted_by_position: [1, 1], mean_accepted_length: 2,
             estimated_speedup: 1.62, estimated_speedup_range: [1.4, 1.8], estimate_is_rough: true,
         };
         const timings = { cache_n: 0, prompt_n: 1, predicted_n: 2, predicted_per_second: 3 };
-        stats.add({ timings, speculative }, [], 2000);
+        stats.add({ timings, speculative }, 2000);
         return [running, stats.final()];
     }""")
     for text in shown:
         assert "1 of 2 drafted tokens accepted (50%)" in text
     rough = "about 1.6 times as fast as without drafts (rough: the machine was busy)"
     assert rough in shown[1]
+
+
+def test_the_end_of_the_text_is_not_counted(page: Page) -> None:
+    """Neither is it in the API's `usage`, of which a stopped answer has none."""
+    pieces = [{"text": text, "kind": "plain"} for text in ("the", " cat", "")]
+    page.route(API, lambda route: reply(route, chunk_of(*pieces)))
+    send(page)
+    answer(page)
+    expect(turn(page).locator(".stats")).to_have_text("2 tokens")
 
 
 def test_each_kind_of_token_looks_as_in_the_legend(page: Page) -> None:
@@ -221,7 +231,7 @@ def test_the_progress_of_the_prefill_is_shown(page: Page) -> None:
         const { AnswerStats } = await import("./page/answer_stats.js");
         const stats = new AnswerStats(0);
         const prompt_progress = { total: 4000, cache: 1000, processed: 2500, time_ms: 3000 };
-        stats.add({ prompt_progress }, [], 1);
+        stats.add({ prompt_progress }, 1);
         return stats.running();
     }""")
     assert shown == "prefilling the prompt: 63% of 4000 tokens, 3.00 s left"

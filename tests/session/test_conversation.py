@@ -119,7 +119,7 @@ def test_neither_target_nor_draft_reads_again_what_was_said(chat_models: Path, d
     asked = opened(chat_models / "target.gguf", draft, drafting={"ngram_min": 1})
     with asked as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)
-        (backend,) = engine.drafts
+        (backend,) = engine.draft_caches
         for turn in range(6):
             n_rows = backend.n_decoded_rows
             list(talk.ask(f"number {turn} is the cat"))

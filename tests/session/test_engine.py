@@ -226,7 +226,7 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
         prompt = loaded.prompts.of_text(LONG)
         more = loaded.prompts.of_text(" and so on").tokens
         for turn in range(4):
-            backends = (engine.target, *engine.drafts)
+            backends = (engine.target, *engine.draft_caches)
             n_before = [backend.n_decoded_rows for backend in backends]
             answer = engine.insert(prompt)
             list(engine.run())
@@ -555,8 +555,8 @@ def test_pieces_are_short_where_others_may_wait(
     assert (max(step_s) < 0.36) == has_equal_rows
 
 
-def test_the_cost_of_a_prefill_grows_with_depth() -> None:
-    """A piece at the beginning says about how long the whole takes, and pieces at several depths
+def test_the_cost_of_a_prefill_grows_along_the_prompt() -> None:
+    """A piece at the beginning says about how long the whole takes, and pieces at several places
     say it exactly.
     """
     costs = PrefillCosts()

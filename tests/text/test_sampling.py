@@ -156,10 +156,10 @@ def test_any_chain_makes_a_distribution_and_leaves_the_logits_alone(
 
 @given(rows(100), HISTORIES, HISTORIES, chains())
 def test_only_the_last_tokens_it_asks_for_matter(
-    row: Logits, history: TokenArray, path: TokenArray, options: SamplerOptions
+    row: Logits, history: TokenArray, drafted: TokenArray, options: SamplerOptions
 ) -> None:
     sampler = Sampler(options)
-    text = np.concatenate((history, path))
+    text = np.concatenate((history, drafted))
     n = sampler.n_history
     whole = sampler.distribution(row, text)
     part = sampler.distribution(row, text[max(0, len(text) - n) :] if n >= 0 else text)

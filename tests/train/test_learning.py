@@ -277,7 +277,7 @@ def lessons() -> Any:
 
 
 def is_told(learner: Learner, said: list[str]) -> bool:
-    learner.between_answers()
+    learner.after_answers()
     return bool(said)
 
 
@@ -286,10 +286,10 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
 ) -> None:
     with learning(_SAYS) as (engine, learner, said, loaded), lessons() as begun:
         for text in prompts(NEW_ANSWERS):
-            learner.between_answers(begins=True)
+            learner.before_answers()
             sessions.answers(engine, [text])
         begun.assert_not_called()
-        learner.between_answers()
+        learner.after_answers()
         begun.assert_called_once()
         wait_for(lambda: is_told(learner, said))
         assert in_use(loaded) == tmp_path / "learning" / "w.gguf"
@@ -297,14 +297,17 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         answer = engine.insert("abc")
         finished = sessions.finished(list(engine.stream(answer)))
         assert finished.acceptance_rate == 1.0  # it is the target itself
-        learner.between_answers()
+        learner.after_answers()
         begun.assert_called_once()
 
 
 def test_a_lesson_waits_while_an_answer_is_in_the_making(learning: Learning, folder: Path) -> None:
     with learning(_NOTES) as (_, learner, _, _):
-        for begins in (True, True, False, False) * 2:
-            learner.between_answers(begins=begins)
+        for _ in range(2):
+            learner.before_answers()
+            learner.before_answers()
+            learner.after_answers()
+            learner.after_answers()
         said = folder / "said"
         wait_for(lambda: said.exists() and said.read_bytes() == b"-+-+")
 
@@ -314,7 +317,7 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(learning: Learning) 
     with learning("sys.exit('no memory')") as (engine, learner, said, _), lessons() as begun:
         wait_for(lambda: is_told(learner, said))
         assert said == ["learning has ended: no memory"]
-        learner.between_answers()
+        learner.after_answers()
         begun.assert_called_once()
         assert sessions.answers(engine, ["abc"])
 
@@ -325,7 +328,7 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
     folder = tmp_path / "learning"
     draft = models / "draft.gguf"
     with learning(_NOTES) as (engine, learner, _, loaded):
-        learner.between_answers()
+        learner.after_answers()
         folder.mkdir()
         engine.insert("abc")
         engine.step()
@@ -334,11 +337,11 @@ def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
         assert not engine.reload_draft()  # not while an answer is in the making
         assert in_use(loaded) is None
         list(engine.run())
-        learner.between_answers(begins=True)
+        learner.before_answers()
         assert in_use(loaded) == folder / "w.gguf"
         shutil.rmtree(folder)
-        learner.between_answers(begins=True)
-        learner.between_answers()
+        learner.before_answers()
+        learner.after_answers()
         assert in_use(loaded) is None
         assert sessions.answers(engine, ["abc"])
 
@@ -374,15 +377,17 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
     options = sessions.options_of(models / "target.gguf", "draft", drafting=FIXED, n_tokens=24)
     with Session(options, time.perf_counter) as loaded, Engine(loaded) as engine:
         plain = sessions.answers(engine, prompts(4))
-    told: list[bool] = []
+    told: list[str] = []
 
-    def between_answers(begins: bool) -> None:
-        told.append(begins)
-        if not begins:
-            name = f"w{len(told)}.gguf"
-            write_tiny_model(tmp_path / name, CONFIG.draft(0.1 * len(told)))
-            write_learnt(tmp_path, models / "draft.gguf", Learnt(name))
-            assert server.engine.reload_draft()
+    def before_answers() -> None:
+        told.append("before")
+
+    def after_answers() -> None:
+        told.append("after")
+        name = f"w{len(told)}.gguf"
+        write_tiny_model(tmp_path / name, CONFIG.draft(0.1 * len(told)))
+        write_learnt(tmp_path, models / "draft.gguf", Learnt(name))
+        assert server.engine.reload_draft()
 
     def ask(text: str) -> Any:
         messages = [{"role": "user", "content": text}]
@@ -390,14 +395,14 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
         return response.json()["choices"][0]["message"]["content"]
 
     taught = Session(replace(options, learning=tmp_path), time.perf_counter)
-    with running(taught, between_answers=between_answers) as server:
+    with running(taught, before_answers=before_answers, after_answers=after_answers) as server:
         with ThreadPoolExecutor(3) as pool:
             said = [ask(prompts(4)[0]), *pool.map(ask, prompts(4)[1:])]
         with server.engine.stepping:  # not while the draft is loaded again
             assert in_use(taught) is not None
     assert said == plain
-    assert told[:2] == [True, False]
-    assert told.count(False) >= 2
+    assert told[:2] == ["before", "after"]
+    assert told.count("after") >= 2
     assert len(read_answers(tmp_path)) == 4
 
 

@@ -142,9 +142,10 @@ class OpenedModel:
     engine: Engine
     #: The resources to close after the engine.
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    #: Called by the engine's thread while no answer is generated: with True just before an answer
-    #: begins, with False after the last one has ended.
-    between_answers: Callable[[bool], None] = lambda _begins: None
+    #: Called by the engine's thread when no answer is being generated, and one may begin now.
+    before_answers: Callable[[], None] = lambda: None
+    #: Called by the engine's thread when the last answer has ended.
+    after_answers: Callable[[], None] = lambda: None
 
 
 class ServedModel:
@@ -320,13 +321,13 @@ class ServedModel:
             # A round, which may begin answers that wait.
             with self._turns:
                 if not self.engine.n_busy:
-                    self._opened.between_answers(True)  # an answer may begin now
+                    self._opened.before_answers()
                 self._step()
             self._pass_on(jobs)
             # The turn is over here, so that other models can decode before this one learns.
             if not self.engine.n_busy:
                 with self._turns:
-                    self._opened.between_answers(False)  # the last one has ended
+                    self._opened.after_answers()
                 self._idle()
 
     def _step(self) -> None:

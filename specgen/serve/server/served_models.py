@@ -262,11 +262,13 @@ class ModelLoader:
             if notice:
                 reporter.note(notice)
             learner = stack.enter_context(Learner(session, engine, reporter.note))
-
-            def between_answers(begins: bool) -> None:
-                learner.between_answers(begins=begins)
-
-            return OpenedModel(session, engine, stack.pop_all(), between_answers)
+            return OpenedModel(
+                session,
+                engine,
+                stack.pop_all(),
+                before_answers=learner.before_answers,
+                after_answers=learner.after_answers,
+            )
 
     def _note_invalid_template(self, name: str, options: SessionOptions) -> None:
         """Write a note if the chat template in a model's file has a syntax error."""

@@ -9,6 +9,7 @@ const PART_OF_CHARACTER = "part of a character";
  * @typedef {object} Position
  * @property {object} piece - the token, as in a "committed" event
  * @property {string} text - the text of the token; what it is if it has none
+ * @property {boolean} isEnd - whether it is the end-of-text token, which is not counted
  * @property {object[]} guesses - the nodes of the draft at this position that were not accepted
  * @property {object|null} node - the node that was accepted
  * @property {number} nBefore - the number of accepted tokens before this one in the same round
@@ -25,6 +26,7 @@ export function positionsOf(events) {
   const positions = [];
   let nodes = [];
   let accepted = [];
+  let nTokens = 0;
   for (const event of events) {
     if (event.event === "drafted") {
       nodes = event.nodes;
@@ -32,14 +34,16 @@ export function positionsOf(events) {
       accepted = event.accepted;
     } else if (event.event === "committed") {
       positions.push(...positionsOfRound(event, nodes, accepted));
+      nTokens = event.n_tokens;
       nodes = [];
       accepted = [];
     }
   }
-  // The end of the text is the last token, and has none itself.
+  // The end-of-text token is the last one, has no text, and is not counted.
   const last = positions.at(-1);
-  if (last?.piece.text === "") {
+  if (last?.piece.text === "" && positions.length > nTokens) {
     last.text = END;
+    last.isEnd = true;
   }
   return positions;
 }
@@ -53,6 +57,7 @@ function positionsOfRound({ pieces, reason_text: reason = null }, nodes, accepte
     return {
       piece,
       text: piece.text === "" ? PART_OF_CHARACTER : piece.text,
+      isEnd: false,
       guesses: nodes.filter(isGuess),
       node: nodes[ownIndex] ?? null,
       nBefore: Math.min(place, accepted.length),

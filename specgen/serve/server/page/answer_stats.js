@@ -13,7 +13,8 @@ export class AnswerStats {
   #nowMs;
   // The time and the number of the tokens that arrived first; null before that.
   #first = null;
-  // The number of tokens of the answer so far.
+  // The number of tokens of the answer so far, without the end-of-text token, as the server's
+  // `usage` counts them.
   #nTokens = 0;
   // The number of these that were drafted, and of all drafted positions.
   #nAccepted = 0;
@@ -32,22 +33,16 @@ export class AnswerStats {
     this.#nowMs = nowMs;
   }
 
-  /** Count a chunk of the answer with its tokens, which arrived at `nowMs`. */
-  add(chunk, tokens, nowMs) {
-    const committed = tokens.filter(({ kind }) => kind !== "rejected");
+  /** Count a chunk of the answer, which arrived at `nowMs`. */
+  add(chunk, nowMs) {
+    const events = chunk.events ?? [];
     this.#nowMs = nowMs;
-    this.#nTokens += committed.length;
-    this.#nAccepted += committed.filter(({ kind }) => kind === "accepted").length;
-    for (const { event, nodes } of chunk.events ?? []) {
-      if (event === "drafted") {
-        this.#nPositions += levels(nodes);
-      }
-    }
-    if (committed.length > 0) {
-      this.#first ??= { atMs: nowMs, nTokens: committed.length };
+    events.forEach((event) => this.#count(event));
+    if (this.#nTokens > 0) {
+      this.#first ??= { atMs: nowMs, nTokens: this.#nTokens };
     }
     this.#promptProgress = chunk.prompt_progress ?? this.#promptProgress;
-    this.#finished = chunk.events?.find(({ event }) => event === "finished") ?? this.#finished;
+    this.#finished = events.find(({ event }) => event === "finished") ?? this.#finished;
     if (chunk.timings) {
       this.#timings = chunk.timings;
       this.#speculative = chunk.speculative ?? null;
@@ -94,6 +89,15 @@ export class AnswerStats {
       promptTokens(this.#timings),
       finalAcceptance(this.#speculative),
     );
+  }
+
+  #count(event) {
+    if (event.event === "drafted") {
+      this.#nPositions += levels(event.nodes);
+    } else if (event.event === "committed") {
+      this.#nTokens = event.n_tokens;
+      this.#nAccepted += event.pieces.filter(({ kind }) => kind === "accepted").length;
+    }
   }
 
   #runningSpeed() {

@@ -153,8 +153,9 @@ export class Conversation {
     this.#isLeft = true;
   }
 
-  /** Show what another tab has stored; turns that are the same stay. */
+  /** Show what is stored, such as what another tab has; turns that are the same stay. */
   update(saved) {
+    this.#isLeft = false;
     this.#adopt(saved);
     this.#createdMs = saved.createdMs;
     this.#changedMs = saved.changedMs;

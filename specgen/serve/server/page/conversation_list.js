@@ -1,6 +1,7 @@
 import { ConversationRow } from "./conversation_row.js";
 import { ConversationSummary } from "./conversation_summary.js";
 import { counted } from "./format.js";
+import { TextSearch } from "./text_search.js";
 
 const NOTHING_YET = "Your conversations are listed here. Only this browser stores them.";
 
@@ -13,18 +14,18 @@ export class ConversationList {
   // The ids of the conversations whose answer is arriving.
   #answeringIds = new Set();
   #list = document.getElementById("rows");
-  #search = document.getElementById("search");
+  #field = document.getElementById("search");
   #status = document.getElementById("list-status");
 
   /** @param {import("./conversation_store.js").ConversationStore} store */
   constructor(store) {
     this.#store = store;
-    this.#search.addEventListener("input", () => this.#show());
-    this.#search.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.#search.value !== "") {
+    this.#field.addEventListener("input", () => this.#show());
+    this.#field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.#field.value !== "") {
         event.preventDefault();
         event.stopPropagation(); // it would also stop an answer, or close the list
-        this.#search.value = "";
+        this.#field.value = "";
         this.#show();
       }
     });
@@ -32,9 +33,8 @@ export class ConversationList {
 
   /** Show all stored conversations. */
   async fill() {
-    for (const saved of await this.#store.all()) {
-      this.#summaries.set(saved.id, new ConversationSummary(saved));
-    }
+    const all = await this.#store.all();
+    this.#summaries = new Map(all.map((saved) => [saved.id, new ConversationSummary(saved)]));
     this.#show();
   }
 
@@ -75,31 +75,31 @@ export class ConversationList {
   }
 
   #show() {
-    const words = this.#search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = [...this.#summaries.values()].filter((summary) => summary.matches(words));
+    const search = new TextSearch(this.#field.value);
+    const found = [...this.#summaries.values()].filter((summary) => summary.matches(search));
     found.sort((a, b) => b.changedMs - a.changedMs);
-    this.#place(found.map((summary) => this.#rowOf(summary, words)));
-    this.#status.textContent = this.#statusText(words, found.length);
+    this.#place(found.map((summary) => this.#rowOf(summary, search)));
+    this.#status.textContent = this.#statusText(search, found.length);
   }
 
-  #statusText(words, nFound) {
+  #statusText(search, nFound) {
     if (this.#summaries.size === 0) {
       return NOTHING_YET;
     }
-    if (words.length === 0) {
+    if (search.isEmpty) {
       return "";
     }
     return nFound === 0 ? "No conversation has these words." : counted(nFound, "conversation");
   }
 
-  #rowOf(summary, words) {
+  #rowOf(summary, search) {
     const { id } = summary;
     let row = this.#rows.get(id);
     if (row === undefined) {
       row = new ConversationRow(id, (title) => this.#store.rename(id, title));
       this.#rows.set(id, row);
     }
-    row.show(summary, summary.excerpt(words), this.#answeringIds.has(id));
+    row.show(summary, search, this.#answeringIds.has(id));
     row.setCurrent(id === this.#currentId);
     return row;
   }

@@ -1,8 +1,11 @@
 import { dateText } from "./format.js";
+import { PopupMenu } from "./popup_menu.js";
 
 /** A conversation in the list: a link to it, and a menu of what can be done with it. */
 export class ConversationRow {
   #link;
+  #menuElement;
+  #menuButton;
   #menu;
 
   /**
@@ -15,24 +18,29 @@ export class ConversationRow {
     this.element.dataset.id = id;
     this.#link = this.element.querySelector("a");
     this.#link.href = `#${id}`;
-    this.#menu = this.element.querySelector("details");
+    this.#menuElement = this.element.querySelector(".menu");
+    this.#menuButton = this.element.querySelector(".open-menu");
+    this.#menu = new PopupMenu(this.#menuElement, this.#menuButton);
     this.element.querySelector(".rename").addEventListener("click", () => this.#rename(rename));
-    this.#menu.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
-        event.stopPropagation(); // it would also stop an answer, or close the list
-        this.closeMenu();
-      }
-    });
+    // By a right click, by a key, and on many phones by a long touch.
+    this.element.addEventListener("contextmenu", (event) => this.#openMenu(event));
   }
 
-  /** Show a summary, with what was found in it, or that its answer is arriving. */
-  show(summary, excerpt, isAnswering) {
+  /**
+   * Show a summary, with what was found in it, or that its answer is arriving.
+   *
+   * @param {import("./conversation_summary.js").ConversationSummary} summary
+   * @param {import("./text_search.js").TextSearch} search
+   * @param {boolean} isAnswering
+   */
+  show(summary, search, isAnswering) {
     const when = isAnswering ? "answering …" : dateText(summary.changedMs);
-    this.#part("title").textContent = summary.title;
+    this.#part("title").replaceChildren(...search.marked(summary.title));
     this.#link.title = summary.title;
-    this.#part("excerpt").textContent = excerpt;
+    this.#part("excerpt").replaceChildren(...search.marked(summary.excerpt(search)));
     this.#part("when").textContent = when;
-    this.#menu.querySelector("summary").ariaLabel = `Actions for “${summary.title}”`;
+    this.#menuElement.ariaLabel = summary.title;
+    this.#menuButton.ariaLabel = `Actions for “${summary.title}”`;
   }
 
   setCurrent(isCurrent) {
@@ -44,10 +52,14 @@ export class ConversationRow {
   }
 
   closeMenu() {
-    const hadFocus = this.#menu.contains(document.activeElement);
-    this.#menu.open = false;
-    if (hadFocus) {
-      this.#menu.querySelector("summary").focus();
+    this.#menu.close();
+  }
+
+  #openMenu(event) {
+    const opener = event.target.closest("a, .open-menu");
+    if (opener !== null) { // the field for another title has the browser's menu
+      event.preventDefault();
+      this.#menu.openAt(event.clientX, event.clientY, opener);
     }
   }
 

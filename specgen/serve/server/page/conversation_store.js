@@ -112,6 +112,12 @@ export class ConversationStore {
     this.#channel.postMessage(id);
   }
 
+  /** Store what this page left, since it is shown again; other pages may have done so. */
+  async takeUpLeft() {
+    await this.#opening;
+    await this.#storeLeft();
+  }
+
   /** Return the events of an answer; an empty list if none are stored. */
   async events(id, turnId) {
     const database = await this.#opening;

@@ -1,7 +1,7 @@
 // On narrow screens, the list of conversations covers the page while it is open.
 
 const openButton = document.getElementById("open-list");
-const coveredParts = ["header", "main", "#composer"].map((name) => document.querySelector(name));
+const coveredParts = document.querySelectorAll("header, main, #inspector, #composer");
 
 /** Let the buttons open and close the list. */
 export function listenToListPanel() {

@@ -73,8 +73,11 @@ function listen() {
     for (const conversation of answerer.conversations) {
       conversation.leave();
       answerer.stop(conversation); // otherwise the browser does, which looks like an error
-      // If the browser keeps the page and shows it again, it is not what is stored by then.
-      addEventListener("pageshow", () => location.reload());
+    }
+  });
+  addEventListener("pageshow", ({ persisted }) => {
+    if (persisted) {
+      comeBack();
     }
   });
   // Phones close hidden pages without an event.
@@ -115,10 +118,13 @@ function listenToSettings() {
   for (const name of ["colours", "rejected"]) {
     elementOf(name).addEventListener("change", () => keepEndInView(applyTokenDisplay));
   }
-  onOtherTabsSettings(() => {
-    restoreSettings();
-    keepEndInView(applyTokenDisplay);
-  });
+  onOtherTabsSettings(followSettings);
+}
+
+// Show the settings that another tab has changed.
+function followSettings() {
+  restoreSettings();
+  keepEndInView(applyTokenDisplay);
 }
 
 function listenToConversation() {
@@ -184,6 +190,8 @@ function handleEscape(event) {
   }
   if (isListOpen()) {
     closeList();
+  } else if (inspector.isOpen) {
+    inspector.close();
   } else {
     answerer.stop(current);
   }
@@ -198,6 +206,7 @@ function newConversation() {
 function show(conversation) {
   current = conversation;
   view.show(conversation);
+  inspector.closeWithoutTurn();
   showIdentity();
   showRunning();
 }
@@ -227,6 +236,19 @@ async function openStored() {
   } catch (error) {
     console.warn(error); // the storage is blocked
     showNotice(NOT_STORED);
+  }
+}
+
+// The browser has kept the page, and shows it again: catch up with what has changed meanwhile.
+async function comeBack() {
+  followSettings();
+  await Promise.all(answerer.conversations.map((conversation) => answerer.stop(conversation)));
+  try {
+    await store.takeUpLeft();
+    await list.fill();
+    await followStore(current.id, true);
+  } catch (error) {
+    console.warn(error); // the storage is blocked
   }
 }
 
@@ -283,12 +305,13 @@ async function followStore(id, isFromOtherTab) {
   }
   if (saved !== undefined) {
     keepEndInView(() => current.update(saved));
+    inspector.closeWithoutTurn();
     showIdentity();
-    return;
-  }
-  leaveConversation();
-  if (isFromOtherTab) {
-    showNotice(DELETED_ELSEWHERE);
+  } else if (current.isStored) {
+    leaveConversation();
+    if (isFromOtherTab) {
+      showNotice(DELETED_ELSEWHERE);
+    }
   }
 }
 
@@ -309,10 +332,12 @@ async function send() {
 async function ask(conversation, text, attachments) {
   showNotice("");
   withdrawUndo(conversation.id);
+  inspector.close();
   const turn = conversation.ask(text, attachments);
   view.scrollToEnd();
   conversation.save().then(showIdentity);
   await answerer.answer(conversation, turn);
+  inspector.endTurn(turn);
   showIdentity(); // it has another one if it was stored as a copy
   return turn;
 }

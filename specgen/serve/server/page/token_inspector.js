@@ -22,6 +22,8 @@ export class TokenInspector {
   #scores;
   #turnWith;
   #panel = document.getElementById("inspector");
+  // The element that gets the focus back when the panel is closed.
+  #opener = null;
   // The turn that is shown, what happened at the positions of its answer, and the shown position.
   #turn = null;
   #positions = [];
@@ -41,11 +43,39 @@ export class TokenInspector {
     this.#listenToPanel();
   }
 
+  get isOpen() {
+    return !this.#panel.hidden;
+  }
+
   /** Show the first token of an answer that corrects a guess, else the first one. */
   async open(turn) {
     await this.#load(turn);
     const firstCorrected = this.#positions.findIndex(({ piece }) => piece.kind === "corrected");
     this.#show(Math.max(0, firstCorrected));
+  }
+
+  close() {
+    const hadFocus = this.#panel.contains(document.activeElement);
+    this.#panel.hidden = true;
+    unmark();
+    if (hadFocus) {
+      this.#opener.focus();
+    }
+  }
+
+  /** Show what could not be known before the answer of a turn had ended. */
+  async endTurn(turn) {
+    if (this.isOpen && turn === this.#turn) {
+      await this.#load(turn);
+      this.#showToken();
+    }
+  }
+
+  /** Close the panel if the page no longer shows the turn that it is about. */
+  closeWithoutTurn() {
+    if (this.isOpen && !this.#turn.element.isConnected) {
+      this.close();
+    }
   }
 
   async #click(element) {
@@ -67,7 +97,7 @@ export class TokenInspector {
     const panel = this.#panel;
     panel.querySelector(".previous").addEventListener("click", () => this.#step(-1));
     panel.querySelector(".next").addEventListener("click", () => this.#step(1));
-    panel.querySelector(".close").addEventListener("click", () => panel.hidePopover());
+    panel.querySelector(".close").addEventListener("click", () => this.close());
     panel.addEventListener("keydown", ({ key }) => {
       if (key === "ArrowLeft") {
         this.#step(-1);
@@ -75,18 +105,6 @@ export class TokenInspector {
         this.#step(1);
       }
     });
-    panel.addEventListener("toggle", ({ newState }) => {
-      if (newState === "closed") {
-        unmark();
-      }
-    });
-    // The browser closes the panel. An answer that is arriving goes on.
-    const keepEscape = (event) => {
-      if (event.key === "Escape" && panel.matches(":popover-open")) {
-        event.stopPropagation();
-      }
-    };
-    document.addEventListener("keydown", keepEscape, { capture: true });
   }
 
   async #load(turn) {
@@ -105,13 +123,26 @@ export class TokenInspector {
 
   #show(number) {
     this.#number = number;
-    this.#showReason();
-    if (!this.#panel.matches(":popover-open")) {
-      this.#panel.showPopover();
-      this.#panel.focus();
+    if (!this.isOpen) {
+      this.#opener = document.activeElement;
+      this.#panel.hidden = false;
     }
+    this.#showToken();
+    this.#takeFocus();
+  }
+
+  #showToken() {
+    this.#showReason();
     this.#mark();
     this.#showScores();
+  }
+
+  #takeFocus() {
+    const focused = document.activeElement;
+    // At the first and the last token, a button is disabled, and would take the focus with it.
+    if (!this.#panel.contains(focused) || focused.disabled) {
+      this.#panel.focus({ preventScroll: true });
+    }
   }
 
   #showReason() {
@@ -121,11 +152,19 @@ export class TokenInspector {
     const kind = document.createElement("span");
     kind.textContent = position.piece.kind;
     kind.className = position.piece.kind;
-    const n = this.#positions.length;
-    this.#part("title").replaceChildren(`Token ${this.#number + 1} of ${n}: `, text, " ", kind);
+    this.#part("title").replaceChildren(this.#placeText(), text, " ", kind);
     this.#part("why").textContent = reasonOf(position, this.#temperature);
     this.#part("previous").disabled = this.#number === 0;
-    this.#part("next").disabled = this.#number === n - 1;
+    this.#part("next").disabled = this.#number === this.#positions.length - 1;
+  }
+
+  // Which token is shown. As in the statistics, the end-of-text token is not counted.
+  #placeText() {
+    if (this.#positions[this.#number].isEnd) {
+      return "After the last token: ";
+    }
+    const nTokens = this.#positions.filter(({ isEnd }) => !isEnd).length;
+    return `Token ${this.#number + 1} of ${nTokens}: `;
   }
 
   async #showScores() {
@@ -158,13 +197,13 @@ export class TokenInspector {
     this.#part("numbers").textContent = likelihoodSentence(position, score);
     this.#part("likely").replaceChildren(...likelyElements(scores, this.#number, position.guesses));
     const hasReadLess = guessedOtherwise(position, score);
-    this.#part("note").textContent = hasReadLess ? `${PROBABILITIES} ${READ_LESS}` : PROBABILITIES;
+    this.#part("footnote").textContent = hasReadLess ? `${PROBABILITIES} ${READ_LESS}` : PROBABILITIES;
   }
 
   #showInsteadOfScores(text) {
     this.#part("numbers").textContent = text;
     this.#part("likely").replaceChildren();
-    this.#part("note").textContent = "";
+    this.#part("footnote").textContent = "";
   }
 
   // Mark the token in the answer, and scroll to it if it is out of view.
@@ -173,11 +212,7 @@ export class TokenInspector {
     const index = indexOfCommitted(this.#turn.tokens, this.#number);
     const elements = this.#turn.element.querySelectorAll(`[data-token="${index}"]`);
     elements.forEach((element) => element.classList.add("inspected"));
-    const place = elements[0]?.getBoundingClientRect();
-    const panelTop = this.#panel.getBoundingClientRect().top;
-    if (place !== undefined && (place.top < 0 || place.bottom > panelTop)) {
-      elements[0].scrollIntoView({ block: "start" });
-    }
+    elements[0]?.scrollIntoView({ block: "nearest" });
   }
 
   #part(name) {

@@ -181,13 +181,12 @@ export class Turn {
   add(chunk) {
     const choice = chunk.choices?.[0];
     const events = chunk.events ?? [];
-    const tokens = tokensOf(events);
     this.text += choice?.delta?.content ?? "";
     this.thought += choice?.delta?.reasoning_content ?? "";
     this.#events.push(...events);
-    this.#tokens.push(...tokens);
+    this.#tokens.push(...tokensOf(events));
     this.#isCutOff ||= choice?.finish_reason === "length";
-    this.#stats.add(chunk, tokens, performance.now());
+    this.#stats.add(chunk, performance.now());
     this.#showStats(this.#stats.running());
     this.#drawSoon();
   }
