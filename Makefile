@@ -1,6 +1,6 @@
-# Everything from nothing: a virtual environment, llama.cpp, specgen, and what you ask for.
-# `make help` lists the targets. Needs Python 3.10 or newer, a C++ compiler and cmake. What
-# building and installing have to say goes to stderr: on stdout is what was asked for.
+# Creates a virtual environment with llama.cpp and specgen, and runs what you ask for in it.
+# `make help` lists the targets. Needs Python 3.10 or newer, a C++ compiler and cmake. Building
+# and installing print on stderr, so that stdout has only what was asked for.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,8 +13,8 @@ WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 SEARCHES = 10
 # The processors that `make dist` builds wheels for.
 MACHINES = x86_64
-# What `make pythons` runs in other versions of Python, and which: what differs between them is how
-# signatures are read (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
+# The versions of Python for `make pythons`, and the tests that it runs in them: those of what differs between
+# versions, which is signatures (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
 PYTHONS = 3.10 3.12 3.13
 PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/text/test_json_schema.py \
 	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
@@ -23,7 +23,7 @@ PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/text/
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
-# The requirement as pyproject.toml has it, so that it stands in one place.
+# Read from pyproject.toml, so that the version is written in one place only.
 LLAMA := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)",$$/\1/p' pyproject.toml)
 KERNELS := hatch_build.py scripts/build_kernels.py $(filter-out kernels/tests/%,$(wildcard kernels/*/*.cpp kernels/*/*.h))
 
@@ -38,28 +38,28 @@ help: ## List the targets
 		'Variables: PROMPT, ARGS (options of specgen), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
 		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'
 
-# Packages and, unless ARGS may name others, models are downloaded beside the compiling.
-run: ## Answer PROMPT with the default pair of models, fetched on first use
+# While llama.cpp is compiled, packages are downloaded, and models too unless ARGS may name others.
+run: ## Answer PROMPT with the default pair of models, downloaded on first use
 	@$(MAKE) --silent -j 2 $(VENV)/.installed $(if $(ARGS),,$(VENV)/.models) >&2
 	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
 
-# On an idle machine: the picture tells how many times as fast drafting was.
+# Run it on an idle machine: the picture shows the measured speed-up.
 picture: $(VENV)/.installed $(VENV)/.models ## Race the default pair of models on PROMPT, for the README's picture
 	@$(BIN)/specgen race --svg docs/images/race.svg $(ARGS) -- "$$PROMPT"
 
 test: $(VENV)/.installed-dev ## Run the test suite
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-# What makes the models needs llama.cpp's source (77 MB), and writes 1.4 GB, once.
+# The program that makes the models needs llama.cpp's source (77 MB), and writes 1.4 GB, once.
 architectures: $(VENV)/.installed-dev ## Check models of all architectures that llama.cpp runs (ARCHITECTURES_ARGS="--only lfm2 gpt-oss-moe")
 	@$(BIN)/python -m scripts.build_architectures $(VENV)/architectures
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.architectures.run $(VENV)/architectures $(ARCHITECTURES_ARGS)
 
-quick: lint types ## Lint, types, and the tests that find most mistakes, in about a minute
+quick: lint types ## Lint, types, and the tests that find most mistakes, in two minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
-# They share the build of llama.cpp in VENV: no compiler runs.
-pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, with uv (PYTHONS="3.10 3.12 3.13")
+# They share the build of llama.cpp in VENV, so that nothing is compiled.
+pythons: $(VENV)/.installed-dev ## Run some of the tests with other versions of Python, with uv (PYTHONS="3.10 3.12 3.13")
 	@command -v uv > /dev/null || { echo 'make pythons needs uv: pip install uv' >&2; exit 1; }
 	@native=$$($(BIN)/python -c 'from scripts.build_rpc import native_folder; print(native_folder())') && \
 	for version in $(PYTHONS); do \
@@ -73,8 +73,8 @@ pythons: $(VENV)/.installed-dev ## Run a part of the tests in other Pythons, wit
 			|| exit 1; \
 	done
 
-# Ten minutes for each, most of it for CPU backends. What was compiled is kept in build/wheel. The tests of the wheel
-# for this machine run then, and those of the other one where there is an emulator (tests/project/test_wheel.py).
+# Ten minutes for each, most of it for CPU backends. Compiled files are kept in build/wheel. Then the wheel for this
+# machine is tested, and the other one if there is an emulator (tests/project/test_wheel.py).
 dist: $(VENV)/.installed-dev ## Build the wheels for Linux, which carry llama.cpp, and test them (MACHINES="x86_64 aarch64")
 	@$(PIP) install --quiet auditwheel cmake ninja 'ziglang~=0.17.0' >&2
 	@for machine in $(MACHINES); do \
@@ -86,14 +86,14 @@ check: lint format-check types docs-check ## What CI runs: lint, format, types, 
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory architectures ARCHITECTURES_ARGS=--part
 
-lint: $(VENV)/.installed-dev ## Look for mistakes in the code
+lint: $(VENV)/.installed-dev ## Lint the code
 	$(BIN)/ruff check .
 
-format: $(VENV)/.installed-dev ## Format the code, and mend what can be mended by itself
+format: $(VENV)/.installed-dev ## Format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-format-check: $(VENV)/.installed-dev ## Tell whether the code is formatted
+format-check: $(VENV)/.installed-dev ## Check that the code is formatted
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev ## Check the types, strictly
@@ -105,13 +105,13 @@ fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged file
 	done
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.fuzz $(FUZZ_ARGS)
 
-soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (SOAK_ARGS="--minutes 10 -- -m FILE")
+soak: $(VENV)/.installed-dev ## Send a server valid and invalid requests for an hour (SOAK_ARGS="--minutes 10 -- -m FILE")
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.server_soak $(SOAK_ARGS)
 
-templates: $(VENV)/.installed-dev ## How calls and thoughts of every chat template that llama.cpp ships are read, and interrupted conversations fitted to it (TEMPLATES=FOLDER)
+templates: $(VENV)/.installed-dev ## Check all chat templates that llama.cpp ships: how tool calls and thinking are parsed, and interrupted conversations fitted (TEMPLATES=FOLDER)
 	$(BIN)/python -m tests.long_runs.templates $(TEMPLATES)
 
-schemas: $(VENV)/.installed-dev ## How real JSON schemas are enforced (SCHEMAS=FOLDER, the maskbench/data of guidance-ai/jsonschemabench)
+schemas: $(VENV)/.installed-dev ## Check how real JSON schemas are enforced (SCHEMAS=FOLDER, the maskbench/data of guidance-ai/jsonschemabench)
 	$(BIN)/python -m tests.long_runs.schemas $(SCHEMAS)
 
 llama-cpp-tests: $(VENV)/.installed-dev ## Run llama.cpp's own tests of its server against specgen serve (LLAMA_CPP="SOURCE --models FOLDER")
@@ -126,30 +126,30 @@ docs-check: $(VENV)/.installed-dev ## Check that the generated part of docs/ is 
 
 install: $(VENV)/.installed ## Build and install specgen into VENV
 
-# With the flags of the build that is installed, unless others are asked for.
+# With the flags of the installed build, unless CMAKE_ARGS gives others.
 peers: $(VENV)/.installed ## Build llama.cpp's own programs, for benchmarks/peers.py
 	@CMAKE_ARGS="$${CMAKE_ARGS:-$$(sed -n 's/^cmake: //p' $(VENV)/.llama-settings)}" \
 		$(BIN)/python -m scripts.build_peers $(VENV)/peers
 
-# Hours, in parts: the same command goes on after the last question.
+# Takes hours, and can be stopped: the same command resumes after the last question.
 spec-bench: $(VENV)/.installed ## Measure drafts on Spec-Bench (QUESTIONS=question.jsonl, SPEC_BENCH_ARGS="--bigger FILE --minutes 60")
 	@$(BIN)/python -m benchmarks.spec_bench $(QUESTIONS) $(SPEC_BENCH_ARGS)
 
-# Two files of llama.cpp as a library of their own: with -DGGML_RPC=on all of llama.cpp would be built again.
+# Two files of llama.cpp become a library of their own: -DGGML_RPC=on would rebuild all of llama.cpp.
 rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
 	@$(BIN)/python -m scripts.build_rpc
 
 # Skipped, with the reason, where there is no compiler for ARM or no emulator.
-arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with AVX2 in an emulator (qemu), in some minutes
+arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with AVX2 in an emulator (QEMU), in a few minutes
 	@$(BIN)/python -m scripts.arm_kernels
 
-# A real GPU that llama.cpp was built for takes part in `make test`.
-gpu-test: $(VENV)/.installed-dev ## Test layers on a GPU, which is the processor: Mesa's lavapipe, and llama.cpp's Vulkan backend, built in some minutes
+# If llama.cpp was built for a real GPU, `make test` runs these tests on it.
+gpu-test: $(VENV)/.installed-dev ## Run the GPU tests on the CPU: on Mesa's lavapipe, with llama.cpp's Vulkan backend, which is built in a few minutes
 	@library=$$($(BIN)/python -m scripts.build_vulkan) && \
 		GGML_BACKEND_PATH=$$library GGML_VK_VISIBLE_DEVICES=0 \
 		$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS) tests/gpu
 
-clean: ## Remove everything that make made, llama.cpp's build (minutes) too
+clean: ## Remove everything that make created, including the build of llama.cpp (which took minutes)
 	rm -rf $(VENV) build dist specgen/llama/*.so specgen/llama/*.json \
 		.mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -161,23 +161,22 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Changes when another build of llama.cpp is asked for. No CMAKE_ARGS asks for nothing: what
-# was built stays as it is.
+# Changes when another build of llama.cpp is asked for. Without CMAKE_ARGS, an existing build is kept.
 $(VENV)/.llama-settings: FORCE | $(VENV)/.created
 	@if [ -n "$$CMAKE_ARGS" ] || ! grep -qsxF 'package: $(LLAMA)' $@; then \
 		printf 'package: %s\ncmake: %s\n' '$(LLAMA)' "$$CMAKE_ARGS" > $@.new; \
 		if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi; \
 	fi
 
-# Without pip's cache: it does not look at CMAKE_ARGS and would hand out a wheel that was built
-# without the flag that scripts/cmake_args.py adds.
+# Without pip's cache, which ignores CMAKE_ARGS: it could supply a wheel that was built without the
+# flag that scripts/cmake_args.py adds.
 $(VENV)/.llama: $(VENV)/.llama-settings
 	@args=$$($(BIN)/python scripts/cmake_args.py) && \
-		echo "Building llama.cpp, which takes some minutes (CMAKE_ARGS: $$args)" >&2 && \
+		echo "Building llama.cpp, which takes several minutes (CMAKE_ARGS: $$args)" >&2 && \
 		CMAKE_ARGS="$$args" $(PIP) install --no-cache-dir --no-deps --force-reinstall '$(LLAMA)' >&2
 	@touch $@
 
-# What specgen needs beside llama.cpp.
+# What specgen requires besides llama.cpp.
 $(VENV)/.packages: pyproject.toml | $(VENV)/.created
 	@sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^"]*\)",$$/\1/p' $< | grep -v '^llama-cpp-python' > $@.txt
 	@$(PIP) install --quiet --requirement $@.txt >&2

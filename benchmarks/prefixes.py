@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.answers import parser_of
-from specgen.events import ReadingEvent
+from specgen.events import PrefillEvent
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.options import (
     ContextOptions,
@@ -112,7 +112,7 @@ class Replay:
         started_s = time.perf_counter()
         n_loaded = 0
         for event in self._engine.stream(inserted):
-            if isinstance(event, ReadingEvent):
+            if isinstance(event, PrefillEvent):
                 n_loaded = event.n_loaded_tokens
         n_reused = inserted.usage.cached_tokens
         return Reuse(
@@ -150,7 +150,7 @@ def _replay(asked: argparse.Namespace, cache: Path) -> None:
         "none",
         target_context=ContextOptions(n_ctx=asked.ctx_size),
         drafting=DraftOptions(ngrams=False),
-        generation=GenerationOptions(max_tokens=1, reports_reading=True),
+        generation=GenerationOptions(max_tokens=1, reports_prefill=True),
         cache=cache,
         prefixes=PrefixOptions(),
     )

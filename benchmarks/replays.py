@@ -15,8 +15,8 @@ first two decodes of a size take so much longer. Each learns from answer to answ
 
 Of each setting with each table, the time of plain decoding after the first token over that of the
 replay: as a geometric mean over categories, of all answers together, and the worst, on stderr; all
-of it by answer as one JSON object on stdout. "Without reading" leaves out what a draft model takes
-to read the prompt, as programs do that let it read before they count. "Hindsight" takes for each
+of it by answer as one JSON object on stdout. "Without prefill" leaves out what a draft model takes
+to prefill the prompt, as programs do that prefill before they count. "Hindsight" takes for each
 answer, or for each category, whichever setting of fixed length is best there.
 
 With `--rehearsed N`, each setting makes each answer N times before the one that counts, and knows
@@ -92,7 +92,7 @@ class Timed:
     #: A backend that remembers decodes fewer.
     n_decoded_rows: int = 0
     #: Seconds of decodes of so many rows that a text was read in them.
-    reading_s: float = 0.0
+    prefill_s: float = 0.0
     #: What the first two decodes of a size take more; how many decodes before had the last one's
     #: size.
     change_s: tuple[float, ...] = ()
@@ -111,7 +111,7 @@ class Timed:
         self.clock.now_s += seconds
         self.n_decoded_rows += len(batch)
         if len(batch) > _MOST_DRAFTED:
-            self.reading_s += seconds
+            self.prefill_s += seconds
         return self.inner.decode(batch)
 
 
@@ -252,7 +252,7 @@ class Entrant:
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
         finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
-        reading_s = cast(Timed, drafting[0]).reading_s if drafting else 0.0
+        prefill_s = cast(Timed, drafting[0]).prefill_s if drafting else 0.0
         n_plain = len(told.tokens) + told.ended - 1
         plain_s = n_plain * self._costs[0].seconds(1) + sum(self._changes)
         self.found.append(
@@ -267,7 +267,7 @@ class Entrant:
                 "n_drafted": finished.n_drafted,
                 "n_accepted": finished.n_accepted,
                 "draft_s": round(finished.draft_s, 3),
-                "reading_s": round(reading_s, 3),
+                "prefill_s": round(prefill_s, 3),
             }
         )
 
@@ -288,10 +288,12 @@ def sums(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         by_category.setdefault(answer["category"], []).append(answer["speedup"])
     means = {name: statistics.geometric_mean(values) for name, values in by_category.items()}
     total = sum(answer["plain_s"] for answer in found) / sum(answer["seconds"] for answer in found)
-    unread = [answer["plain_s"] / (answer["seconds"] - answer["reading_s"]) for answer in found]
+    without_prefill = [
+        answer["plain_s"] / (answer["seconds"] - answer["prefill_s"]) for answer in found
+    ]
     return {
         "all": round(statistics.geometric_mean(means.values()), 3),
-        "without_reading": round(statistics.geometric_mean(unread), 3),
+        "without_prefill": round(statistics.geometric_mean(without_prefill), 3),
         "together": round(total, 3),
         "worst": min(answer["speedup"] for answer in found),
         "categories": {name: round(mean, 2) for name, mean in means.items()},
@@ -390,7 +392,7 @@ def report(results: Sequence[dict[str, Any]], is_fixed: Sequence[bool]) -> None:
     for line in lines:
         print(
             f"{line['costs']}, {line['setting']}: {line['all']:.3f}, all answers together "
-            f"{line['together']:.3f}, without prefill {line['without_reading']:.3f}, "
+            f"{line['together']:.3f}, without prefill {line['without_prefill']:.3f}, "
             f"worst {line['worst']:.2f};",
             ", ".join(f"{name} {mean:.2f}" for name, mean in line["categories"].items()),
             file=sys.stderr,

@@ -64,7 +64,7 @@ def pages() -> dict[Path, str]:
         docs / "events.schema.json": json.dumps(events_schema(), indent=2) + "\n",
         docs / "exit-codes.md": exit_codes_page(),
         docs / "models.md": page(
-            "Models that run", "benchmarks/results/architectures.jsonl", *models_page.parts()
+            "Supported models", "benchmarks/results/architectures.jsonl", *models_page.parts()
         ),
     }
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         DraftedEvent,
         FinishedEvent,
         NoticeEvent,
+        PrefillEvent,
         PromptEvent,
-        ReadingEvent,
         VerifiedEvent,
     )
     from specgen.options import (
@@ -69,10 +69,10 @@ __all__ = [
     "ModelFileError",
     "NoticeEvent",
     "PairError",
+    "PrefillEvent",
     "Prompt",
     "PromptError",
     "PromptEvent",
-    "ReadingEvent",
     "Request",
     "SamplerOptions",
     "Session",

@@ -6,6 +6,8 @@ this module: the docstrings say when the errors are raised.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 #: Ctrl-C (128 + SIGINT): the text so far was shown, and the next run resumes a download. SIGTERM
@@ -13,6 +15,10 @@ from typing import ClassVar
 EXIT_INTERRUPTED = 130
 #: The reader of standard output closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
+
+#: How similar to an unknown name a known one must be to be suggested, from 0 to 1. At 0.7, a field
+#: `store` of a request would be taken for `stream`.
+_MIN_SIMILARITY = 0.8
 
 
 class SpecgenError(Exception):
@@ -36,7 +42,7 @@ class SpecgenError(Exception):
 
 
 class UsageError(SpecgenError, exit_code=2):
-    """An option has a value that it cannot have, or two options exclude each other."""
+    """An option has an invalid value, or two options exclude each other."""
 
 
 class PromptError(SpecgenError, exit_code=3):
@@ -73,7 +79,7 @@ class UnknownModelError(SpecgenError, exit_code=6):
 
 
 class FetchError(SpecgenError, exit_code=7):
-    """A download failed, or delivered another file than the one that was asked for."""
+    """A download failed, or delivered a different file than expected."""
 
 
 class MemoryLimitError(SpecgenError, exit_code=8):
@@ -100,7 +106,7 @@ class RollbackError(BackendError):
 
 
 class DecodeEndedError(BackendError):
-    """A decode was ended early, because nobody wants its result."""
+    """A decode was stopped early, because its result is no longer needed."""
 
 
 class OutputError(SpecgenError, exit_code=10):
@@ -120,3 +126,25 @@ class WorkerLostError(SpecgenError, exit_code=13):
 
     The text so far stays valid.
     """
+
+
+def did_you_mean(name: str, known_names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: whether the user meant a similar one.
+
+    Args:
+        name: The unknown name.
+        known_names: The names that the user may have meant.
+
+    Returns:
+        A question after a space, such as `` (did you mean max_tokens?)``; "" if no known name is
+        similar.
+    """
+    similar_names = difflib.get_close_matches(
+        name,
+        list(known_names),
+        n=1,
+        cutoff=_MIN_SIMILARITY,
+    )
+    if not similar_names:
+        return ""
+    return f" (did you mean {similar_names[0]}?)"

@@ -190,11 +190,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingEvent(_Event, event="reading"):
+class PrefillEvent(_Event, event="prefill"):
     """A part of a long prompt was prefilled, and others follow."""
 
     #: How many tokens of the prompt are in the target's cache now.
-    n_read: int
+    n_prefilled: int
     #: Number of prompt tokens.
     n_prompt_tokens: int
     #: Estimated seconds until the whole prompt is prefilled.
@@ -371,7 +371,7 @@ class FinishedEvent(_Event, event="finished"):
 
 Event: TypeAlias = (
     PromptEvent
-    | ReadingEvent
+    | PrefillEvent
     | DraftedEvent
     | VerifiedEvent
     | CommittedEvent

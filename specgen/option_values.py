@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import operator
 import typing
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from specgen.errors import UsageError
+from specgen.errors import UsageError, did_you_mean
 from specgen.option_fields import LARGEST_FACTOR
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ _LARGEST = {int: 2**63 - 1, float: LARGEST_FACTOR}
 _CHECKING_SETTINGS = ("min", "max", "parse", "check")
 #: The maximum number of characters of a value in a message.
 _MAX_SHOWN = 60
-#: How similar an unknown name is to the known one that it may stand for, from 0 to 1.
-_MIN_SIMILARITY = 0.8
 
 
 class Options:
@@ -106,9 +103,8 @@ def with_own_names(
     given_names: dict[str, str] = {}
     for name, value in given.items():
         if name not in names:
-            raise UsageError(
-                f"there is no option {shown_value(name)}{suggestion(name, [*names, *other_names])}"
-            )
+            suggestion = did_you_mean(name, [*names, *other_names])
+            raise UsageError(f"there is no option {shown_value(name)}{suggestion}")
         if value is None:
             continue
         own_name = names[name]
@@ -119,19 +115,6 @@ def with_own_names(
         options[own_name] = value
         given_names[own_name] = name
     return options
-
-
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return a question whether a similar name is meant, for the end of a message, or ""."""
-    similar_names = difflib.get_close_matches(
-        name,
-        list(names),
-        n=1,
-        cutoff=_MIN_SIMILARITY,
-    )
-    if not similar_names:
-        return ""
-    return f" (did you mean {similar_names[0]}?)"
 
 
 # --- values ---------------------------------------------------------------------------------------

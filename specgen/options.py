@@ -612,7 +612,7 @@ class GenerationOptions(Options):
     #: Whether a prefix of the prompt may be taken from the cache.
     uses_cache: bool = True
     #: Whether there is an event for each chunk of the prompt that is prefilled.
-    reports_reading: bool = False
+    reports_prefill: bool = False
     #: Whether these events include the log-probabilities of the prompt's tokens. Tokens from the
     #: cache have none.
     prompt_logprobs: bool = False

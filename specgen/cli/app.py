@@ -25,6 +25,7 @@ from specgen.errors import (
     OutputError,
     SpecgenError,
     UsageError,
+    did_you_mean,
 )
 
 #: The line of each command or group of commands in the help, by its name, which is its module's
@@ -54,6 +55,8 @@ _NAMES_ELSEWHERE = {
     "pull": "models pull",
     "rm": "models rm",
 }
+#: Typer's message about a command that does not exist, which may end with its own suggestions.
+_UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>[^']+)'\.")
 #: Error numbers of paths that cannot be looked up: their name is too long, their folder is
 #: inaccessible, or they are links in a circle.
 _PATH_ERRORS = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
@@ -223,13 +226,21 @@ def _usage_error(error: Any) -> UsageError:
     message = " ".join(error.format_message().split())  # in one line
     why = reason(error)
     context = getattr(error, "ctx", None)
-    if why is not None:
-        message = f"{_giver_of(error.param, context)}: {why}"
     command = "specgen" if context is None else context.command_path
     hint = f"see `{command} --help`"
-    unknown_command = re.fullmatch(r"No such command '(\w+)'\.", message)
-    if unknown_command and unknown_command[1] in _NAMES_ELSEWHERE:
-        hint = f"it is `specgen {_NAMES_ELSEWHERE[unknown_command[1]]}` here"
+    unknown_command = _UNKNOWN_COMMAND.match(message)
+    if why is not None:
+        message = f"{_giver_of(error.param, context)}: {why}"
+    elif type(error).__name__ == "NoSuchOption":
+        names = [name for option in error.ctx.command.params for name in option.opts]
+        message = f"{error.message}{did_you_mean(error.option_name, names)}"
+    elif unknown_command is not None:
+        name = unknown_command["name"]
+        message = f"No such command '{name}'"
+        if name in _NAMES_ELSEWHERE:
+            hint = f"it is `specgen {_NAMES_ELSEWHERE[name]}` here"
+        else:
+            message += did_you_mean(name, error.ctx.command.commands)
     elif "unexpected extra argument" in message and command.endswith(" run"):
         hint = "put a prompt of several words into quotes"
     return UsageError(message, hint)

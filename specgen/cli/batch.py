@@ -53,7 +53,7 @@ def batch(
         show_default="the fastest number that fits into memory",
     ),
     retry_errors: bool = _batch(
-        False, "--retry-errors", "Answer the lines again whose result in OUT is an error."
+        False, "--retry-errors", "Answer lines again whose result in OUT is an error."
     ),
     allow_mixed: bool = _batch(
         False,
@@ -96,14 +96,13 @@ def batch(
     """Answer each line of a file, many at once; run it again to resume.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages,
-    or plain text. Options set what a line leaves out. Each result is a line of JSON.
+    or plain text. Options are the defaults of a line. Each result is a line of JSON.
     """
     is_stream = destination == STDIO or destination.is_fifo()
     if is_stream and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_files(source, None if is_stream else destination)
     from specgen.serve.batch.lines import notes_on, read_lines
-    from specgen.serve.batch.runner import BatchRun, Prompting
     from specgen.serve.formats.parsed_request import Defaults
 
     name = input_name(source)
@@ -111,52 +110,23 @@ def batch(
     for note in islice(notes_on(lines), _MAX_LISTED_LINES):
         output.note(f"{name}: {note}")
     cluster = _ray_cluster(ray, setup.machine, cpus_per_worker, gpus_per_worker)
-    wanted = setup.wanted_session(quiet=output.quiet)
-    wanted = replace(wanted, n_slots=parallel or _STREAMED_PARALLEL)
-    kernels = setup.machine.kernels
-    settings = _settings(wanted.options, template)
-    now = datetime.datetime.now().astimezone()
-    prompting = Prompting(template.chat, template.system, now)
-
-    @contextlib.contextmanager
-    def opened_job(write: Write) -> Iterator[BatchRun | RayBatch]:
-        """Load the models here, or connect to the cluster whose actors load them."""
-        if cluster is None:
-            with opened(wanted, kernels, output) as session:
-                yield BatchRun(
-                    session,
-                    prompting,
-                    write,
-                    settings,
-                    parallel=parallel,
-                    wall_clock=time.time,
-                    note=output.note,
-                )
-            return
-        from specgen.serve.batch.on_ray import RayBatch, connected
-
-        job = _actor_job(
-            wanted,
-            kernels,
-            cluster.cpus_per_worker,
-            prompting,
-            settings,
-            parallel=parallel,
-        )
-        with connected(cluster, verbose=output.verbose > 0) as ray_module:
-            yield RayBatch(ray_module, cluster, job, write)
+    task = _task_of(setup, template, parallel, quiet=output.quiet)
 
     code = 0
     with _opened_results(
         destination,
         lines,
-        settings,
+        task.settings,
         output,
         retry_errors=retry_errors,
         allow_mixed=allow_mixed,
     ) as results:
         if results.todo:
-            code = _answer(opened_job(results.write), results.todo, output)
+            if cluster is None:
+                opening = _opened_run(task, results.write, output)
+            else:
+                opening = _opened_cluster_run(task, cluster, results.write, output)
+            code = _answer(opening, results.todo, output)
     if results.failed and not code:
         raise _batch_error(lines, results.failed, is_stream=is_stream)
     return code
@@ -326,6 +296,65 @@ def _answer(
     return stop.exit_code
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """How lines are answered, on this machine or by each actor of a cluster."""
+
+    #: The session that answers them.
+    wanted: WantedSession
+    #: Which kernels compute on the CPU.
+    kernels: KernelOptions
+    #: How lines become prompts.
+    prompting: Prompting
+    #: What is recorded with each result.
+    settings: Mapping[str, Any]
+    #: The number of answers to generate at once; None for the fastest number that fits.
+    parallel: int | None
+
+
+def _task_of(
+    setup: Setup,
+    template: flags.Template,
+    parallel: int | None,
+    *,
+    quiet: bool,
+) -> _Task:
+    """Find the models, download missing ones, and return how lines are answered with them."""
+    from specgen.serve.batch.runner import Prompting
+
+    wanted = setup.wanted_session(quiet=quiet)
+    wanted = replace(wanted, n_slots=parallel or _STREAMED_PARALLEL)
+    now = datetime.datetime.now().astimezone()
+    return _Task(
+        wanted,
+        setup.machine.kernels,
+        Prompting(template.chat, template.system, now),
+        _settings(wanted.options, template),
+        parallel,
+    )
+
+
+@contextlib.contextmanager
+def _opened_run(
+    task: _Task,
+    write: Write,
+    output: Output,
+) -> Iterator[BatchRun | RayBatch]:
+    """Load the models, and yield the run that answers lines with them."""
+    from specgen.serve.batch.runner import BatchRun
+
+    with opened(task.wanted, task.kernels, output) as session:
+        yield BatchRun(
+            session,
+            task.prompting,
+            write,
+            task.settings,
+            parallel=task.parallel,
+            wall_clock=time.time,
+            note=output.note,
+        )
+
+
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
     """Return what the answers depend on besides their lines, to be recorded with the results.
 
@@ -355,6 +384,21 @@ def _changed(options: object, defaults: object) -> dict[str, Any]:
 
 
 # --- a cluster
+
+
+@contextlib.contextmanager
+def _opened_cluster_run(
+    task: _Task,
+    cluster: Cluster,
+    write: Write,
+    output: Output,
+) -> Iterator[BatchRun | RayBatch]:
+    """Connect to a Ray cluster, and yield the run whose actors load the models."""
+    from specgen.serve.batch.on_ray import RayBatch, connected
+
+    job = _actor_job(task, cluster.cpus_per_worker)
+    with connected(cluster, verbose=output.verbose > 0) as ray_module:
+        yield RayBatch(ray_module, cluster, job, write)
 
 
 def _ray_cluster(
@@ -398,28 +442,16 @@ def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
     return open_session(replace(wanted, options=options), clock=time.perf_counter)
 
 
-def _actor_job(
-    wanted: WantedSession,
-    kernels: KernelOptions,
-    cpus_per_worker: float | None,
-    prompting: Prompting,
-    settings: Mapping[str, Any],
-    *,
-    parallel: int | None,
-) -> ActorJob:
-    """Return the job of each actor of a Ray cluster.
+def _actor_job(task: _Task, cpus_per_worker: float | None) -> ActorJob:
+    """Return the job of each actor of a Ray cluster. All paths in it are absolute.
 
     Args:
-        wanted: The session that each actor opens. Its paths become absolute.
-        kernels: Which kernels compute on the CPU.
+        task: How lines are answered.
         cpus_per_worker: The CPUs of an actor, which limit its threads; None is a whole node.
-        prompting: How lines become prompts.
-        settings: What is recorded with each result.
-        parallel: The number of answers to generate at once; None lets the actor choose.
     """
     from specgen.serve.batch.on_ray import ActorJob
 
-    wanted = _with_absolute_paths(wanted)
+    wanted = _with_absolute_paths(task.wanted)
     options = wanted.options
     if cpus_per_worker is not None:
         n_threads = max(1, int(cpus_per_worker))
@@ -430,14 +462,14 @@ def _actor_job(
         )
     # Each node checks that its file of the target has the same size.
     file_sizes: dict[str, int] = {}
-    if "target_bytes" in settings:
-        file_sizes[str(options.target)] = settings["target_bytes"]
-    open_session = partial(open_on_node, replace(wanted, options=options), kernels)
+    if "target_bytes" in task.settings:
+        file_sizes[str(options.target)] = task.settings["target_bytes"]
+    open_session = partial(open_on_node, replace(wanted, options=options), task.kernels)
     return ActorJob(
         open_session,
-        prompting,
-        settings,
-        parallel,
+        task.prompting,
+        task.settings,
+        task.parallel,
         file_sizes,
     )
 

@@ -199,7 +199,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     """Return the prompt for a gap, and a note on what is left out of it.
 
     The prompt leaves room for the middle in the context. Unless the user gave the context's size,
-    it is also limited to what this machine reads in a few seconds.
+    it is also limited to what this machine prefills in a few seconds.
 
     Returns:
         The prompt, and the note, which is "" if nothing is left out.
@@ -209,16 +209,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     """
     from specgen.session.prompts.infill import infill_prompt
 
-    n_ctx = session.usual_n_ctx
-    max_tokens = session.options.generation.max_tokens
-    n_middle = max_tokens
-    if max_tokens < 0:  # no limit
-        n_middle = n_ctx // 4
-    n_room = n_ctx - n_middle
-    if n_room < n_ctx // 4:
-        room = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
-        hint = session.fitting_hint(2 * max_tokens, "a smaller --max-tokens")
-        raise UsageError(f"--max-tokens {max_tokens} leaves {room}", hint)
+    n_room = _room_for_text(session)
     prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
 
@@ -229,14 +220,33 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
         if n_fast < n_tokens:
             prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_fast)
             speed = f"{n_fast} tokens in about {_MAX_PREFILL_S:.0f} s"
-            why = f"this machine reads {speed} (-c {n_ctx} reads more)"
+            why = f"this machine prefills {speed} (-c {session.usual_n_ctx} allows more)"
     if not left_out:
         return prompt, ""
-    return prompt, f"{why}; not read: {', '.join(left_out)}"
+    return prompt, f"{why}; left out: {', '.join(left_out)}"
+
+
+def _room_for_text(session: Session) -> int:
+    """Return how many tokens of the context are left for the text around the gap.
+
+    Raises:
+        UsageError: If --max-tokens leaves less than a quarter of the context.
+    """
+    n_ctx = session.usual_n_ctx
+    max_tokens = session.options.generation.max_tokens
+    n_middle = max_tokens
+    if max_tokens < 0:  # no limit
+        n_middle = n_ctx // 4
+    n_room = n_ctx - n_middle
+    if n_room < n_ctx // 4:
+        room = f"{max(0, n_room)} of {n_ctx} tokens for the text around the gap"
+        hint = session.fitting_hint(2 * max_tokens, "a smaller --max-tokens")
+        raise UsageError(f"--max-tokens {max_tokens} leaves {room}", hint)
+    return n_room
 
 
 def _fast_prefill_tokens(session: Session) -> int:
-    """Return the number of prompt tokens that the target reads in `_MAX_PREFILL_S`, as measured."""
+    """Return how many prompt tokens the target prefills in `_MAX_PREFILL_S`, as measured."""
     from specgen.session.calibration import target_costs
 
     with Interrupt() as stop:

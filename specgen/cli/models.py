@@ -261,11 +261,11 @@ def on_disk(name: str) -> list[Path]:
 def remove_model(
     *,
     name: str = _name_or_repo(
-        help="A model; USER/REPO is all of a repository's GGUF models in the Hugging Face cache."
+        help="A model, or USER/REPO for all GGUF models of a repository in the Hugging Face cache."
     ),
-    yes: bool = option(False, "--yes -y", "Do not ask."),
+    yes: bool = option(False, "--yes -y", "Do not ask for confirmation."),
 ) -> None:
-    """Remove a model from this disk, with what interrupted downloads of it left.
+    """Remove a model from this disk, and what interrupted downloads of it left.
 
     Other programs may use the files in the Hugging Face cache, too.
     """

@@ -12,7 +12,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,9 +147,8 @@ class Output:
         Returns:
             The last event of the answer, with its figures; None if the answer did not get that far.
         """
-        from specgen.events import FinishedEvent, PromptEvent, to_json_object
+        from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer
-        from specgen.render.summary import print_summary
 
         renderer = self.renderer(
             sys.stdout,
@@ -157,36 +156,53 @@ class Output:
             os.environ,
             in_chat=in_chat,
         )
-        prompt: PromptEvent | None = None
-        finished: FinishedEvent | None = None
-        replayed: list[object] = []
+        shown: list[Event] = []
         with contextlib.closing(events), renderer:
             for event in events:
                 renderer.handle(event)
-                if isinstance(event, PromptEvent):
-                    prompt = event
-                elif isinstance(event, FinishedEvent):
-                    finished = event
-                if self.html is not None:
-                    replayed.append(to_json_object(event))
+                shown.append(event)
         if self.html is not None:
-            from specgen.render.streams import REPLAY, write_page
-
-            write_page(self.html, REPLAY, replayed)
-        if finished is not None and prompt is not None and self.has_summary:
-            shows_all = self.stats is True
+            _write_replay(self.html, shown)
+        prompt = next((event for event in shown if isinstance(event, PromptEvent)), None)
+        finished = next((event for event in shown if isinstance(event, FinishedEvent)), None)
+        if prompt is not None and finished is not None and self.has_summary:
             has_colours = isinstance(renderer, LiveRenderer) and self.show != "none"
-            # A conversation does not repeat the legend of the colours after each answer.
-            show_legend = has_colours and sys.stderr.isatty() and (shows_all or not in_chat)
-            console = console_on(sys.stderr)
-            print_summary(
-                console,
-                finished,
+            self._print_summary(
                 prompt,
-                whole=shows_all,
-                show_legend=show_legend,
+                finished,
+                has_colours=has_colours,
+                in_chat=in_chat,
             )
         return finished
+
+    def _print_summary(
+        self,
+        prompt: PromptEvent,
+        finished: FinishedEvent,
+        *,
+        has_colours: bool,
+        in_chat: bool,
+    ) -> None:
+        """Print the figures of an answer on standard error.
+
+        Args:
+            prompt: The first event of the answer.
+            finished: The last one.
+            has_colours: Whether the answer's tokens were coloured by their kinds.
+            in_chat: Whether the answer belongs to a conversation.
+        """
+        from specgen.render.summary import print_summary
+
+        shows_all = self.stats is True
+        # A conversation does not repeat the legend of the colours after each answer.
+        show_legend = has_colours and sys.stderr.isatty() and (shows_all or not in_chat)
+        print_summary(
+            console_on(sys.stderr),
+            finished,
+            prompt,
+            whole=shows_all,
+            show_legend=show_legend,
+        )
 
     def renderer(
         self,
@@ -336,6 +352,14 @@ def show_answer(
     if finished is not None and finished.finish_reason == "interrupted":
         return interrupt.exit_code, finished
     return 0, finished
+
+
+def _write_replay(file: Path, events: Sequence[Event]) -> None:
+    """Write a page that replays an answer with these events."""
+    from specgen.events import to_json_object
+    from specgen.render.streams import REPLAY, write_page
+
+    write_page(file, REPLAY, [to_json_object(event) for event in events])
 
 
 def check_file_option(name: str, file: Path | None) -> None:

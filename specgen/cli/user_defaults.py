@@ -6,7 +6,6 @@ table `[targets."NAME"]` is for one. Environment variables and the command line 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 import typer
 
 from specgen.cli.typer_messages import reason
-from specgen.errors import UsageError
+from specgen.errors import UsageError, did_you_mean
 from specgen.models.own_folders import FOLDERS_KEY, model_folders
 from specgen.system.files import named_path, read_toml
 
@@ -209,11 +208,9 @@ def _table_entries(
         where = f"{message_prefix}{key}"
         spelling = key.replace("_", "-")
         if spelling not in options:
-            similar_keys = difflib.get_close_matches(spelling, [*options, "targets"], n=1)
+            suggestion = did_you_mean(spelling, [*options, "targets"])
             hint = "`specgen config` lists the keys"
-            if similar_keys:
-                hint = f"the nearest one is {similar_keys[0]}"
-            raise UsageError(f"{where}: there is no such key", hint=hint)
+            raise UsageError(f"{where}: there is no such key{suggestion}", hint)
         # Two spellings of an option set the same entry.
         readable = option_keys(options[spelling])[0]
         entries[readable] = _Entry(where, value)

@@ -33,10 +33,11 @@ def verify(
         "What to check.",
         panel="Checks",
     ),
-    n_draws: int = option(
+    n_samples: int = option(
         400,
-        "--draws",
-        "How many samples of the next token to test, for each way to draft.",
+        "--n-samples",
+        "How many times to sample a token for the sampled check, with each way to draft. More "
+        "samples show smaller deviations.",
         min=100,
         max=1_000_000,
         panel="Checks",
@@ -90,8 +91,8 @@ def verify(
         prompts, skipped = fitting_prompts(session, texts, chat, n_extra_tokens)
         if check == "both":
             output.note(
-                f"the sampling test ({n_draws * len(ways)} samples) runs last and takes longest: "
-                "--draws makes it shorter, --check greedy leaves it out"
+                f"the sampling test ({n_samples * len(ways)} samples) runs last and takes longest: "
+                "--n-samples makes it shorter, --check greedy leaves it out"
             )
         greedy, sampled = run_checks(
             session,
@@ -99,7 +100,7 @@ def verify(
             ways,
             check=check,
             sampling=sampling,
-            n_draws=n_draws,
+            n_samples=n_samples,
             progress=progress,
             interrupted=stop,
         )

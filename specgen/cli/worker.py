@@ -53,7 +53,7 @@ def worker(
     threads: int | None = option(
         None,
         "--threads -t",
-        "Threads.",
+        "Threads for decoding.",
         min=1,
         max=512,
         show_default="the physical cores that it may use",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from specgen.drop_in.grammar import grammar_fields
-from specgen.errors import UsageError
-from specgen.option_values import shown_value, suggestion
+from specgen.errors import UsageError, did_you_mean
+from specgen.option_values import shown_value
 from specgen.serve.formats.fields import Fields, Json
 
 
@@ -163,7 +163,7 @@ def _check_names(fields: type[Fields], given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in known_names:
             raise UsageError(
-                f"there is no argument {name!r}{suggestion(name, sorted(known_names))}"
+                f"there is no argument {name!r}{did_you_mean(name, sorted(known_names))}"
             )
         if name in _REFUSED and value != 0:
             raise UsageError(

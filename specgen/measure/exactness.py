@@ -1,6 +1,6 @@
 """The two checks of `specgen verify`, which test that drafting is lossless with the user's models.
 
-Greedy: are the texts with and without drafts equal? Sampled: do repeated draws of one token fit the
+Greedy: are the texts with and without drafts equal? Sampled: do many samples of one token fit the
 target's distribution?
 
 The answers come from the same engine as everywhere else. With specgen's kernels a row of logits has
@@ -54,21 +54,21 @@ SLACK = 4.0
 ALWAYS_ALLOWED = 0.01
 #: At a difference, plain decoding is repeated in batches of up to this many rows.
 _MAX_BATCH_ROWS = 16
-#: The number of tokens at the start of an answer that are searched for a place to draw from.
+#: The number of tokens at the start of an answer that are searched for a place to sample from.
 N_SEARCHED = 48
-#: The number of draws that the engine gets at a time.
-_N_QUEUED_DRAWS = 60
-#: The number of prompts that are searched for a place to draw from.
+#: The number of samples that the engine gets at a time.
+_N_QUEUED_SAMPLES = 60
+#: The number of prompts that are searched for a place to sample from.
 _N_SEARCHED_PROMPTS = 3
 #: The names of the first and of the last greedy step, for the progress.
 _PLAIN_STEP = "greedy, plain decoding"
 _AT_ONCE_STEP = f"greedy, {N_AT_ONCE} answers at once"
 #: How long an answer without a limit is expected to be, for the progress.
 _EXPECTED_TOKENS = 256
-#: The time of a draw, in tokens of an answer.
-_DRAW_TOKENS = 2.5
-#: The time that the search for a place takes for each prompt, in draws.
-_SEARCH_DRAWS = 50
+#: The time of a sample, in tokens of an answer.
+_TOKENS_PER_SAMPLE = 2.5
+#: The time that the search for a place takes for each prompt, in samples.
+_SAMPLES_PER_SEARCH = 50
 #: The probability of a false alarm in any of the sampled checks.
 _FALSE_ALARM_RATE = 1e-4
 
@@ -106,7 +106,7 @@ def run_checks(
     *,
     check: CheckName,
     sampling: SamplerOptions,
-    n_draws: int,
+    n_samples: int,
     progress: Callable[[str, int, int], None],
     interrupted: Callable[[], bool],
 ) -> tuple[tuple[GreedyResult, ...], tuple[SampledResult, ...]]:
@@ -119,63 +119,101 @@ def run_checks(
             drafts most.
         check: Which checks to run.
         sampling: The sampler options of the sampled check.
-        n_draws: The number of draws with each way.
+        n_samples: The number of samples with each way.
         progress: Receives the name of a check, how much work of all checks is done, and the total.
         interrupted: Whether to stop.
 
     Returns:
         The results of the greedy and of the sampled checks, up to the interruption if there is one.
     """
-    greedy: list[GreedyResult] = []
-    sampled: list[SampledResult] = []
     steps = _planned_steps(
         session,
         prompts,
         ways,
         check,
-        n_draws,
+        n_samples,
     )
     run = RunProgress(steps, progress)
-
+    greedy: list[GreedyResult] = []
+    sampled: list[SampledResult] = []
     if check != "sampled":
-        plain = plain_texts(session, prompts, interrupted, run.step(_PLAIN_STEP))
-        check_texts = partial(
-            check_greedy,
+        greedy = _greedy_results(
             session,
-            plain=plain,
-            interrupted=interrupted,
+            prompts,
+            ways,
+            run,
+            interrupted,
         )
-        for way, drafting in ways.items():
-            session.change_drafting(drafting)
-            step = run.step(_step_name("greedy", way))
-            greedy += check_texts(prompts, way=way, progress=step)
-        # Again with several answers at once, if the session can do that.
-        if not session.why_one_sequence:
-            last_way = [*ways][-1]
-            greedy += check_texts(
-                _repeated_prompts(prompts),
-                way=last_way,
-                n_at_once=N_AT_ONCE,
-                progress=run.step(_AT_ONCE_STEP),
-            )
-
     if check != "greedy" and not interrupted():
         session.change_sampling(sampling)
-        for way, drafting in ways.items():
-            session.change_drafting(drafting)
-            result = check_sampled(
-                session,
-                dict(islice(prompts.items(), _N_SEARCHED_PROMPTS)),
-                n_draws,
-                level=_FALSE_ALARM_RATE / len(ways),  # the Bonferroni correction
-                seed=max(0, sampling.seed),
-                way=way,
-                interrupted=interrupted,
-                progress=run.step(_step_name("sampled", way)),
-            )
-            if result is not None:
-                sampled.append(result)
+        sampled = _sampled_results(
+            session,
+            dict(islice(prompts.items(), _N_SEARCHED_PROMPTS)),
+            ways,
+            n_samples,
+            run,
+            interrupted,
+        )
     return tuple(greedy), tuple(sampled)
+
+
+def _greedy_results(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    run: RunProgress,
+    interrupted: Callable[[], bool],
+) -> list[GreedyResult]:
+    """Compare the answers to all prompts with plain decoding's, with each way to draft."""
+    results: list[GreedyResult] = []
+    plain = plain_texts(session, prompts, interrupted, run.step(_PLAIN_STEP))
+    check_texts = partial(
+        check_greedy,
+        session,
+        plain=plain,
+        interrupted=interrupted,
+    )
+    for way, drafting in ways.items():
+        session.change_drafting(drafting)
+        step = run.step(_step_name("greedy", way))
+        results += check_texts(prompts, way=way, progress=step)
+    # Again with several answers at once, if the session can do that.
+    if not session.why_one_sequence:
+        last_way = [*ways][-1]
+        results += check_texts(
+            _repeated_prompts(prompts),
+            way=last_way,
+            n_at_once=N_AT_ONCE,
+            progress=run.step(_AT_ONCE_STEP),
+        )
+    return results
+
+
+def _sampled_results(
+    session: Session,
+    prompts: Mapping[int, Prompt],
+    ways: Mapping[WayName, DraftOptions],
+    n_samples: int,
+    run: RunProgress,
+    interrupted: Callable[[], bool],
+) -> list[SampledResult]:
+    """Test samples of a token in the answers to these prompts, with each way to draft."""
+    results: list[SampledResult] = []
+    for way, drafting in ways.items():
+        session.change_drafting(drafting)
+        result = check_sampled(
+            session,
+            prompts,
+            n_samples,
+            level=_FALSE_ALARM_RATE / len(ways),  # the Bonferroni correction
+            seed=max(0, session.options.sampler.seed),
+            way=way,
+            interrupted=interrupted,
+            progress=run.step(_step_name("sampled", way)),
+        )
+        if result is not None:
+            results.append(result)
+    return results
 
 
 def _planned_steps(
@@ -183,7 +221,7 @@ def _planned_steps(
     prompts: Mapping[int, Prompt],
     ways: Mapping[WayName, DraftOptions],
     check: CheckName,
-    n_draws: int,
+    n_samples: int,
 ) -> dict[str, int]:
     """Return the steps of all checks in their order, with the expected work of each in tokens."""
     max_tokens = session.options.generation.max_tokens
@@ -198,8 +236,8 @@ def _planned_steps(
     if check != "greedy":
         n_searched = min(len(prompts), _N_SEARCHED_PROMPTS)
         for way in ways:
-            n_draw_times = n_draws + n_searched * _SEARCH_DRAWS
-            steps[_step_name("sampled", way)] = round(n_draw_times * _DRAW_TOKENS)
+            n_with_search = n_samples + n_searched * _SAMPLES_PER_SEARCH
+            steps[_step_name("sampled", way)] = round(n_with_search * _TOKENS_PER_SAMPLE)
     return steps
 
 
@@ -447,14 +485,9 @@ def _difference(
         drafted_tokens: The answer with drafts, which differs from it.
         n_at_once: The number of answers that were generated at once.
     """
-    vocabulary = session.target.vocabulary
     position = common_prefix_length(plain_tokens, drafted_tokens)
-
-    def token_text(tokens: Sequence[int]) -> str:
-        return vocabulary.token_text(tokens[position]) if position < len(tokens) else ""
-
-    plain_text = token_text(plain_tokens)
-    drafted_text = token_text(drafted_tokens)
+    plain_text = _text_at(session, plain_tokens, position)
+    drafted_text = _text_at(session, drafted_tokens, position)
     if position == min(len(plain_tokens), len(drafted_tokens)):
         # One text continues where the other ends: no choice of a token explains that.
         return Difference(
@@ -465,40 +498,23 @@ def _difference(
             allowed=0.0,
         )
 
-    plain_token = plain_tokens[position]
-    drafted_token = drafted_tokens[position]
     answer = plain_tokens[:position]
     state = TextState(prompt, session.settings.grammar)
     for token in answer:
         state.commit(token)
-    sampling = SamplingPipeline(session.settings.sampler, state)
-
-    # Decode the row alone, and as the last one of batches such as rounds decode.
+    # Compute the logits of the choice alone, and as the last row of batches such as rounds decode.
     *_, row_alone = plain_rows(session, prompt, answer)
-    max_movement = 0.0
-    same_in_batches_of = None
-    for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
-        *_, row = plain_rows(
-            session,
-            prompt,
-            answer,
-            n_rows,
-            n_outputs,
-        )
-        max_movement = max(max_movement, movement(row, row_alone))
-        if same_in_batches_of is None and sampling.distribution(row).mode == drafted_token:
-            same_in_batches_of = n_rows
-
-    allowed = (SLACK * max_movement + ALWAYS_ALLOWED) * float(np.std(row_alone))
-    if session.target.has_equal_rows and max_movement == 0.0:
-        allowed = 0.0
+    rows_in_batches = _rows_in_batches(session, prompt, answer, n_at_once)
     gap = _preference(
         session,
         state,
         row_alone,
-        plain_token,
-        drafted_token,
+        plain_tokens[position],
+        drafted_tokens[position],
     )
+    allowed = _gap_by_rounding(session, row_alone, [row for _, row in rows_in_batches])
+    sampling = SamplingPipeline(session.settings.sampler, state)
+    same_in_batches_of = _first_that_chooses(drafted_tokens[position], sampling, rows_in_batches)
     return Difference(
         position,
         plain_text,
@@ -507,6 +523,68 @@ def _difference(
         allowed,
         same_in_batches_of,
     )
+
+
+def _text_at(session: Session, tokens: Sequence[int], position: int) -> str:
+    """Return the text of the token at a position; "" if the tokens end there."""
+    if position >= len(tokens):
+        return ""
+    return session.target.vocabulary.token_text(tokens[position])
+
+
+def _rows_in_batches(
+    session: Session,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    n_at_once: int,
+) -> list[tuple[int, Logits]]:
+    """Decode the last row of an answer in batches such as rounds decode.
+
+    Returns:
+        The size of each batch, in rows, and its last row of logits, float32[n_vocab].
+    """
+    rows: list[tuple[int, Logits]] = []
+    for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
+        *_, row = plain_rows(
+            session,
+            prompt,
+            answer,
+            n_rows,
+            n_outputs,
+        )
+        rows.append((n_rows, row))
+    return rows
+
+
+def _gap_by_rounding(
+    session: Session,
+    row_alone: Logits,
+    rows_in_batches: Sequence[Logits],
+) -> float:
+    """Return the largest gap between two tokens that rounding in batches explains.
+
+    Args:
+        session: The session that decoded the rows.
+        row_alone: float32[n_vocab], the logits that were computed for the row alone.
+        rows_in_batches: The logits of the same row in batches.
+    """
+    movements = [movement(row, row_alone) for row in rows_in_batches]
+    max_movement = max([0.0, *movements])
+    if session.target.has_equal_rows and max_movement == 0.0:
+        return 0.0
+    return (SLACK * max_movement + ALWAYS_ALLOWED) * float(np.std(row_alone))
+
+
+def _first_that_chooses(
+    token: int,
+    sampling: SamplingPipeline,
+    rows_in_batches: Iterable[tuple[int, Logits]],
+) -> int | None:
+    """Return the size of the first batch whose row makes plain decoding choose a token, or None."""
+    for n_rows, row in rows_in_batches:
+        if sampling.distribution(row).mode == token:
+            return n_rows
+    return None
 
 
 def _batches_of_rounds(session: Session, n_at_once: int) -> Iterator[tuple[int, int | None]]:
@@ -600,17 +678,18 @@ def plain_rows(
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """The test of repeated draws of one token."""
+    """The test of many samples of one token."""
 
     #: The prompt's number.
     prompt: int
     way: WayName
     #: The number of the prompt's tokens.
     n_prompt: int
-    #: The number of the answer's tokens before the one that was drawn.
+    #: The number of the answer's tokens before the one that was sampled.
     n_answer: int
-    n_draws: int
-    #: The number of draws of tokens to which the target gives probability 0.
+    #: The number of samples.
+    n_samples: int
+    #: The number of samples of tokens to which the target gives probability 0.
     n_impossible: int
     n_drafted: int
     n_accepted: int
@@ -620,13 +699,13 @@ class SampledResult:
 
     @property
     def is_defect(self) -> bool:
-        """Whether the draws do not fit the target's distribution."""
+        """Whether the samples do not fit the target's distribution."""
         return self.test.p_value <= self.level
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in an answer where a token can be drawn."""
+    """A place in an answer where a token can be sampled."""
 
     #: The prompt's number.
     prompt: int
@@ -641,10 +720,10 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Draws:
-    """The draws at one place."""
+class _Samples:
+    """The samples at one place."""
 
-    #: The number of times each token was drawn.
+    #: The number of times each token was sampled.
     counts: Counter[int] = field(default_factory=Counter)
     n_drafted: int = 0
     n_accepted: int = 0
@@ -685,7 +764,7 @@ class _ForcedStart(SamplingPipeline):
 def check_sampled(
     session: Session,
     prompts: Mapping[int, Prompt],
-    n_draws: int,
+    n_samples: int,
     level: float,
     *,
     seed: int = 0,
@@ -693,21 +772,21 @@ def check_sampled(
     interrupted: Callable[[], bool] = never,
     progress: StepProgress = lambda _done, _total: None,
 ) -> SampledResult | None:
-    """Draw one token many times with drafts, and test the draws against the target's distribution.
+    """Sample one token many times with drafts, and test whether it has the target's distribution.
 
-    The token is drawn in the answer to one of the prompts, at the place where mistakes would be
+    The token is sampled in the answer to one of the prompts, at the place where mistakes would be
     most visible.
 
     Args:
-        session: A session with a sampler that draws.
+        session: A session with a random sampler.
         prompts: The prompts by number.
-        n_draws: The number of draws.
+        n_samples: The number of samples.
         level: The significance level: a p-value up to this counts as a defect.
-        seed: The seed of the first draw.
+        seed: The seed of the first sample.
         way: The name of the way to draft, for the result; None for the session's policy.
         interrupted: Whether to stop.
-        progress: Receives the number of finished draws, and of all draws. The search in a prompt
-            counts as `_SEARCH_DRAWS`.
+        progress: Receives the number of finished samples, and of all samples. The search in a
+            prompt counts as `_SAMPLES_PER_SEARCH`.
 
     Returns:
         The result; None if nothing was drafted, or if interrupted.
@@ -717,7 +796,7 @@ def check_sampled(
     """
     calibrate(session, interrupted)
     places: list[_Place] = []
-    n_total = n_draws + _SEARCH_DRAWS * len(prompts)
+    n_total = n_samples + _SAMPLES_PER_SEARCH * len(prompts)
     for n_searched, (number, prompt) in enumerate(prompts.items(), start=1):
         places += _places(
             session,
@@ -726,35 +805,35 @@ def check_sampled(
             seed,
             interrupted,
         )
-        progress(n_searched * _SEARCH_DRAWS, n_total)
+        progress(n_searched * _SAMPLES_PER_SEARCH, n_total)
     if not places or interrupted():
         return None
     place = max(places, key=lambda each: each.visibility)
     prompt = prompts[place.prompt]
-    draws = _draw(
+    samples = _take_samples(
         session,
         prompt,
         place,
-        n_draws,
+        n_samples,
         seed,
         interrupted,
-        lambda n_done: progress(n_total - n_draws + n_done, n_total),
+        lambda n_done: progress(n_total - n_samples + n_done, n_total),
     )
-    if draws is None:
+    if samples is None:
         return None
-    # `exact` only has the possible tokens, so all other draws are impossible ones.
-    counts = [draws.counts[token] for token in place.exact.token_ids.tolist()]
+    # `exact` only has the possible tokens, so all other samples are impossible ones.
+    counts = [samples.counts[token] for token in place.exact.token_ids.tolist()]
     return SampledResult(
         prompt=place.prompt,
         way=way or session.options.drafting.policy_in_use,
         n_prompt=len(prompt.tokens),
         n_answer=len(place.answer),
-        n_draws=n_draws,
-        n_impossible=n_draws - sum(counts),
-        n_drafted=draws.n_drafted,
-        n_accepted=draws.n_accepted,
+        n_samples=n_samples,
+        n_impossible=n_samples - sum(counts),
+        n_drafted=samples.n_drafted,
+        n_accepted=samples.n_accepted,
         level=level,
-        test=g_test(np.array(counts, np.int64), place.exact.probs, n_draws),
+        test=g_test(np.array(counts, np.int64), place.exact.probs, n_samples),
     )
 
 
@@ -777,8 +856,8 @@ def _places(
     answer, drafted_tokens = _drafted_answer(session, prompt, seed, interrupted)
     grammar = session.settings.grammar
     if grammar is not None:
-        # The grammar begins with the answer. But `_draw` moves the answer's first tokens to the
-        # prompt, except the last two before the place. So only the answer's second token is drawn.
+        # The grammar begins with the answer. But `_take_samples` moves the answer's first tokens to
+        # the prompt, except the last two before the place. So only the second token is sampled.
         drafted_tokens = {n: token for n, token in drafted_tokens.items() if n == 1}
     if not drafted_tokens or interrupted():
         return
@@ -830,33 +909,33 @@ def _drafted_answer(
     return answer, drafted_tokens
 
 
-def _draw(
+def _take_samples(
     session: Session,
     prompt: Prompt,
     place: _Place,
-    n_draws: int,
+    n_samples: int,
     seed: int,
     interrupted: Callable[[], bool],
     progress: Callable[[int], None],
-) -> _Draws | None:
-    """Draw the token at a place `n_draws` times.
+) -> _Samples | None:
+    """Sample the token at a place `n_samples` times.
 
     Args:
         session: The session.
         prompt: The prompt of the place.
         place: The place.
-        n_draws: The number of draws.
-        seed: The seed of the first draw.
+        n_samples: The number of samples.
+        seed: The seed of the first sample.
         interrupted: Whether to stop.
-        progress: Receives the number of finished draws.
+        progress: Receives the number of finished samples.
 
     Returns:
-        The draws; None if interrupted.
+        The samples; None if interrupted.
 
     Raises:
         SpecgenError: If an answer or its drafter fails.
     """
-    # Each draw is the start of an answer of its own. An answer's first token has no draft, and
+    # Each sample is the start of an answer of its own. An answer's first token has no draft, and
     # decoder heads draft nothing for the second. So the two tokens before the place are forced as
     # the first two of the answer, and the tokens before those are appended to the prompt.
     forced = place.answer[-2:]
@@ -865,10 +944,10 @@ def _draw(
     def force_start(_request: Request, sequence: AnswerState) -> None:
         sequence.sampling = _ForcedStart(session.settings.sampler, sequence.text_state, forced)
 
-    # The limit leaves room for more tokens than are drawn, since the policy would draft less just
+    # The limit leaves room for more tokens than are sampled, since the policy would draft less just
     # before the end of an answer.
     generation = replace(session.options.generation, max_tokens=N_SEARCHED, stop=())
-    draws = _Draws()
+    samples = _Samples()
     with Engine(
         session,
         n_parallel=1 if session.why_one_sequence else N_AT_ONCE,
@@ -876,26 +955,26 @@ def _draw(
         interrupted=interrupted,
         prepare=force_start,
     ) as engine:
-        for n_done in range(0, n_draws, _N_QUEUED_DRAWS):
-            n_queued = min(_N_QUEUED_DRAWS, n_draws - n_done)
+        for n_done in range(0, n_samples, _N_QUEUED_SAMPLES):
+            n_queued = min(_N_QUEUED_SAMPLES, n_samples - n_done)
             requests = [
                 engine.insert(extended_prompt, generation=generation) for _ in range(n_queued)
             ]
             for request in requests:
-                # This makes the draws repeatable. It must not be the seed option, since how drafts
-                # are verified depends on whether the user gave one.
+                # This makes the samples repeatable. It must not be the seed option, since how
+                # drafts are verified depends on whether the user gave one.
                 request.seed = seed + request.index
             for event in engine.run():
-                # Stop each answer as soon as its token is drawn. Sequences are numbered through all
-                # draws, not from 0 in each queue.
+                # Stop each answer as soon as its token is sampled. Sequences are numbered through
+                # all samples, not from 0 in each queue.
                 if isinstance(event, CommittedEvent) and event.n_tokens > len(forced):
                     engine.cancel(requests[event.sequence - n_done])
             if interrupted():
                 return None
             for request in requests:
-                draws.add(request, position=len(forced))
+                samples.add(request, position=len(forced))
             progress(n_done + n_queued)
-    return draws
+    return samples
 
 
 # --- the report

@@ -1,4 +1,4 @@
-"""Test whether counts of draws fit a known distribution."""
+"""Test whether counts of samples fit a known distribution."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MIN_EXPECTED = 20.0
 class GTest:
     """The result of a G-test."""
 
-    #: 2 Σ count·ln(count / expected) over all cells; infinite if an impossible token was drawn.
+    #: 2 Σ count·ln(count / expected) over all cells; infinite if an impossible token was sampled.
     statistic: float
     #: The number of cells, where the pool of rare cells counts as one.
     n_cells: int
-    #: The probability of a statistic at least this large if the draws fit the distribution.
+    #: The probability of a statistic at least this large if the samples fit the distribution.
     p_value: float
     #: The number of rare cells that were pooled.
     n_pooled: int
@@ -31,46 +31,46 @@ class GTest:
 def g_test(
     counts: npt.NDArray[np.int64],
     exact_probs: ProbArray,
-    n_draws: int | None = None,
+    n_samples: int | None = None,
     *,
     min_expected: float = MIN_EXPECTED,
 ) -> GTest:
-    """Test whether draws come from a known distribution.
+    """Test whether samples come from a known distribution.
 
     The statistic is chi-square distributed only if all expected counts are large. So cells with
     small expected counts are pooled, and the statistic is divided by Williams's correction
-    (Biometrika 63, 1976, p. 33): 1 + (Σ 1/prob - 1) / (6 n_draws (n_cells - 1)). The false-alarm
+    (Biometrika 63, 1976, p. 33): 1 + (Σ 1/prob - 1) / (6 n_samples (n_cells - 1)). The false-alarm
     rate is then at most 1.5 times the nominal rate, down to a nominal rate of 1e-5.
 
     Args:
-        counts: int64[n_cells], the number of draws of each cell.
+        counts: int64[n_cells], the number of samples of each cell.
         exact_probs: float64[n_cells], the probability of each cell.
-        n_draws: The number of all draws; None if all of them are counted. Draws that are not
-            counted are impossible ones, for which the p-value is 0.
+        n_samples: The number of all samples; None if all of them are counted. Samples that are
+            not counted are impossible ones, for which the p-value is 0.
         min_expected: Cells with a smaller expected count are pooled.
 
     Raises:
         ValueError: If a probability is not positive, if the probabilities do not sum to 1, or if
-            the counts do not match the cells or `n_draws`.
+            the counts do not match the cells or `n_samples`.
     """
     n_counted = int(counts.sum())
-    if n_draws is None:
-        n_draws = n_counted
+    if n_samples is None:
+        n_samples = n_counted
     total = float(exact_probs.sum())
     if not bool((exact_probs > 0.0).all()) or not abs(total - 1.0) <= 1e-6:
         raise ValueError(f"the exact probabilities must be positive and sum to 1, not to {total}")
-    if len(counts) != len(exact_probs) or n_draws < 1 or n_counted > n_draws:
+    if len(counts) != len(exact_probs) or n_samples < 1 or n_counted > n_samples:
         cells = f"{len(counts)} of {len(exact_probs)} cells"
-        raise ValueError(f"{n_counted} draws of {n_draws} in {cells}")
+        raise ValueError(f"{n_counted} samples of {n_samples} in {cells}")
 
     # Pool rare cells into one, which becomes the last cell.
     probs = exact_probs / total
     observed = counts.astype(np.float64)
-    rare, others = _rare_cells(n_draws * probs, min_expected)
+    rare, others = _rare_cells(n_samples * probs, min_expected)
     if len(rare):
         probs = np.append(probs[others], probs[rare].sum())
         observed = np.append(observed[others], observed[rare].sum())
-    if n_counted < n_draws:
+    if n_counted < n_samples:
         return GTest(
             math.inf,
             len(probs),
@@ -85,13 +85,13 @@ def g_test(
             n_pooled=len(rare),
         )
 
-    # A cell without draws adds nothing to the statistic: x·ln(x) is 0 at 0.
-    is_drawn = observed > 0.0
-    log_ratios = np.log(observed[is_drawn] / (n_draws * probs[is_drawn]))
+    # A cell without samples adds nothing to the statistic: x·ln(x) is 0 at 0.
+    is_sampled = observed > 0.0
+    log_ratios = np.log(observed[is_sampled] / (n_samples * probs[is_sampled]))
     # Rounding may make a perfect fit slightly negative.
-    statistic = max(0.0, 2.0 * float(observed[is_drawn] @ log_ratios))
+    statistic = max(0.0, 2.0 * float(observed[is_sampled] @ log_ratios))
     n_degrees = len(probs) - 1
-    correction = 1.0 + (float((1.0 / probs).sum()) - 1.0) / (6.0 * n_draws * n_degrees)
+    correction = 1.0 + (float((1.0 / probs).sum()) - 1.0) / (6.0 * n_samples * n_degrees)
     p_value = chi_square_tail(statistic / correction, n_degrees)
     return GTest(statistic, len(probs), p_value, len(rare))
 

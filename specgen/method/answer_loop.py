@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from specgen.errors import BackendError, DecodeEndedError
-from specgen.events import Event, FinishedEvent, Piece, ReadingEvent
+from specgen.events import Event, FinishedEvent, Piece, PrefillEvent
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
@@ -309,8 +309,8 @@ class AnswerLoop(Loop):
         answer.n_cached = self.target.length(answer.branches.first)
         answer.n_prefilled = answer.n_cached
         events: list[Event] = []
-        if answer.options.reports_reading:
-            events.append(self._reading_event(answer))
+        if answer.options.reports_prefill:
+            events.append(self._prefill_event(answer))
         forced = answer.take_forced(started_s - self._started_s)
         if forced:
             answer.stats.time_to_first_token_s = self.clock() - started_s
@@ -371,9 +371,9 @@ class AnswerLoop(Loop):
         self._record_prefill_times(answer, target_s, started_s)
 
         is_last = answer.is_started or answer.is_finished
-        if is_last and not (scored_pieces or answer.options.reports_reading):
+        if is_last and not (scored_pieces or answer.options.reports_prefill):
             return events
-        return [self._reading_event(answer, scored_pieces), *events]
+        return [self._prefill_event(answer, scored_pieces), *events]
 
     def _commit_first_token(self, answer: AnswerState, logits: Logits) -> list[Event]:
         """Commit the token after the prompt, unless the answer may have no tokens at all."""
@@ -398,15 +398,15 @@ class AnswerLoop(Loop):
             assert answer.prefill_started_s is not None
             stats.time_to_first_token_s = now_s - answer.prefill_started_s
 
-    def _reading_event(
+    def _prefill_event(
         self,
         answer: AnswerState,
         scored_pieces: tuple[Piece, ...] = (),
-    ) -> ReadingEvent:
-        return ReadingEvent(
+    ) -> PrefillEvent:
+        return PrefillEvent(
             sequence=answer.index,
             time_s=self.now_s,
-            n_read=answer.n_prefilled,
+            n_prefilled=answer.n_prefilled,
             n_prompt_tokens=answer.n_prompt,
             left_s=self.prefill_costs.seconds(answer.n_prefilled, answer.n_prompt),
             n_cached_tokens=answer.n_cached,

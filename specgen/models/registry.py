@@ -5,7 +5,6 @@ Both files are read strictly: an unknown key is an error.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from specgen.errors import UnknownModelError, UsageError
+from specgen.errors import UnknownModelError, UsageError, did_you_mean
 from specgen.models.files import FileIdentity
 from specgen.system.files import correct, named_path, read_toml
 from specgen.system.folders import config_folder
@@ -225,21 +224,12 @@ def _find(
     """Return the entry with a name.
 
     Raises:
-        UnknownModelError: If there is none. It suggests similar names, also from `others`.
+        UnknownModelError: If there is none. It suggests a similar name, also one of `others`.
     """
     if name in entries:
         return entries[name]
-    close = difflib.get_close_matches(
-        name,
-        [*entries, *others],
-        n=2,
-        cutoff=0.5,
-    )
-    message = f'there is no {kind} "{name}"'
-    if close:
-        suggestions = " or ".join(f'"{match}"' for match in close)
-        message += f"; did you mean {suggestions}?"
-    raise UnknownModelError(message, _LIST_HINT)
+    suggestion = did_you_mean(name, [*entries, *others])
+    raise UnknownModelError(f'there is no {kind} "{name}"{suggestion}', _LIST_HINT)
 
 
 def load_registry(package: Path = _PACKAGE) -> Registry:

@@ -14,8 +14,8 @@ from specgen.events import (
     Event,
     FinishedEvent,
     NoticeEvent,
+    PrefillEvent,
     PromptEvent,
-    ReadingEvent,
     VerifiedEvent,
 )
 from specgen.options import Show
@@ -34,7 +34,7 @@ from specgen.render.rows import (
     pens,
     wrap,
 )
-from specgen.render.streams import Renderer, reading
+from specgen.render.streams import Renderer, prefill_progress
 from specgen.session.prompts.thoughts import ThoughtReader
 from specgen.system.quantities import counted
 
@@ -314,7 +314,9 @@ class _Status:
 
     def __init__(self) -> None:
         #: Texts about the prefill, from the longest to the shortest. The first that fits is shown.
-        self._prefill_texts = ["reading", ""]
+        self._prefill_texts = ["prefilling"]
+        #: The progress of the prefill, which is shown instead if it fits; none before it is known.
+        self._progress_texts: list[str] = []
         self._has_draft = True
         self._first: CommittedEvent | None = None
         self._last: CommittedEvent | None = None
@@ -325,11 +327,10 @@ class _Status:
     def update(self, event: Event) -> None:
         """Update the figures with the next event."""
         if isinstance(event, PromptEvent):
-            self._prefill_texts.insert(0, f"reading {event.n_prompt_tokens} prompt tokens")
+            self._prefill_texts.insert(0, f"prefilling {event.n_prompt_tokens} prompt tokens")
             self._has_draft = event.draft != "none"
-        elif isinstance(event, ReadingEvent):
-            # The last three texts are general; a text before them is the previous progress.
-            self._prefill_texts = [reading(event), *self._prefill_texts[-3:]]
+        elif isinstance(event, PrefillEvent):
+            self._progress_texts = [prefill_progress(event)]
         elif isinstance(event, DraftedEvent):
             depths: list[int] = []
             for node in event.nodes:
@@ -350,7 +351,8 @@ class _Status:
             pens: The escape codes of each mark.
         """
         if self._first is None or self._last is None:
-            return coded(_first_fitting(self._prefill_texts, columns), pens["faint"])
+            texts = [*self._progress_texts, *self._prefill_texts]
+            return coded(_first_fitting(texts, columns), pens["faint"])
         figure_texts = self._figure_texts(self._first, self._last)
         legend = ""
         columns_after_legend = columns - len("  ".join(LEGEND))

@@ -47,7 +47,7 @@ def race_picture(race: Race) -> str:
     target = clean_line(race.answers[0].prompt.target)
     picture.write(f"{target}: a replay at true speed", "faint", 0, 0)
 
-    # Both answers, one beside the other, with their figures below them.
+    # Both answers, side by side, with their figures below them.
     columns = [n * (_N_COLUMNS + _GUTTER) for n in range(len(race.answers))]
     layouts = [_laid_out(answer, picture) for answer in race.answers]
     first_line = 3
@@ -102,7 +102,7 @@ class _Picture:
             n_columns: Its width in characters; None: as many as it has.
         """
         x = _MARGIN + column * _CHARACTER
-        y = _MARGIN + (line + 0.7) * _LINE  # of the line on which the letters stand
+        y = _MARGIN + (line + 0.7) * _LINE  # of the baseline of its letters
         if n_columns is None:
             n_columns = len(text)
         self._elements.append(

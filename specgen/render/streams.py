@@ -19,8 +19,8 @@ from specgen.events import (
     Event,
     FinishedEvent,
     NoticeEvent,
+    PrefillEvent,
     PromptEvent,
-    ReadingEvent,
     VerifiedEvent,
     to_json_object,
 )
@@ -120,7 +120,7 @@ class TextRenderer(Renderer):
     def __init__(
         self,
         stream: BinaryIO,
-        notice: Callable[[NoticeEvent | ReadingEvent], None] | None = None,
+        notice: Callable[[NoticeEvent | PrefillEvent], None] | None = None,
         *,
         encoding: str = "utf-8",
         ends_line: bool = False,
@@ -153,7 +153,7 @@ class TextRenderer(Renderer):
             if self._is_terminal and self._in_line:
                 self._put("\n")
             self._notice(event)
-        elif isinstance(event, ReadingEvent):
+        elif isinstance(event, PrefillEvent):
             if event.time_s - self._last_progress_s >= _PROGRESS_INTERVAL_S:
                 self._last_progress_s = event.time_s
                 self._notice(event)
@@ -198,16 +198,16 @@ class JsonlRenderer(Renderer):
         self._stream.flush()
 
 
-def reading(event: ReadingEvent) -> str:
+def prefill_progress(event: PrefillEvent) -> str:
     """Return the progress of a prefill in words."""
-    share = event.n_read / event.n_prompt_tokens
+    share = event.n_prefilled / event.n_prompt_tokens
     progress = f"{share:.0%} of {event.n_prompt_tokens} tokens"
-    return f"reading the prompt: {progress}, {event.left_s:.0f} s left"
+    return f"prefilling the prompt: {progress}, {event.left_s:.0f} s left"
 
 
 def print_notice(
     console: Console,
-    event: NoticeEvent | ReadingEvent,
+    event: NoticeEvent | PrefillEvent,
     *,
     verbose: bool = False,
 ) -> None:
@@ -218,8 +218,8 @@ def print_notice(
         event: The notice or the progress.
         verbose: Whether to also print the notice's detail, indented.
     """
-    if isinstance(event, ReadingEvent):
-        say(console, Text(reading(event)))
+    if isinstance(event, PrefillEvent):
+        say(console, Text(prefill_progress(event)))
         return
     say(console, Text(f"note: {clean_line(event.message)}"))
     if verbose:

@@ -124,7 +124,7 @@ def _checked(report: VerifyReport) -> str:
     if report.check != "sampled":
         parts.append(counted(len(report.greedy), "answer"))
     if report.check != "greedy":
-        parts.append(counted(sum(result.n_draws for result in report.sampled), "sample"))
+        parts.append(counted(sum(result.n_samples for result in report.sampled), "sample"))
     return " and ".join(parts)
 
 
@@ -185,7 +185,7 @@ def _sampled_line(result: SampledResult) -> Text:
         conclusion = ("defect", _DEFECT_STYLE)
     elif result.test.n_cells == 1:
         conclusion = ("no test: only one token is likely", "")
-    samples = f"{counted(result.n_draws, 'sample')} in {result.test.n_cells} cells"
+    samples = f"{counted(result.n_samples, 'sample')} in {result.test.n_cells} cells"
     p_value = f"p = {result.test.p_value:.2g} (a defect up to {result.level:.1g})"
     impossible = ""
     if result.n_impossible:

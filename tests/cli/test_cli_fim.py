@@ -186,10 +186,10 @@ def test_a_long_text_is_shortened_to_a_few_seconds_of_prefill(
     write("a.txt", TEXT * 40)
     found = fim("a.txt:80", "--json")
     assert events_of(found)[0]["n_prompt_tokens"] == 256
-    assert "reads 256 tokens in about 5 s (-c 4096 reads more); not read: " in found.err
+    assert "prefills 256 tokens in about 5 s (-c 4096 allows more); left out: " in found.err
     whole = fim("a.txt:80", "--json", "-c", "4096")
     assert events_of(whole)[0]["n_prompt_tokens"] > 256
-    assert "not read" not in whole.err
+    assert "left out" not in whole.err
 
 
 def test_text_that_does_not_fit_the_context_is_left_out(fim: Fim) -> None:
@@ -199,7 +199,7 @@ def test_text_that_does_not_fit_the_context_is_left_out(fim: Fim) -> None:
     assert found.code == 0
     (note,) = found.err.splitlines()
     assert note.startswith(
-        "note: the context has room for 188 tokens of text (raise -c); not read: the "
+        "note: the context has room for 188 tokens of text (raise -c); left out: the "
     )
     assert note.endswith("tokens after the gap, b.txt")
     assert fim("a.txt:60", "-c", "200", "-q").err == ""

@@ -315,7 +315,7 @@ def test_unknown_names_are_one_line_with_what_is_similar(
     refused = specgen("run", "-m", "ollama:tini", "the cat")
     assert refused.code == UnknownModelError.exit_code
     assert refused.err.startswith('error: there is no model "ollama:tini" of Ollama on this disk')
-    assert 'did you mean "ollama:tiny:1b"' in specgen("run", "-m", "olama:tiny:1b", "x").err
+    assert "did you mean ollama:tiny:1b?" in specgen("run", "-m", "olama:tiny:1b", "x").err
 
 
 def test_the_shell_completes_names(stores: Stores, content: bytes) -> None:

@@ -17,7 +17,7 @@ from tests.helpers.cli import Result, Specgen, complaint, models_of, on_terminal
 pytestmark = pytest.mark.slow
 
 #: Quick, and enough for a test of the command line.
-SHORT = ("-N", "2", "-n", "12", "--draws", "100")
+SHORT = ("-N", "2", "-n", "12", "--n-samples", "100")
 
 
 Verify = Callable[..., Result]
@@ -60,8 +60,8 @@ JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler check greedy sampled skipped "
     "is_interrupted kernels unequal_rows instead",
     "greedy": "prompt way n_at_once n_tokens n_drafted n_accepted difference is_defect",
-    "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_drafted n_accepted level test "
-    "is_defect",
+    "sampled": "prompt way n_prompt n_answer n_samples n_impossible n_drafted n_accepted level "
+    "test is_defect",
     "test": "statistic p_value n_pooled n_cells",
 }
 
@@ -80,7 +80,7 @@ def test_json_has_the_documented_fields(verify: Verify) -> None:
     # The two prompts, and three answers at once.
     assert [result["n_at_once"] for result in report["greedy"]] == [1, 1, 3, 3, 3]
     assert [result["n_tokens"] for result in report["greedy"]] == [12, 12, 4, 8, 12]
-    assert (place["n_draws"], place["level"]) == (100, pytest.approx(1e-4))
+    assert (place["n_samples"], place["level"]) == (100, pytest.approx(1e-4))
     assert verify("--json", "--policy", "fixed").out == result.out, "the seed repeats it"
 
 
@@ -124,7 +124,7 @@ def test_deviations_from_the_options_come_first(verify: Verify) -> None:
     ("bug", "more"),
     [
         ("wrong-row", ("--check", "greedy", "-n", "30")),
-        ("no-residual", ("--check", "sampled", "--draws", "2000")),
+        ("no-residual", ("--check", "sampled", "--n-samples", "2000")),
     ],
 )
 def test_a_defect_is_one_error_line_and_exit_code_11(
@@ -157,7 +157,7 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "the cat is in the else for with"}\n' * 500, encoding="utf-8")
     command = arguments(tiny_models, "--prompts", str(file), "-N", "3", "--policy", "fixed")
-    command += ["--draws", "1000000", "--json"]
+    command += ["--n-samples", "1000000", "--json"]
     with on_terminal(command) as (process, terminal):
         shown = b""
         while b"sampled, --policy fixed" not in shown:  # texts were compared; its progress says so
@@ -182,7 +182,7 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
         (("--draft", "none"), "--draft"),
         (("--draft-max", "0"), "nothing to verify"),
         (("--check", "some"), "--check"),
-        (("--draws", "1"), "--draws"),
+        (("--n-samples", "1"), "--n-samples"),
     ],
 )
 def test_wrong_options_exit_with_2(verify: Verify, more: tuple[str, ...], message: str) -> None:

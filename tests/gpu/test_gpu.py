@@ -107,7 +107,7 @@ def verified(
     name, *options = draft
     source = name if name in {"ngram", "mtp"} else str(models / f"{target} {name}.gguf")
     forced = ("--policy", "fixed", "--draft-max", "6", "--draft-p-min", "0", "--check", check)
-    sizes = ("-N", "1", "-n", "20", "--draws", "100", "-t", "1")
+    sizes = ("-N", "1", "-n", "20", "--n-samples", "100", "-t", "1")
     result = specgen(
         *("verify", "--json", "-m", models / f"{target}.gguf", "-md", source),
         *(*forced, *sizes, *options, *PLACES[place], "-fa", "off"),

@@ -15,8 +15,8 @@ from specgen.events import (
     FinishReason,
     NoticeEvent,
     Piece,
+    PrefillEvent,
     PromptEvent,
-    ReadingEvent,
     ReasonCount,
     RejectedBranch,
     TokenKind,
@@ -67,10 +67,10 @@ class Script:
         )
         return self._add(event)
 
-    def reading(self, n_read: int, time_s: float, left_s: float) -> Script:
-        """A piece of the prompt was read."""
+    def prefill(self, n_prefilled: int, time_s: float, left_s: float) -> Script:
+        """A part of the prompt was prefilled."""
         n_tokens = next(e.n_prompt_tokens for e in self.events if isinstance(e, PromptEvent))
-        return self._add(ReadingEvent(0, time_s, n_read, n_tokens, left_s))
+        return self._add(PrefillEvent(0, time_s, n_prefilled, n_tokens, left_s))
 
     def plain(self, text: str) -> Script:
         """A round without a draft."""

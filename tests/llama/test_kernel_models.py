@@ -91,7 +91,7 @@ def test_other_types_of_weights_are_left_to_llama_cpp(kernels: Kernels, tmp_path
 @pytest.mark.parametrize("architecture", ATTENTION_ONLY)
 @pytest.mark.parametrize("flash_attention", ["on", "off"])
 @pytest.mark.usefixtures("kernels")
-def test_rows_are_the_same_bits_in_any_batch(
+def test_rows_have_the_same_bits_in_any_batch(
     tmp_path: Path, architecture: Architecture, tensor_type: str, flash_attention: FlashAttention
 ) -> None:
     config = TinyConfig(

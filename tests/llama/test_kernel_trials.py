@@ -96,7 +96,7 @@ def tried(tmp_path: Path, model: Path) -> Tried:
         ({"skeleton": [2, SEGV]}, "", 2),
     ],
 )
-def test_what_dies_is_left_to_llama_cpp(
+def test_llama_cpps_kernels_replace_those_that_crash(
     tried: Tried, table: dict[str, list[int]], problem: str, n_runs: int
 ) -> None:
     tried.dying(table)

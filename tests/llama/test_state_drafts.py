@@ -258,7 +258,7 @@ def test_the_contexts_last_position_is_reached(folder: Path, case: Case, tree: s
     [(case, tree) for case in [*OF_LAYERS, *OTHERS] for tree in ("off", "3,2,1")],
     ids=str,
 )
-def test_answers_at_once_are_what_they_are_alone(folder: Path, case: Case, tree: str) -> None:
+def test_concurrent_answers_are_the_same_as_alone(folder: Path, case: Case, tree: str) -> None:
     prompts = [PROMPT, "abc", PROMPT + " be not", "for with", "abcd dcba abcd"]
     with case.loaded(folder, tree=parse_tree(tree), n_tokens=40) as opened:
         alone = [answered(opened, prompt) for prompt in prompts]

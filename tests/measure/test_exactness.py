@@ -99,9 +99,9 @@ def greedy(session: Session, *, n_at_once: int = 1) -> list[GreedyResult]:
     return list(check_greedy(session, prompts, n_at_once=n_at_once))
 
 
-def sampled(session: Session, n_draws: int = 500, seed: int = 1) -> SampledResult:
+def sampled(session: Session, n_samples: int = 500, seed: int = 1) -> SampledResult:
     prompts = {1: session.prompts.of_text(PROMPT, chat=False)}
-    result = check_sampled(session, prompts, n_draws, LEVEL, seed=seed)
+    result = check_sampled(session, prompts, n_samples, LEVEL, seed=seed)
     assert result is not None
     return result
 
@@ -125,7 +125,7 @@ def build_in(monkeypatch: pytest.MonkeyPatch, bug: str | None) -> None:
 
 @pytest.mark.parametrize("pair", [0, 2])
 @pytest.mark.parametrize("bug", [None, *BUGS, "skipped bonus"])
-def test_joint_draws_show_every_known_bug(
+def test_joint_samples_reveal_every_planted_bug(
     models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None, pair: int
 ) -> None:
     build_in(monkeypatch, bug)
@@ -159,7 +159,7 @@ def test_draws_of_the_next_token_show_bugs(
 @pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
 @pytest.mark.parametrize("ngram", [False, True])
 @pytest.mark.parametrize("bug", [None, "skipped bonus", *GREEDY_BUGS])
-def test_greedy_texts_show_the_bugs_that_need_no_draws(
+def test_greedy_texts_reveal_the_bugs_that_need_no_samples(
     models: Path, monkeypatch: pytest.MonkeyPatch, bug: str | None, ngram: bool, n_at_once: int
 ) -> None:
     build_in(monkeypatch, bug)
@@ -302,7 +302,7 @@ def test_answers_without_a_limit_go_on_until_the_context_is_full(
 
 def test_draws_in_a_grammar_fit(models: Path) -> None:
     with opened(models, 0, EAGER, grammar="root ::= [a-h] [a-h] [a-h] [a-h]+") as loaded:
-        result = sampled(loaded, n_draws=150)
+        result = sampled(loaded, n_samples=150)
     assert (result.n_answer, result.n_impossible, result.is_defect) == (1, 0, False)
     assert result.n_drafted > 0
     assert result.test.n_cells > 1
@@ -312,7 +312,7 @@ def test_draws_of_decoder_heads_fit(models: Path, tmp_path: Path) -> None:
     """They draft nothing for the first two tokens of an answer."""
     make_heads(models / "target 1.gguf", tmp_path / "heads.gguf", tmp_path / "text", 1.0)
     with opened(models, 1, EAGER, draft=tmp_path / "heads.gguf") as loaded:
-        result = sampled(loaded, n_draws=150)
+        result = sampled(loaded, n_samples=150)
     assert result.n_drafted > 0
     assert not result.is_defect
 
@@ -351,7 +351,7 @@ def test_all_checks_share_one_progress(models: Path) -> None:
             ways_to_draft(EAGER),
             check="both",
             sampling=SamplerOptions(temperature=0.8, seed=0),
-            n_draws=120,
+            n_samples=120,
             progress=lambda *step: shown.append(step),
             interrupted=lambda: False,
         )

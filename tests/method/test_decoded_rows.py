@@ -119,7 +119,7 @@ def setup(models: Models, name: str, n_draft: int, n_tokens: int = 60, p_min: fl
 @pytest.mark.parametrize("sampler", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
 @pytest.mark.parametrize("n_draft", [1, 3, 6])
-def test_nothing_that_a_model_holds_is_decoded_again(
+def test_no_cached_token_is_decoded_again(
     name: str, sampler: SamplerOptions, noise: float, n_draft: int
 ) -> None:
     models = Models(noise, sampler)

@@ -22,7 +22,7 @@ from specgen.events import (
     FinishedEvent,
     NoticeEvent,
     Piece,
-    ReadingEvent,
+    PrefillEvent,
     VerifiedEvent,
 )
 from specgen.method.cascade import Cascade
@@ -173,14 +173,14 @@ def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
 
 
 @pytest.mark.parametrize("n_batch", [1, 7, 40, 41, 64])
-def test_reading_a_prompt_in_pieces_tells_how_far_it_is(n_batch: int) -> None:
+def test_a_prefill_in_parts_reports_its_progress(n_batch: int) -> None:
     prompt = [i * i % N_VOCAB for i in range(41)]
     _, events = Setup(prompt=prompt, n_batch=n_batch).run()
-    told = [event for event in events if isinstance(event, ReadingEvent)]
-    assert [event.n_read for event in told] == list(range(n_batch, 41, n_batch))
+    told = [event for event in events if isinstance(event, PrefillEvent)]
+    assert [event.n_prefilled for event in told] == list(range(n_batch, 41, n_batch))
     assert all(event.n_prompt_tokens == 41 for event in told)
     # Each piece takes the same time, so the estimate is proportional to what is left.
-    spent_s = [event.left_s / (41 - event.n_read) * event.n_read for event in told]
+    spent_s = [event.left_s / (41 - event.n_prefilled) * event.n_prefilled for event in told]
     assert spent_s == pytest.approx(
         [spent_s[0] * (i + 1) for i in range(len(told))] if told else []
     )
@@ -188,7 +188,7 @@ def test_reading_a_prompt_in_pieces_tells_how_far_it_is(n_batch: int) -> None:
     assert all(events.index(event) < first for event in told)
 
 
-def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
+def test_a_failing_drafter_ends_drafting_but_not_the_answer() -> None:
     plain, _ = Setup().run()
     for error in (BackendError("no more room"), ZeroDivisionError("a bug")):
         fast, events = Setup(drafter=FailingDrafter(good(), 3, error)).run()

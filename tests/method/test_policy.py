@@ -137,7 +137,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=16))
-def test_what_was_drawn_at_random_is_never_dropped(name: str, probabilities: list[float]) -> None:
+def test_a_sampled_token_is_never_dropped(name: str, probabilities: list[float]) -> None:
     """To drop it for what it says would bias the answer."""
     # Where each row costs a token, nothing is worth verifying.
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}) if name == "cost" else POLICIES[name]()
@@ -152,7 +152,7 @@ def test_what_was_drawn_at_random_is_never_dropped(name: str, probabilities: lis
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("noise", [0.5, 2.0])
-def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noise: float) -> None:
+def test_whether_to_draft_a_token_is_decided_before_it_is_sampled(name: str, noise: float) -> None:
     """Of drafts that begin alike, all go on or none does; otherwise it would be the token that
     decides whether it is drafted."""
     sampler = SamplerOptions(temperature=1.5, top_k=4, top_p=1.0, min_p=0.0)

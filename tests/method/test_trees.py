@@ -270,7 +270,7 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
     shape=st.sampled_from([1, 2, 3, 4, (1, 1), (2, 1), (3, 1), (2, 2)]),
     verifier=st.sampled_from([BlockVerifier, ResidualVerifier, SpecTrVerifier, AutoVerifier]),
 )
-def test_whatever_is_drawn_the_target_is_told(
+def test_the_sum_over_all_drafts_is_the_targets_distribution(
     seed: int, shape: int | tuple[int, int], verifier: Callable[[], Verifier]
 ) -> None:
     """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the
@@ -282,7 +282,9 @@ def test_whatever_is_drawn_the_target_is_told(
 
 @pytest.mark.parametrize("verifier", [BlockVerifier(), ResidualVerifier(), SpecTrVerifier()])
 @pytest.mark.parametrize("seed", range(10))
-def test_of_a_single_draw_as_much_is_accepted_as_can_be(verifier: Verifier, seed: int) -> None:
+def test_a_single_sampled_token_is_accepted_as_often_as_possible(
+    verifier: Verifier, seed: int
+) -> None:
     target = speaks(seed)(())
     source = speaks(seed + 1)(())
     paths = list[tuple[int, ...]]()
@@ -395,7 +397,7 @@ def draw(
         ("3x2", ResidualVerifier),
     ],
 )
-def test_drawn_trees_fit(
+def test_sampled_trees_fit_the_targets_distribution(
     shape: str, verifier: Callable[[], Verifier], sampler: str, quality: str
 ) -> None:
     """The joint distribution of the first tokens, with rounds that end at every depth, by a G-test

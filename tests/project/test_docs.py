@@ -61,7 +61,7 @@ def test_no_field_may_be_missing_extra_or_of_another_type(
 ) -> None:
     result = cli.run("the sum is the sum", "--json", "--logprobs", "1", "--tree", "3,1")
     lines = {line["event"]: line for line in events_of(result)}  # each of which is valid
-    assert {*lines, "reading", "notice"} == {kind.event for kind in events.EVENT_TYPES}
+    assert {*lines, "prefill", "notice"} == {kind.event for kind in events.EVENT_TYPES}
     for line in lines.values():
         assert not validator.is_valid(line | {"surprise": 1})
         for name in line:

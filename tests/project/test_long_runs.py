@@ -51,7 +51,7 @@ def test_a_changed_body_depends_on_nothing_but_its_own_chance() -> None:
     assert len(set(first)) > 300
 
 
-def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
+def test_a_short_soak_of_a_server_finds_nothing_wrong(tmp_path: Path) -> None:
     config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, unprintable_scale=0.0)
     target = write_tiny_model(tmp_path / "target.gguf", config)
     exact = ["-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-c", "2048"]

@@ -67,18 +67,22 @@ def test_branches_of_a_tree_are_told_apart(show: Show, row: str, struck: str | N
         assert terminal.struck() == f"{struck}rejected"
 
 
-def test_a_long_prompt_shows_how_far_it_is_read() -> None:
-    script = Script().prompt(4000).reading(1024, 10.0, 29.4)
-    shown = "reading the prompt: 26% of 4000 tokens, 29 s left"
+def test_a_long_prompt_shows_the_progress_of_its_prefill() -> None:
+    script = Script().prompt(4000).prefill(1024, 10.0, 29.4)
+    shown = "prefilling the prompt: 26% of 4000 tokens, 29 s left"
     terminal = Terminal()
     play(terminal, script.events)
     assert terminal.visible == ["", "", shown]
-    for columns, text in ((len(shown), "reading 4000 prompt tokens"), (12, "reading"), (5, None)):
+    for columns, text in (
+        (len(shown), "prefilling 4000 prompt tokens"),
+        (12, "prefilling"),
+        (5, None),
+    ):
         narrow = Terminal(columns, 24)
         play(narrow, script.events)
         assert [row for row in narrow.visible if row] == ([text] if text else [])
     play(terminal, script.plain("a").events)
-    assert not any("reading" in row for row in terminal.visible)
+    assert not any("prefilling" in row for row in terminal.visible)
 
 
 @pytest.mark.parametrize(

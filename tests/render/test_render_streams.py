@@ -95,16 +95,16 @@ def test_a_pipe_gets_no_codes_and_stderr_the_rest() -> None:
         assert run(script(), environ=environ)[0] == "The cat lay"
 
 
-def test_a_log_has_a_line_every_few_seconds_while_a_prompt_is_read() -> None:
-    read = Script().prompt(1000)
+def test_a_log_has_a_line_every_few_seconds_during_a_prefill() -> None:
+    prefill = Script().prompt(1000)
     for number in range(1, 9):
-        read.reading(100 * number, 2.0 * number, 20 - 2.0 * number)
-    lines = [f"reading the prompt: {n}0% of 1000 tokens, {20 - 2 * n} s left" for n in (3, 6)]
-    assert run(read) == ("", "".join(f"{line}\n" for line in lines))
-    assert run(read, quiet=True) == ("", "")
-    answer, rest = run(read, terminal=True)  # there the status line says it
+        prefill.prefill(100 * number, 2.0 * number, 20 - 2.0 * number)
+    lines = [f"prefilling the prompt: {n}0% of 1000 tokens, {20 - 2 * n} s left" for n in (3, 6)]
+    assert run(prefill) == ("", "".join(f"{line}\n" for line in lines))
+    assert run(prefill, quiet=True) == ("", "")
+    answer, rest = run(prefill, terminal=True)  # there the status line says it
     assert rest == ""
-    assert "reading" in answer
+    assert "prefilling" in answer
 
 
 def test_a_terminal_gets_the_live_view() -> None:
@@ -148,7 +148,7 @@ def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
 
 
 def whole_run() -> list[Event]:
-    made = Script().prompt().reading(8, 0.1, 0.05).plain("x").notice("note", "why")
+    made = Script().prompt().prefill(8, 0.1, 0.05).plain("x").notice("note", "why")
     made.tree(["a", "b", "c"], (-1, -1, 0), (0,), " own").round(["y"], 1, "z")
     return made.finish("stop", "</s>").events
 

@@ -214,7 +214,7 @@ def test_parts_of_characters_have_their_own_bytes(server: Running) -> None:
     ]
 
 
-def test_the_reading_of_a_prompt_is_shown_if_asked(server: Running) -> None:
+def test_the_progress_of_the_prefill_is_reported_if_asked(server: Running) -> None:
     asked: dict[str, Any] = {"prompt": "quite another text " * 5, "max_tokens": 2}
     for path in ("/v1/completions", "/completion"):
         chunks = streamed(server, path, return_progress=True, **asked)

@@ -114,7 +114,7 @@ def test_a_long_prompt_is_seen_to_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(n_prompt) > max(n_read) > 1000
     begins, ends = notes
     known = r"\(0 in memory, 0 from disk\)"
-    assert re.match(rf"target: reading \d{{4}} tokens {known}, about .* m?s", begins)
+    assert re.match(rf"target: prefilling \d{{4}} tokens {known}, about .* m?s", begins)
     assert re.match(r"target: the answer begins after .* m?s", ends)
 
 

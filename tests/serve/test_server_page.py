@@ -225,7 +225,7 @@ def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:
     assert body["messages"] == [{"role": "user", "content": QUESTION}]
 
 
-def test_the_progress_through_a_prompt_is_shown(page: Page) -> None:
+def test_the_progress_of_the_prefill_is_shown(page: Page) -> None:
     assert send(page)["return_progress"] is True
     shown = page.evaluate("""async () => {
         const { AnswerStats } = await import("./page/answer_stats.js");
@@ -234,7 +234,7 @@ def test_the_progress_through_a_prompt_is_shown(page: Page) -> None:
         stats.add({ prompt_progress }, 1);
         return stats.running();
     }""")
-    assert shown == "reading the prompt: 63% of 4000 tokens, 3.00 s left"
+    assert shown == "prefilling the prompt: 63% of 4000 tokens, 3.00 s left"
 
 
 def test_thoughts_are_shown_but_not_sent_again(page: Page) -> None:

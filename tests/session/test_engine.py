@@ -144,7 +144,7 @@ def check_texts(
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("n_parallel", [1, 3])
-def test_answers_at_once_are_what_they_are_alone(
+def test_concurrent_answers_are_the_same_as_alone(
     models: Path, costs: VirtualTime, kind: str, drafter: str, n_parallel: int
 ) -> None:
     with engine_of(models, costs, n_parallel, kind=kind, drafter=drafter) as (loaded, engine):
@@ -345,7 +345,7 @@ def expected(models: Path) -> list[str]:
     n_parallel=st.integers(1, 4),
     drafter=st.sampled_from(["draft", "ngram"]),
 )
-def test_answers_come_and_go_at_any_time(
+def test_answers_may_be_added_and_cancelled_at_any_time(
     models: Path, expected: list[str], acts: list[tuple[str, int]], n_parallel: int, drafter: str
 ) -> None:
     asked: list[tuple[int, Request]] = []
@@ -499,7 +499,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
 
 @pytest.mark.parametrize("drafter", ["draft", "ngram"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_cancelled_reading_ends_in_the_middle_of_a_piece(
+def test_a_cancelled_prefill_ends_in_the_middle_of_a_part(
     models: Path, costs: VirtualTime, kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot is free at once, others go on, and the prompt has the same answer the next time."""
@@ -555,7 +555,7 @@ def test_pieces_are_short_where_others_may_wait(
     assert (max(step_s) < 0.36) == has_equal_rows
 
 
-def test_what_prefill_costs_grows_along_the_prompt() -> None:
+def test_the_cost_of_a_prefill_grows_along_the_prompt() -> None:
     """A piece at the beginning says about how long the whole takes, and pieces at several places
     say it exactly.
     """
@@ -585,7 +585,9 @@ def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) 
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_what_is_learnt_alone_is_forgotten(models: Path, costs: VirtualTime, drafter: str) -> None:
+def test_an_answers_drafts_do_not_depend_on_earlier_answers(
+    models: Path, costs: VirtualTime, drafter: str
+) -> None:
     """What is drafted for an answer is the same after any other answer."""
 
     def drafts(before: tuple[str, ...], *, learn_alone: bool) -> list[object]:

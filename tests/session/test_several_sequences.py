@@ -212,7 +212,7 @@ def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("depth", [2, 5])
-def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) -> None:
+def test_a_dead_end_in_a_grammar_ends_only_its_own_answer(place: int, depth: int) -> None:
     dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(depth)})
     setups = [
         Setup(

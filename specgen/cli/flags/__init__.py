@@ -262,7 +262,7 @@ class Question:
     prompt_option: str | None = _prompt(
         None,
         "--prompt -p",
-        "The prompt, as an option as in llama.cpp.",
+        "The prompt, given as an option, as in llama.cpp.",
         metavar="TEXT",
     )
     files: tuple[Path, ...] = _prompt(

@@ -30,7 +30,7 @@ class Trials:
         None,
         "--prompts",
         'Prompts to try with: JSON Lines with "prompt" or "turns".',
-        show_default="a few of our own",
+        show_default="a few built-in prompts",
     )
     n_prompts: int = _trial(
         4,

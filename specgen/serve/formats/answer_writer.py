@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from specgen.events import CommittedEvent, Event, FinishedEvent, ReadingEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent, PrefillEvent
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json
@@ -68,7 +68,7 @@ class AnswerWriter(ABC):
             case CommittedEvent():
                 deltas = answer.feed([piece.text for piece in event.pieces])
                 return self._write_deltas(number, deltas, event)
-            case ReadingEvent():
+            case PrefillEvent():
                 return self._write_progress(number, event)
             case FinishedEvent():
                 return [
@@ -99,7 +99,7 @@ class AnswerWriter(ABC):
     def whole(self) -> Json:
         """Return the whole response, when all answers are finished."""
 
-    def _write_progress(self, _number: int, _event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, _number: int, _event: PrefillEvent) -> list[Json]:
         """Return the chunks about the prefill of an answer's prompt."""
         return []
 

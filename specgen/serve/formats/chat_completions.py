@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, AliasPath, Field
 
+from specgen.errors import did_you_mean
 from specgen.events import Piece
-from specgen.option_values import suggestion
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.conversation_builder import (
     ConversationBuilder,
@@ -153,7 +153,7 @@ def read_conversation(messages: Sequence[Any]) -> tuple[Message, ...]:
             field = name.rpartition(".")[2]
             known_names = [*ChatMessage.model_fields, *ChatToolCall.model_fields, "text"]
             raise BodyError(
-                f"{where}.{name}", f"there is no such field{suggestion(field, known_names)}"
+                f"{where}.{name}", f"there is no such field{did_you_mean(field, known_names)}"
             )
     return _messages(fields.messages)
 

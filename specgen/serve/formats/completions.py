@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from specgen.events import CommittedEvent, Piece, ReadingEvent
+from specgen.events import CommittedEvent, Piece, PrefillEvent
 from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.chat_completions import ChatCompletionWriter
 from specgen.serve.formats.delta import Delta
@@ -193,7 +193,7 @@ class CompletionWriter(OpenAIWriter):
             return []
         return [self._echo(number, text, ()) for number, text in enumerate(self._context.prompts)]
 
-    def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, number: int, event: PrefillEvent) -> list[Json]:
         chunks: list[Json] = []
         if event.pieces:
             text = "".join(piece.text for piece in event.pieces)

@@ -22,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from specgen.option_values import described, place_of, suggestion
+from specgen.errors import did_you_mean
+from specgen.option_values import described, place_of
 from specgen.serve.formats.request_errors import BodyError, shown
 
 #: A JSON object: a body, an event, or a chunk of a stream.
@@ -111,7 +112,7 @@ class Fields(BaseModel):
         """
         return [
             f"{name[:100]}: ignored, since specgen has no such field"
-            f"{suggestion(name, self.names())}"
+            f"{did_you_mean(name, self.names())}"
             for name in dict.fromkeys(self.ignored())
         ]
 
@@ -219,7 +220,9 @@ def unknown_fields(
     if not unknown_names:
         return ""
     label = "unknown field" if len(unknown_names) == 1 else "unknown fields"
-    named = [f"{name[:100]}{suggestion(name, known_names)}" for name in unknown_names[:_MAX_NAMED]]
+    named = [
+        f"{name[:100]}{did_you_mean(name, known_names)}" for name in unknown_names[:_MAX_NAMED]
+    ]
     return f"; {label}: {', '.join(named)}"
 
 

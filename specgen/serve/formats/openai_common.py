@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, AliasPath, Field
 
 from specgen import __version__
-from specgen.events import CommittedEvent, Event, Piece, ReadingEvent, TokenLogprob, to_json_object
+from specgen.events import CommittedEvent, Event, Piece, PrefillEvent, TokenLogprob, to_json_object
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.delta import Delta
@@ -60,7 +60,7 @@ class OpenAIRequest(GenerationRequest):
             request.generation,
             logprobs=n_logprobs,
             uses_cache=self.cache_prompt,
-            reports_reading=self.return_progress and self.stream,
+            reports_prefill=self.return_progress and self.stream,
         )
         return replace(
             request,
@@ -183,14 +183,14 @@ class OpenAIWriter(AnswerWriter):
     def _ending_chunk(self, number: int) -> Json:
         return self._chunk(number, {}, self._ending(self._answers[number]))
 
-    def _write_progress(self, number: int, event: ReadingEvent) -> list[Json]:
+    def _write_progress(self, number: int, event: PrefillEvent) -> list[Json]:
         """Return a chunk with the progress of the prefill, if the request wants it."""
-        if not self._first.generation.reports_reading:
+        if not self._first.generation.reports_prefill:
             return []
         progress = {
             "total": event.n_prompt_tokens,
             "cache": event.n_cached_tokens,
-            "processed": event.n_read,
+            "processed": event.n_prefilled,
             "time_ms": round(1000.0 * event.spent_s),
         }
         return [{**self._chunk(number, {}), "prompt_progress": progress}]

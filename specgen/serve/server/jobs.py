@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from specgen.errors import BackendError, SpecgenError, WorkerLostError
-from specgen.events import CommittedEvent, Event, FinishedEvent, PromptEvent, ReadingEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent, PrefillEvent, PromptEvent
 from specgen.llama.embeddings import Embedder
 from specgen.llama.model import LlamaModel
 from specgen.serve.formats.engine_requests import Insert
@@ -402,14 +402,14 @@ class _PrefillNotes:
         """Write a note for each event at which the prefill of a long prompt begins or ends."""
         for event in events:
             number = event.sequence
-            if isinstance(event, ReadingEvent) and number not in self._started_s:
+            if isinstance(event, PrefillEvent) and number not in self._started_s:
                 self._note_start(event)
             elif isinstance(event, (CommittedEvent, FinishedEvent)) and number in self._started_s:
                 seconds = seconds_text(event.time_s - self._started_s.pop(number))
                 outcome = "the answer begins" if isinstance(event, CommittedEvent) else "cancelled"
                 self._note(f"{self._name}: {outcome} after {seconds}")
 
-    def _note_start(self, event: ReadingEvent) -> None:
+    def _note_start(self, event: PrefillEvent) -> None:
         """Write a note about the first progress of a prefill, if the prompt is long."""
         n_new = event.n_prompt_tokens - event.n_cached_tokens
         if n_new <= self.LONG_PROMPT_TOKENS or not event.spent_s:
@@ -418,7 +418,7 @@ class _PrefillNotes:
         n_in_memory = event.n_cached_tokens - event.n_loaded_tokens
         cached = f"{n_in_memory} in memory, {event.n_loaded_tokens} from disk"
         expected = seconds_text(event.spent_s + event.left_s)
-        self._note(f"{self._name}: reading {n_new} tokens ({cached}), about {expected}")
+        self._note(f"{self._name}: prefilling {n_new} tokens ({cached}), about {expected}")
 
 
 # --- embeddings -----------------------------------------------------------------------------------

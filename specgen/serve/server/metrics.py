@@ -22,7 +22,7 @@ from specgen.events import (
     DraftedEvent,
     Event,
     FinishedEvent,
-    ReadingEvent,
+    PrefillEvent,
     VerifiedEvent,
 )
 
@@ -190,8 +190,8 @@ class Metrics:
                 case VerifiedEvent():
                     n_accepted = len(event.accepted)
                     self._count_draft(n_drafted.get(event.sequence, 0), n_accepted)
-                case ReadingEvent():
-                    self._count_prompt(event.sequence, event.n_read)
+                case PrefillEvent():
+                    self._count_prompt(event.sequence, event.n_prefilled)
                 case FinishedEvent():
                     self._count_answer(event)
 
@@ -209,18 +209,18 @@ class Metrics:
         self._figure("answers", event.finish_reason).inc()
         if event.n_cached_tokens > 0:
             self._figure("prefix_cache_hits").inc()
-        # An answer that was cancelled before its first token may not have read all of its prompt.
-        was_prompt_read = event.n_tokens > 0 or event.finish_reason != "interrupted"
-        if was_prompt_read:
+        # An answer that was cancelled before its first token may have a part of its prompt left.
+        is_prefilled = event.n_tokens > 0 or event.finish_reason != "interrupted"
+        if is_prefilled:
             self._count_prompt(event.sequence, event.n_prompt_tokens)
         self._n_counted.pop(event.sequence, None)
         for name, field, _ in _SUMS:
             self._figure(name).inc(getattr(event, field))
 
-    def _count_prompt(self, sequence: int, n_read: int) -> None:
-        """Count the tokens of a prompt among its first `n_read` that are not counted yet."""
-        self._figure("prompt_tokens").inc(n_read - self._n_counted.get(sequence, 0))
-        self._n_counted[sequence] = n_read
+    def _count_prompt(self, sequence: int, n_prefilled: int) -> None:
+        """Count the tokens of a prompt among its first `n_prefilled` that are not counted yet."""
+        self._figure("prompt_tokens").inc(n_prefilled - self._n_counted.get(sequence, 0))
+        self._n_counted[sequence] = n_prefilled
 
     def count_text(self, n_tokens: int, seconds: float) -> None:
         """Count a text that became an embedding."""

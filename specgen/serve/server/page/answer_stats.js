@@ -129,18 +129,17 @@ export class AnswerStats {
   }
 }
 
-// How much of the prompt the server has read. Cached tokens take no time, so they are left out of
-// the estimate.
+// The progress of the prefill. Cached tokens take no time, so they are left out of the estimate.
 function promptText(progress) {
-  const nRead = progress === null ? 0 : progress.processed - progress.cache;
-  if (nRead <= 0) {
-    return "reading the prompt";
+  const nPrefilled = progress === null ? 0 : progress.processed - progress.cache;
+  if (nPrefilled <= 0) {
+    return "prefilling the prompt";
   }
   const nLeft = progress.total - progress.processed;
-  const leftMs = (nLeft * progress.time_ms) / nRead;
+  const leftMs = (nLeft * progress.time_ms) / nPrefilled;
   const share = percent(progress.processed / progress.total);
   const total = counted(progress.total, "token");
-  return `reading the prompt: ${share} of ${total}, ${duration(leftMs)} left`;
+  return `prefilling the prompt: ${share} of ${total}, ${duration(leftMs)} left`;
 }
 
 function finalSpeed({ predicted_per_second }) {

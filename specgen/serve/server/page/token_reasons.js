@@ -61,7 +61,7 @@ function bonusReason(nBefore) {
 
 function plainReason(reason) {
   if (reason === null) {
-    return "The target model chose it when it had read the prompt.";
+    return "The target model chose it right after the prefill of the prompt.";
   }
   return `The target model chose it. Nothing was drafted here: ${reason}.`;
 }
