@@ -18,7 +18,7 @@ EXIT_BROKEN_PIPE = 141
 
 #: How similar to an unknown name a known one must be to be suggested, from 0 to 1. At 0.7, a field
 #: `store` of a request would be taken for `stream`.
-_MIN_SIMILARITY = 0.8
+_MIN_SIMILARITY = 0.75
 
 
 class SpecgenError(Exception):
