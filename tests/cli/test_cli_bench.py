@@ -171,7 +171,7 @@ def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
     document = json.loads(bench(*arguments, "-N", "1", "--json", "-").out)
     names = ["plain", "draft.gguf+bad.gguf", "draft.gguf+ngram", "a+b.gguf"]
     assert [each["contender"] for each in document["figures"]] == names
-    assert document["contenders"][1]["options"]["helpers"] == [str(bad)]
+    assert document["contenders"][1]["options"]["further_drafts"] == [str(bad)]
     assert len({each["outcome"]["text"] for each in document["results"][:4]}) == 1
     for wrong in (f"{draft}+", "ngram+ngram", f"{draft}+none"):
         assert bench("--draft", wrong).code == 2
