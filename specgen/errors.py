@@ -50,17 +50,17 @@ class PromptError(SpecgenError, exit_code=3):
 
 
 class PromptLengthError(PromptError):
-    """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_most`)."""
+    """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_max`)."""
 
     def __init__(
         self,
         message: str,
         n_tokens: int,
-        n_most: int,
+        n_max: int,
     ) -> None:
         super().__init__(message)
         self.n_tokens = n_tokens
-        self.n_most = n_most
+        self.n_max = n_max
 
 
 class ModelFileError(SpecgenError, exit_code=4):

@@ -311,7 +311,7 @@ class DraftOptions(Options):
         return FIXED_P_MIN if self.policy == "fixed" else 0.0
 
     @property
-    def ngrams_of(self) -> tuple[int, int]:
+    def ngram_lengths(self) -> tuple[int, int]:
         """The lengths of the shortest and the longest n-gram.
 
         If only one of them is set, it overrides the default of the other where they conflict.

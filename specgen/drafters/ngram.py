@@ -345,7 +345,7 @@ class LoadedNgrams(LoadedDraft):
             n_children = _MAX_CHILDREN
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
-        min_match, max_match = self._drafting.ngrams_of
+        min_match, max_match = self._drafting.ngram_lengths
         return SuffixDrafter(
             min_match,
             max_match,

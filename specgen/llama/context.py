@@ -224,11 +224,11 @@ class LlamaBackend:
         llama.cpp would end the process.
         """
         n_positions = 1 + max(batch.positions, default=0)
-        n_most = self.model.limited_n_ctx(n_positions)
-        if n_positions > n_most:
+        n_learned = self.model.limited_n_ctx(n_positions)
+        if n_positions > n_learned:
             raise BackendError(
                 f"{self.model.name}: a text of {n_positions} tokens, but it has learned only "
-                f"{n_most} positions"
+                f"{n_learned} positions"
             )
 
     def _decodes_row_by_row(self, batch: Batch) -> bool:

@@ -348,7 +348,7 @@ class DflashContext(HiddenStateContext):
         self._n_positions = _N_MROPE_POSITIONS if rope == _MROPE else 1
 
     def _layout(self, model: DflashModel, _size: DraftContextSize) -> RowLayout:
-        return RowLayout(n_outputs=model.n_most + 1, states="none")
+        return RowLayout(n_outputs=model.n_max + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield rows of the text and rows of blocks apart; for DSpark each block alone."""

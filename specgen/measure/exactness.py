@@ -87,7 +87,7 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
         # N-gram options that are not set depend on the policy. Keep those of the cost policy.
-        shortest, longest = drafting.ngrams_of
+        shortest, longest = drafting.ngram_lengths
         ways["forced"] = replace(
             drafting,
             policy="fixed",

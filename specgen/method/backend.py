@@ -28,6 +28,7 @@ Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 class Batch:
     """Rows to decode together, one for each token."""
 
+    #: The token of each row.
     tokens: list[int] = field(default_factory=list)
     #: The position of each token in its sequences.
     positions: list[int] = field(default_factory=list)

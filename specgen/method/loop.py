@@ -120,7 +120,7 @@ class Loop:
         turns = [(answer, self._plan(answer, len(active))) for answer in active]
         self._propose(turns)
         batch = self._pack(turns)
-        decoded = self._decode(batch, turns, decode or self.decode, events)
+        decoded = self._decode_and_time(batch, turns, decode or self.decode, events)
         first_row = 0
         for answer, result in turns:
             end_row = first_row + 1 + len(result.draft)  # the root and the draft's nodes
@@ -250,7 +250,7 @@ class Loop:
             self.decode_text(answer, batch)
             start = batch_end
 
-    def _decode(
+    def _decode_and_time(
         self,
         batch: Batch,
         turns: Sequence[_Turn],

@@ -16,9 +16,10 @@ from specgen.drafters.interface import Key, ScorableText
 from specgen.errors import PromptLengthError
 from specgen.events import TokenLogprob
 from specgen.llama import LlamaBackend
+from specgen.llama.native_context import rounded_n_ctx
 from specgen.method.backend import Batch
 from specgen.session.prompts import Prompt
-from specgen.session.session import CONTEXT_STEP, Session
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sampling.raw_probabilities import likely_tokens
 
@@ -144,7 +145,7 @@ class AnswerScorer:
         context = LlamaBackend(
             text.model,
             self.session.costs.context_options(key),
-            n_ctx=CONTEXT_STEP * -(-n_ctx // CONTEXT_STEP),  # rounded up
+            n_ctx=rounded_n_ctx(n_ctx),
             clock=self.session.clock,
             n_outputs=_N_SCORED_ROWS,
             n_rollback=0,
