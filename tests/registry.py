@@ -116,7 +116,7 @@ def twice(text: Text) -> StagedDrafter:
 
 
 def both(make: Callable[[Text], ModelDrafter]) -> Make:
-    return lambda text: Cascade(SuffixDrafter(1, 8), make(text), state=text.state)
+    return lambda text: Cascade(SuffixDrafter(1, 8), make(text), text_state=text.state)
 
 
 def random_tree(n_branches: int, right: float, seed: int) -> Make:

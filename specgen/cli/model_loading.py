@@ -94,7 +94,7 @@ class Setup:
             sources,
             sampling=self.sampling,
             drafting=drafting,
-            answer=self.answer,
+            generation=self.answer,
             contexts=self.machine,
         )
         options = replace(

@@ -98,21 +98,21 @@ Key: TypeAlias = Path | str
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """The place of one text: one of `n` equal shares of the sequences and cells of each cache."""
+    """The place of one text: an equal share of the sequences and cells of each cache."""
 
     #: The index of this share, from 0.
     number: int = 0
     #: The total number of shares.
-    n: int = 1
+    n_slots: int = 1
 
     def branches(self, backend: Backend) -> Branches:
         """Return the sequences of this slot in a cache."""
-        n_branches = backend.n_sequences // self.n
+        n_branches = backend.n_sequences // self.n_slots
         return Branches(self.number * n_branches, n_branches)
 
     def n_ctx(self, backend: Backend) -> int:
         """Return the number of cells of this slot in a cache."""
-        return backend.n_ctx // self.n
+        return backend.n_ctx // self.n_slots
 
     def share_prefix(
         self,
@@ -157,7 +157,8 @@ class CacheSlot:
     ) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
-        firsts = [CacheSlot(number, self.n).branches(backend).first for number in range(self.n)]
+        slots = [CacheSlot(number, self.n_slots) for number in range(self.n_slots)]
+        firsts = [slot.branches(backend).first for slot in slots]
         n_held = {first: common_prefix_length(backend.text(first), tokens) for first in firsts}
         lender = max(firsts, key=n_held.__getitem__)
         if n_held[lender] == n_held[own]:
@@ -179,7 +180,7 @@ class CacheSlot:
         own = self.branches(backend).first
         n_kept = common_prefix_length(backend.text(own), tokens)
         if n_kept < backend.length(own):
-            n_kept = backend.way_back(own, n_kept)
+            n_kept = backend.restorable_length(own, n_kept)
         if backend.length(own) > n_kept:
             backend.remove(own, n_kept)
         return n_kept
@@ -275,6 +276,7 @@ class DraftSetup:
 class ScorableText:
     """An answer as a model reads it, to compute the probabilities of its tokens."""
 
+    #: The model.
     model: LlamaModel
     #: For each token of the answer, the text before it in the model's tokens: how many tokens of
     #: the step before stay, and the tokens that follow them.

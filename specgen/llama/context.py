@@ -447,9 +447,9 @@ class LlamaBackend:
         """See `Backend.anchor`."""
         self._sequences.anchor(sequence)
 
-    def way_back(self, sequence: int, n: int) -> int:
-        """See `Backend.way_back`."""
-        return self._sequences.way_back(sequence, n)
+    def restorable_length(self, sequence: int, n: int) -> int:
+        """See `Backend.restorable_length`."""
+        return self._sequences.restorable_length(sequence, n)
 
     def copy(
         self,

@@ -112,7 +112,7 @@ class CellSequences:
     def anchor(self, sequence: int) -> None:
         """Do nothing, as for a checkpoint."""
 
-    def way_back(self, _sequence: int, n: int) -> int:
+    def restorable_length(self, _sequence: int, n: int) -> int:
         """Return `n`: any number of tokens can be kept."""
         return n
 
@@ -208,7 +208,7 @@ class StateCopiesInMemory:
 #: The maximum number of tokens that are decoded again in each round instead of copying the state.
 #: Of more, the state is copied after decoding them once.
 _MAX_REPEATED = 3
-#: A sequence has at most so many anchors...
+#: A sequence has at most this many anchors...
 _MAX_ANCHORS = 8
 #: ...of at most this total size; but one is always kept.
 _MAX_ANCHOR_BYTES = 128 << 20
@@ -218,7 +218,9 @@ _MAX_ANCHOR_BYTES = 128 << 20
 class _Anchor:
     """The recurrent part of a sequence's state at a position."""
 
+    #: The number of tokens that the state has read.
     position: int
+    #: The state in llama.cpp's format, uint8[n_bytes].
     state: NDArray[np.uint8]
 
 
@@ -251,7 +253,7 @@ class _RecurrentText:
         """Return the last anchor within the first `n` tokens; None if there is none."""
         return next((each for each in reversed(self.anchors) if each.position <= n), None)
 
-    def way_back(self, n: int) -> int:
+    def restorable_length(self, n: int) -> int:
         """Return the position of `last_anchor`; 0 if there is none."""
         anchor = self.last_anchor(n)
         return 0 if anchor is None else anchor.position
@@ -333,14 +335,14 @@ class RecurrentSequences:
         """Save the state of a sequence, unless the cache still has to follow a rollback."""
         text = self._texts[sequence]
         n = len(text.tokens)
-        is_anchored = text.way_back(n) == n
+        is_anchored = text.restorable_length(n) == n
         if text.n_valid == text.n_cached == n and not is_anchored:
             text.anchors.append(_Anchor(n, self._cache.saved(sequence, RECURRENT_PART)))
             text.drop_dense_anchors()
 
-    def way_back(self, sequence: int, n: int) -> int:
+    def restorable_length(self, sequence: int, n: int) -> int:
         """Return the position of the last anchor in the first `n` tokens; 0 if there is none."""
-        return self._texts[sequence].way_back(n)
+        return self._texts[sequence].restorable_length(n)
 
     def copy(
         self,

@@ -28,8 +28,10 @@ _REMAINING_SHARE = 1 / 2
 class Turn:
     """A question of the user, and the answer."""
 
+    #: What the user wrote.
     question: str
-    #: None if there is no answer yet. An interrupted answer is stored as far as it got.
+    #: What the model wrote; of an interrupted answer, the part up to there. None if there is no
+    #: answer yet.
     answer: str | None = None
 
 

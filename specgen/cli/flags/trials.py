@@ -151,7 +151,7 @@ def trial_options(
         sources,
         sampling=SamplerOptions(),
         drafting=drafting,
-        answer=GenerationOptions(max_tokens=max_tokens),
+        generation=GenerationOptions(max_tokens=max_tokens),
         contexts=machine,
     )
     return wanted.options
