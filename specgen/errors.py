@@ -50,17 +50,17 @@ class PromptError(SpecgenError, exit_code=3):
 
 
 class PromptLengthError(PromptError):
-    """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_max`)."""
+    """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_most`)."""
 
     def __init__(
         self,
         message: str,
         n_tokens: int,
-        n_max: int,
+        n_most: int,
     ) -> None:
         super().__init__(message)
         self.n_tokens = n_tokens
-        self.n_max = n_max
+        self.n_most = n_most
 
 
 class ModelFileError(SpecgenError, exit_code=4):

@@ -227,6 +227,7 @@ def value_type(kind: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the type of a single value for pydantic, with the option's minimum and maximum."""
     from pydantic import BeforeValidator, Field, FiniteFloat, InstanceOf
 
     if kind in _LARGEST:

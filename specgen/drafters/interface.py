@@ -103,16 +103,16 @@ class CacheSlot:
     #: The index of this share, from 0.
     number: int = 0
     #: The total number of shares.
-    n_slots: int = 1
+    n: int = 1
 
     def branches(self, backend: Backend) -> Branches:
         """Return the sequences of this slot in a cache."""
-        n_branches = backend.n_sequences // self.n_slots
+        n_branches = backend.n_sequences // self.n
         return Branches(self.number * n_branches, n_branches)
 
     def n_ctx(self, backend: Backend) -> int:
         """Return the number of cells of this slot in a cache."""
-        return backend.n_ctx // self.n_slots
+        return backend.n_ctx // self.n
 
     def share_prefix(
         self,
@@ -157,7 +157,7 @@ class CacheSlot:
     ) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
-        slots = [CacheSlot(number, self.n_slots) for number in range(self.n_slots)]
+        slots = [CacheSlot(number, self.n) for number in range(self.n)]
         firsts = [slot.branches(backend).first for slot in slots]
         n_held = {first: common_prefix_length(backend.text(first), tokens) for first in firsts}
         lender = max(firsts, key=n_held.__getitem__)
@@ -180,7 +180,7 @@ class CacheSlot:
         own = self.branches(backend).first
         n_kept = common_prefix_length(backend.text(own), tokens)
         if n_kept < backend.length(own):
-            n_kept = backend.restorable_length(own, n_kept)
+            n_kept = backend.way_back(own, n_kept)
         if backend.length(own) > n_kept:
             backend.remove(own, n_kept)
         return n_kept

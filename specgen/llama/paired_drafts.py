@@ -289,7 +289,9 @@ class _KeyShape(NamedTuple):
 
     #: Whether the layer has a sliding window.
     is_windowed: bool
+    #: The number of heads of keys.
     n_heads: int
+    #: The size of a key.
     head_size: int
 
 

@@ -74,7 +74,11 @@ class CellSequences:
         return self._texts[sequence]
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch; if that fails, the sequences keep what they had before."""
+        """Decode a batch; if that fails, the sequences keep what they had before.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
+        """
         try:
             logits = self._decode_rows(batch)
         except WorkerLostError:  # and the cache is lost with the worker
@@ -112,7 +116,7 @@ class CellSequences:
     def anchor(self, sequence: int) -> None:
         """Do nothing, as for a checkpoint."""
 
-    def restorable_length(self, _sequence: int, n: int) -> int:
+    def way_back(self, _sequence: int, n: int) -> int:
         """Return `n`: any number of tokens can be kept."""
         return n
 
@@ -253,7 +257,7 @@ class _RecurrentText:
         """Return the last anchor within the first `n` tokens; None if there is none."""
         return next((each for each in reversed(self.anchors) if each.position <= n), None)
 
-    def restorable_length(self, n: int) -> int:
+    def way_back(self, n: int) -> int:
         """Return the position of `last_anchor`; 0 if there is none."""
         anchor = self.last_anchor(n)
         return 0 if anchor is None else anchor.position
@@ -335,14 +339,14 @@ class RecurrentSequences:
         """Save the state of a sequence, unless the cache still has to follow a rollback."""
         text = self._texts[sequence]
         n = len(text.tokens)
-        is_anchored = text.restorable_length(n) == n
+        is_anchored = text.way_back(n) == n
         if text.n_valid == text.n_cached == n and not is_anchored:
             text.anchors.append(_Anchor(n, self._cache.saved(sequence, RECURRENT_PART)))
             text.drop_dense_anchors()
 
-    def restorable_length(self, sequence: int, n: int) -> int:
+    def way_back(self, sequence: int, n: int) -> int:
         """Return the position of the last anchor in the first `n` tokens; 0 if there is none."""
-        return self._texts[sequence].restorable_length(n)
+        return self._texts[sequence].way_back(n)
 
     def copy(
         self,
@@ -513,7 +517,11 @@ class RecurrentSequences:
         return Batch.of(missing, text.n_cached, sequence=sequence)
 
     def _run(self, batch: Batch) -> Logits:
-        """Decode rows, and update what the cache holds and how far its snapshots go back."""
+        """Decode rows, and update what the cache holds and how far its snapshots go back.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
+        """
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)

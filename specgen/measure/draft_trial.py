@@ -63,6 +63,7 @@ class TrialAnswer:
 class Baseline:
     """What was measured of a target without a draft."""
 
+    #: The target's answers to the prompts that fit in the context.
     answers: tuple[TrialAnswer, ...]
     #: The numbers of the prompts that do not fit in the context, from 1.
     skipped: tuple[int, ...]
@@ -111,9 +112,13 @@ class DraftFigures:
 
     #: The geometric mean of the answers' speed-ups over plain decoding, without the prefills.
     speedup: float
+    #: The lowest speed-up of an answer.
     worst_speedup: float
+    #: The highest speed-up of an answer.
     best_speedup: float
+    #: The number of answers.
     n_answers: int
+    #: Tokens per second, without the prefills.
     tokens_per_s: float
     #: Accepted tokens per drafted position; None if nothing was drafted.
     acceptance_rate: float | None

@@ -297,9 +297,12 @@ class Loop:
         return DecodedBatch(*self.target.decode_hidden(batch, all_rows=sink.reads_all_rows))
 
     def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
-        """Decode rows of one answer outside of rounds, and return the logits that they want.
+        """Decode rows of one answer outside of rounds.
 
         A drafter that reads the hidden states of all rows gets those of these rows.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
         """
         hidden_states = answer.hidden_states
         if hidden_states is None or not hidden_states.reads_all_rows:

@@ -90,11 +90,8 @@ def _answer_message(text: str) -> Message:
 
     The chat template then decides whether the model sees the thoughts of earlier turns.
     """
-    reader = ThoughtReader()
-    thought, answer = reader.feed(text)
-    more_thought, more_answer = reader.finish()
-    thought += more_thought
-    return Message("assistant", answer + more_answer, reasoning=thought or None)
+    thought, answer = ThoughtReader.read(text)
+    return Message("assistant", answer, reasoning=thought or None)
 
 
 def read_conversation(path: Path) -> Conversation:

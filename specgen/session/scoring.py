@@ -138,7 +138,7 @@ class AnswerScorer:
         return likely
 
     def _rows(self, key: Key | None, text: ScorableText) -> Iterator[tuple[int, Logits]]:
-        """Decode a text, and yield the positions in the answer with their logits."""
+        """Decode a text; yield the positions in the answer with their logits, float32[n_vocab]."""
         # A model cannot score more tokens than it has learned positions for.
         lengths = [n_kept + len(new_tokens) for n_kept, new_tokens in text.steps]
         n_ctx = text.model.limited_n_ctx(max(lengths))

@@ -473,7 +473,9 @@ def _top_tokens(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]
 class TrainingText:
     """A prompt and the target's answer, both in the draft's tokens."""
 
+    #: The tokens of the prompt.
     prompt_tokens: tuple[int, ...]
+    #: The tokens of the answer.
     answer_tokens: tuple[int, ...]
     #: Whether the draft is judged on the text, instead of trained on it.
     is_held_back: bool

@@ -132,7 +132,7 @@ class MemoBackend:
     def anchor(self, sequence: int) -> None:
         pass
 
-    def restorable_length(self, sequence: int, n: int) -> int:
+    def way_back(self, sequence: int, n: int) -> int:
         return 0
 
     def checkpoint(self, sequence: int) -> None:

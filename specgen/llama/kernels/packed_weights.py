@@ -119,6 +119,7 @@ class PackedWeights:
         return model
 
     def _load(self, load_model: Callable[[], Any]) -> Any:
+        """Load a model once, as `load` does. A file that turns out to be of no use is deleted."""
         with contextlib.ExitStack() as files:
             new: Path | None = None
             if self._streamed is not None:

@@ -68,7 +68,7 @@ class RequestError(Exception):
         if isinstance(error, BodyError):
             request_error.param = error.field
         if isinstance(error, PromptLengthError):
-            request_error.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_max}
+            request_error.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_most}
         return request_error
 
     @staticmethod
