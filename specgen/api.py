@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.option_values import (
-    all_names,
+    by_field_names,
     checked_value,
+    field_names_of,
     required,
     shown_value,
-    with_own_names,
 )
 from specgen.options import (
     ContextOptions,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 #: The prompt for an answer: a user's message, a conversation, or a finished `Prompt`. The messages
 #: of a conversation may also be objects in the form of OpenAI's API.
-Asked: TypeAlias = "str | Iterable[Message | Mapping[str, Any]] | Prompt"
+PromptLike: TypeAlias = "str | Iterable[Message | Mapping[str, Any]] | Prompt"
 _OPTIONS = TypeVar("_OPTIONS", SamplerOptions, GenerationOptions, ContextOptions)
 
 
@@ -139,9 +139,9 @@ class AnswerOptions(AnswerDefaults, total=False):
     chat: bool | None
 
 
-#: The own names of options, by any of their names.
-_SAMPLER_NAMES = all_names(SamplerOptions)
-_GENERATION_NAMES = all_names(GenerationOptions)
+#: The names of the fields of options, by any name of each option.
+_SAMPLER_NAMES = field_names_of(SamplerOptions)
+_GENERATION_NAMES = field_names_of(GenerationOptions)
 #: Those that `load` takes.
 _LOAD_NAMES = {
     **_SAMPLER_NAMES,
@@ -152,9 +152,9 @@ _LOAD_NAMES = {
 _NAMES = _LOAD_NAMES | {"system": "system", "chat": "chat"}
 #: How to give an option that belongs elsewhere, by any of its names.
 _ELSEWHERE = {
-    name: f"{argument}={options.__name__}({own_name}=...)"
+    name: f"{argument}={options.__name__}({field_name}=...)"
     for argument, options in (("drafting", DraftOptions), ("context", ContextOptions))
-    for name, own_name in all_names(options).items()
+    for name, field_name in field_names_of(options).items()
 }
 
 
@@ -200,6 +200,7 @@ def load(
         MemoryLimitError: If a model does not fit into memory.
         UsageError: If an option is invalid.
     """
+    # 1. Check the arguments.
     target_name = _file_or_name("target", target)
     if not callable(note):
         raise UsageError(f"note: give a function, not {shown_value(note)}")
@@ -210,22 +211,26 @@ def load(
     n_parallel = checked_value("n_parallel", int, n_parallel, {"min": 1})
     kernel_options = KernelOptions(checked_value("kernels", KernelChoice, kernels))
     parameters = inspect.signature(load).parameters
-    defaults = cast("AnswerDefaults", _own_names(defaults, _LOAD_NAMES, parameters))
+    defaults = cast("AnswerDefaults", _by_field_names(defaults, _LOAD_NAMES, parameters))
     sampling = _sampling(SamplerOptions(), defaults)
     generation = _generation(GenerationOptions(), defaults)
+
+    # 2. Find the files, and choose the kernels.
     sources = find_models(staged(target_name, _draft_names(draft), None), quiet=True)
     wanted = WantedSession.of(
         sources,
         sampling=sampling,
         drafting=drafting,
-        answer=generation,
+        generation=generation,
         contexts=contexts,
     )
+    wanted = replace(wanted, n_slots=n_parallel)
     _, kernel_note = start_kernels(kernel_options)
     for each in (note_about_folders(), kernel_note):
         if each is not None:
             note(each)
-    wanted = replace(wanted, n_slots=n_parallel)
+
+    # 3. Load the models, and open the engine.
     with contextlib.ExitStack() as on_error:
         session = open_session(wanted, Reporter(note), clock=time.perf_counter)
         on_error.callback(session.close)
@@ -294,7 +299,7 @@ class Model:
         #: The loaded models, and what they were opened with.
         self.session = session
         self._note = note
-        #: The notices about prompts that were given to `note`.
+        #: The notices about prompts that were given to `note`. An empty one never is.
         self._known_notices = {""}
         #: The engine that generates the answers, for callers that step it themselves.
         self.engine = engine
@@ -323,7 +328,7 @@ class Model:
         """The name of the draft: a model's file name, ``ngram`` or ``none``."""
         return self.session.draft_name
 
-    def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
+    def generate(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Request:
         """Generate one answer, and return it when it is complete.
 
         Returns:
@@ -340,21 +345,21 @@ class Model:
             pass
         return answer
 
-    def stream(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[str]:
+    def stream(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Iterator[str]:
         """Queue a request, and yield the text of its answer in pieces as it is generated.
 
         Raises what `generate` raises.
         """
         return _texts(self.events(prompt, **options))
 
-    def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
+    def events(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
         """Queue a request, and yield the events of its answer: drafts, verdicts, tokens, figures.
 
         Raises what `generate` raises.
         """
         return self.engine.stream(self.submit(prompt, **options))
 
-    async def agenerate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
+    async def agenerate(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Request:
         """Generate one answer as `generate` does, without blocking the event loop.
 
         Tasks generate up to `n_parallel` answers at once. If the task is cancelled, so is the
@@ -366,7 +371,7 @@ class Model:
         return answer
 
     async def astream(
-        self, prompt: Asked, **options: Unpack[AnswerOptions]
+        self, prompt: PromptLike, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[str, None]:
         """Yield the text of an answer in pieces as `stream` does, without blocking the event loop.
 
@@ -391,7 +396,7 @@ class Model:
         return ModelChat(self, self._async_engine, self._note, system)
 
     def generate_all(
-        self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
+        self, prompts: Iterable[PromptLike], **options: Unpack[AnswerOptions]
     ) -> list[Request]:
         """Generate the answers to several prompts, and return them in the order of the prompts.
 
@@ -405,6 +410,7 @@ class Model:
             raise UsageError(f"prompts: give a list of prompts, not {shown_value(prompts)}")
         answers: list[Request] = []
         try:
+            # `+=` adds each one at once, so that after an error the earlier ones can be cancelled.
             answers += (self.submit(prompt, **options) for prompt in _items("prompts", prompts))
         except SpecgenError:
             for answer in answers:
@@ -414,7 +420,7 @@ class Model:
             self.engine.step()
         return answers
 
-    def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
+    def submit(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Request:
         """Queue a request for an answer, and return it at once.
 
         The answer is generated by calls of `engine.step`, including those by callers that wait for
@@ -424,7 +430,7 @@ class Model:
             PromptError: If the prompt is empty, too long, or refused by the chat template.
             UsageError: If an option is invalid.
         """
-        options = cast("AnswerOptions", _own_names(options, _NAMES))
+        options = cast("AnswerOptions", _by_field_names(options, _NAMES))
         defaults = self.session.options
         finished_prompt = self._prompt(prompt, options)
         if finished_prompt.notice not in self._known_notices:
@@ -443,12 +449,12 @@ class Model:
         """
         self.engine.cancel(answer)
 
-    def _prompt(self, asked: Asked, options: AnswerOptions) -> Prompt:
+    def _prompt(self, asked: PromptLike, options: AnswerOptions) -> Prompt:
         """Return the prompt that a caller asked for.
 
         Raises:
             PromptError: If it is empty, too long, or refused by the chat template.
-            UsageError: If it is none, or an option needs another one.
+            UsageError: If it is not a prompt, or an option needs another kind of prompt.
         """
         system = checked_value("system", str | None, options.get("system"))
         chat = checked_value("chat", bool | None, options.get("chat"))
@@ -463,7 +469,7 @@ class Model:
 
 
 def _texts(events: Iterable[Event]) -> Iterator[str]:
-    """Return the pieces of text that the events of an answer have."""
+    """Yield the text of the events of an answer, without empty pieces."""
     return (event.text for event in events if isinstance(event, CommittedEvent) and event.text)
 
 
@@ -550,7 +556,7 @@ class ModelChat:
     def _submit(self, text: str, options: AnswerDefaults) -> Request:
         """Queue a request for the answer to a message of the user, and return it."""
         text = checked_value("text", str, text)
-        options = cast("AnswerDefaults", _own_names(options, _NAMES))
+        options = cast("AnswerDefaults", _by_field_names(options, _NAMES))
         for name in ("system", "chat"):
             if name in options:
                 raise UsageError(
@@ -658,12 +664,12 @@ def _file_or_name(name: str, value: Any) -> str:
 # --- options --------------------------------------------------------------------------------------
 
 
-def _own_names(
+def _by_field_names(
     given: Mapping[str, Any],
     names: Mapping[str, str],
     other_names: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return options by their own names, as `with_own_names` does.
+    """Return options by the names of their fields, as `by_field_names` does.
 
     Raises:
         UsageError: If there is no such option, or one is given twice.
@@ -671,7 +677,7 @@ def _own_names(
     for name in given:
         if name not in names:
             _refuse_misplaced(name)
-    return with_own_names(given, names, other_names)
+    return by_field_names(given, names, other_names)
 
 
 def _refuse_misplaced(name: str) -> None:

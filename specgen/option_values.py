@@ -60,7 +60,7 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def names_of(field: dataclasses.Field[Any]) -> list[str]:
-    """Return the names of an option in programs and in requests, its own first.
+    """Return the names of an option in programs and in requests, the name of its field first.
 
     These are the name of its field, its long names on the command line, and its aliases.
     """
@@ -73,28 +73,28 @@ def names_of(field: dataclasses.Field[Any]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def all_names(*options: type[Any]) -> dict[str, str]:
-    """Return the names of the options of these dataclasses, with the names of their fields."""
+def field_names_of(*options: type[Any]) -> dict[str, str]:
+    """Return the name of each option's field in these dataclasses, by any name of the option."""
     return {
         name: field.name
         for kind in options
         for field in dataclasses.fields(kind)
-        if field.metadata  # other fields are no options
+        if field.metadata  # other fields are not options
         for name in names_of(field)
     }
 
 
-def with_own_names(
+def by_field_names(
     given: Mapping[str, Any],
     names: Mapping[str, str],
     other_names: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return options by their own names. An option that is None counts as not given.
+    """Return options by the names of their fields. An option that is None counts as not given.
 
     Args:
         given: The options, by any of their names.
-        names: The own names of all options, by any of their names.
-        other_names: More names that may be meant by a wrong one.
+        names: The names of the fields of all options, by any name of each (`field_names_of`).
+        other_names: More names to suggest if a name is wrong.
 
     Raises:
         UsageError: If there is no such option, or one is given twice.
@@ -107,13 +107,13 @@ def with_own_names(
             raise UsageError(f"there is no option {shown_value(name)}{suggestion}")
         if value is None:
             continue
-        own_name = names[name]
-        if own_name in options:
+        field_name = names[name]
+        if field_name in options:
             raise UsageError(
-                f"{given_names[own_name]} and {name} are the same option; give one of them"
+                f"{given_names[field_name]} and {name} are the same option; give one of them"
             )
-        options[own_name] = value
-        given_names[own_name] = name
+        options[field_name] = value
+        given_names[field_name] = name
     return options
 
 
@@ -227,6 +227,7 @@ def value_type(kind: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the type of a single value for pydantic, with the option's minimum and maximum."""
     from pydantic import BeforeValidator, Field, FiniteFloat, InstanceOf
 
     if kind in _LARGEST:

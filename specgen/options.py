@@ -311,7 +311,7 @@ class DraftOptions(Options):
         return FIXED_P_MIN if self.policy == "fixed" else 0.0
 
     @property
-    def ngrams_of(self) -> tuple[int, int]:
+    def ngram_lengths(self) -> tuple[int, int]:
         """The lengths of the shortest and the longest n-gram.
 
         If only one of them is set, it overrides the default of the other where they conflict.
@@ -496,8 +496,11 @@ class KernelOptions(Options):
 class Contexts:
     """The context options of the two models, and the kernels that both of them use."""
 
+    #: Those of the target.
     target: ContextOptions
+    #: Those of the draft.
     draft: ContextOptions
+    #: Which kernels compute on the CPU.
     kernels: KernelOptions = KernelOptions()
 
 
@@ -671,10 +674,15 @@ class SessionOptions(Options):
     target: Path
     #: What drafts.
     draft: DraftSource = "ngram"
+    #: How the tokens of answers are sampled, unless a request says otherwise.
     sampler: SamplerOptions = field(default_factory=SamplerOptions)
+    #: How much is drafted, and how drafts are verified.
     drafting: DraftOptions = field(default_factory=DraftOptions)
+    #: When answers end, unless a request says otherwise.
     generation: GenerationOptions = field(default_factory=GenerationOptions)
+    #: How the target is loaded, and how its context is created.
     target_context: ContextOptions = field(default_factory=ContextOptions)
+    #: The same for the draft.
     draft_context: ContextOptions = field(default_factory=ContextOptions)
     #: What drafts for the draft model, then what drafts for that one, and so on; n-grams come last.
     further_drafts: tuple[DraftSource, ...] = ()

@@ -18,11 +18,11 @@ from specgen.drafters.dflash import DflashDrafter
 from specgen.drafters.eagle3 import EagleDrafter
 from specgen.drafters.gemma4 import AssistantDrafter
 from specgen.drafters.heads import HeadsDrafter
+from specgen.drafters.hidden_state_drafts import LayerDrafter
 from specgen.drafters.mtp import MtpChainDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.parallel import ParallelDrafter
 from specgen.drafters.staged import DraftGuesser, StagedDrafter
-from specgen.drafters.states import LayerDrafter
 from specgen.drafters.translated import TranslatedDrafter, Translation
 from specgen.method.cascade import Cascade
 from specgen.method.drafter import Drafter
@@ -116,7 +116,7 @@ def twice(text: Text) -> StagedDrafter:
 
 
 def both(make: Callable[[Text], ModelDrafter]) -> Make:
-    return lambda text: Cascade(SuffixDrafter(1, 8), make(text), state=text.state)
+    return lambda text: Cascade(SuffixDrafter(1, 8), make(text), text_state=text.state)
 
 
 def random_tree(n_branches: int, right: float, seed: int) -> Make:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from specgen.events import Event
     from specgen.session.conversation import Chat, Conversation, Turn
+    from specgen.session.engine import Engine
+    from specgen.session.session import Session
     from specgen.train.online_learning import Learner
 
 _talk = partial(option, panel="Conversation")
@@ -68,21 +70,20 @@ def chat(
     Only the new part of each turn is decoded. In a pipe, each line is a message, and only answers
     go to standard output. The message /help lists the commands, such as /undo and /save.
     """
+    # 1. Read what the options name.
     answer = output.needs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
     files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
-    from specgen.session.calibration import calibrate
-    from specgen.session.choose_models import name_of
     from specgen.session.conversation import Chat
-    from specgen.session.engine import Engine
-    from specgen.session.prompts.chat import check_template, missing_template_notice
+    from specgen.session.prompts.chat import check_template
     from specgen.session.prompts.thoughts import showing_thoughts
     from specgen.train.online_learning import Learner
 
     setup = replace(setup, answer=showing_thoughts(answer))
     wanted = setup.wanted_session(quiet=output.quiet)
     with contextlib.ExitStack() as stack:
+        # 2. Open the conversation, and load the models that go on with it.
         conversation = stack.enter_context(_open_conversation(session_file))
         stop = Interrupt(ends_process=False)
         with without_echo():  # what the user types during loading becomes the first message
@@ -94,12 +95,7 @@ def chat(
                     check=lambda session: check_template(session.target),
                 )
             )
-            notice = missing_template_notice(session.target)
-            if notice:
-                output.note(notice)
-            calibration_notice = calibrate(session, status=output.status)
-            engine = stack.enter_context(Engine(session, interrupted=stop))
-            engine.notify(calibration_notice)
+            engine = stack.enter_context(_opened_engine(session, stop, output))
             stack.callback(session.measurements.save)
             now = datetime.datetime.now().astimezone()
             talk = Chat(
@@ -112,7 +108,7 @@ def chat(
             stack.callback(talk.keep)
             learner = stack.enter_context(Learner(session, engine, engine.notify))
 
-            # Options take precedence over the conversation on disk.
+            # 3. Options take precedence over the conversation on disk.
             if system is not None:
                 conversation = replace(conversation, system=system)
             if files_text:
@@ -120,9 +116,37 @@ def chat(
             if conversation != talk.conversation:
                 talk.change(conversation)
 
-            draft = "none" if session.draft is None else name_of(session.draft_source)
-            about = f"{session.target.name}; draft: {draft}; {talk.n_ctx} tokens of context"
+        # 4. Answer messages until the user ends the conversation.
+        about = f"{_models_of(session)}; {talk.n_ctx} tokens of context"
         return _Dialogue(talk, learner, stop, output).run(about)
+
+
+@contextlib.contextmanager
+def _opened_engine(
+    session: Session,
+    stop: Interrupt,
+    output: Output,
+) -> Iterator[Engine]:
+    """Open the engine of a session, with the notices for the user, and the costs of drafting."""
+    from specgen.session.calibration import calibrate
+    from specgen.session.engine import Engine
+    from specgen.session.prompts.chat import missing_template_notice
+
+    notice = missing_template_notice(session.target)
+    if notice:
+        output.note(notice)
+    calibration_notice = calibrate(session, status=output.status)
+    with Engine(session, interrupted=stop) as engine:
+        engine.notify(calibration_notice)
+        yield engine
+
+
+def _models_of(session: Session) -> str:
+    """Return the names of a session's target and draft, for the greeting."""
+    from specgen.session.choose_models import name_of
+
+    draft = "none" if session.draft is None else name_of(session.draft_source)
+    return f"{session.target.name}; draft: {draft}"
 
 
 @contextlib.contextmanager

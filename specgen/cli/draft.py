@@ -320,12 +320,15 @@ def make(
     model that is fitted to the target agrees with it more often. Both need JAX (`pip install
     'specgen-gguf[train]'`). The target without some of its layers gains least.
     """
+    # 1. Decide what to make.
     if kind != "pruned":
         check_library()
     path = find_target(target, quiet=output.quiet)
     small_model = _model_to_fit(draft, kind, path, output)
     kinds = _kinds_to_make(kind, small_model)
     _check_amount_of_text(text, kinds)
+
+    # 2. Make the drafts, and compare them with others.
     use_kernels(machine.kernels, output)
     options = trial_options(alone(path), text.max_tokens, machine)
     ends_s = time.monotonic() + 60.0 * minutes
@@ -348,6 +351,7 @@ def make(
             return stop.exit_code
         search = making.compare(made)
 
+    # 3. Save the fastest one.
     saved = _save_and_show(
         search,
         output,
@@ -363,6 +367,7 @@ def make(
 class _MadeDrafts:
     """Drafts that were just made, and what is needed to compare them."""
 
+    #: The files of the drafts.
     files: list[Path]
     #: The number of prompts on which they are compared.
     n_judged: int
@@ -392,6 +397,7 @@ class _Making:
     minutes: float
     #: When everything should be finished, in seconds of `time.monotonic`.
     ends_s: float
+    #: Where notes are printed.
     output: Output
     #: Shows the progress of each step.
     progress: Progress

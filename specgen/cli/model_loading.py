@@ -46,6 +46,7 @@ class Setup:
     models: ModelChoice
     #: When an answer ends, and how its tokens are chosen.
     answer: GenerationOptions
+    #: How the tokens of an answer are sampled.
     sampling: SamplerOptions
     #: How much is drafted, and how drafts are judged.
     drafting: DraftOptions
@@ -60,6 +61,7 @@ class Setup:
         envvar="SPECGEN_LEARN",
         panel="Learning",
     )
+    #: Which prefixes of prompts are stored on disk.
     prefixes: PrefixOptions = field(default_factory=PrefixOptions)
     prompt_cache: Path | None = option(
         None,
@@ -94,7 +96,7 @@ class Setup:
             sources,
             sampling=self.sampling,
             drafting=drafting,
-            answer=self.answer,
+            generation=self.answer,
             contexts=self.machine,
         )
         options = replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from specgen.system.quantities import human_bytes
 
 if TYPE_CHECKING:
     from specgen.serve.server.model_pool import ModelEntry
-    from specgen.serve.server.served_models import ModelLoader
 
 #: The default of --memory, as a share of the memory that this process may use.
 _MEMORY_SHARE = 0.8
@@ -78,27 +77,29 @@ def serve(
     requests that leave them out. SIGTERM ends the server as soon as the current answers are
     finished.
     """
-    try:
-        from specgen.serve.server.app import serve as answer_requests
-        from specgen.serve.server.model_pool import ModelPool
-        from specgen.serve.server.served_models import ModelLoader
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        hint = "pip install 'specgen-gguf[server]'"
-        raise UsageError(f"specgen serve needs {name}, which is not installed", hint) from error
+    _check_packages()
+    from specgen.serve.server.app import serve as answer_requests
+    from specgen.serve.server.model_pool import ModelPool
+
+    # 1. Decide which models the command line names.
+    stop = Interrupt()
     default_setup = model()
-    stored = {} if models is not None else _models_to_serve(default_setup, server)
+    stored = {} if models is not None else _models_on_disk(default_setup, server)
     if memory is not None and models is None and not stored:
         raise UsageError("--memory needs --models: a single model stays loaded")
     if server.alias is not None and models is not None:
         raise UsageError("--alias names a single model; with --models, each has its own name")
-    server = replace(server, limits=limits)
-    stop = Interrupt()
-
-    def options_of(table: Mapping[str, Any]) -> ServedOptions:
-        """Return the options of a model in the file of --models."""
-        changes = options_in(table, without=_SERVER_WIDE_OPTIONS)
-        return model(**changes).served(quiet=output.quiet)
+    naming = _NamedModels(
+        source=models,
+        stored=stored,
+        default=default_setup,
+        model=model,
+        alias=server.alias or "",
+        memory=memory,
+        learns_across=learn_across,
+        output=output,
+        stop=stop,
+    )
 
     def announce() -> None:
         """Print the addresses, once requests are accepted."""
@@ -108,39 +109,25 @@ def serve(
         print(f"listening on {url}", flush=True)
 
     with contextlib.ExitStack() as stack:
+        # 2. Reserve the address before anything slow: it may be in use.
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
+
+        # 3. Find the models. A single one is loaded before the first request.
         stack.enter_context(log_shown(output))
-        kernels = default_setup.setup.machine.kernels
-        entries: list[ModelEntry] = []
-        max_bytes = math.inf
-        has_several = models is not None or bool(stored)
-        if has_several:
-            use_kernels(kernels, output)  # before reading models: kernels decide which files work
-            max_bytes = _memory_for_models(memory, output)
-            loader = ModelLoader(output.reporter, learn_across, stop, max_bytes)
-            entries = _read_several(
-                models,
-                stored,
-                options_of,
-                loader,
-                output,
-            )
-        is_single = not entries  # also if none of the models on this disk can be served
-        if is_single:
-            max_bytes = math.inf
-            loader = ModelLoader(output.reporter, learn_across, stop)
-            entries = [loader.entry(server.alias or "", default_setup.served(quiet=output.quiet))]
-            if not has_several:
-                use_kernels(kernels, output)  # after finding the model, as other commands do
-        pool = stack.enter_context(ModelPool(entries, limits, max_bytes, output.note))
-        if is_single:
-            with stop:  # a single model is loaded before the first request
-                pool.load(entries[0].name)
+        found = naming.find()
+        pool = stack.enter_context(
+            ModelPool(found.entries, limits, found.memory_bytes, output.note)
+        )
+        if found.is_single:
+            with stop:
+                pool.load(found.entries[0].name)
             if stop():
                 return stop.exit_code
+
+        # 4. Answer requests until a signal ends the server.
         answer_requests(
             pool,
-            server,
+            replace(server, limits=limits),
             bound,
             is_verbose=output.verbose > 0,
             ready=announce,
@@ -149,7 +136,18 @@ def serve(
     return 0
 
 
-def _models_to_serve(setup: ModelSetup, server: ServerOptions) -> dict[str, Path]:
+def _check_packages() -> None:
+    """Raise `UsageError` if a package that only the server needs is not installed."""
+    try:
+        import specgen.serve.server.app
+        import specgen.serve.server.served_models  # noqa: F401
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        hint = "pip install 'specgen-gguf[server]'"
+        raise UsageError(f"specgen serve needs {name}, which is not installed", hint) from error
+
+
+def _models_on_disk(setup: ModelSetup, server: ServerOptions) -> dict[str, Path]:
     """Return the models on this disk, by their names in requests, if the user named no model."""
     from specgen.models.registry import load_registry
     from specgen.models.stored_models import servable_models
@@ -160,6 +158,99 @@ def _models_to_serve(setup: ModelSetup, server: ServerOptions) -> dict[str, Path
     return servable_models(load_registry())
 
 
+@dataclass(frozen=True, slots=True)
+class _FoundModels:
+    """The models that are served."""
+
+    #: The models of the pool.
+    entries: list[ModelEntry]
+    #: Whether only the model of the command line is served. It is loaded before the first request.
+    is_single: bool
+    #: How many bytes several models may use together.
+    memory_bytes: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NamedModels:
+    """Which models the command line names, and how they are opened."""
+
+    #: The value of --models: a TOML file or a folder; None without it.
+    source: Path | None
+    #: The models on this disk, by their names in requests; empty if the user named a model.
+    stored: Mapping[str, Path]
+    #: The options of the command line.
+    default: ModelSetup
+    #: Returns the options of the command line, except for those that are given as keywords.
+    model: Callable[..., ModelSetup]
+    #: The name of a single model in requests; empty for the name of its file.
+    alias: str
+    #: The value of --memory in bytes; None for the default.
+    memory: int | None
+    #: Whether later requests may use what drafts have learnt from earlier ones.
+    learns_across: bool
+    #: Where notes and progress are shown.
+    output: Output
+    #: Returns whether a signal has asked the server to end.
+    stop: Interrupt
+
+    def find(self) -> _FoundModels:
+        """Choose the kernels, and find the models: several, or else a single one.
+
+        Raises:
+            SpecgenError: If a model cannot be served.
+        """
+        kernels = self.default.setup.machine.kernels
+        if self.source is None and not self.stored:
+            single = self._single()
+            use_kernels(kernels, self.output)
+            return _FoundModels([single], is_single=True)
+
+        # The kernels are chosen before files are read, because they decide which files work.
+        use_kernels(kernels, self.output)
+        memory_bytes = _memory_for_models(self.memory, self.output)
+        entries = self._several(memory_bytes)
+        if entries:
+            return _FoundModels(entries, is_single=False, memory_bytes=memory_bytes)
+        self.output.note("no model on this disk can be served: serving the default pair")
+        return _FoundModels([self._single()], is_single=True)
+
+    def _single(self) -> ModelEntry:
+        """Return the model of the command line, or the default one; download it if necessary."""
+        from specgen.serve.server.served_models import ModelLoader
+
+        loader = ModelLoader(self.output.reporter, self.learns_across, self.stop)
+        return loader.entry(self.alias, self.default.served(quiet=self.output.quiet))
+
+    def _several(self, memory_bytes: float) -> list[ModelEntry]:
+        """Return the models of --models, or else those on this disk, and print their names.
+
+        Args:
+            memory_bytes: How many bytes they may use together.
+
+        Returns:
+            The models; none if no model on this disk can be served.
+        """
+        from specgen.serve.server.served_models import ModelLoader, read_models, read_stored
+
+        loader = ModelLoader(self.output.reporter, self.learns_across, self.stop, memory_bytes)
+        if self.source is not None:
+            entries = read_models(self.source, self._options_of, loader)
+            self.output.note(f"serving {_names_of(entries)}")
+            return entries
+        entries = read_stored(self.stored, self._options_of, loader)
+        if entries:
+            self.output.note(
+                "serving the models on this disk, each loaded when a request names it: "
+                f"{_names_of(entries)}"
+            )
+        return entries
+
+    def _options_of(self, table: Mapping[str, Any]) -> ServedOptions:
+        """Return the options of a model in the file of --models."""
+        changes = options_in(table, without=_SERVER_WIDE_OPTIONS)
+        return self.model(**changes).served(quiet=self.output.quiet)
+
+
 def _memory_for_models(given: int | None, output: Output) -> float:
     """Return how many bytes loaded models may use; say so if it is more than there are."""
     usable = usable_memory()
@@ -168,42 +259,6 @@ def _memory_for_models(given: int | None, output: Output) -> float:
         why = usable.limit or f"this machine has {human_bytes(usable.amount)}"
         output.note(f"--memory {human_bytes(int(max_bytes))} is too much: {why}")
     return max_bytes
-
-
-def _read_several(
-    models: Path | None,
-    stored: Mapping[str, Path],
-    options_of: Callable[[Mapping[str, Any]], ServedOptions],
-    loader: ModelLoader,
-    output: Output,
-) -> list[ModelEntry]:
-    """Return the models of --models, or else those on this disk, and print a note that names them.
-
-    Args:
-        models: The value of --models.
-        stored: The models on this disk, by their names in requests.
-        options_of: Makes the options of a model.
-        loader: Makes the entries of the pool.
-        output: Where the note is printed.
-
-    Returns:
-        The models; none if no model on this disk can be served.
-    """
-    from specgen.serve.server.served_models import read_models, read_stored
-
-    if models is not None:
-        entries = read_models(models, options_of, loader)
-        output.note(f"serving {_names_of(entries)}")
-        return entries
-    entries = read_stored(stored, options_of, loader)
-    if entries:
-        names = _names_of(entries)
-        output.note(
-            f"serving the models on this disk, each loaded when a request names it: {names}"
-        )
-    else:
-        output.note("no model on this disk can be served: serving the default pair")
-    return entries
 
 
 def _names_of(entries: Sequence[ModelEntry]) -> str:

@@ -75,7 +75,7 @@ def verify(
         sources,
         sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
         drafting=drafting,
-        answer=replace(answer, max_tokens=trials.max_tokens),
+        generation=replace(answer, max_tokens=trials.max_tokens),
         contexts=machine,
     )
     ways = ways_to_draft(drafting)

@@ -81,6 +81,7 @@ def worker(
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.system.folders import cache_folder
 
+    # 1. Choose the kernels, and what is offered.
     use_kernels(kernels, output)
     load_rpc()
     folder = cache_folder() / "rpc" if cache else None
@@ -88,20 +89,23 @@ def worker(
         folder.mkdir(parents=True, exist_ok=True)
     max_bytes = None if memory is None else memory * 2**20
     devices = offered_devices(max_bytes)
+    own_kernels = attached()
+    if own_kernels is not None and own_kernels.computes_products:
+        own_kernels.serve()  # compute with the weights that other machines send, too
+
+    # 2. Tell the user what is offered to whom.
     if insecure_network and not is_loopback(host):
         output.note(
             f"anyone who reaches {host}:{port} can read and write this process's memory and run "
             "code in it; nothing is encrypted. Use it in a private network only."
         )
-    own_kernels = attached()
-    if own_kernels is not None and own_kernels.computes_products:
-        own_kernels.serve()  # compute with the weights that other machines send, too
     for device in devices.values():
         offer = f"{device.name}: {device.description}, {human_bytes(device.free_bytes)}"
         if device.kind == "cpu":
             offer += f", {computing()}"
         output.note(f"offering {offer}")
 
+    # 3. Serve in a thread until a signal comes.
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _redirect_native_stdout(shows=output.verbose > 0)

@@ -226,7 +226,7 @@ class ModelDrafter(Drafter):
     # --- the text in the cache
 
     def _without_skipped(self, text: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a text that belong into the cache."""
+        """Return the tokens of a text that belong in the cache."""
         skipped = self._skipped
         return [*text[: skipped.start], *text[skipped.stop :]] if skipped else text
 

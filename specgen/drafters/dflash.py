@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from specgen.drafters.expansion import Expansion
+from specgen.drafters.hidden_state_drafts import (
+    HiddenStateCache,
+    HiddenStateDrafter,
+    TrainedDraft,
+)
 from specgen.drafters.interface import (
     Ask,
     Batch,
@@ -17,17 +22,12 @@ from specgen.drafters.interface import (
     DraftRequest,
     Price,
 )
-from specgen.drafters.states import (
-    StatesCache,
-    StatesDrafter,
-    TrainedDraft,
-)
 from specgen.llama.hidden_state_contexts import DflashContext
 from specgen.llama.paired_drafts import DflashModel
 from specgen.system.arrays import Logits
 
 
-class DflashDrafter(StatesDrafter):
+class DflashDrafter(HiddenStateDrafter):
     """Drafts a chain with one decode of a block.
 
     Before the block is decoded, the cache is filled with the states of the target's layers for the
@@ -45,12 +45,12 @@ class DflashDrafter(StatesDrafter):
         self._mask = draft.mask
         self._predicts_from_last = draft.predicts_from_last
         #: The maximum number of tokens of a draft.
-        self._n_block = draft.n_most
+        self._n_block = draft.n_max
         self._max_predicted = self._n_block
         #: The number of rows of the largest block. Unless `predicts_from_last`, the row of the
         #: text's last token predicts nothing.
-        self._n_rows = draft.n_most if draft.predicts_from_last else draft.n_most + 1
-        self._cache = StatesCache(backend, request, self.hidden_states)
+        self._n_rows = draft.n_max if draft.predicts_from_last else draft.n_max + 1
+        self._cache = HiddenStateCache(backend, request, self.hidden_states)
         self._caches = [self._cache]
         #: The costs of filling the cache, separately because it is cheaper than decoding tokens.
         self._fill_costs = CostTable()

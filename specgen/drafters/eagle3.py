@@ -6,7 +6,7 @@ arXiv:2503.01840).
 
 from __future__ import annotations
 
-from specgen.drafters.states import LayerDrafter, TrainedDraft
+from specgen.drafters.hidden_state_drafts import LayerDrafter, TrainedDraft
 from specgen.llama.hidden_state_contexts import EagleContext
 from specgen.llama.paired_drafts import EagleModel
 

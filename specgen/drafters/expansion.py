@@ -507,12 +507,12 @@ def start_expansion(
         shape = TreeShape("walks", (1, n_max))
     before = tuple(context[len(context) - n_drafted :])
     return kind(
-        origin,
-        request,
-        shape,
-        plan,
-        before,
-        vocabulary.is_end,
-        n_max,
-        n_levels_max,
+        origin=origin,
+        request=request,
+        shape=shape,
+        plan=plan,
+        before=before,
+        is_end=vocabulary.is_end,
+        n_max=n_max,
+        n_levels_max=n_levels_max,
     )

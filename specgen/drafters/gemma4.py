@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.drafters.expansion import Decoding, Expansion
+from specgen.drafters.hidden_state_drafts import HiddenStateDrafter, TrainedDraft
 from specgen.drafters.interface import (
     NO_DRAFT,
     Drafting,
 )
-from specgen.drafters.states import StatesDrafter, TrainedDraft
 from specgen.llama.hidden_state_contexts import AssistantContext
 from specgen.llama.paired_drafts import AssistantModel
 
 
-class AssistantDrafter(StatesDrafter):
+class AssistantDrafter(HiddenStateDrafter):
     """Drafts chains.
 
     The first row reads the target's hidden state, and each further row the state of the previous

@@ -98,7 +98,7 @@ Key: TypeAlias = Path | str
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """The place of one text: one of `n` equal shares of the sequences and cells of each cache."""
+    """The place of one text: an equal share of the sequences and cells of each cache."""
 
     #: The index of this share, from 0.
     number: int = 0
@@ -157,7 +157,8 @@ class CacheSlot:
     ) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
-        firsts = [CacheSlot(number, self.n).branches(backend).first for number in range(self.n)]
+        slots = [CacheSlot(number, self.n) for number in range(self.n)]
+        firsts = [slot.branches(backend).first for slot in slots]
         n_held = {first: common_prefix_length(backend.text(first), tokens) for first in firsts}
         lender = max(firsts, key=n_held.__getitem__)
         if n_held[lender] == n_held[own]:
@@ -275,6 +276,7 @@ class DraftSetup:
 class ScorableText:
     """An answer as a model reads it, to compute the probabilities of its tokens."""
 
+    #: The model.
     model: LlamaModel
     #: For each token of the answer, the text before it in the model's tokens: how many tokens of
     #: the step before stay, and the tokens that follow them.

@@ -53,6 +53,7 @@ _WAIT_S = 2.0
 class _CorpusFile:
     """A file with text to look up."""
 
+    #: The file.
     path: Path
     #: Its size and modification time.
     about: os.stat_result

@@ -11,6 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.drafters.expansion import Decoding, Expansion
+from specgen.drafters.hidden_state_drafts import (
+    N_ROUND_ROWS,
+    HiddenStateCache,
+    HiddenStateDraft,
+    HiddenStateDrafter,
+    LayerDrafter,
+)
 from specgen.drafters.interface import (
     ContextSpec,
     Drafter,
@@ -21,13 +28,6 @@ from specgen.drafters.interface import (
     DraftSource,
     Price,
 )
-from specgen.drafters.states import (
-    N_ROUND_ROWS,
-    LayerDrafter,
-    StatesCache,
-    StatesDraft,
-    StatesDrafter,
-)
 from specgen.errors import PairError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.hidden_state_contexts import MtpContext
@@ -36,7 +36,7 @@ from specgen.llama.paired_drafts import MtpModel
 from specgen.system.arrays import Hidden
 
 
-class MtpChainDrafter(StatesDrafter):
+class MtpChainDrafter(HiddenStateDrafter):
     """Drafts chains with several MTP layers.
 
     Each layer has its own cache of the text, whose rows read the target's states. To draft, the
@@ -53,7 +53,9 @@ class MtpChainDrafter(StatesDrafter):
 
     def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
         super().__init__(backend, request)
-        self._caches = [StatesCache(layer, request, self.hidden_states) for layer in backend.layers]
+        self._caches = [
+            HiddenStateCache(layer, request, self.hidden_states) for layer in backend.layers
+        ]
         self._max_predicted = len(self._caches)
 
     def price(self, n_context: int) -> Price:
@@ -93,7 +95,7 @@ class MtpChainDrafter(StatesDrafter):
         return (yield from draft.grow(rows[0], decode_next_layer))
 
 
-class MtpDraft(StatesDraft):
+class MtpDraft(HiddenStateDraft):
     """The MTP layers of a loaded target, or those in a separate file."""
 
     def __init__(self, setup: DraftSetup, path: Path | None) -> None:

@@ -52,6 +52,7 @@ _MIN_PROBABILITY = 0.04
 class _Source:
     """A text, or several, in which matches are searched for."""
 
+    #: Finds matches in it.
     index: SuffixIndex
     #: Where its continuations come from; for the text itself, that depends on the position.
     place: Place
@@ -62,9 +63,11 @@ class _Source:
 class _Continuation(NamedTuple):
     """A token that followed an earlier occurrence of the last tokens."""
 
+    #: The token.
     token: int
     #: `TEXT_ORIGIN` or `LOOKUP_ORIGIN`.
     origin: str
+    #: What is known about it, from which its probability follows.
     evidence: Evidence
 
 
@@ -86,7 +89,9 @@ class _Path(NamedTuple):
 class _Candidate(NamedTuple):
     """A token that may follow a path."""
 
+    #: The path that it may follow.
     path: _Path
+    #: The token.
     token: int
     #: `TEXT_ORIGIN` or `LOOKUP_ORIGIN`.
     origin: str
@@ -345,7 +350,7 @@ class LoadedNgrams(LoadedDraft):
             n_children = _MAX_CHILDREN
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
-        min_match, max_match = self._drafting.ngrams_of
+        min_match, max_match = self._drafting.ngram_lengths
         return SuffixDrafter(
             min_match,
             max_match,

@@ -116,6 +116,7 @@ class Evidence(NamedTuple):
 class _Count:
     """The continuations with one kind of evidence."""
 
+    #: How many continuations were counted. Earlier ones count less and less (`_DECAY`).
     n_tries: float = 0.0
     #: How many of them came next.
     n_hits: float = 0.0

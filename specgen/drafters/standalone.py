@@ -50,7 +50,7 @@ from specgen.errors import (
 )
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
-from specgen.llama.native_context import n_native_sequences
+from specgen.llama.native_context import n_native_sequences, rounded_n_ctx
 from specgen.method.cascade import Cascade
 from specgen.method.policy import CostAwarePolicy
 from specgen.method.sampling_pipeline import SamplingPipeline
@@ -60,8 +60,8 @@ from specgen.text.sampling.chain import Sampler
 
 #: The maximum number of tokens that are guessed at once for a draft model.
 MAX_GUESS = 8
-#: Context sizes are rounded up to a multiple of this, as in llama.cpp.
-_CONTEXT_STEP = 256
+#: In a draft's own vocabulary, a text may have this many times as many tokens as in the target's.
+_MAX_TRANSLATED_LENGTH = 1.5
 #: To estimate the cost of a token of a parallel draft, a decode is assumed to predict this many.
 _N_PARALLEL = 4
 
@@ -237,9 +237,7 @@ class StandaloneDraft(LoadedDraft):
             n_ctx: The number of the target's tokens of a text.
         """
         if self._translation is not None:
-            # In another vocabulary, the text may have half as many tokens again.
-            n_steps = -(-n_ctx * 3 // 2 // _CONTEXT_STEP)  # rounded up
-            n_ctx = n_steps * _CONTEXT_STEP
+            n_ctx = rounded_n_ctx(_MAX_TRANSLATED_LENGTH * n_ctx)
         n_train = self.model.n_ctx_train
         return min(n_ctx, n_train) if n_train > 0 else n_ctx
 

@@ -387,7 +387,7 @@ def join_texts(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
 
 
 def split_texts(tokens: IntArray) -> list[IntArray]:
-    """Return the texts that were joined by `join_texts`, without the separators."""
+    """Return the texts that `join_texts` joined, without the separators: int32[n] each."""
     ends = np.flatnonzero(tokens == SEPARATOR)
     return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
 

@@ -65,9 +65,11 @@ def _difference(
             shown = f"{_show(target, differing[0])} and {_show(draft, differing[0])}"
         return f"{len(differing)} of {n_shared} tokens differ: {shown}"
 
-    larger, owner = (draft, draft_name)
+    larger = draft
+    owner = draft_name
     if target.n_tokens > n_shared:
-        larger, owner = (target, target_name)
+        larger = target
+        owner = target_name
     extra = [token for token in range(n_shared, larger.n_tokens) if not _is_padding(larger, token)]
     if extra:
         return f"{len(extra)} tokens exist in {owner} only: {_show(larger, extra[0])}"

@@ -144,15 +144,21 @@ _OWN_TEMPLATE = frozenset(["chat_template.default", "jinja", "chatml-function-ca
 class Loading:
     """How a model is loaded, from the arguments of `Llama`."""
 
+    #: How the model is loaded and its context is made.
     context: ContextOptions
     #: The drafts, as `specgen.load` takes them.
     draft: str | Path | Sequence[str | Path] | None
     #: The seed from which the seeds of answers are made; None if each answer has a random one.
     seed: int | None
+    #: The number of last tokens that penalties look at.
     repeat_last_n: int
+    #: Which kernels compute on the CPU.
     kernels: KernelChoice
+    #: Whether to load only the vocabulary.
     vocab_only: bool
+    #: Whether the model makes embeddings.
     embedding: bool
+    #: Whether to show llama.cpp's log.
     verbose: bool
 
 

@@ -437,7 +437,7 @@ class Llama:
         *,
         truncate: bool,
     ) -> tuple[list[Hidden], int]:
-        """Return the vectors of texts as the model makes them, and the number of all tokens."""
+        """Return the embedding of each text, float32[n_embd], and the number of all tokens."""
         embedder = self._embedder
         if embedder is None:
             raise UsageError("this Llama makes no embeddings", "open it with embedding=True")

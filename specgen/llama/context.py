@@ -224,11 +224,11 @@ class LlamaBackend:
         llama.cpp would end the process.
         """
         n_positions = 1 + max(batch.positions, default=0)
-        n_most = self.model.limited_n_ctx(n_positions)
-        if n_positions > n_most:
+        n_learned = self.model.limited_n_ctx(n_positions)
+        if n_positions > n_learned:
             raise BackendError(
                 f"{self.model.name}: a text of {n_positions} tokens, but it has learned only "
-                f"{n_most} positions"
+                f"{n_learned} positions"
             )
 
     def _decodes_row_by_row(self, batch: Batch) -> bool:
@@ -241,9 +241,12 @@ class LlamaBackend:
         return 1 < len(batch) <= _MAX_SINGLE_ROWS
 
     def _decode_row_by_row(self, batch: Batch) -> Logits:
-        """Decode each row in a batch of its own, and return the logits of the last if it wants any.
+        """Decode each row in a batch of its own.
 
         All of them compute logits: otherwise the device could not replay the same graph.
+
+        Returns:
+            The logits of the last row if it wants any, float32[0 or 1, n_vocab].
         """
         n_wanted = self._native_batch.check(batch)
         rows = [batch.part(row, row + 1) for row in range(len(batch))]
@@ -355,7 +358,11 @@ class LlamaBackend:
         return self._decode_mtp_states(batch)
 
     def _decode_final_states(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """Decode, and return the final hidden states of the rows that want logits."""
+        """Decode, and return the logits and the final hidden states of the rows that want logits.
+
+        Returns:
+            float32[n_wanted, n_vocab], and float32[n_wanted, n_embd].
+        """
         if self.rollback != "cells":
             raise BackendError(f"{self.model.name}: no hidden states of a recurrent model")
         n = len(batch)
@@ -390,7 +397,11 @@ class LlamaBackend:
         return logits, np.concatenate(inputs, axis=1)
 
     def _decode_mtp_states(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """Decode, and return the hidden states that MTP layers read."""
+        """Decode, and return the logits, and the hidden states of all rows that MTP layers read.
+
+        Returns:
+            float32[n_wanted, n_vocab], and float32[n, n_embd_out].
+        """
         llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, False)
         try:
             logits = self.decode(batch)
@@ -400,7 +411,7 @@ class LlamaBackend:
             llama_cpp_ext.llama_set_embeddings_nextn(self.handle, False, False)
 
     def _mtp_states(self, n_rows: int) -> Hidden:
-        """Return the hidden states that llama.cpp computed for MTP layers in the last decode."""
+        """Return the hidden states for MTP layers, float32[n_rows, n_embd_out], after a decode."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._view(pointer, n_rows, self.model.n_embd_out)
 

@@ -180,7 +180,7 @@ class Embedder:
 
 
 def unit(values: Hidden) -> Hidden:
-    """Return a vector scaled to length 1; all zeros stay so.
+    """Return a vector, float32[n_embd], scaled to length 1; all zeros stay so.
 
     Raises:
         BackendError: If a value is not finite.

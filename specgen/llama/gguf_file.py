@@ -54,11 +54,13 @@ class GgufTensor:
 
     #: GGML's pointer to it.
     handle: int
+    #: Its name, such as ``blk.0.attn_q.weight``.
     name: str
     #: GGML's number for its type.
     type: int
     #: Four dimensions in GGML's order: the length of rows comes first.
     shape: tuple[int, ...]
+    #: The size of its data.
     n_bytes: int
 
 

@@ -137,7 +137,10 @@ class HiddenStateContext(LlamaBackend):
         raise NotImplementedError
 
     def state(self, sequence: int) -> Hidden:
-        """Return the draft's hidden state after a sequence's last row that wanted logits."""
+        """Return the draft's hidden state after a sequence's last row that wanted logits.
+
+        It is float32[n_embd].
+        """
         return self._states[sequence]
 
     def decode_rows(self, batch: Batch) -> Logits:
@@ -167,7 +170,11 @@ class HiddenStateContext(LlamaBackend):
         yield batch
 
     def _decode_part(self, batch: Batch) -> Logits:
-        """Decode a native batch, and keep the draft's hidden states of rows that want logits."""
+        """Decode a native batch, and keep the draft's hidden states of rows that want logits.
+
+        Returns:
+            The logits of these rows, float32[n_wanted, n_vocab].
+        """
         self._write_inputs(batch)
         logits = super().decode_rows(batch)
         n_wanted = len(logits)
@@ -348,7 +355,7 @@ class DflashContext(HiddenStateContext):
         self._n_positions = _N_MROPE_POSITIONS if rope == _MROPE else 1
 
     def _layout(self, model: DflashModel, _size: DraftContextSize) -> RowLayout:
-        return RowLayout(n_outputs=model.n_most + 1, states="none")
+        return RowLayout(n_outputs=model.n_max + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield rows of the text and rows of blocks apart; for DSpark each block alone."""

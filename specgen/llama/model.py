@@ -27,6 +27,7 @@ class CacheTypeInfo(NamedTuple):
 
     #: GGML's number for it.
     number: int
+    #: The mean size of a value; a quantised type stores blocks of 32 values with their scales.
     bytes_per_value: float
 
 

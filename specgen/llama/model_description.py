@@ -24,6 +24,7 @@ _FILE_TYPE_PREFIX = "LLAMA_FTYPE_"
 class ModelDescription:
     """A model as its file describes it. What the file does not tell is empty, or 0."""
 
+    #: The architecture, as the file names it.
     architecture: str = ""
     #: The number of its weights.
     n_parameters: int = 0
@@ -35,6 +36,7 @@ class ModelDescription:
     modified_s: float = 0.0
     #: 64 hexadecimal digits that change with the file.
     digest: str = "0" * 64
+    #: The licence, as the file names it.
     license: str = ""
     #: Its default chat template.
     chat_template: str = ""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from specgen.errors import BackendError
 from specgen.llama.gguf_file import opened_parts
 from specgen.system.files import version_of
+from specgen.text.overlap import common_prefix_length
 
 #: The architectures for which llama.cpp can compute MTP layers.
 _MTP_ARCHITECTURES = frozenset(
@@ -40,10 +40,13 @@ _FIRST_OF_MODEL = "blk.0.attn_norm.weight"
 class _LayerInfo(NamedTuple):
     """A file's metadata about layers."""
 
+    #: The architecture of the model.
     architecture: str
     #: The number of layers, including MTP layers.
     n_layers: int
+    #: The number of MTP layers.
     n_mtp: int
+    #: The size of a hidden state.
     n_embd: int
     #: The names of all tensors.
     tensors: frozenset[str]
@@ -113,11 +116,10 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
         if is_candidate and _layers_of(path).shape == target_shape:
             fitting_files.append(path)
 
-    def common_prefix_length(path: Path) -> int:
-        pairs = zip(path.name.removeprefix(_PREFIX), target.name, strict=False)
-        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    def similarity(path: Path) -> int:
+        return common_prefix_length(path.name.removeprefix(_PREFIX), target.name)
 
-    return max(fitting_files, key=common_prefix_length, default=None)
+    return max(fitting_files, key=similarity, default=None)
 
 
 def why_no_mtp(path: Path) -> str:

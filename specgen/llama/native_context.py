@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ _SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 MAX_SEQUENCES = 256
 #: The maximum number of cells: llama.cpp's positions are of type int32.
 _MAX_CELLS = 2**31 - 1
+#: llama.cpp rounds the number of cells of a context up to a multiple of this.
+_CONTEXT_STEP = 256
 #: More snapshots than any context asks for.
 _UNLIMITED_SNAPSHOTS = 2**31
 
@@ -61,6 +64,15 @@ class OpenContext(NamedTuple):
     n_snapshots: int
     #: The guard of each sequence that has one (see `KvCache`).
     guards: dict[int, int]
+
+
+def rounded_n_ctx(n_tokens: float) -> int:
+    """Return the size of the smallest context that has room for a number of tokens.
+
+    llama.cpp would round the size up in the same way. Callers do it themselves if they use the
+    additional cells.
+    """
+    return math.ceil(n_tokens / _CONTEXT_STEP) * _CONTEXT_STEP
 
 
 def n_native_sequences(model: LlamaModel, n_branches: int) -> int:

@@ -65,6 +65,7 @@ _SWAP_ROWS_AND_HEADS = (0, 2, 1, 3)
 class Weights:
     """A matrix, or one for each expert, in one of the types of `TYPE_NUMBERS`."""
 
+    #: A name in `TYPE_NUMBERS`.
     type_name: str
     #: (n_rows, n_columns) or (n_experts, n_rows, n_columns).
     shape: tuple[int, ...]
@@ -129,7 +130,7 @@ def quantize(values: FloatArray, type_name: str) -> Weights:
 
 
 def dequantize(weights: Weights) -> FloatArray:
-    """Return weights as float32 of the same shape."""
+    """Return weights as float32[shape], with the shape of `weights`."""
     number = TYPE_NUMBERS[weights.type_name]
     if number == _F32:  # GGML has no conversion for it
         return weights.data.view(np.float32).reshape(weights.shape).copy()

@@ -217,7 +217,7 @@ class DflashModel(LayerInputDraftModel):
     #: The token that stands for one to be predicted.
     mask: int
     #: The maximum number of tokens of a draft.
-    n_most: int
+    n_max: int
 
     def _read_file(self) -> None:
         """Read the size and the kind of its blocks.
@@ -232,7 +232,7 @@ class DflashModel(LayerInputDraftModel):
         self.predicts_from_last = self.is_chained and samples_from_anchor
         self.mask = int(llama_cpp.llama_vocab_mask(self.vocabulary.handle))
         n_block = self.number("block_size") or _DEFAULT_BLOCK
-        self.n_most = n_block if self.predicts_from_last else n_block - 1
+        self.n_max = n_block if self.predicts_from_last else n_block - 1
 
         problem = ""
         if "selector_hidden.weight" in self._tensors:
@@ -241,7 +241,7 @@ class DflashModel(LayerInputDraftModel):
             problem = "a DSpark draft of DeepSeek V4, which specgen cannot use yet"
         elif self.mask < 0:
             problem = "damaged: there is no mask token"
-        elif self.n_most < 1:
+        elif self.n_max < 1:
             problem = f"damaged: blocks of {n_block} tokens"
         if problem:
             raise ModelFileError(f"{self.path}: {problem}")
@@ -289,7 +289,9 @@ class _KeyShape(NamedTuple):
 
     #: Whether the layer has a sliding window.
     is_windowed: bool
+    #: The number of heads of keys.
     n_heads: int
+    #: The size of a key.
     head_size: int
 
 

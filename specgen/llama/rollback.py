@@ -74,7 +74,11 @@ class CellSequences:
         return self._texts[sequence]
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch; if that fails, the sequences keep what they had before."""
+        """Decode a batch; if that fails, the sequences keep what they had before.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
+        """
         try:
             logits = self._decode_rows(batch)
         except WorkerLostError:  # and the cache is lost with the worker
@@ -208,7 +212,7 @@ class StateCopiesInMemory:
 #: The maximum number of tokens that are decoded again in each round instead of copying the state.
 #: Of more, the state is copied after decoding them once.
 _MAX_REPEATED = 3
-#: A sequence has at most so many anchors...
+#: A sequence has at most this many anchors...
 _MAX_ANCHORS = 8
 #: ...of at most this total size; but one is always kept.
 _MAX_ANCHOR_BYTES = 128 << 20
@@ -218,7 +222,9 @@ _MAX_ANCHOR_BYTES = 128 << 20
 class _Anchor:
     """The recurrent part of a sequence's state at a position."""
 
+    #: The number of tokens that the state has read.
     position: int
+    #: The state in llama.cpp's format, uint8[n_bytes].
     state: NDArray[np.uint8]
 
 
@@ -511,7 +517,11 @@ class RecurrentSequences:
         return Batch.of(missing, text.n_cached, sequence=sequence)
 
     def _run(self, batch: Batch) -> Logits:
-        """Decode rows, and update what the cache holds and how far its snapshots go back."""
+        """Decode rows, and update what the cache holds and how far its snapshots go back.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
+        """
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)

@@ -61,7 +61,9 @@ _large_stack = threading.Lock()
 class ControlToken:
     """A token that llama.cpp recognises in a text by its name when it parses special tokens."""
 
+    #: The token's id.
     token: int
+    #: Its name, such as ``<|im_end|>``.
     name: str
     #: Whether white space before the name is dropped.
     strips_before: bool

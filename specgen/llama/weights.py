@@ -45,11 +45,15 @@ class WeightsKey(NamedTuple):
 
     #: The result of `version_of` for the file.
     version: tuple[int, int, int]
+    #: The number of layers on the GPU; -1: all.
     n_gpu_layers: int
     #: What computes on the CPU, as `computing` names it.
     kernels: str
+    #: Whether only the vocabulary is loaded.
     vocabulary_only: bool = False
+    #: Whether the MTP layers are loaded, too.
     mtp: bool = False
+    #: The workers that have the layers; None: this machine.
     workers: Workers | None = None
 
 
@@ -64,6 +68,7 @@ _load_ahead_threads: dict[WeightsKey, threading.Thread] = {}
 class LoadedWeights:
     """The native model of a file. It counts its users, and is freed after the last one."""
 
+    #: The file, and how it was loaded.
     key: WeightsKey
     #: llama.cpp's pointer; None after the last user has released it.
     handle: Any
@@ -79,6 +84,7 @@ class LoadedWeights:
     #: Whether the system reads the weights from the model's own file as they are needed, because
     #: they exceed the memory that they may use and cannot be streamed.
     is_unpacked: bool = False
+    #: The number of models and contexts that use it.
     n_users: int = 1
 
     @cached_property

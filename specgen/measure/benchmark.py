@@ -50,7 +50,9 @@ Stages: TypeAlias = tuple[DraftSource, ...]
 class Entry:
     """A contender whose models are not loaded yet: its name in tables, and its options."""
 
+    #: The name of the contender in tables.
     name: str
+    #: The options of its session.
     options: SessionOptions
 
 
@@ -185,18 +187,29 @@ class Outcome:
     A measurement is None if the contender does not report it.
     """
 
+    #: The answer.
     text: str
+    #: The number of its tokens.
     n_tokens: int
+    #: Why it ended.
     finish_reason: str | None
     #: Tokens per second after the first token.
     tokens_per_s: float | None
+    #: The seconds from the start of the prefill to the first token.
     time_to_first_token_s: float | None
+    #: The answer's tokens.
     token_ids: tuple[int, ...] | None = None
+    #: The number of rounds.
     n_rounds: int | None = None
+    #: The number of drafted tokens.
     n_drafted: int | None = None
+    #: The number of drafted tokens that were accepted.
     n_accepted: int | None = None
+    #: The number of drafts that reached each depth.
     drafted_by_depth: tuple[int, ...] = ()
+    #: The mean number of tokens per round.
     mean_accepted_length: float | None = None
+    #: The number of rounds that added n + 1 tokens, without forced ones, at index n.
     rounds_by_tokens: tuple[int, ...] = ()
     #: Notices for the user, for example that drafting failed.
     notices: tuple[str, ...] = ()
@@ -206,7 +219,9 @@ class Outcome:
 class Contender:
     """Something that answers prompts: a session of specgen, or another program."""
 
+    #: The temperature at which it answers.
     temperature: float
+    #: Its name in tables.
     name: str
     #: Answers a prompt, given as the user typed it. It raises `PromptError` if the prompt does not
     #: fit in the context, and any other `SpecgenError` if the contender cannot continue.
@@ -279,6 +294,7 @@ def warm_up(
 class Result:
     """A contender's answer to one prompt."""
 
+    #: The temperature of the answer.
     temperature: float
     #: The contender's name.
     contender: str
@@ -288,6 +304,7 @@ class Result:
     category: str
     #: The number of the pass through all prompts, from 1.
     round: int
+    #: The measurements of the answer.
     outcome: Outcome
 
 
@@ -298,11 +315,13 @@ class Failure:
     If plain decoding fails, only that prompt is dropped, for all contenders.
     """
 
+    #: The temperature of the contender.
     temperature: float
     #: The contender's name.
     contender: str
     #: The number of the prompt that it could not answer; None if the warm-up failed.
     prompt: int | None
+    #: The message of the error.
     message: str
 
 
@@ -310,12 +329,15 @@ class Failure:
 class Runs:
     """All measurements so far."""
 
+    #: The answers.
     results: list[Result] = field(default_factory=list)
+    #: The errors of contenders.
     failures: list[Failure] = field(default_factory=list)
     #: The kernels that were used: specgen's or llama.cpp's.
     kernels: str = ""
     #: The error that ended the measurement early, if any.
     error: SpecgenError | None = None
+    #: Whether the user interrupted the measurement.
     is_interrupted: bool = False
     #: The share of the cores that other programs used; None if unknown.
     others_share: float | None = None
@@ -323,6 +345,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
+    #: Who answers.
     contender: Contender
     #: The prompt to answer; None for the warm-up.
     prompt: BenchPrompt | None
@@ -509,11 +532,13 @@ def measure(
 class Figures:
     """A contender's figures for all prompts or for one category; unknown figures are None."""
 
+    #: The temperature of the answers.
     temperature: float
     #: The contender's name.
     contender: str
     #: The name of the category, or "overall".
     category: str
+    #: The number of answers.
     n_answers: int
     #: The geometric mean of the speed-ups over plain decoding.
     speedup: float | None

@@ -7,6 +7,7 @@ line of JSON. If it dies, its signal or exit code tells why.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -61,7 +62,9 @@ _N_CTX = 256
 class Check:
     """The result of a check."""
 
+    #: What was checked.
     name: str
+    #: Whether it is as it should be.
     passed: bool
     #: What was found; if the check failed, the problem.
     message: str
@@ -75,13 +78,17 @@ class Check:
 class DoctorReport:
     """All results of `specgen doctor`."""
 
+    #: The machine and its Python.
     machine: Machine = field(default_factory=look_at_machine)
+    #: The version of specgen.
     version: str = __version__
     #: None if llama.cpp could not be loaded.
     build: Build | None = None
+    #: The kernels that compute on the CPU.
     kernels: KernelStatus = field(
         default_factory=lambda: KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
     )
+    #: The results of the checks, in the order in which they were made.
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -388,35 +395,36 @@ def _decode(path: Path, options: ContextOptions) -> _Decoded:
         keep_packed_weights(packed_folder())
         if streaming_of(path) is not Streaming.STORED:
             keep_packed_weights(None)
-    model = LlamaModel(
-        path,
-        n_gpu_layers=options.n_gpu_layers,
-        weights_bytes=budget.max_bytes,
-    )
-    backend = LlamaBackend(
-        model,
-        options,
-        n_ctx=_N_CTX,
-        clock=time.perf_counter,
-        n_outputs=_N_TOKENS,
-    )
-    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:n_tokens]
+    with contextlib.ExitStack() as resources:
+        model = LlamaModel(
+            path,
+            n_gpu_layers=options.n_gpu_layers,
+            weights_bytes=budget.max_bytes,
+        )
+        resources.callback(model.close)
+        backend = LlamaBackend(
+            model,
+            options,
+            n_ctx=_N_CTX,
+            clock=time.perf_counter,
+            n_outputs=_N_TOKENS,
+        )
+        resources.callback(backend.close)
+        tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:n_tokens]
 
-    def rows(start: int, end: int) -> Logits:
-        return backend.decode(Batch.of(tokens[start:end], start, end - start)).copy()
+        def rows(start: int, end: int) -> Logits:
+            """Decode some of the tokens in one batch, and return their logits."""
+            return backend.decode(Batch.of(tokens[start:end], start, end - start)).copy()
 
-    batched = rows(0, len(tokens))
-    backend.remove(0)
-    one_by_one = np.concatenate([rows(start, start + 1) for start in range(len(tokens))])
-    decoded = _Decoded(
-        batched,
-        one_by_one,
-        model.row_exception,
-        model.streamed_bytes,
-    )
-    backend.close()
-    model.close()
-    return decoded
+        batched = rows(0, len(tokens))
+        backend.remove(0)
+        one_by_one = np.concatenate([rows(start, start + 1) for start in range(len(tokens))])
+        return _Decoded(
+            batched,
+            one_by_one,
+            model.row_exception,
+            model.streamed_bytes,
+        )
 
 
 def compared(batched: Logits, one_by_one: Logits) -> str:

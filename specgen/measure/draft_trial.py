@@ -37,6 +37,7 @@ from specgen.system.quantities import is_gain, measured_gain
 from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:
+    from specgen.llama.context import LlamaBackend
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
 
@@ -62,6 +63,7 @@ class TrialAnswer:
 class Baseline:
     """What was measured of a target without a draft."""
 
+    #: The target's answers to the prompts that fit in the context.
     answers: tuple[TrialAnswer, ...]
     #: The numbers of the prompts that do not fit in the context, from 1.
     skipped: tuple[int, ...]
@@ -110,9 +112,13 @@ class DraftFigures:
 
     #: The geometric mean of the answers' speed-ups over plain decoding, without the prefills.
     speedup: float
+    #: The lowest speed-up of an answer.
     worst_speedup: float
+    #: The highest speed-up of an answer.
     best_speedup: float
+    #: The number of answers.
     n_answers: int
+    #: Tokens per second, without the prefills.
     tokens_per_s: float
     #: Accepted tokens per drafted position; None if nothing was drafted.
     acceptance_rate: float | None
@@ -168,13 +174,7 @@ def measure_target(
     fitting, skipped = fitting_prompts(session, texts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())
 
-    # The times of single tokens come from the answers, so only larger batches need to be timed.
-    sizes = timed_batch_sizes(session.n_rows_max)
-    timed_sizes = [*sizes[1:], *(_N_REPEATS - 1) * sizes[1:_N_SMALL_SIZES]]
-    if session.target.is_streamed:  # each batch takes seconds, whatever its size
-        sizes = sorted({1, session.n_rows_max})
-        timed_sizes = sizes[1:]
-    samples_s: defaultdict[int, list[float]] = defaultdict(list)
+    timings = _BatchTimings.of(session)
     answers: list[TrialAnswer] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
         for number, prompt in fitting.items():
@@ -188,15 +188,13 @@ def measure_target(
             tokens = tuple(generation.tokens[generation.n_prompt :])
             bench_prompt = numbered_prompts[number]
             answers.append(TrialAnswer(bench_prompt.text, tokens, bench_prompt.category))
-            samples_s[1] += generation.stats.target_s_by_rows[1]
-            # Batches are timed after every answer, since a machine's speed changes.
-            for size in timed_sizes:
-                if interrupted():
-                    return None
-                seconds = time_batch(target, generation.tokens, size)
-                if seconds is not None:
-                    samples_s[size].append(seconds)
-    batch_s = _median_batch_s(samples_s, sizes, n_ctx)
+
+            # Larger batches are timed after every answer, since a machine's speed changes.
+            timings.add_plain_rounds(generation.stats)
+            if not timings.measure(target, generation.tokens, interrupted):
+                return None
+
+    batch_s = timings.medians_s(n_ctx)
     for size, seconds in batch_s.items():
         session.costs.table().set_seconds(size, seconds)
     return Baseline(
@@ -208,29 +206,76 @@ def measure_target(
     )
 
 
-def _median_batch_s(
-    samples_s: Mapping[int, Sequence[float]],
-    sizes: Sequence[int],
-    n_ctx: int,
-) -> dict[int, float]:
-    """Return the median time of each batch size.
+@dataclass(frozen=True, slots=True)
+class _BatchTimings:
+    """The measured times of the target's decodes, by their number of rows.
 
-    Args:
-        samples_s: The measured times by batch size, none for sizes that could not be timed.
-        sizes: All batch sizes in ascending order, which start with 1.
-        n_ctx: The context size, for the error message.
-
-    Raises:
-        PromptError: If a batch size was never timed.
+    The times of single rows come from the answers, whose rounds have one row each, so only larger
+    batches are decoded to be timed.
     """
-    if not samples_s[1]:
-        raise PromptError("no answer is longer than a token: there is nothing to draft")
-    if any(not samples_s[size] for size in sizes):
-        raise PromptError(
-            f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
-            hint="use a larger --ctx-size, or a smaller --draft-max",
-        )
-    return {size: statistics.median(samples_s[size]) for size in sizes}
+
+    #: The batch sizes whose times are needed, in ascending order; the first is 1.
+    sizes: Sequence[int]
+    #: The batch sizes to decode after each answer, some of them several times.
+    sizes_per_answer: Sequence[int]
+    #: The measured times in seconds, by batch size.
+    samples_s: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, session: Session) -> _BatchTimings:
+        """Return the timings of a session's target, without any sample yet."""
+        if session.target.is_streamed:  # each batch takes seconds, whatever its size
+            sizes = sorted({1, session.n_rows_max})
+            return cls(sizes, sizes[1:])
+        sizes = timed_batch_sizes(session.n_rows_max)
+        small_sizes = sizes[1:_N_SMALL_SIZES]
+        return cls(sizes, [*sizes[1:], *(_N_REPEATS - 1) * small_sizes])
+
+    def add_plain_rounds(self, stats: AnswerStats) -> None:
+        """Add the times of an answer's rounds, each of which decoded one row."""
+        self.samples_s[1] += stats.target_s_by_rows[1]
+
+    def measure(
+        self,
+        target: Backend,
+        text: Sequence[int],
+        interrupted: Callable[[], bool],
+    ) -> bool:
+        """Decode batches of all larger sizes after the text in the cache, and add their times.
+
+        Args:
+            target: The target's context.
+            text: The tokens that the batches consist of.
+            interrupted: Whether to stop.
+
+        Returns:
+            Whether all of them were decoded; False if interrupted.
+        """
+        for size in self.sizes_per_answer:
+            if interrupted():
+                return False
+            seconds = time_batch(target, text, size)
+            if seconds is not None:
+                self.samples_s[size].append(seconds)
+        return True
+
+    def medians_s(self, n_ctx: int) -> dict[int, float]:
+        """Return the median time in seconds of each batch size.
+
+        Args:
+            n_ctx: The context size, for the error message.
+
+        Raises:
+            PromptError: If a batch size was never timed.
+        """
+        if not self.samples_s[1]:
+            raise PromptError("no answer is longer than a token: there is nothing to draft")
+        if any(not self.samples_s[size] for size in self.sizes):
+            raise PromptError(
+                f"a context of {n_ctx} tokens has no room to time batches of {self.sizes[-1]} rows",
+                hint="use a larger --ctx-size, or a smaller --draft-max",
+            )
+        return {size: statistics.median(self.samples_s[size]) for size in self.sizes}
 
 
 def try_draft(
@@ -270,16 +315,7 @@ def try_draft(
             for draft in drafts:
                 draft.remove(0)
             generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
-            # A draft that reads hidden states needs the target to decode the known answer once. It
-            # reads either the states of all tokens, or only the last state before each round.
-            states = None
-            hidden_states = generation.hidden_states
-            if hidden_states is not None and hidden_states.reads_all_rows:
-                read_states(target, (*prompt.tokens, *answer.tokens), hidden_states)
-            elif hidden_states is not None:
-                pieces = read_answer(target, prompt.tokens, answer.tokens)
-                states = np.concatenate([hidden.copy() for _, hidden in pieces])
-                target.remove(0)
+            states = _states_for_replay(target, prompt.tokens, answer.tokens, generation)
             replays.append(
                 replay(
                     generation,
@@ -290,6 +326,39 @@ def try_draft(
                 )
             )
     return summarise(replays)
+
+
+def _states_for_replay(
+    target: LlamaBackend,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    generation: AnswerState,
+) -> Hidden | None:
+    """Decode a known answer with the target, if the draft reads the target's hidden states.
+
+    Some drafts read the states of all tokens. They are stored in the draft's buffer at once. Other
+    drafts read only the last state before each round, which `replay` stores round by round.
+
+    Args:
+        target: The target, whose context is empty before and after.
+        prompt: The prompt's tokens.
+        answer: The answer's tokens.
+        generation: The answer that is replayed, with the buffer of hidden states.
+
+    Returns:
+        float32[n_tokens, n_embd], the hidden state from which the target chose each token of the
+        answer; None unless the draft reads only the last state before each round.
+    """
+    hidden_states = generation.hidden_states
+    if hidden_states is None:
+        return None
+    if hidden_states.reads_all_rows:
+        read_states(target, (*prompt, *answer), hidden_states)
+        return None
+    pieces = read_answer(target, prompt, answer)
+    states = np.concatenate([hidden.copy() for _, hidden in pieces])
+    target.remove(0)
+    return states
 
 
 def replay(

@@ -87,7 +87,7 @@ def ways_to_draft(drafting: DraftOptions) -> dict[WayName, DraftOptions]:
     ways: dict[WayName, DraftOptions] = {drafting.policy_in_use: drafting}
     if drafting.is_by_cost:
         # N-gram options that are not set depend on the policy. Keep those of the cost policy.
-        shortest, longest = drafting.ngrams_of
+        shortest, longest = drafting.ngram_lengths
         ways["forced"] = replace(
             drafting,
             policy="fixed",
@@ -285,14 +285,17 @@ class GreedyResult:
 
     #: The prompt's number.
     prompt: int
+    #: How drafts were made.
     way: WayName
     #: The number of answers that were generated at once.
     n_at_once: int
     #: The number of tokens of plain decoding's answer.
     n_tokens: int
+    #: The number of drafted tokens.
     n_drafted: int
+    #: The number of drafted tokens that were accepted.
     n_accepted: int
-    #: None if all tokens are equal.
+    #: The first difference between the texts; None if all tokens are equal.
     difference: Difference | None = None
 
     @property
@@ -682,6 +685,7 @@ class SampledResult:
 
     #: The prompt's number.
     prompt: int
+    #: How drafts were made.
     way: WayName
     #: The number of the prompt's tokens.
     n_prompt: int
@@ -691,10 +695,13 @@ class SampledResult:
     n_samples: int
     #: The number of samples of tokens to which the target gives probability 0.
     n_impossible: int
+    #: The number of drafted tokens.
     n_drafted: int
+    #: The number of drafted tokens that were accepted.
     n_accepted: int
     #: The significance level: a p-value up to this counts as a defect.
     level: float
+    #: The comparison of the samples with the target's distribution.
     test: GTest
 
     @property
@@ -725,7 +732,9 @@ class _Samples:
 
     #: The number of times each token was sampled.
     counts: Counter[int] = field(default_factory=Counter)
+    #: The number of drafted tokens in all answers.
     n_drafted: int = 0
+    #: The number of them that were accepted.
     n_accepted: int = 0
 
     def add(self, request: Request, position: int) -> None:
@@ -988,16 +997,21 @@ class VerifyReport:
     target: str
     #: The draft's name.
     draft: str
+    #: How drafts were verified.
     verifier: str
     #: The maximum number of tokens of a draft.
     draft_max: int
     #: The sampler options of the sampled check.
     sampler: SamplerOptions
+    #: Which of the two checks were made.
     check: CheckName
+    #: The results of the greedy check.
     greedy: tuple[GreedyResult, ...]
+    #: The results of the sampled check.
     sampled: tuple[SampledResult, ...]
     #: The numbers of the prompts that did not fit in the context.
     skipped: tuple[int, ...] = ()
+    #: Whether the user interrupted the checks.
     is_interrupted: bool = False
     #: The kernels that were used: specgen's or llama.cpp's.
     kernels: str = ""

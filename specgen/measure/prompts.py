@@ -36,7 +36,9 @@ class BenchPrompt:
 
     #: Its number in the file, from 1.
     number: int
+    #: The kind of task.
     category: str
+    #: The prompt, as the user typed it.
     text: str
 
 

@@ -101,9 +101,11 @@ class RaceFigures:
 
     #: What drafted: a model's file name, ``ngram`` or the like; ``none`` for plain decoding.
     draft: str
+    #: The number of the answer's tokens.
     n_tokens: int
     #: The time from the start of the prefill to the last token.
     seconds: float
+    #: The seconds from the start of the prefill to the first token.
     time_to_first_token_s: float | None
     #: Tokens per second after the first token.
     tokens_per_s: float | None
@@ -113,6 +115,7 @@ class RaceFigures:
     speedup: float | None
     #: Why the answer ended, as in `FinishedEvent`.
     finish_reason: str
+    #: The answer.
     text: str
 
 

@@ -46,6 +46,7 @@ _MIN_RATIO = 2
 class Refused:
     """A file that cannot draft for the target."""
 
+    #: The file.
     file: Path
     #: Why it cannot, as the rest of a line that begins with the file.
     reason: str
@@ -57,6 +58,7 @@ class Tried:
 
     #: Its file or its kind; "none" for plain decoding.
     draft: DraftSource
+    #: Its figures over all answers.
     figures: DraftFigures
 
 
@@ -64,15 +66,19 @@ class Tried:
 class Search:
     """The result of a search for the best draft of a target."""
 
+    #: The target's file.
     target: Path
+    #: What was measured of the target without a draft.
     baseline: Baseline
     #: The drafts from best to worst, with plain decoding as "none" among them.
     tried: tuple[Tried, ...]
+    #: The files that cannot draft for the target.
     refused: tuple[Refused, ...]
     #: The thread counts that were chosen, by the model's name; empty if none were measured.
     threads: dict[str, Threads] = field(default_factory=dict)
     #: The draft that was saved for the target afterwards, if any.
     saved: DraftSource | None = None
+    #: Whether the user interrupted the search.
     is_interrupted: bool = False
     #: The share of the cores that other programs used; None if unknown.
     others_share: float | None = None

@@ -137,28 +137,9 @@ def measure_threads(
         patience = _PATIENCE if n_rounds < _MIN_ROUNDS else 1.0
         if interrupted() or backend.decode_s - started_s > patience * budget_s:
             break
-        single_rounds.append({})
-        batch_rounds.append({})
-        for count in tried_counts:
-            if interrupted():
-                break
-            backend.set_threads(count, count)
-            # The first decode after a change may have to start threads, so its time is not used.
-            time_batch(backend, text, 1)
-            _time(
-                backend,
-                text,
-                1,
-                count,
-                single_rounds[-1],
-            )
-            _time(
-                backend,
-                text,
-                BATCH_ROWS,
-                count,
-                batch_rounds[-1],
-            )
+        single_s, batch_s = _time_round(backend, text, tried_counts, interrupted)
+        single_rounds.append(single_s)
+        batch_rounds.append(batch_s)
     backend.remove(0)
     if not interrupted():
         fastest = Threads(
@@ -169,17 +150,37 @@ def measure_threads(
     return fastest
 
 
-def _time(
+def _time_round(
     backend: LlamaBackend,
-    text: list[int],
-    n_rows: int,
-    count: int,
-    times: _Times,
-) -> None:
-    """Time a batch, and store its seconds in `times[count]` unless the context has no room."""
-    seconds = time_batch(backend, text, n_rows)
-    if seconds:
-        times[count] = seconds
+    text: Sequence[int],
+    counts: Sequence[int],
+    interrupted: Callable[[], bool],
+) -> tuple[_Times, _Times]:
+    """Time a single row and a batch once with each thread count, up to an interruption.
+
+    Args:
+        backend: The backend.
+        text: The tokens that the batches consist of.
+        counts: The thread counts.
+        interrupted: Whether to stop.
+
+    Returns:
+        The seconds of a single row, and those of a batch, by thread count. Batches for which the
+        context has no room are left out.
+    """
+    single_s: _Times = {}
+    batch_s: _Times = {}
+    for count in counts:
+        if interrupted():
+            break
+        backend.set_threads(count, count)
+        # The first decode after a change may have to start threads, so its time is not used.
+        time_batch(backend, text, 1)
+        for n_rows, times_s in ((1, single_s), (BATCH_ROWS, batch_s)):
+            seconds = time_batch(backend, text, n_rows)
+            if seconds:
+                times_s[count] = seconds
+    return single_s, batch_s
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:

@@ -94,18 +94,23 @@ class AnswerState:
 
     # What the answer is generated with.
 
+    #: The target's vocabulary. It may show some control tokens in the text.
     vocabulary: Vocabulary
+    #: When the answer ends, and what is reported about it.
     options: GenerationOptions
     #: The maximum number of tokens, prompt and answer together.
     n_ctx: int
     #: The drafters; None if there are none, or if drafting failed (`why_undrafted`).
     cascade: Cascade | None
+    #: Decides how much is drafted in each round.
     policy: Policy
+    #: Decides which drafted tokens are accepted.
     verifier: Verifier
     #: Turns the target's logits into distributions.
     sampling: SamplingPipeline
     #: The committed tokens, with the state of the grammar.
     text_state: TextState
+    #: The random generator of the target's samples and of verification. Drafts have another one.
     rng: np.random.Generator
     #: The answer's sequences in the target's cache.
     branches: Branches = field(default_factory=Branches)
@@ -126,6 +131,7 @@ class AnswerState:
     text: TextStream = field(init=False)
     #: The prompt's characters, for prompts with log-probabilities.
     _prompt_text: TextStream = field(init=False)
+    #: The counts and times of its rounds.
     stats: AnswerStats = field(default_factory=AnswerStats)
     #: Why the answer ended; None while it goes on, and if an error ended it.
     finish_reason: FinishReason | None = None

@@ -28,6 +28,7 @@ Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 class Batch:
     """Rows to decode together, one for each token."""
 
+    #: The token of each row.
     tokens: list[int] = field(default_factory=list)
     #: The position of each token in its sequences.
     positions: list[int] = field(default_factory=list)
@@ -160,9 +161,9 @@ class Backend(Protocol):
         """
 
     def way_back(self, sequence: int, n: int) -> int:
-        """Return how many of a sequence's first `n` tokens `remove` can keep at no cost.
+        """Return how many of a sequence's first `n` tokens can be kept without decoding any again.
 
-        At no cost means: without decoding any of them again.
+        `remove` can go back to that length at once, and to any other length only by decoding.
         """
 
     def copy(

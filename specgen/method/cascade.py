@@ -25,7 +25,7 @@ class Cascade:
     #: A drafter that decodes (a draft model).
     model: Drafter | None = None
     #: The text, for its grammar, which cuts what the free drafter finds; None for no grammar.
-    state: TextState | None = None
+    text_state: TextState | None = None
 
     @property
     def model_name(self) -> str | None:
@@ -66,8 +66,9 @@ class Cascade:
             found: Draft = ended.value
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
-        if self.state is not None and self.state.has_grammar:
-            found = self.state.within_grammar(found, context[len(context) - n_drafted :])
+        text_state = self.text_state
+        if text_state is not None and text_state.has_grammar:
+            found = text_state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 
     def propose(

@@ -38,7 +38,7 @@ class Price:
     prefill_s: float = 0.0
 
     def seconds(self, n_drafted: int) -> float:
-        """Return the seconds of a draft of `n_drafted` tokens, without the prefill."""
+        """Return the seconds of a draft of `n_drafted` tokens, 1 or more, without the prefill."""
         return self.first_s + (n_drafted - 1) * self.next_s
 
 

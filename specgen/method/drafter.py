@@ -20,7 +20,9 @@ from specgen.system.arrays import Hidden, Logits
 class Ask:
     """A batch that a drafter needs decoded before it can go on."""
 
+    #: The context that decodes the batch.
     backend: Backend
+    #: The rows to decode.
     batch: Batch
     #: The cost table that learns from the decode.
     costs: CostTable
@@ -119,6 +121,7 @@ def ready(draft: Draft) -> Drafting:
 class Proposal:
     """The drafting of one sequence, and its result."""
 
+    #: The generator that drafts.
     drafting: Drafting
     #: The finished draft.
     draft: Draft = NO_DRAFT

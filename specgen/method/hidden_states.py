@@ -92,7 +92,7 @@ class HiddenStateBuffer:
 
 
 @runtime_checkable
-class StatesBackend(Backend, Protocol):
+class HiddenStateBackend(Backend, Protocol):
     """A draft model's backend that reads a hidden state with each row (`Batch.hidden`)."""
 
     @property

@@ -120,7 +120,7 @@ class Loop:
         turns = [(answer, self._plan(answer, len(active))) for answer in active]
         self._propose(turns)
         batch = self._pack(turns)
-        decoded = self._decode(batch, turns, decode or self.decode, events)
+        decoded = self._decode_and_time(batch, turns, decode or self.decode, events)
         first_row = 0
         for answer, result in turns:
             end_row = first_row + 1 + len(result.draft)  # the root and the draft's nodes
@@ -250,7 +250,7 @@ class Loop:
             self.decode_text(answer, batch)
             start = batch_end
 
-    def _decode(
+    def _decode_and_time(
         self,
         batch: Batch,
         turns: Sequence[_Turn],
@@ -297,9 +297,12 @@ class Loop:
         return DecodedBatch(*self.target.decode_hidden(batch, all_rows=sink.reads_all_rows))
 
     def decode_text(self, answer: AnswerState, batch: Batch) -> Logits:
-        """Decode rows of one answer outside of rounds, and return the logits that they want.
+        """Decode rows of one answer outside of rounds.
 
         A drafter that reads the hidden states of all rows gets those of these rows.
+
+        Returns:
+            The logits of the rows that want them, float32[n_wanted, n_vocab].
         """
         hidden_states = answer.hidden_states
         if hidden_states is None or not hidden_states.reads_all_rows:

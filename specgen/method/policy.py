@@ -44,7 +44,7 @@ from specgen.method.stopping import (
 if TYPE_CHECKING:
     from specgen.options import DraftOptions
 
-# Of `ThresholdPolicy`:
+# The constants of `ThresholdPolicy`.
 
 #: The share of rejected tokens that it aims at.
 _TARGET_REJECTION = 0.25
@@ -58,7 +58,7 @@ _BOUND_RATE = 0.4
 #: bound falls slowly and drafting starts again.
 _UNDRAFTED_DEFICIT = 0.025
 
-# Of `CreditGate`:
+# The constants of `CreditGate`.
 
 #: The share of all time that goes to a drafter's credit.
 _CREDIT_SHARE = 0.014
@@ -68,7 +68,7 @@ _MAX_CREDIT = 16.0
 #: The debt, in plain decodes, above which a drafter is put aside.
 _MAX_DEBT = 4.0
 
-# Of `RecentRounds`:
+# The constants of `RecentRounds`.
 
 #: The averages start with plain decoding, which counts as this many rounds. Then all rounds count
 #: equally...
@@ -76,7 +76,7 @@ _N_PLAIN = 4
 #: ...until the latest round would have less weight than this.
 _RATE = 0.06
 
-# Of `CostAwarePolicy`:
+# The constants of `CostAwarePolicy`.
 
 #: The expected gain of a draft has to exceed its cost by this factor, since only the cost is
 #: certain.
@@ -193,6 +193,7 @@ class RoundPlan:
 class RoundResult:
     """A round of one sequence, filled in by the steps of the round."""
 
+    #: What was to be drafted, and why.
     plan: RoundPlan
     #: The draft that is verified.
     draft: Draft = NO_DRAFT
@@ -238,6 +239,9 @@ class FixedPolicy:
     A draft that was found without a decode is preferred to that of the model.
     """
 
+    #: The reason of its plans for a draft (`RoundPlan.reason`).
+    _reason: ReasonName = "fixed"
+
     def __init__(self, options: DraftOptions) -> None:
         p_min = options.stops_below
         self.n_max = options.n_max
@@ -249,19 +253,13 @@ class FixedPolicy:
         n_max = min(self.n_max, offer.n_max)
         if n_max < 1:
             return RoundPlan("no room")
-        reason = "fixed"
-        detail = ""
-        if self._stop.bound:  # only `ThresholdPolicy` has one
-            reason = "threshold"
-            detail = f"a draft's probability must be at least {self._stop.bound:.2f}"
-
         found = self._stop.cut(offer.found.first(n_max))
         if len(found):
             return RoundPlan(
-                reason,
+                self._reason,
                 found=found,
                 stop=self._stop,
-                detail=detail,
+                detail=self._detail,
             )
         if offer.drafter is None:
             return RoundPlan("nothing found")
@@ -270,16 +268,21 @@ class FixedPolicy:
             n_max = min(self.n_max, offer.n_nodes_max)
             n_levels_max = offer.n_max  # the tokens left in the answer limit only the tree's levels
         return RoundPlan(
-            reason,
+            self._reason,
             n_max,
             stop=self._stop,
             drafter=offer.drafter,
-            detail=detail,
+            detail=self._detail,
             n_levels_max=n_levels_max,
         )
 
     def observe(self, result: RoundResult) -> None:
         """Learn nothing."""
+
+    @property
+    def _detail(self) -> str:
+        """The reason in words, if it is more specific than the text in `REASONS`."""
+        return ""
 
 
 class ThresholdPolicy(FixedPolicy):
@@ -288,6 +291,8 @@ class ThresholdPolicy(FixedPolicy):
     The bound is adapted so that in the long run a quarter of the drafted tokens is rejected (Mamou
     et al., arXiv:2405.04304).
     """
+
+    _reason = "threshold"
 
     def __init__(self, options: DraftOptions) -> None:
         super().__init__(options)
@@ -301,6 +306,10 @@ class ThresholdPolicy(FixedPolicy):
             excess = 1.0 - len(result.path) / n_drafted - _TARGET_REJECTION
         bound = self._stop.bound * math.exp(_BOUND_RATE * excess)
         self._stop = replace(self._stop, bound=min(_MAX_BOUND, max(_MIN_BOUND, bound)))
+
+    @property
+    def _detail(self) -> str:
+        return f"a draft's probability must be at least {self._stop.bound:.2f}"
 
 
 class CreditGate:

@@ -236,6 +236,7 @@ class _Listing:
 
     #: The size of each file in bytes, by name; 0 if the hub does not report it.
     sizes: dict[str, int]
+    #: The name of the licence; empty if the hub does not report it.
     licence: str
 
 
@@ -243,11 +244,13 @@ class _Listing:
 class _HubFile:
     """A file in the version that the hub has now."""
 
+    #: The file.
     source: HubSource
     #: The hub's ETag, which is the file's name in the cache. For large files it is the SHA-256.
     etag: str
-    #: 0 if the hub does not report it.
+    #: The size of the file; 0 if the hub does not report it.
     size_bytes: int
+    #: The SHA-256 of the file; None if it is unknown.
     sha256: str | None
 
     @property

@@ -55,7 +55,9 @@ _QUANT = re.compile(
 class HubReference:
     """A model in a repository; without a quantisation and a file, its default one."""
 
+    #: The repository: USER/NAME.
     repo: str
+    #: The quantisation, such as Q4_K_M; None for the default one.
     quant: str | None = None
     #: The name of a file, or a pattern of names with ``*`` and ``?``.
     file: str | None = None

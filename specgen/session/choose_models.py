@@ -42,6 +42,7 @@ _MIN_RATIO = 4
 class DraftChoice:
     """A draft to try for a target."""
 
+    #: A file, or a word such as ``ngram``.
     draft: DraftSource
     #: Why it was chosen; empty if the user named it.
     why: str = ""
@@ -55,6 +56,7 @@ class DraftChoice:
 class Sources:
     """The files of a session."""
 
+    #: The target's file.
     target: Path
     #: The drafts to try, best first.
     drafts: tuple[DraftChoice, ...]
@@ -196,7 +198,7 @@ def find_model(
 
     Raises:
         UnknownModelError: If no model has the name, several have it, or it is an address.
-        ModelFileError: If the name looks like one on the hub without ``hf:``, and is no file.
+        ModelFileError: If the name looks like one on the hub without ``hf:``, and is not a file's.
         FetchError: If the model cannot be fetched.
     """
     if name.startswith(PREFIX):

@@ -28,8 +28,10 @@ _REMAINING_SHARE = 1 / 2
 class Turn:
     """A question of the user, and the answer."""
 
+    #: What the user wrote.
     question: str
-    #: None if there is no answer yet. An interrupted answer is stored as far as it got.
+    #: What the model wrote; of an interrupted answer, the part up to there. None if there is no
+    #: answer yet.
     answer: str | None = None
 
 
@@ -88,11 +90,8 @@ def _answer_message(text: str) -> Message:
 
     The chat template then decides whether the model sees the thoughts of earlier turns.
     """
-    reader = ThoughtReader()
-    thought, answer = reader.feed(text)
-    more_thought, more_answer = reader.finish()
-    thought += more_thought
-    return Message("assistant", answer + more_answer, reasoning=thought or None)
+    thought, answer = ThoughtReader.read(text)
+    return Message("assistant", answer, reasoning=thought or None)
 
 
 def read_conversation(path: Path) -> Conversation:

@@ -38,6 +38,7 @@ _N_GUESSES = 8
 class DrafterFactory:
     """Makes the state of each answer, with its drafter and its policy."""
 
+    #: The loaded models.
     session: Session
     #: Whether each answer works on its own copy of the acceptance statistics, so that it neither
     #: depends on earlier answers nor influences later ones.
@@ -134,9 +135,9 @@ class DrafterFactory:
         """
         drafter = draft.drafter(request)
         if draft.is_free:
-            return Cascade(free=drafter, state=request.text)
+            return Cascade(free=drafter, text_state=request.text)
         if not adds_ngrams:
-            return Cascade(model=drafter, state=request.text)
+            return Cascade(model=drafter, text_state=request.text)
         can_branch = self.session.n_branches_max > 1  # n-grams can, even if the draft cannot
         ngrams = self.session.ngrams.drafter(replace(request, can_branch=can_branch))
         return Cascade(ngrams, drafter, request.text)

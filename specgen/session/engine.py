@@ -397,7 +397,7 @@ class Engine:
             self._measure_again()
         slot = request.slot
         assert slot is not None, "it was given one"
-        request.load = LoadOfOthers()
+        request.load_of_others = LoadOfOthers()
         events: list[Event] = []
         with self._fail_on_error([request]):
             uses_cache = request.settings.generation.uses_cache
@@ -543,7 +543,7 @@ class Engine:
         """
         answer = request.running
         costs = self._session.costs
-        others_share = request.load.share if request.load is not None else None
+        others_share = request.load_of_others.share if request.load_of_others is not None else None
         was_busy = is_busy(others_share)
         if was_busy:
             draft = self._session.draft
@@ -555,7 +555,7 @@ class Engine:
             costs.table(n_past=answer.n_prompt),
             is_rough=was_busy or costs.are_rough(),
         )
-        if request.load is None:  # the answer has not begun
+        if request.load_of_others is None:  # the answer has not begun
             return finished
         # The first answer after loading reports how long loading took.
         setup_s: dict[str, Any] = dict(self._session.setup_s)

@@ -88,7 +88,7 @@ def problem_with_file(path: Path) -> str:
 
 
 def why_not_loadable(path: Path) -> str:
-    """Return why a file is not a complete model; empty if it is one, as its metadata tell."""
+    """Return why a file is not a complete model; empty if it is, judging by its metadata."""
     try:
         check_file(path)
         refuse_draft(path)

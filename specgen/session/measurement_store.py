@@ -536,9 +536,13 @@ _ROUGH_COSTS = TypeAdapter(_RoughCosts)
 class _Counts:
     """The counts of `AcceptanceCounts` as JSON values."""
 
+    #: `AcceptanceCounts.n_judged`.
     judged: _Bins
+    #: `AcceptanceCounts.n_accepted`.
     accepted: _Bins
+    #: `AcceptanceCounts.n_seen`.
     seen: _Bins
+    #: `AcceptanceCounts.credit`.
     credit: _Number = 0.0
 
 

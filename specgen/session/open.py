@@ -61,6 +61,7 @@ DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 class WantedSession:
     """The target and the drafts to open, with all options."""
 
+    #: The target, and everything that decides how it answers.
     options: SessionOptions
     #: The drafts to try, best first. `open_session` uses the first that loads and is expected to
     #: pay. If empty, the draft in `options` is used, whatever it costs.
@@ -77,7 +78,7 @@ class WantedSession:
         *,
         sampling: SamplerOptions,
         drafting: DraftOptions,
-        answer: GenerationOptions,
+        generation: GenerationOptions,
         contexts: Contexts,
     ) -> WantedSession:
         """Combine the files that `find_models` found with the options of models and answers."""
@@ -86,7 +87,7 @@ class WantedSession:
             draft=sources.draft,
             sampler=sampling,
             drafting=drafting,
-            generation=answer,
+            generation=generation,
             target_context=contexts.target,
             draft_context=contexts.draft,
             further_drafts=sources.further_drafts,

@@ -106,7 +106,7 @@ def _unused_drafting_options(drafting: DraftOptions) -> Iterator[str]:
         # even if nothing drafts: neither is a mistake.
         is_expected = "envvar" in field.metadata or field.name == "lookup_store"
         is_set = getattr(drafting, field.name) != getattr(defaults, field.name)
-        # Fields without metadata are no command line options.
+        # Fields without metadata are not command line options.
         if is_set and field.metadata and not is_expected:
             # "--flag/--no-flag": name the first one.
             name = field.metadata["spellings"][0].partition("/")[0]

@@ -231,7 +231,9 @@ class Request:
 
     #: The number among the engine's requests, from 0. Its events have it as their `sequence`.
     index: int
+    #: The text before the answer.
     prompt: Prompt
+    #: The options of the request, and the samplers and the grammar that were built from them.
     settings: RequestSettings
     #: The seed in use, even if the user gave none.
     seed: int
@@ -248,7 +250,7 @@ class Request:
     #: Whether the answer is to end at the next step.
     is_cancelled: bool = False
     #: Measures the load by other programs since the request was started; None before that.
-    load: LoadOfOthers | None = None
+    load_of_others: LoadOfOthers | None = None
     #: Events that `Engine.stream` has not yielded yet.
     events: deque[Event] = field(default_factory=deque)
     #: The tokens of the answer so far with their log-probabilities; empty unless the option

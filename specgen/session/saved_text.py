@@ -37,6 +37,7 @@ CHUNK = 16 << 20
 class CachedContext:
     """A context of the target, with a key for everything that its states depend on."""
 
+    #: The context.
     backend: LlamaBackend
     #: A digest of everything but the text that affects a state: the model, the kernels, options. A
     #: saved state can be loaded only by a context with the same key.
@@ -86,6 +87,7 @@ class RestoreResult(enum.Enum):
 class SavedText:
     """A text in a file; its state is read only when it is restored."""
 
+    #: The file.
     path: Path
     #: The key of the `CachedContext`.
     key: str

@@ -16,9 +16,10 @@ from specgen.drafters.interface import Key, ScorableText
 from specgen.errors import PromptLengthError
 from specgen.events import TokenLogprob
 from specgen.llama import LlamaBackend
+from specgen.llama.native_context import rounded_n_ctx
 from specgen.method.backend import Batch
 from specgen.session.prompts import Prompt
-from specgen.session.session import CONTEXT_STEP, Session
+from specgen.session.session import Session
 from specgen.system.arrays import Logits
 from specgen.text.sampling.raw_probabilities import likely_tokens
 
@@ -137,14 +138,14 @@ class AnswerScorer:
         return likely
 
     def _rows(self, key: Key | None, text: ScorableText) -> Iterator[tuple[int, Logits]]:
-        """Decode a text, and yield the positions in the answer with their logits."""
+        """Decode a text; yield the positions in the answer with their logits, float32[n_vocab]."""
         # A model cannot score more tokens than it has learned positions for.
         lengths = [n_kept + len(new_tokens) for n_kept, new_tokens in text.steps]
         n_ctx = text.model.limited_n_ctx(max(lengths))
         context = LlamaBackend(
             text.model,
             self.session.costs.context_options(key),
-            n_ctx=CONTEXT_STEP * -(-n_ctx // CONTEXT_STEP),  # rounded up
+            n_ctx=rounded_n_ctx(n_ctx),
             clock=self.session.clock,
             n_outputs=_N_SCORED_ROWS,
             n_rollback=0,

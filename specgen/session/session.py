@@ -19,7 +19,7 @@ from specgen.llama.file_check import check_file
 from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.kernels.packed_weights import PackedWeights
 from specgen.llama.library import has_gpu
-from specgen.llama.native_context import n_native_sequences
+from specgen.llama.native_context import n_native_sequences, rounded_n_ctx
 from specgen.llama.weights import load_ahead
 from specgen.option_values import required
 from specgen.options import (
@@ -43,8 +43,6 @@ from specgen.session.weights_memory import (
 
 #: Smaller drafts load so quickly that reading them ahead is not worthwhile.
 MIN_AHEAD_BYTES = 32 << 20
-#: llama.cpp rounds the sizes of contexts up to a multiple of this.
-CONTEXT_STEP = 256
 #: The number of tokens that are compared between two vocabularies: the first ones suffice.
 _N_COMPARED = 1024
 
@@ -119,7 +117,7 @@ class Session:
             if isinstance(draft_ahead, Path):
                 self._load_ahead(draft_ahead)
             self.target = self._load_target(vocabulary_only, on_packing)
-            self.options = replace(options, drafting=self._with_length(options.drafting))
+            self.options = replace(options, drafting=self._with_draft_length(options.drafting))
             #: The default settings of a request.
             self.settings = RequestSettings.of(
                 self.target, options.sampler, options.generation, self.options.drafting
@@ -172,7 +170,7 @@ class Session:
         target.own_template = context.chat_template
         return target
 
-    def _with_length(self, drafting: DraftOptions) -> DraftOptions:
+    def _with_draft_length(self, drafting: DraftOptions) -> DraftOptions:
         """Return the drafting options with the length of drafts that suits the target.
 
         If the user gave none, drafts may be longer if the target is streamed: a pass takes as long
@@ -284,7 +282,7 @@ class Session:
         Raises:
             UsageError: If an option is invalid.
         """
-        drafting = self._with_length(drafting)
+        drafting = self._with_draft_length(drafting)
         if drafting != self.options.drafting:
             self.options = replace(self.options, drafting=drafting)
             self.settings = replace(self.settings, drafting=drafting)
@@ -404,9 +402,9 @@ class Session:
             n_tokens: The number of tokens.
             otherwise: What to use in place of a larger context: "a shorter prompt".
         """
-        n_most = self.target.limited_n_ctx(n_tokens)
-        if n_most < n_tokens:
-            return f"{self.target.name} has learned only {n_most} positions: use {otherwise}"
+        n_learned = self.target.limited_n_ctx(n_tokens)
+        if n_learned < n_tokens:
+            return f"{self.target.name} has learned only {n_learned} positions: use {otherwise}"
         return f"use --ctx-size {n_tokens} or more, or {otherwise}"
 
     def _needed_n_ctx(self, n_prompt: int, max_tokens: int | None) -> int:
@@ -419,9 +417,8 @@ class Session:
         if max_tokens < 0:  # no limit
             max_tokens = DEFAULT_N_CTX
         n_tokens = n_prompt + max_tokens + self.options.drafting.n_max
-        n_steps = -(-n_tokens // CONTEXT_STEP)  # rounded up
+        n_ctx = rounded_n_ctx(n_tokens)
         n_train = self.target.n_ctx_train  # 0 if unknown
-        n_ctx = n_steps * CONTEXT_STEP
         if n_train > 0:
             n_ctx = min(n_ctx, n_train)
         return n_ctx

@@ -32,7 +32,12 @@ _MIN_GROUPED = 2048
 def best(scores: Scores, n: int) -> TokenArray:
     """Return the positions of the n largest scores, largest first; ties are ordered by position.
 
-    Scores of -infinity are left out, so there may be fewer than n.
+    Args:
+        scores: The scores, float[m].
+        n: The maximum number of positions.
+
+    Returns:
+        The positions, int64[k] with k <= n: scores of -infinity are left out.
     """
     if not 0 < n < len(scores):
         return _sorted_best(scores, n)

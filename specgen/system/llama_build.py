@@ -22,13 +22,16 @@ REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
 class Device:
     """A device that llama.cpp can compute on."""
 
+    #: GGML's name for it, such as ``CUDA0``.
     name: str
     #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (next to the CPU) or ``meta`` (several
     #: as one).
     kind: str
+    #: Its model, such as ``NVIDIA H100``.
     description: str
-    #: 0 if the device does not report its memory.
+    #: Its memory; 0 if the device does not report it.
     memory_bytes: int
+    #: The part of its memory that is free.
     free_bytes: int
 
 
@@ -44,6 +47,7 @@ class Build:
     system_info: str
     #: Whether layers can be kept on a GPU.
     gpu_offload: bool
+    #: The devices that it can compute on.
     devices: tuple[Device, ...]
 
 

@@ -179,7 +179,9 @@ class Machine:
     python: str
     #: The name of the CPU.
     cpu: str
+    #: The number of the machine's physical cores; None if unknown.
     n_physical_cores: int | None
+    #: The number of the machine's logical cores; None if unknown.
     n_logical_cores: int | None
     #: The machine's memory.
     memory_bytes: int
@@ -286,6 +288,7 @@ ROUGH = "rough: the machine was busy"
 class CoreTime:
     """Seconds, summed over the cores that this process may run on, since the machine's start."""
 
+    #: All time, busy or idle.
     total_s: float
     #: The time in which cores were busy.
     busy_s: float

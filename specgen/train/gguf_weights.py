@@ -42,11 +42,17 @@ _MAX_FLOAT16 = float(np.finfo(np.float16).max)
 class Hyperparameters:
     """The shape of a transformer."""
 
+    #: One of `ARCHITECTURES`.
     architecture: str
+    #: The number of layers.
     n_layer: int
+    #: The size of a hidden state.
     n_embd: int
+    #: The number of heads of queries.
     n_head: int
+    #: The number of heads of keys and values.
     n_head_kv: int
+    #: The size of a head's queries, keys and values.
     head_size: int
     #: Added to the mean square in RMS norms to avoid dividing by zero.
     norm_epsilon: float
@@ -62,6 +68,7 @@ class Hyperparameters:
 class GgufWeights:
     """A transformer read from a file."""
 
+    #: Its shape.
     hyperparameters: Hyperparameters
     #: The dequantised tensors, by their names in the file.
     tensors: dict[str, FloatArray]
@@ -149,68 +156,112 @@ def _hyperparameters(path: Path, reader: Any) -> Hyperparameters:
     Raises:
         ModelFileError: If the model cannot be trained, or metadata are missing.
     """
-    architecture = reader.fields["general.architecture"].contents()
-    if architecture not in ARCHITECTURES:
+    metadata = _Metadata(path, reader, reader.fields["general.architecture"].contents())
+    if metadata.architecture not in ARCHITECTURES:
         raise ModelFileError(
-            f"{path}: cannot train a model of the architecture {architecture!r}",
+            f"{path}: cannot train a model of the architecture {metadata.architecture!r}",
             hint=f"these can be trained: {', '.join(ARCHITECTURES)}",
         )
-
-    def value(key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default`; without a default, the key must exist."""
-        field = reader.fields.get(f"{architecture}.{key}")
-        contents = default if field is None else field.contents()
-        if contents is None:
-            raise ModelFileError(f"{path}: the metadata {architecture}.{key} is missing")
-        return contents
-
-    n_layer = int(value("block_count"))
-    n_embd = int(value("embedding_length"))
-    n_head = int(value("attention.head_count"))
-    head_size = int(value("attention.key_length", n_embd // n_head))
-    scaling = value("rope.scaling.type", "none")
-    # What the transformer in `specgen.train.distillation` does not implement.
-    unsupported = {
-        "expert_count": value("expert_count", 0) > 0,
-        "final_logit_softcapping": value("final_logit_softcapping", 0.0) > 0,
-        "rope.dimension_count": value("rope.dimension_count", head_size) != head_size,
-        "rope.scaling.type": scaling not in ("none", "linear"),
-        "split.count": "split.count" in reader.fields,
-    }
-    for key, is_unsupported in unsupported.items():
-        if is_unsupported:
-            raise ModelFileError(f"{path}: cannot train a model with this {key}")
-
-    # All layers are alike, except that most of gemma3's attend only to a sliding window.
-    base = float(value("rope.freq_base", 10_000.0))
-    factor = 1.0
-    if scaling == "linear":
-        factor = float(value("rope.scaling.factor", 1.0))
-    bases = [base] * n_layer
-    factors = [factor] * n_layer
-    windows = [0] * n_layer
-    if architecture == "gemma3":
-        window = int(value("attention.sliding_window", 0))
-        period = int(value("attention.sliding_window_pattern", _GEMMA3_PERIOD))
-        local_base = float(value("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))
-        for layer in range(n_layer):
-            # The last layer of each period attends to the whole text.
-            if window and layer % period < period - 1:
-                bases[layer] = local_base
-                factors[layer] = 1.0
-                windows[layer] = window
+    n_layer = int(metadata.value("block_count"))
+    n_embd = int(metadata.value("embedding_length"))
+    n_head = int(metadata.value("attention.head_count"))
+    head_size = int(metadata.value("attention.key_length", n_embd // n_head))
+    _check_implemented(metadata, head_size)
+    layers = [_attention_of(metadata, layer) for layer in range(n_layer)]
     return Hyperparameters(
-        architecture,
+        metadata.architecture,
         n_layer,
         n_embd,
         n_head,
-        n_head_kv=int(value("attention.head_count_kv", n_head)),
+        n_head_kv=int(metadata.value("attention.head_count_kv", n_head)),
         head_size=head_size,
-        norm_epsilon=float(value("attention.layer_norm_rms_epsilon")),
-        rope_bases=tuple(bases),
-        rope_factors=tuple(factors),
-        windows=tuple(windows),
+        norm_epsilon=float(metadata.value("attention.layer_norm_rms_epsilon")),
+        rope_bases=tuple(layer.rope_base for layer in layers),
+        rope_factors=tuple(layer.rope_factor for layer in layers),
+        windows=tuple(layer.window for layer in layers),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """The metadata of a model."""
+
+    #: The model's file.
+    path: Path
+    #: A `GGUFReader` of the file.
+    reader: Any
+    #: The architecture, with which the keys of its metadata begin.
+    architecture: str
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture.
+
+        Args:
+            key: The key without the architecture.
+            default: The value if the key is missing; None if it must exist.
+
+        Raises:
+            ModelFileError: If the key is missing and there is no default.
+        """
+        field = self.reader.fields.get(f"{self.architecture}.{key}")
+        contents = default if field is None else field.contents()
+        if contents is None:
+            raise ModelFileError(f"{self.path}: the metadata {self.architecture}.{key} is missing")
+        return contents
+
+    @property
+    def rope_scaling(self) -> str:
+        """How the positions of RoPE are scaled: ``none``, ``linear``, or in another way."""
+        return str(self.value("rope.scaling.type", "none"))
+
+
+def _check_implemented(metadata: _Metadata, head_size: int) -> None:
+    """Raise `ModelFileError` if a model has what `specgen.train.distillation` does not implement.
+
+    Args:
+        metadata: The metadata of the model.
+        head_size: The size of a head's keys.
+    """
+    unsupported = {
+        "expert_count": metadata.value("expert_count", 0) > 0,
+        "final_logit_softcapping": metadata.value("final_logit_softcapping", 0.0) > 0,
+        "rope.dimension_count": metadata.value("rope.dimension_count", head_size) != head_size,
+        "rope.scaling.type": metadata.rope_scaling not in ("none", "linear"),
+        "split.count": "split.count" in metadata.reader.fields,
+    }
+    for key, is_unsupported in unsupported.items():
+        if is_unsupported:
+            raise ModelFileError(f"{metadata.path}: cannot train a model with this {key}")
+
+
+class _LayerAttention(NamedTuple):
+    """How the attention of a layer differs from that of other layers."""
+
+    #: The base of RoPE's frequencies.
+    rope_base: float
+    #: The divisor of positions (linear RoPE scaling).
+    rope_factor: float = 1.0
+    #: The number of latest tokens that it attends to; 0 for all.
+    window: int = 0
+
+
+def _attention_of(metadata: _Metadata, layer: int) -> _LayerAttention:
+    """Return the attention of a layer.
+
+    All layers are alike, except that most of gemma3's attend only to a sliding window.
+    """
+    if metadata.architecture == "gemma3":
+        window = int(metadata.value("attention.sliding_window", 0))
+        period = int(metadata.value("attention.sliding_window_pattern", _GEMMA3_PERIOD))
+        # The last layer of each period attends to the whole text.
+        if window and layer % period < period - 1:
+            local_base = float(metadata.value("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))
+            return _LayerAttention(local_base, window=window)
+    base = float(metadata.value("rope.freq_base", 10_000.0))
+    factor = 1.0
+    if metadata.rope_scaling == "linear":
+        factor = float(metadata.value("rope.scaling.factor", 1.0))
+    return _LayerAttention(base, factor)
 
 
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
@@ -235,7 +286,7 @@ def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray
 
 
 def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
-    """Dequantise only the rows with these indices."""
+    """Dequantise only the rows with these indices: float32[len(indices), n_columns]."""
     n_rows, n_columns = stored.shape
     data = stored.data.reshape(n_rows, -1)[indices].reshape(-1)
     return dequantize(Weights(stored.type_name, (len(indices), n_columns), data))
@@ -244,7 +295,9 @@ def _rows(stored: Weights, indices: NDArray[Any]) -> FloatArray:
 class _BlockLayout(NamedTuple):
     """How a type stores a block of weights."""
 
+    #: The number of weights in a block.
     n_weights: int
+    #: The size of a block.
     n_bytes: int
     #: The byte offsets of the float16 numbers to multiply in order to scale all of its weights.
     scale_offsets: tuple[int, ...]

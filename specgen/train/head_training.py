@@ -69,6 +69,7 @@ _OPTIMIZER = optax.scale_by_adam(b1=0.9, b2=0.98)
 class TrainedHeads:
     """Trained decoder heads, and their accuracy on held-back answers."""
 
+    #: The weights.
     weights: HeadWeights
     #: The shares of right guesses one, two and three tokens ahead, before gradient descent.
     before: tuple[float, ...]
@@ -222,7 +223,7 @@ def _samples_of(
 
 
 def _frequent_tokens(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    """Return the tokens that heads can guess, in ascending order; see `N_FREQUENT`."""
+    """Return the tokens that heads can guess, int32[N_FREQUENT], in ascending order."""
     learnt_answers = (answer.tokens for answer in text.answers if not answer.is_held_back)
     counts = Counter(chain.from_iterable(learnt_answers))
     text_tokens = [token for token, _ in counts.most_common(N_FREQUENT)]
@@ -418,7 +419,10 @@ class _HeadTrainer:
         return tuple((n_right / n_positions).tolist())
 
     def _embedded(self, tokens: NDArray[np.int32]) -> FloatArray:
-        """Return the embeddings of tokens; index -1 refers to the last row, for other tokens."""
+        """Return the embeddings of tokens, float32[..., n_embd].
+
+        Tokens that are not frequent have the index -1, which refers to the last row.
+        """
         rows: FloatArray = self.embeddings[self._index[tokens]]
         return rows
 

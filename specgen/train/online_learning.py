@@ -206,7 +206,7 @@ def _run_lesson(
     learning, judging = split(answers)
     learnt_rows, judged_rows = _packed_answers(target, draft, learning, judging)
 
-    # Training starts from the original weights or those in use, whichever agree better.
+    # 1. Start from the original weights or those in use, whichever agree better.
     trainer = Trainer(draft, learnt_rows, judged_rows)
     original_score = trainer.before
     in_use_score: Score | None = None
@@ -218,6 +218,7 @@ def _run_lesson(
             if in_use_score.agreement > original_score.agreement:
                 trainer = former
 
+    # 2. Train.
     schedule = Schedule(
         learnt_rows.n_rows,
         n_batch=1,
@@ -233,6 +234,8 @@ def _run_lesson(
         if fitted is None:
             return None
         state, new_score = fitted
+
+        # 3. Record which weights to use from now on.
         lesson = Lesson(
             n_answers=len(learning),
             n_judging=len(judging),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from specgen.drafters.translated import Translation
 from specgen.drafters.vocabularies import check_pair
 from specgen.errors import ModelFileError, OutputError, PairError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.native_context import rounded_n_ctx
 from specgen.method.backend import Batch
 from specgen.session.engine import Engine
 from specgen.session.kept_answers import KeptAnswer
@@ -51,8 +51,6 @@ N_COLUMNS = 384
 _MAX_CONTEXT_TOKENS = 192
 #: One in ten prompts is held back: drafts are judged on its answer, not trained on it.
 _HELD_BACK_EVERY = 10
-#: Context sizes are rounded up to a multiple of this.
-_CONTEXT_STEP = 256
 
 _Tokens: TypeAlias = tuple[int, ...]
 
@@ -345,7 +343,7 @@ def _context_size(
         UsageError: If it is larger than the context that the target was trained with.
     """
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
-    n_ctx = math.ceil((n_prompt + max_tokens) / _CONTEXT_STEP) * _CONTEXT_STEP
+    n_ctx = rounded_n_ctx(n_prompt + max_tokens)
     n_train = session.target.n_ctx_train
     if n_train and n_ctx > n_train:
         raise UsageError(
@@ -475,7 +473,9 @@ def _top_tokens(logits: Logits) -> tuple[NDArray[np.int32], NDArray[np.float16]]
 class TrainingText:
     """A prompt and the target's answer, both in the draft's tokens."""
 
+    #: The tokens of the prompt.
     prompt_tokens: tuple[int, ...]
+    #: The tokens of the answer.
     answer_tokens: tuple[int, ...]
     #: Whether the draft is judged on the text, instead of trained on it.
     is_held_back: bool

@@ -73,7 +73,7 @@ class Budget:
 
     #: Returns the time in seconds.
     clock: Callable[[], float]
-    #: The time at which the work should end, by the clock.
+    #: When the work should end, in seconds of `clock`.
     until_s: float = math.inf
     #: Returns whether the user has asked to stop.
     interrupted: Callable[[], bool] = lambda: False
@@ -112,7 +112,7 @@ class Schedule:
         return self.n_passes * (self.n_rows // self.n_batch)
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of the rows to learn from in a step, counted from 0.
+        """Return the indices of the rows, int64[n_batch], to learn from in a step, counted from 0.
 
         Each pass over the rows has its own random order, seeded with the number of the pass.
         """

@@ -64,10 +64,14 @@ TRIALS = group(Trials)
 class Comparison:
     """The options of commands that compare drafts and print a ranking."""
 
+    #: The prompts, and how long answers to them are.
     trials: Trials
     chat: bool | None = flags.chat_option()
+    #: How much is drafted, and how drafts are verified.
     drafting: DraftOptions
+    #: The contexts of target and draft, and what computes on the CPU.
     machine: Contexts
+    #: Where notes and results are printed.
     output: Output
     as_json: bool = flags.JSON_REPORT
 
@@ -151,7 +155,7 @@ def trial_options(
         sources,
         sampling=SamplerOptions(),
         drafting=drafting,
-        answer=GenerationOptions(max_tokens=max_tokens),
+        generation=GenerationOptions(max_tokens=max_tokens),
         contexts=machine,
     )
     return wanted.options

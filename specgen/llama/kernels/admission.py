@@ -35,6 +35,7 @@ _DEFECT = "report this as a bug in specgen; --kernels llama.cpp turns its kernel
 class KernelStatus:
     """Which kernels compute models on the CPU, and why."""
 
+    #: Whose kernels compute.
     computes: Literal["specgen", "llama.cpp"]
     #: The instruction set of specgen's kernels (see `Kernels`), if they compute; else empty.
     instructions: str = ""

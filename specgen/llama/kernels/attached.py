@@ -71,7 +71,9 @@ _OPTIONAL_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 class KernelCounts(NamedTuple):
     """Counters of what the kernels have computed in this process."""
 
+    #: The number of matrix products.
     n_products: int
+    #: The number of attentions.
     n_attentions: int
     #: The size of all weights that are in the kernels' layout now.
     packed_bytes: int

@@ -71,17 +71,12 @@ class PackedWeights:
             kernels: The kernels that pack.
             streamed: The size of the weights if they must be streamed; None: they are not.
         """
-        self._path = path
+        self.path = path
         self._native = kernels.native
         self._streamed = streamed
         self._handle = self._native.open_packed(os.fsencode(path))
         #: The size of the file after it was written, by `load` or `close`; 0 if it was not.
         self.written_bytes = 0
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._path
 
     @property
     def is_stored(self) -> bool:
@@ -116,20 +111,21 @@ class PackedWeights:
         if not model and self._native.packed_problem(self._handle) == errno.EBADMSG:
             # The file is damaged, or has other weights: `_load` has deleted it.
             self._native.close_packed(self._handle)
-            self._handle = self._native.open_packed(os.fsencode(self._path))
+            self._handle = self._native.open_packed(os.fsencode(self.path))
             model = self._load(load_model)
         if not model and self.has_problem:
             error_number = self._native.packed_problem(self._handle)
-            raise OSError(error_number, os.strerror(error_number), str(self._path))
+            raise OSError(error_number, os.strerror(error_number), str(self.path))
         return model
 
     def _load(self, load_model: Callable[[], Any]) -> Any:
+        """Load a model once, as `load` does. A file that turns out to be of no use is deleted."""
         with contextlib.ExitStack() as files:
             new: Path | None = None
             if self._streamed is not None:
                 if not self.is_stored:
                     new = files.enter_context(self._new_file(self._streamed.packed_bytes))
-                new_path = os.fsencode(new or self._path)
+                new_path = os.fsencode(new or self.path)
                 self._native.limit_packed(self._handle, self._streamed.max_bytes, new_path)
             self._native.load_packed(self._handle)
             try:
@@ -139,10 +135,10 @@ class PackedWeights:
             with contextlib.suppress(OSError):
                 if self._native.used_packed(self._handle):
                     # Mark it as used: `make_room` deletes the least recently used files first.
-                    os.utime(self._path)
+                    os.utime(self.path)
                 else:
                     # It does not exist, is damaged, or has other weights.
-                    self._path.unlink()
+                    self.path.unlink()
             if model:
                 self._finish(new)
         return model
@@ -154,12 +150,12 @@ class PackedWeights:
         Raises:
             OSError: If there is no room, or the file cannot be created.
         """
-        folder = self._path.parent
+        folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         max_bytes = room_bytes(folder, is_streamed=self._streamed is not None)
         if not make_room(_files_in(folder), n_bytes, max_bytes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        with _locked_new_file(self._path) as new:
+        with _locked_new_file(self.path) as new:
             yield new
 
     def _finish(self, new: Path | None) -> None:
@@ -170,13 +166,13 @@ class PackedWeights:
         try:
             if error_number:
                 raise OSError(error_number, os.strerror(error_number), str(new))
-            new.replace(self._path)
+            new.replace(self.path)
         except OSError as error:
             # The file stays as long as this process uses it, without a name.
-            _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
+            _log.info("packed weights are not kept: %s: %s", self.path, error.strerror)
             return
-        self.written_bytes = self._path.stat().st_size
-        _log.info("packed weights (%.1f GB): %s", self.written_bytes / 1e9, self._path)
+        self.written_bytes = self.path.stat().st_size
+        _log.info("packed weights (%.1f GB): %s", self.written_bytes / 1e9, self.path)
 
     @property
     def n_new_bytes(self) -> int:
@@ -190,7 +186,7 @@ class PackedWeights:
         if self.streamed_bytes:
             return False
         try:
-            return self.n_new_bytes > room_bytes(self._path.parent)
+            return self.n_new_bytes > room_bytes(self.path.parent)
         except OSError:
             return False
 
@@ -201,10 +197,10 @@ class PackedWeights:
         """
         try:
             n_bytes = 0 if self.streamed_bytes else self.n_new_bytes
-            if n_bytes and not is_failing() and not self._path.exists():
+            if n_bytes and not is_failing() and not self.path.exists():
                 self._write(n_bytes)
         except OSError as error:
-            _log.info("packed weights are not kept: %s: %s", self._path, error.strerror)
+            _log.info("packed weights are not kept: %s: %s", self.path, error.strerror)
         finally:
             self.discard()
 
@@ -223,9 +219,9 @@ class PackedWeights:
             error_number = self._native.write_packed(self._handle, os.fsencode(new))
             if error_number:
                 raise OSError(error_number, os.strerror(error_number), str(new))
-            new.replace(self._path)
+            new.replace(self.path)
         self.written_bytes = n_bytes
-        _log.info("kept packed weights (%.1f GB): %s", n_bytes / 1e9, self._path)
+        _log.info("kept packed weights (%.1f GB): %s", n_bytes / 1e9, self.path)
 
 
 def packed_weights_of(
@@ -399,7 +395,7 @@ def _read_sizes(file: Path, _version: tuple[int, int, int], is_packed: bool) -> 
 
 
 def _is_multiplied(tensor: GgufTensor, names: set[str]) -> bool:
-    """Return whether a tensor is a matrix of a product, as far as its name tells.
+    """Return whether a tensor is a matrix of a product, judging by its name.
 
     Args:
         tensor: The tensor.

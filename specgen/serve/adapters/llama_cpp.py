@@ -124,7 +124,7 @@ class SpecgenDraft(LlamaDraftModel):
             sources,
             sampling=SamplerOptions(),
             drafting=replace(drafting, tree=TreeShape("off")),
-            answer=GenerationOptions(),
+            generation=GenerationOptions(),
             contexts=Contexts(context, replace(context, weights_memory="auto")),
         )
         with contextlib.ExitStack() as opened:

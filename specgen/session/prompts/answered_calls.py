@@ -12,7 +12,9 @@ from specgen.session.prompts.template import Message, ToolCall
 class AnsweredCall:
     """A call, and its results: usually one, none if the call was denied."""
 
+    #: The call.
     call: ToolCall
+    #: The tools' messages that answer it.
     results: list[Message]
 
 
@@ -20,7 +22,9 @@ class AnsweredCall:
 class Turn:
     """A message, and the results of its calls. A result without a call is a turn of its own."""
 
+    #: The message.
     message: Message
+    #: Its calls, with their results.
     calls: list[AnsweredCall]
 
 

@@ -51,6 +51,7 @@ def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
 class ChatTemplate:
     """A chat template, of a model or in place of a missing one."""
 
+    #: The template (Jinja).
     text: str
     #: Texts that end an answer, since a model without a template may have no such tokens.
     stop: tuple[str, ...] = ()
@@ -111,7 +112,9 @@ def check_template(model: LlamaModel) -> None:
 class RenderedChat:
     """The text that a template makes of a conversation, and its tokens."""
 
+    #: The text, with the names of control tokens.
     text: str
+    #: The text in tokens of the model.
     tokens: Sequence[int]
 
 
@@ -119,6 +122,7 @@ class RenderedChat:
 class ChatTurns:
     """A conversation up to the turn that the model will write."""
 
+    #: The messages so far.
     messages: Sequence[Message]
     #: The current time, which some templates write.
     now: datetime.datetime

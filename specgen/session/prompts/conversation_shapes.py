@@ -4,8 +4,8 @@ Conversations are cut off: users stop an answer, agents deny a call, programs be
 Many templates refuse what is left, since they were written for complete turns, and some have no
 form for tools or for a system message. `template_fit.py` decides what to change for a template.
 
-A change does not depend on the texts of messages, and leaves alone whatever is usual. So the prompt
-of a conversation that goes on begins with the same tokens, which are in the cache.
+A change does not depend on the texts of messages, and leaves usual conversations as they are. So
+the prompt of a conversation that goes on begins with the same tokens, which are in the cache.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ Change: TypeAlias = Callable[[Messages], Messages]
 class Shape:
     """One of the arrangements of a conversation."""
 
+    #: The messages in this arrangement.
     messages: Messages
     #: What was changed, in order. Another conversation of the same kind gets the same shape by
     #: these changes.

@@ -45,7 +45,9 @@ _PREFIX_SHARE = 0.75
 class ContextFile:
     """Another file of the repository, which the prompt contains before the file with the gap."""
 
+    #: Its path in the repository.
     name: str
+    #: Its content.
     text: str
 
 
@@ -230,9 +232,11 @@ class _TextsAround:
 class _InfillWriter:
     """Writes the prompt for a gap in one vocabulary."""
 
+    #: The vocabulary.
     vocabulary: LlamaVocabulary
-    #: None for a model that was not trained for gaps.
+    #: Its special tokens for gaps; None for a model that was not trained for them.
     tokens: InfillTokens | None
+    #: The gap to fill.
     gap: Gap
 
     @property

@@ -70,6 +70,7 @@ class Prompts:
     is, the user can write them too, as in llama.cpp. An empty prompt raises `PromptError`.
     """
 
+    #: The target.
     target: LlamaModel
     #: The draft's model if it has another vocabulary, else None.
     own_draft: LlamaModel | None = None

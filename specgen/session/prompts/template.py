@@ -45,7 +45,9 @@ class ToolCall:
 class Message:
     """A turn of a conversation."""
 
+    #: Who sends it.
     role: Role
+    #: Its text.
     content: str
     #: The tool calls of an assistant.
     tool_calls: tuple[ToolCall, ...] = ()

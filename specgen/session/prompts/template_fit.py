@@ -54,6 +54,7 @@ _PROBED_TOOL = {
 class FittedText:
     """A conversation as a template has rendered it."""
 
+    #: The text that the template wrote.
     text: str
     #: The messages in the shape that was rendered.
     messages: Messages
@@ -109,7 +110,7 @@ def _candidates(inputs: _TemplateInputs, messages: Messages) -> Iterator[Message
 
 @dataclass(frozen=True, slots=True)
 class _CallKind:
-    """All that matters of a call, whatever its arguments."""
+    """What a template may treat differently about a call, apart from its arguments."""
 
     #: The number of its id among the ids of the conversation.
     identity: int
@@ -121,16 +122,19 @@ class _CallKind:
 
 @dataclass(frozen=True, slots=True)
 class _MessageKind:
-    """All that matters of a message, whatever its texts."""
+    """What a template may treat differently about a message, apart from its texts."""
 
+    #: Who sends it.
     role: Role
     #: The content if it is empty or white space, else None.
     blank: str | None
+    #: The kinds of its tool calls.
     calls: tuple[_CallKind, ...]
     #: In a result: the number of the id of its call.
     answered: int | None
     #: The number of the name of the tool or the sender; None if there is no name.
     name: int | None
+    #: Whether it has thoughts.
     has_reasoning: bool
 
 
@@ -200,6 +204,7 @@ _WITH_FORMS = (
 class _Probe:
     """A conversation with messages of given kinds, and the markers in them."""
 
+    #: The messages of the conversation.
     messages: Messages
     #: The texts that have to be in the prompt. Thoughts have none, since templates drop them on
     #: purpose; nor has the text before a call, which many templates have no place for.
@@ -255,6 +260,7 @@ def _identity(number: int) -> str:
 class _TemplateInputs:
     """A template, and what it is given besides messages, as far as it matters for their shape."""
 
+    #: The template.
     template: str
     #: Whether it is given tools.
     has_tools: bool

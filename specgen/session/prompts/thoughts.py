@@ -165,6 +165,19 @@ class ThoughtReader:
         #: Whether white space that comes next is dropped: it separates the thought from the answer.
         self._strips = True
 
+    @classmethod
+    def read(cls, text: str, prompt: str = "") -> tuple[str, str]:
+        """Return the thought and the answer in the complete text of an answer.
+
+        Args:
+            text: The text with marks.
+            prompt: The text of the prompt, which may have opened the thought.
+        """
+        reader = cls(prompt)
+        thought, answer = reader.feed(text)
+        last_thought, last_answer = reader.finish()
+        return thought + last_thought, answer + last_answer
+
     @property
     def is_open(self) -> bool:
         """Whether the text so far ends within a thought, which the prompt may have opened."""
@@ -250,16 +263,14 @@ class ThoughtReader:
 
 
 def split_thought(prompt: str, text: str) -> tuple[str, str]:
-    """Return the thought and the answer in the complete text of an answer.
+    """Return the thought, without white space around it, and the answer in a complete text.
 
     Args:
         prompt: The text of the prompt, which may have opened the thought.
         text: The text with marks.
     """
-    reader = ThoughtReader(prompt)
-    thought, answer = reader.feed(text)
-    more_thought, more_answer = reader.finish()
-    return (thought + more_thought).strip(), answer + more_answer
+    thought, answer = ThoughtReader.read(text, prompt)
+    return thought.strip(), answer
 
 
 def without_marks(text: str, marks: Iterable[str]) -> str:

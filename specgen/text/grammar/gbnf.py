@@ -51,7 +51,9 @@ _Sequence: TypeAlias = list[str]
 class _OpenGroup:
     """A group that is being read, or a whole rule."""
 
+    #: The number of its rule in Lark.
     rule: int
+    #: The alternatives so far; the last one is still being read.
     alternatives: list[_Sequence] = field(default_factory=lambda: [[]])
     #: The index in the last alternative where its last item begins. A repetition sign after the
     #: item applies to everything from there on.

@@ -313,7 +313,7 @@ class _State(GrammarState):
         return self._allowed
 
     def _compute_mask(self) -> BoolArray:
-        """Return the mask that llguidance computes, without the limit on numbers."""
+        """Return the mask of llguidance, bool[n_tokens], without the limit on numbers."""
         n_tokens = self._grammar.n_tokens
         n_words = -(-n_tokens // _BITS_PER_WORD)  # rounded up
         words = np.zeros(n_words, np.uint32)

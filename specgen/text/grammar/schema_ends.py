@@ -52,6 +52,7 @@ class _Endings:
             self.known_ids.add(id(part))
 
     def _ends(self, part: Part) -> bool:
+        """Return whether a finite value conforms to a part, according to what is known so far."""
         if isinstance(part.get("$ref"), str):
             target = referenced(self._root, part["$ref"])
             if not self._is_known(target):

@@ -62,7 +62,7 @@ def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray
 
 
 def last(history: TokenArray, n: int) -> TokenArray:
-    """Return the last n tokens, or all of them if n is negative."""
+    """Return the last n tokens, int64[m], or all of them if n is negative."""
     return history if n < 0 else history[max(0, len(history) - n) :]
 
 

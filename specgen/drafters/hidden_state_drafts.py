@@ -43,7 +43,7 @@ from specgen.drafters.vocabularies import check_pair
 from specgen.errors import PairError
 from specgen.llama.gguf_file import architecture_of
 from specgen.llama.hidden_state_contexts import DraftContextSize, HiddenStateContext
-from specgen.method.hidden_states import HiddenStateBuffer, StatesBackend
+from specgen.method.hidden_states import HiddenStateBackend, HiddenStateBuffer
 from specgen.system.arrays import Hidden, Logits
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ N_ROUND_ROWS = 8
 N_DRAFT_CELLS = 256
 
 
-class StatesCache:
+class HiddenStateCache:
     """The rows of a text in one sequence of a draft's cache.
 
     The cache may leave out the first tokens of the text, whose states of the target were never
@@ -79,7 +79,7 @@ class StatesCache:
 
     def __init__(
         self,
-        backend: StatesBackend,
+        backend: HiddenStateBackend,
         request: DraftRequest,
         hidden_states: HiddenStateBuffer,
         n_skipped: int = 0,
@@ -177,7 +177,7 @@ class StatesCache:
             self._backend.remove(self._sequence, self.length)
 
 
-class StatesDrafter(Drafter):
+class HiddenStateDrafter(Drafter):
     """The base class of drafters that read the target's hidden states.
 
     Nothing is decoded, not even the prompt, before a plan asks for a draft.
@@ -188,7 +188,7 @@ class StatesDrafter(Drafter):
     #: the target. The draft decodes each of them separately.
     max_undecoded = 16
 
-    def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
+    def __init__(self, backend: HiddenStateBackend, request: DraftRequest) -> None:
         self._backend = backend
         self._request = request
         self._costs = request.costs
@@ -197,7 +197,7 @@ class StatesDrafter(Drafter):
         self.hidden_states: HiddenStateBuffer = backend.hidden_states_by_slot[request.slot.number]
         self.hidden_states.begin(request.prompt, backend.hidden_states_by_slot)
         #: The draft's caches: one per layer, or none.
-        self._caches: list[StatesCache] = []
+        self._caches: list[HiddenStateCache] = []
         #: The maximum number of positions that a draft can predict. They start after the first
         #: token that the target has not decoded, and include those whose token is known already.
         #: None if there is no limit.
@@ -283,7 +283,7 @@ class StatesDrafter(Drafter):
         return (yield Ask(self._backend, batch, self._costs))
 
 
-class LayerDrafter(StatesDrafter):
+class LayerDrafter(HiddenStateDrafter):
     """Drafts with one layer that has a cache: a chain or a tree.
 
     The first batch of a draft has the rows of all tokens that were accepted since the last draft.
@@ -295,10 +295,10 @@ class LayerDrafter(StatesDrafter):
     #: The number of a text's first tokens that never have a row.
     n_skipped: ClassVar[int] = 0
 
-    def __init__(self, backend: StatesBackend, request: DraftRequest) -> None:
+    def __init__(self, backend: HiddenStateBackend, request: DraftRequest) -> None:
         super().__init__(backend, request)
         self._tree_cache = TreeCache(backend, self._branches)
-        self._cache = StatesCache(backend, request, self.hidden_states, self.n_skipped)
+        self._cache = HiddenStateCache(backend, request, self.hidden_states, self.n_skipped)
         self._caches = [self._cache]
 
     def _grow(
@@ -361,7 +361,7 @@ class LayerDrafter(StatesDrafter):
         self._tree_cache.keep(ROOT, self._cache.length, 0)
 
 
-class StatesDraft(LoadedDraft):
+class HiddenStateDraft(LoadedDraft):
     """A loaded draft that reads the target's hidden states, in one context."""
 
     reads_all_rows = True
@@ -417,7 +417,7 @@ class StatesDraft(LoadedDraft):
             raise
 
 
-class TrainedDraft(StatesDraft):
+class TrainedDraft(HiddenStateDraft):
     """A loaded draft that was trained for one target, in a file with its own architecture."""
 
     #: Loads the file.
@@ -425,7 +425,7 @@ class TrainedDraft(StatesDraft):
     #: The type of its contexts.
     context_type: ClassVar[type[HiddenStateContext]]
     #: The type of its drafters.
-    drafter_type: ClassVar[type[StatesDrafter]]
+    drafter_type: ClassVar[type[HiddenStateDrafter]]
     #: Whether its drafts may branch.
     can_branch: ClassVar[bool] = False
 
@@ -466,4 +466,4 @@ class TrainedDraft(StatesDraft):
         return (context,)
 
     def drafter(self, request: DraftRequest) -> Drafter:
-        return self.drafter_type(cast(StatesBackend, request.caches[0]), request)
+        return self.drafter_type(cast(HiddenStateBackend, request.caches[0]), request)
