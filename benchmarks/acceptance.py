@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.answers import answer, begin
+from benchmarks.answers import answer, format_prompt
 from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Backend, Batch
@@ -151,11 +151,11 @@ def measure_positions(
     sweep |= {f"top-k {k}": Sampler(replace(target_options, top_k=k)) for k in TOP_K}
     with Session(session_options, time.perf_counter) as loaded:
         for number, prompt in enumerate(prompts):
-            begun = begin(loaded, prompt)
-            n_prompt = len(begun.tokens)
+            formatted = format_prompt(loaded, prompt)
+            n_prompt = len(formatted.tokens)
             n_ctx = loaded.context_size(n_prompt)
             with loaded.contexts(n_ctx) as (target, (draft, *_)):
-                generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (), number)
+                generation = DrafterFactory(loaded).new_answer(formatted, n_ctx, (), number)
                 loop = AnswerLoop(target, time.perf_counter)
                 while not (generation.is_started or generation.is_finished):
                     loop.prefill(generation)

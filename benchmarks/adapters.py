@@ -27,7 +27,7 @@ from typing import Any
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
+from benchmarks.answers import format_prompt, mean_ratio, n_equal, parser_of, prompts_of, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.native_context import default_threads
 from specgen.options import ContextOptions, SessionOptions
@@ -52,7 +52,7 @@ def main() -> None:
     with Session(
         SessionOptions(arguments.target), time.perf_counter, vocabulary_only=True
     ) as loaded:
-        prompts = [begin(loaded, prompt).tokens for prompt in prompts_of(arguments)]
+        prompts = [format_prompt(loaded, prompt).tokens for prompt in prompts_of(arguments)]
         is_end = loaded.target.vocabulary.is_end
         for turn in range(arguments.turns):
             for contender in contenders:

@@ -134,15 +134,15 @@ def opened(
     )
 
 
-def begin(session: Session, prompt: str) -> Prompt:
+def format_prompt(session: Session, prompt: str) -> Prompt:
     """The prompt in the model's chat template, or unchanged if the model has none."""
     return session.prompts.of_text(prompt, now=NOW)
 
 
 def answer(session: Session, prompt: str | Prompt) -> FinishedEvent:
     """Generate an answer to a prompt."""
-    begun = begin(session, prompt) if isinstance(prompt, str) else prompt
-    *_, last = generate(session, begun)
+    formatted = format_prompt(session, prompt) if isinstance(prompt, str) else prompt
+    *_, last = generate(session, formatted)
     assert isinstance(last, FinishedEvent)
     return last
 

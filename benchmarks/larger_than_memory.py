@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import begin, bench_prompts, command_line, parser_of, write_json
+from benchmarks.answers import bench_prompts, command_line, format_prompt, parser_of, write_json
 from benchmarks.memory_group import GroupError, drop_cache, memory_group
 from benchmarks.worker_client import EngineWorker, WorkerCommand, WorkerError, running_worker
 from specgen.llama.native_context import default_threads
@@ -208,7 +208,7 @@ def prompt_tokens(target: Path, texts: Sequence[str]) -> list[list[int]]:
     """Tokenize prompts in the target's chat template."""
     options = SessionOptions(target, "none")
     with Session(options, time.perf_counter, vocabulary_only=True) as loaded:
-        return [list(begin(loaded, text).tokens) for text in texts]
+        return [list(format_prompt(loaded, text).tokens) for text in texts]
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]], n_prompts: int) -> None:

@@ -272,11 +272,11 @@ def _measure(arms: dict[str, SessionOptions], requests: Sequence[str]) -> dict[s
         engines = {}
         for arm, options in arms.items():
             # Each arm gets a copy, so that what it keeps does not help the others.
-            own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             copied = replace(
                 options,
-                learning=_copy(options.learning, own / "learning"),
-                cache=_copy(options.cache, own / "cache"),
+                learning=_copy(options.learning, copies / "learning"),
+                cache=_copy(options.cache, copies / "cache"),
             )
             engines[arm] = stack.enter_context(opened(copied))
         for number, prompt in enumerate(requests):
@@ -318,8 +318,8 @@ def _replay(arms: dict[str, SessionOptions], requests: Sequence[str]) -> dict[st
             replayed[arm] = []
             for answer in answers:
                 context.remove(0)
-                begun = loaded.prompts.of_text(answer.prompt, now=NOW)
-                generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (context,), 0)
+                formatted = loaded.prompts.of_text(answer.prompt, now=NOW)
+                generation = DrafterFactory(loaded).new_answer(formatted, n_ctx, (context,), 0)
                 replayed[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(replayed),

@@ -122,7 +122,7 @@ def test_without_questions_a_line_says_where_they_are(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == (
-        "Spec-Bench's questions are missing: get https://github.com/hemingkx/Spec-Bench/blob/main/"
+        "Spec-Bench's questions are missing: download https://github.com/hemingkx/Spec-Bench/blob/main/"
         "data/spec_bench/question.jsonl, and name the file"
     )
 
@@ -282,7 +282,7 @@ def test_a_file_does_not_mix_settings(tmp_path: Path, changes: dict[str, Any]) -
     output = Output(tmp_path / "results.jsonl")
     output.check_same(run())
     output.check_same(run(contenders={"target": [PLAIN, "ngram"], "bigger": [PLAIN]}))
-    with pytest.raises(SpecBenchError, match="has other"):
+    with pytest.raises(SpecBenchError, match="measured with different"):
         output.check_same(run(**changes))
 
 
