@@ -1,4 +1,4 @@
-"""scripts/check_ggml.py finds where the kernels' declarations differ from GGML's headers.
+"""scripts/check_ggml.py finds differences between the kernels' declarations and GGML's headers.
 
 The headers are those of the required llama-cpp-python, downloaded once (scripts/ggml_source.py).
 """
