@@ -1,20 +1,20 @@
-# Creates a virtual environment with llama.cpp and specgen, and runs what you ask for in it.
-# `make help` lists the targets. Needs Python 3.10 or newer, a C++ compiler and cmake. Building
-# and installing print on stderr, so that stdout has only what was asked for.
+# Creates a virtual environment with llama.cpp and specgen, and runs a target in it. `make help`
+# lists the targets. Needs Python 3.10 or newer, a C++ compiler and cmake. Builds and installations
+# print to stderr, so that stdout has only the output of the target.
 
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Correct the spelling and change nothing else: The harbour was quiet when the first boats came in. Nobody on the pier had expeckted them before noon, and the fish market was still closed. The oldest of the fishermen, who had recieved the message a day earlier, was already waiting with his dog. He said nothing, looked at the sky, and began to untie the ropes. Then the harbour master came down the stairs, and the two of them talked untill the first boat touched the pier.
 ARGS ?=
 PYTEST_ARGS ?=
-# A process for each core; `PYTEST_ARGS="-n 0 tests/method/test_loop.py"` does without.
+# Runs tests in a process per core. `PYTEST_ARGS="-n 0 tests/method/test_loop.py"` uses one process.
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
-# How often `make fuzz` runs the tests with Hypothesis, with other examples each time.
+# How often `make fuzz` runs the tests that use Hypothesis, with new examples each time.
 SEARCHES = 10
 # The processors that `make dist` builds wheels for.
 MACHINES = x86_64
-# The versions of Python for `make pythons`, and the tests that it runs in them: those of what differs between
-# versions, which is signatures (the options of commands), JSON, tarfile, temporary folders, recursion and messages.
+# The versions of Python for `make pythons`, and the tests that it runs with them. They cover what differs between
+# versions: signatures (from which options are made), JSON, tarfile, temporary folders, recursion and messages.
 PYTHONS = 3.10 3.12 3.13
 PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/text/test_json_schema.py \
 	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
@@ -23,7 +23,7 @@ PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/text/
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
-# Read from pyproject.toml, so that the version is written in one place only.
+# Read from pyproject.toml, so that the version is defined in one place only.
 LLAMA := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)",$$/\1/p' pyproject.toml)
 KERNELS := hatch_build.py scripts/build_kernels.py $(filter-out kernels/tests/%,$(wildcard kernels/*/*.cpp kernels/*/*.h))
 
@@ -38,7 +38,7 @@ help: ## List the targets
 		'Variables: PROMPT, ARGS (options of specgen), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
 		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'
 
-# While llama.cpp is compiled, packages are downloaded, and models too unless ARGS may name others.
+# While llama.cpp is compiled, packages are downloaded, and models, too, unless ARGS may name others.
 run: ## Answer PROMPT with the default pair of models, downloaded on first use
 	@$(MAKE) --silent -j 2 $(VENV)/.installed $(if $(ARGS),,$(VENV)/.models) >&2
 	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
@@ -50,22 +50,22 @@ picture: $(VENV)/.installed $(VENV)/.models ## Race the default pair of models o
 test: $(VENV)/.installed-dev ## Run the test suite
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-# The program that makes the models needs llama.cpp's source (77 MB), and writes 1.4 GB, once.
-architectures: $(VENV)/.installed-dev ## Check models of all architectures that llama.cpp runs (ARCHITECTURES_ARGS="--only lfm2 gpt-oss-moe")
+# Downloads llama.cpp's source (77 MB) and writes 1.4 GB of random models, once.
+architectures: $(VENV)/.installed-dev ## Check models of all architectures that llama.cpp supports (ARCHITECTURES_ARGS="--only lfm2 gpt-oss-moe")
 	@$(BIN)/python -m scripts.build_architectures $(VENV)/architectures
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.architectures.run $(VENV)/architectures $(ARCHITECTURES_ARGS)
 
 quick: lint types ## Lint, types, and the tests that find most mistakes, in two minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
-# They share the build of llama.cpp in VENV, so that nothing is compiled.
+# All versions share the build of llama.cpp in VENV, so nothing is compiled.
 pythons: $(VENV)/.installed-dev ## Run some of the tests with other versions of Python, with uv (PYTHONS="3.10 3.12 3.13")
 	@command -v uv > /dev/null || { echo 'make pythons needs uv: pip install uv' >&2; exit 1; }
 	@native=$$($(BIN)/python -c 'from scripts.build_rpc import native_folder; print(native_folder())') && \
 	for version in $(PYTHONS); do \
 		environment=$(VENV)/pythons/$$version; \
 		uv venv --quiet --allow-existing --python $$version $$environment || \
-			{ echo "Python $$version: skipped, it is not here and cannot be downloaded" >&2; continue; }; \
+			{ echo "Python $$version: skipped, it is not installed and cannot be downloaded" >&2; continue; }; \
 		echo "Python $$version"; \
 		SKBUILD_WHEEL_CMAKE=false SPECGEN_KERNELS_BUILD=off \
 			uv pip install --quiet --python $$environment/bin/python --editable '.[dev]' && \
@@ -73,9 +73,9 @@ pythons: $(VENV)/.installed-dev ## Run some of the tests with other versions of 
 			|| exit 1; \
 	done
 
-# Ten minutes for each, most of it for CPU backends. Compiled files are kept in build/wheel. Then the wheel for this
-# machine is tested, and the other one if there is an emulator (tests/project/test_wheel.py).
-dist: $(VENV)/.installed-dev ## Build the wheels for Linux, which carry llama.cpp, and test them (MACHINES="x86_64 aarch64")
+# Takes ten minutes for each wheel, mostly for CPU backends. Compiled files are kept in build/wheel. Then the wheel for
+# this machine is tested, and the other one if there is an emulator (tests/project/test_wheel.py).
+dist: $(VENV)/.installed-dev ## Build the wheels for Linux, which contain llama.cpp, and test them (MACHINES="x86_64 aarch64")
 	@$(PIP) install --quiet auditwheel cmake ninja 'ziglang~=0.17.0' >&2
 	@for machine in $(MACHINES); do \
 		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m scripts.build_wheel --machine $$machine || exit 1; \
@@ -99,7 +99,7 @@ format-check: $(VENV)/.installed-dev ## Check that the code is formatted
 types: $(VENV)/.installed-dev ## Check the types, strictly
 	$(BIN)/mypy
 
-fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged files and odd options for half an hour (FUZZ_ARGS="--seed 1 --cases 3000")
+fuzz: $(VENV)/.installed-dev ## Search for failing examples, then test damaged files and odd options for half an hour (FUZZ_ARGS="--seed 1 --cases 3000")
 	for number in $$(seq $(SEARCHES)); do \
 		$(BIN)/python -m pytest $(WORKERS) -m hypothesis --hypothesis-profile search || exit 1; \
 	done
@@ -108,7 +108,7 @@ fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged file
 soak: $(VENV)/.installed-dev ## Send a server valid and invalid requests for an hour (SOAK_ARGS="--minutes 10 -- -m FILE")
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.server_soak $(SOAK_ARGS)
 
-templates: $(VENV)/.installed-dev ## Check all chat templates that llama.cpp ships: how tool calls and thinking are parsed, and interrupted conversations fitted (TEMPLATES=FOLDER)
+templates: $(VENV)/.installed-dev ## Check all chat templates that llama.cpp ships: parsing of tool calls and thinking, and interrupted conversations (TEMPLATES=FOLDER)
 	$(BIN)/python -m tests.long_runs.templates $(TEMPLATES)
 
 schemas: $(VENV)/.installed-dev ## Check how real JSON schemas are enforced (SCHEMAS=FOLDER, the maskbench/data of guidance-ai/jsonschemabench)
@@ -126,30 +126,30 @@ docs-check: $(VENV)/.installed-dev ## Check that the generated part of docs/ is 
 
 install: $(VENV)/.installed ## Build and install specgen into VENV
 
-# With the flags of the installed build, unless CMAKE_ARGS gives others.
+# Uses the flags of the installed build, unless CMAKE_ARGS gives others.
 peers: $(VENV)/.installed ## Build llama.cpp's own programs, for benchmarks/peers.py
 	@CMAKE_ARGS="$${CMAKE_ARGS:-$$(sed -n 's/^cmake: //p' $(VENV)/.llama-settings)}" \
 		$(BIN)/python -m scripts.build_peers $(VENV)/peers
 
-# Takes hours, and can be stopped: the same command resumes after the last question.
+# Takes hours, and can be stopped at any time: the same command resumes after the last question.
 spec-bench: $(VENV)/.installed ## Measure drafts on Spec-Bench (QUESTIONS=question.jsonl, SPEC_BENCH_ARGS="--bigger FILE --minutes 60")
 	@$(BIN)/python -m benchmarks.spec_bench $(QUESTIONS) $(SPEC_BENCH_ARGS)
 
-# Two files of llama.cpp become a library of their own: -DGGML_RPC=on would rebuild all of llama.cpp.
+# Compiles two files of llama.cpp into a separate library: -DGGML_RPC=on would rebuild all of llama.cpp.
 rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
 	@$(BIN)/python -m scripts.build_rpc
 
-# Skipped, with the reason, where there is no compiler for ARM or no emulator.
+# Skipped with a notice if there is no compiler for ARM or no emulator.
 arm: $(VENV)/.installed-dev ## Build the kernels for ARM, and compare them with AVX2 in an emulator (QEMU), in a few minutes
 	@$(BIN)/python -m scripts.arm_kernels
 
 # If llama.cpp was built for a real GPU, `make test` runs these tests on it.
-gpu-test: $(VENV)/.installed-dev ## Run the GPU tests on the CPU: on Mesa's lavapipe, with llama.cpp's Vulkan backend, which is built in a few minutes
+gpu-test: $(VENV)/.installed-dev ## Run the GPU tests on the CPU, with llama.cpp's Vulkan backend on Mesa's lavapipe (builds for a few minutes)
 	@library=$$($(BIN)/python -m scripts.build_vulkan) && \
 		GGML_BACKEND_PATH=$$library GGML_VK_VISIBLE_DEVICES=0 \
 		$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS) tests/gpu
 
-clean: ## Remove everything that make created, including the build of llama.cpp (which took minutes)
+clean: ## Remove everything that make created, including the build of llama.cpp (which takes minutes)
 	rm -rf $(VENV) build dist specgen/llama/*.so specgen/llama/*.json \
 		.mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -161,33 +161,34 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Changes when another build of llama.cpp is asked for. Without CMAKE_ARGS, an existing build is kept.
+# Changes if CMAKE_ARGS or the version ask for another build of llama.cpp. Without CMAKE_ARGS, an existing build of
+# this version is kept.
 $(VENV)/.llama-settings: FORCE | $(VENV)/.created
 	@if [ -n "$$CMAKE_ARGS" ] || ! grep -qsxF 'package: $(LLAMA)' $@; then \
 		printf 'package: %s\ncmake: %s\n' '$(LLAMA)' "$$CMAKE_ARGS" > $@.new; \
 		if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi; \
 	fi
 
-# Without pip's cache, which ignores CMAKE_ARGS: it could supply a wheel that was built without the
-# flag that scripts/cmake_args.py adds.
+# pip's cache is disabled because it ignores CMAKE_ARGS: it could supply a wheel that was built
+# without the flag that scripts/cmake_args.py adds.
 $(VENV)/.llama: $(VENV)/.llama-settings
 	@args=$$($(BIN)/python scripts/cmake_args.py) && \
 		echo "Building llama.cpp, which takes several minutes (CMAKE_ARGS: $$args)" >&2 && \
 		CMAKE_ARGS="$$args" $(PIP) install --no-cache-dir --no-deps --force-reinstall '$(LLAMA)' >&2
 	@touch $@
 
-# What specgen requires besides llama.cpp.
+# The packages that specgen requires, except for llama-cpp-python.
 $(VENV)/.packages: pyproject.toml | $(VENV)/.created
 	@sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^"]*\)",$$/\1/p' $< | grep -v '^llama-cpp-python' > $@.txt
 	@$(PIP) install --quiet --requirement $@.txt >&2
 	@touch $@
 
-# If it fails, `specgen run` says why.
+# A failure is ignored here, because `specgen run` will report it.
 $(VENV)/.models: models.toml | $(VENV)/.packages
 	@$(BIN)/python -m specgen models pull "$$(sed -n 's/^default_pair = "\(.*\)"/\1/p' $<)" > /dev/null && touch $@ || true
 
-# A build counts only when it decodes; `specgen doctor` says what is wrong with one that does not.
-# Installing compiles the kernels too (hatch_build.py), where they changed.
+# `specgen doctor` checks that the build can decode, and reports what is wrong if it cannot. The
+# installation also compiles the kernels if they have changed (hatch_build.py).
 $(VENV)/.installed: $(VENV)/.llama $(VENV)/.packages pyproject.toml $(KERNELS)
 	@echo 'Installing specgen' >&2
 	@$(PIP) install --quiet --editable '.[server]' >&2
@@ -197,7 +198,7 @@ $(VENV)/.installed: $(VENV)/.llama $(VENV)/.packages pyproject.toml $(KERNELS)
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo 'Installing the development tools' >&2
 	@$(PIP) install --quiet --editable '.[dev]' >&2
-	@$(BIN)/python -m scripts.build_rpc >&2 || echo 'The tests of workers are skipped' >&2
+	@$(BIN)/python -m scripts.build_rpc >&2 || echo 'The tests of workers will be skipped' >&2
 	@touch $@
 
 FORCE:

@@ -1,23 +1,23 @@
-"""How much each way of judging drafts accepts, on real models and prompts.
+"""How many draft tokens each verification rule accepts, on real models and prompts.
 
     python benchmarks/acceptance.py --target big.gguf --draft small.gguf --prompts prompts.jsonl
 
 Two measurements, on the same prompts:
 
-*Runs*: answers are generated with each verifier, and accepted tokens counted. Rounds begin where
-the last draft ended, which is often where the draft is bad.
+*Runs*: answers are generated with each verifier, and accepted tokens are counted. A round begins
+where the last draft was rejected, which is often where the draft model predicts badly.
 
-*Places*: at evenly spaced places of answers that the target sampled itself, the draft model
-drafts: once by drawing, once its most likely tokens. The target's distributions along the draft
-then give the *expected* number of accepted tokens exactly, for every rule at once; no luck of the
-draw is left but that of the places and of the drafted tokens.
+*Positions*: answers are sampled from the target alone. At evenly spaced positions in them, the
+draft model drafts twice: once by sampling, once by taking its most likely tokens. The target's
+distributions along a draft give the *expected* number of accepted tokens exactly, for every rule at
+once. The only randomness left is in the positions and in the drafted tokens.
 
-- residual, block: the drawn draft, judged token by token or as a whole;
-- match: the most likely draft, matched with the target's draws (what llama.cpp does);
-- match, drawn: the drawn draft, matched.
+- residual, block: the sampled draft, verified token by token or as a block;
+- match: the most likely draft, compared with tokens sampled from the target (as in llama.cpp);
+- match, sampled: the sampled draft, compared in the same way.
 
-For drafts drawn at other temperatures and top-k than the target's, the chance to accept the
-first token by residual sampling, the sum of min(target, draft), is given too.
+It also sweeps the draft's temperature and top-k, and reports for each the probability that residual
+sampling accepts the first token, which is the sum of min(target, draft).
 
 Prints progress on stderr and one JSON object on stdout.
 """
@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.answers import answer, begin
+from benchmarks.answers import answer, format_prompt
 from specgen.measure.prompts import evenly_chosen, read_prompts
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Backend, Batch
@@ -63,27 +63,31 @@ def main() -> int:
     arguments = parse_arguments()
     prompts = evenly_chosen(read_prompts(arguments.prompts), arguments.n)
     result: dict[str, object] = {"draft_max": arguments.draft_max, "n_prompts": len(prompts)}
-    if arguments.measure != "places":
+    if arguments.measure != "positions":
         result["runs"] = [
-            run(arguments, prompts, t, v) for t in arguments.temp for v in arguments.verifiers
+            run(arguments, prompts, temperature, verifier)
+            for temperature in arguments.temp
+            for verifier in arguments.verifiers
         ]
     if arguments.measure != "runs":
-        result["places"] = [measure(arguments, prompts, t) for t in arguments.temp]
+        result["positions"] = [
+            measure_positions(arguments, prompts, temperature) for temperature in arguments.temp
+        ]
     print(json.dumps(result))
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="how much each verifier accepts")
+    parser = argparse.ArgumentParser(description="How many draft tokens each verifier accepts.")
     parser.add_argument("--target", required=True, type=Path)
     parser.add_argument("--draft", required=True, type=Path)
     parser.add_argument("--prompts", required=True, type=Path)
-    parser.add_argument("--measure", choices=("both", "runs", "places"), default="both")
+    parser.add_argument("--measure", choices=("both", "runs", "positions"), default="both")
     parser.add_argument("--temp", type=float, nargs="+", default=[0.6, 0.8, 1.0])
     parser.add_argument("--verifiers", nargs="+", choices=VERIFIERS, default=VERIFIERS)
     parser.add_argument("-n", type=int, default=24, help="number of prompts")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--every", type=int, default=4, help="a place every so many tokens")
+    parser.add_argument("--max-tokens", type=int, default=64, help="maximum tokens per answer")
+    parser.add_argument("--every", type=int, default=4, help="tokens between two positions")
     parser.add_argument("--draft-max", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
     return parser.parse_args()
@@ -110,15 +114,15 @@ def run(
     temperature: float,
     verifier: VerifierName,
 ) -> dict[str, object]:
-    """Generate an answer to each prompt and count."""
+    """Generate an answer to each prompt, and count accepted tokens."""
     n_tokens = n_rounds = n_drafted = n_accepted = 0
     with Session(options(arguments, temperature, verifier), time.perf_counter) as loaded:
         for prompt in prompts:
-            found = answer(loaded, prompt)
-            n_tokens += found.n_tokens
-            n_rounds += found.n_rounds
-            n_drafted += found.n_drafted
-            n_accepted += found.n_accepted
+            finished = answer(loaded, prompt)
+            n_tokens += finished.n_tokens
+            n_rounds += finished.n_rounds
+            n_drafted += finished.n_drafted
+            n_accepted += finished.n_accepted
     result: dict[str, object] = {
         "temperature": temperature,
         "verifier": verifier,
@@ -130,39 +134,44 @@ def run(
     return result
 
 
-def measure(
+def measure_positions(
     arguments: argparse.Namespace, prompts: Sequence[str], temperature: float
 ) -> dict[str, object]:
-    chosen = options(arguments, temperature)
+    """Compute the expected number of accepted tokens at evenly spaced positions of answers."""
+    session_options = options(arguments, temperature)
+    target_options = session_options.sampler
     accepted: defaultdict[str, list[float]] = defaultdict(list)
-    shaped: defaultdict[str, list[float]] = defaultdict(list)
+    first_token: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(1)
-    sampler = Sampler(chosen.sampler)
-    sweep = {f"temperature x {t}": Sampler(at(chosen.sampler, t)) for t in RELATIVE_TEMPERATURES}
-    sweep |= {f"top-k {k}": Sampler(replace(chosen.sampler, top_k=k)) for k in TOP_K}
-    with Session(chosen, time.perf_counter) as loaded:
+    sampler = Sampler(target_options)
+    sweep = {
+        f"temperature x {factor}": Sampler(with_relative_temperature(target_options, factor))
+        for factor in RELATIVE_TEMPERATURES
+    }
+    sweep |= {f"top-k {k}": Sampler(replace(target_options, top_k=k)) for k in TOP_K}
+    with Session(session_options, time.perf_counter) as loaded:
         for number, prompt in enumerate(prompts):
-            begun = begin(loaded, prompt)
-            n_prompt = len(begun.tokens)
+            formatted = format_prompt(loaded, prompt)
+            n_prompt = len(formatted.tokens)
             n_ctx = loaded.context_size(n_prompt)
             with loaded.contexts(n_ctx) as (target, (draft, *_)):
-                generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (), number)
+                generation = DrafterFactory(loaded).new_answer(formatted, n_ctx, (), number)
                 loop = AnswerLoop(target, time.perf_counter)
                 while not (generation.is_started or generation.is_finished):
                     loop.prefill(generation)
                 while generation.finish_reason is None:
                     if (len(generation.tokens) - n_prompt) % arguments.every == 1:
-                        place = Place(target, draft, generation.tokens, arguments.draft_max)
-                        for rule, expected in place.accepted(sampler, rng).items():
+                        position = Position(target, draft, generation.tokens, arguments.draft_max)
+                        for rule, expected in position.expected_accepted(sampler, rng).items():
                             accepted[rule].append(expected)
                         for name, draft_sampler in sweep.items():
-                            shaped[name].append(place.shared(sampler, draft_sampler))
+                            first_token[name].append(position.overlap(sampler, draft_sampler))
                     loop.round([generation])
             print(f"temperature {temperature}: prompt {number + 1}", file=sys.stderr, flush=True)
     n = arguments.draft_max
     return {
         "temperature": temperature,
-        "n_places": len(accepted["residual"]),
+        "n_positions": len(accepted["residual"]),
         "rules": {
             rule: {
                 "acceptance_rate": float(np.mean(values)) / n,
@@ -171,45 +180,57 @@ def measure(
             }
             for rule, values in accepted.items()
         },
-        "first_token_by_draft_shape": {k: float(np.mean(v)) for k, v in shaped.items()},
+        "first_token_by_draft_sampler": {
+            name: float(np.mean(values)) for name, values in first_token.items()
+        },
     }
 
 
-def at(sampler: SamplerOptions, relative: float) -> SamplerOptions:
-    return replace(sampler, temperature=sampler.temperature * relative)
+def with_relative_temperature(sampler: SamplerOptions, factor: float) -> SamplerOptions:
+    return replace(sampler, temperature=sampler.temperature * factor)
 
 
-class Place:
-    """A place in a text, at which both models' caches can be asked what comes next."""
+class Position:
+    """A position in a text, with the logits of both models for the next token."""
 
-    def __init__(self, target: Backend, draft: Backend, text: Sequence[int], n: int) -> None:
-        self._target, self._draft = target, draft
-        self._text, self._n = list(text), n
-        self._target_root = after(target, self._text, [])[0]
-        self._draft_root = after(draft, self._text, [])[0]
+    def __init__(
+        self, target: Backend, draft: Backend, text: Sequence[int], n_drafted: int
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._text = list(text)
+        self._n_drafted = n_drafted
+        self._target_root = logits_after(target, self._text, [])[0]
+        self._draft_root = logits_after(draft, self._text, [])[0]
 
-    def shared(self, target_sampler: Sampler, draft_sampler: Sampler) -> float:
+    def overlap(self, target_sampler: Sampler, draft_sampler: Sampler) -> float:
         """The sum of min(target, draft) for the next token."""
         target = target_sampler.distribution(self._target_root)
         return 1.0 - target.excess(draft_sampler.distribution(self._draft_root))
 
-    def accepted(self, sampler: Sampler, rng: np.random.Generator) -> dict[str, float]:
+    def expected_accepted(self, sampler: Sampler, rng: np.random.Generator) -> dict[str, float]:
         """The expected number of accepted tokens by rule."""
-        drawn, drafts = self._drafted(sampler, rng)
-        top, _ = self._drafted(None, rng)
-        targets = [sampler.distribution(row) for row in after(self._target, self._text, drawn)]
-        match = [sampler.distribution(row) for row in after(self._target, self._text, top)]
+        sampled, drafts = self._drafted(sampler, rng)
+        likeliest, _ = self._drafted(None, rng)
+        targets = self._target_distributions(sampler, sampled)
         return {
-            "residual": by_token(drawn, targets, drafts),
-            "block": as_a_block(drawn, targets, drafts),
-            "match": by_match(top, match),
-            "match, drawn": by_match(drawn, targets),
+            "residual": by_token(sampled, targets, drafts),
+            "block": as_a_block(sampled, targets, drafts),
+            "match": by_match(likeliest, self._target_distributions(sampler, likeliest)),
+            "match, sampled": by_match(sampled, targets),
         }
+
+    def _target_distributions(self, sampler: Sampler, draft: Sequence[int]) -> list[Distribution]:
+        rows = logits_after(self._target, self._text, draft)
+        return [sampler.distribution(row) for row in rows]
 
     def _drafted(
         self, sampler: Sampler | None, rng: np.random.Generator
     ) -> tuple[list[int], list[Distribution]]:
-        """A draft, and what its tokens were drawn from; without a sampler the likeliest one."""
+        """Draft tokens; return them with the distributions that they were sampled from.
+
+        Without a sampler, the draft consists of the most likely tokens.
+        """
         tokens: list[int] = []
         distributions: list[Distribution] = []
         row = self._draft_root
@@ -219,26 +240,26 @@ class Place:
             )
             tokens.append(source.sample(rng))
             distributions.append(source)
-            if len(tokens) == self._n:
+            if len(tokens) == self._n_drafted:
                 return tokens, distributions
-            row = after(self._draft, self._text, tokens)[-1]
+            row = logits_after(self._draft, self._text, tokens)[-1]
 
 
-def after(backend: Backend, text: Sequence[int], draft: Sequence[int]) -> list[Logits]:
-    """Return the rows after a text and after each token of a draft, copies of float32[n_vocab].
+def logits_after(backend: Backend, text: Sequence[int], draft: Sequence[int]) -> list[Logits]:
+    """Return the logits after a text and after each token of a draft, copies of float32[n_vocab].
 
-    As before a round, the cache then holds the text without its last token.
+    Afterwards the cache holds the text without its last token, as it does before a round.
     """
-    kept = min(backend.length(0), len(text) - 1)
-    backend.remove(0, kept)
-    whole = [*text, *draft]
+    n_cached = min(backend.length(0), len(text) - 1)
+    backend.remove(0, n_cached)
+    tokens = [*text, *draft]
     rows: list[Logits] = []
     n_batch = backend.n_batch
-    for start in range(kept, len(whole), n_batch if kept == 0 else len(whole)):
+    for start in range(n_cached, len(tokens), n_batch if n_cached == 0 else len(tokens)):
         batch = Batch()
-        for position in range(start, min(start + n_batch, len(whole))):
-            batch.add(whole[position], position, (0,), position >= len(text) - 1)
-        if sum(batch.wants_logits) > backend.n_outputs:  # a draft model has one row of logits
+        for position in range(start, min(start + n_batch, len(tokens))):
+            batch.add(tokens[position], position, (0,), position >= len(text) - 1)
+        if sum(batch.wants_logits) > backend.n_outputs:  # a draft model outputs a single row
             batch.wants_logits[:-1] = [False] * (len(batch) - 1)
         rows += [row.copy() for row in backend.decode(batch)]
     backend.remove(0, len(text) - 1)
@@ -248,18 +269,19 @@ def after(backend: Backend, text: Sequence[int], draft: Sequence[int]) -> list[L
 def by_token(
     tokens: Sequence[int], targets: Sequence[Distribution], drafts: Sequence[Distribution]
 ) -> float:
-    """Arithmetic of `ResidualVerifier`."""
-    expected, alive = 0.0, 1.0
+    """The expected number of tokens that `ResidualVerifier` accepts."""
+    expected = 0.0
+    cumulative = 1.0
     for token, target, draft in zip(tokens, targets, drafts, strict=False):
-        alive *= min(1.0, target.probability(token) / draft.probability(token))
-        expected += alive
+        cumulative *= min(1.0, target.probability(token) / draft.probability(token))
+        expected += cumulative
     return expected
 
 
 def as_a_block(
     tokens: Sequence[int], targets: Sequence[Distribution], drafts: Sequence[Distribution]
 ) -> float:
-    """Arithmetic of `BlockVerifier`."""
+    """The expected number of tokens that `BlockVerifier` accepts."""
     ratio = 1.0
     chances: list[float] = []
     for index, token in enumerate(tokens):
@@ -270,7 +292,9 @@ def as_a_block(
         else:
             excess = targets[index + 1].excess(drafts[index + 1], ratio)
             chances.append(excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0)
-    expected, none_longer = 0.0, 1.0
+    expected = 0.0
+    # The probability that no prefix of at least this length is accepted.
+    none_longer = 1.0
     for chance in reversed(chances):
         none_longer *= 1.0 - chance
         expected += 1.0 - none_longer
@@ -278,11 +302,12 @@ def as_a_block(
 
 
 def by_match(tokens: Sequence[int], targets: Sequence[Distribution]) -> float:
-    """Arithmetic of `MatchVerifier`."""
-    expected, alive = 0.0, 1.0
+    """The expected number of tokens that `MatchVerifier` accepts."""
+    expected = 0.0
+    cumulative = 1.0
     for token, target in zip(tokens, targets, strict=False):
-        alive *= target.probability(token)
-        expected += alive
+        cumulative *= target.probability(token)
+        expected += cumulative
     return expected
 
 

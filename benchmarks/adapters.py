@@ -1,15 +1,17 @@
-r"""How fast llama-cpp-python's `Llama` is with specgen's drafts, its own prompt lookup, and none.
+r"""Speed of llama-cpp-python's `Llama` with specgen's drafts, with its prompt lookup, and without.
 
     python benchmarks/adapters.py -m 1.5b.gguf -md 135m.gguf -md 0.5b.gguf \
         --prompts p.jsonl --json out.json
 
-Greedy answers of `Llama` without a draft, with `LlamaPromptLookupDecoding`, and with `SpecgenDraft`
-of n-grams and of each draft model, by turns (every way once, then every way again). A line for each
-way has two ratios, which compare seconds of a token with those without a draft in the same turn: of
-whole answers, prompts included, and behind the first token. Given is the geometric mean of the
-turns. All ways have the same kernels and as many threads; loading is not counted, nor is measuring
-what models cost. Texts are compared with those without a draft: they are the same with specgen's
-kernels, and may differ in a near-tie with llama.cpp's.
+`Llama` generates greedy answers without a draft, with `LlamaPromptLookupDecoding`, and with
+`SpecgenDraft` for n-grams and for each draft model. The contenders run in turns: all of them once,
+then all of them again. They use the same kernels and number of threads. Loading is not counted, nor
+is measuring what decodes cost.
+
+Prints a line for each contender with two speed-ups over `Llama` without a draft: that of whole
+answers, prefill included, and that after the first token. Each is the geometric mean of the
+speed-ups within a turn. Texts are compared with those without a draft: with specgen's kernels they
+are the same; with llama.cpp's they may differ where two tokens are nearly tied.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
+from benchmarks.answers import format_prompt, mean_ratio, n_equal, parser_of, prompts_of, write_json
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.native_context import default_threads
 from specgen.options import ContextOptions, SessionOptions
@@ -41,55 +43,62 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--kernels", choices=("auto", "specgen", "llama.cpp"), default="auto")
     parser.add_argument("--turns", type=int, default=2)
-    asked = parser.parse_args()
-    asked.threads = asked.threads or default_threads()
-    choose_kernels(asked.kernels, cache_folder())
-    ways = [PLAIN, LOOKUP, "ngram", *map(str, asked.draft)]
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    arguments = parser.parse_args()
+    arguments.threads = arguments.threads or default_threads()
+    choose_kernels(arguments.kernels, cache_folder())
+    contenders = [PLAIN, LOOKUP, "ngram", *map(str, arguments.draft)]
+    runs: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     texts: list[list[int]] = []
-    with Session(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as loaded:
-        prompts = [begin(loaded, prompt).tokens for prompt in prompts_of(asked)]
+    with Session(
+        SessionOptions(arguments.target), time.perf_counter, vocabulary_only=True
+    ) as loaded:
+        prompts = [format_prompt(loaded, prompt).tokens for prompt in prompts_of(arguments)]
         is_end = loaded.target.vocabulary.is_end
-        for turn in range(asked.turns):
-            for way in ways:
-                with _opened(way, asked) as (llama, draft):
-                    run = _answers(llama, prompts, asked.max_tokens, is_end)
+        for turn in range(arguments.turns):
+            for contender in contenders:
+                with _opened(contender, arguments) as (llama, draft):
+                    run = _answers(llama, prompts, arguments.max_tokens, is_end)
                     if draft is not None:
                         run |= _draft_figures(draft)
                 texts = texts or run["tokens"]
                 run["n_equal"] = n_equal(run.pop("tokens"), texts)
-                runs[way].append(run)
-                print(f"turn {turn + 1}: {Path(way).name}: {run}", file=sys.stderr)
-    figures = [_figures(Path(way).name, runs[way], runs[PLAIN]) for way in ways]
+                runs[contender].append(run)
+                print(f"turn {turn + 1}: {Path(contender).name}: {run}", file=sys.stderr)
+    figures = [
+        _figures(Path(contender).name, runs[contender], runs[PLAIN]) for contender in contenders
+    ]
     for each in figures:
-        print("\t".join(str(each[key]) for key in ("way", "ratio", "ratio_behind_first")))
-    about = {"target": asked.target.name, "n_prompts": len(prompts), "ways": figures}
-    write_json(asked.json, about)
+        print("\t".join(str(each[key]) for key in ("way", "ratio", "ratio_after_first")))
+    about = {"target": arguments.target.name, "n_prompts": len(prompts), "ways": figures}
+    write_json(arguments.json, about)
 
 
 @contextlib.contextmanager
-def _opened(way: str, asked: argparse.Namespace) -> Iterator[tuple[Llama, SpecgenDraft | None]]:
-    """A `Llama` of one way, and specgen's draft in it, if it has one."""
-    context = ContextOptions(n_threads=asked.threads, n_threads_batch=asked.threads)
+def _opened(
+    contender: str, arguments: argparse.Namespace
+) -> Iterator[tuple[Llama, SpecgenDraft | None]]:
+    """Open a contender: a `Llama`, and specgen's draft if it uses one."""
+    context = ContextOptions(n_threads=arguments.threads, n_threads_batch=arguments.threads)
     with contextlib.ExitStack() as opened:
         draft = None
-        if way not in (PLAIN, LOOKUP):
+        if contender not in (PLAIN, LOOKUP):
             draft = SpecgenDraft(
-                asked.target,
-                way,
-                n_ctx=asked.ctx_size,
+                arguments.target,
+                contender,
+                n_ctx=arguments.ctx_size,
                 context=context,
-                kernels=asked.kernels,
+                kernels=arguments.kernels,
             )
             opened.enter_context(draft)
         llama = Llama(
-            str(asked.target),
-            n_ctx=asked.ctx_size,
-            n_threads=asked.threads,
-            n_threads_batch=asked.threads,
-            draft_model=LlamaPromptLookupDecoding() if way == LOOKUP else draft,
-            logits_all=way != PLAIN,
-            flash_attn=True,  # without it, llama.cpp's attention rounds rows otherwise in a batch
+            str(arguments.target),
+            n_ctx=arguments.ctx_size,
+            n_threads=arguments.threads,
+            n_threads_batch=arguments.threads,
+            draft_model=LlamaPromptLookupDecoding() if contender == LOOKUP else draft,
+            logits_all=contender != PLAIN,
+            # Without flash attention, llama.cpp's results depend on the size of the batch.
+            flash_attn=True,
             verbose=False,
         )
         opened.callback(llama.close)
@@ -101,7 +110,10 @@ def _opened(way: str, asked: argparse.Namespace) -> Iterator[tuple[Llama, Specge
 def _answers(
     llama: Llama, prompts: Sequence[Sequence[int]], n: int, is_end: Callable[[int], bool]
 ) -> dict[str, Any]:
-    """Answer all prompts, one after the other, each anew: `Llama` would keep what two share."""
+    """Answer all prompts, one after the other, each with an empty cache.
+
+    Otherwise, `Llama` would reuse the prefix that a prompt shares with the one before it.
+    """
     whole_s = first_s = 0.0
     answers = []
     for prompt in prompts:
@@ -119,7 +131,7 @@ def _answers(
     n_tokens = sum(map(len, answers))
     return {
         "n_tokens": n_tokens,
-        # Texts may differ, and in their lengths too: seconds of a token can be compared.
+        # Texts and their lengths may differ, so seconds per token are compared.
         "token_s": round(whole_s / n_tokens, 5),
         "first_s": round(first_s, 2),
         "tokens_per_s": round((n_tokens - len(answers)) / (whole_s - first_s), 1),
@@ -137,17 +149,17 @@ def _draft_figures(draft: SpecgenDraft) -> dict[str, Any]:
 
 
 def _figures(
-    way: str, runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]
+    contender: str, runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A way's figures; ratios above 1 are quicker than `Llama` without a draft."""
+    """A contender's figures; a ratio above 1 means faster than `Llama` without a draft."""
 
     def ratio(key: str) -> float:
         return mean_ratio([run[key] for run in runs], [run[key] for run in plain])
 
     return {
-        "way": way,
+        "way": contender,
         "ratio": round(1.0 / ratio("token_s"), 2),
-        "ratio_behind_first": round(ratio("tokens_per_s"), 2),
+        "ratio_after_first": round(ratio("tokens_per_s"), 2),
         "turns": list(runs),
     }
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, models and prompts in, answers, ratios and JSON out."""
+"""What the benchmarks share: command lines, prompts, sessions, answers, ratios and JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specgen.session.measurement_store import MeasurementStore
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
 
-#: What a setting may say of a draft: the option's name and what its value is.
+#: The options of a setting, each with its field of `DraftOptions` and the parser of its value.
 _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
     "policy": ("policy", str),
     "tree": ("tree", parse_tree),
@@ -57,9 +57,16 @@ def parser_of(
     ctx_size: int | None = None,
     drafts: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return a parser with -m and --json, and with those of -N, -n, -c and -md that are asked for.
+    """Return a parser with the options that several benchmarks have.
 
-    -N comes with --prompts.
+    -m and --json are always there; the others only if they are asked for.
+
+    Args:
+        doc: The benchmark's docstring, whose first line becomes the description.
+        count: The default of -N, the number of prompts, which comes with --prompts.
+        max_tokens: The default of -n.
+        ctx_size: The default of -c.
+        drafts: Whether to add -md.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("-m", "--target", type=Path, required=True)
@@ -72,31 +79,36 @@ def parser_of(
     if max_tokens is not None:
         parser.add_argument("-n", "--max-tokens", type=int, default=max_tokens)
     if ctx_size is not None:
-        parser.add_argument("-c", "--ctx-size", type=int, default=ctx_size, help="for each answer")
+        parser.add_argument("-c", "--ctx-size", type=int, default=ctx_size, help="per answer")
     return parser
 
 
-def prompts_of(asked: argparse.Namespace) -> list[str]:
-    """As many prompts of the file as were asked for, spread evenly over it."""
-    return evenly_chosen(read_prompts(asked.prompts), asked.count)
+def prompts_of(arguments: argparse.Namespace) -> list[str]:
+    """The number of prompts that --count asks for, spread evenly over the file."""
+    return evenly_chosen(read_prompts(arguments.prompts), arguments.count)
 
 
 def bench_prompts(file: Path | None, n_of_each: int | None) -> list[BenchPrompt]:
-    """The prompts of a file, or those of `specgen bench`; the first of each category, or all."""
+    """The prompts of a file, or without one those of `specgen bench`.
+
+    Args:
+        file: The file of prompts.
+        n_of_each: How many prompts of each category to return; None or 0 for all.
+    """
     prompts = own_prompts() if file is None else read_bench_prompts(file)
     return first_of_each(prompts, n_of_each) if n_of_each else prompts
 
 
 def drafts_of(models: Iterable[Path], *, ngrams: bool = True) -> dict[str, DraftSource]:
-    """No draft, n-grams, and draft models, by name."""
-    found: dict[str, DraftSource] = {"none": "none"}
+    """Return the sources of drafts by name: none, n-grams, and the draft models."""
+    sources: dict[str, DraftSource] = {"none": "none"}
     if ngrams:
-        found["ngram"] = "ngram"
-    return found | {path.name: path for path in models}
+        sources["ngram"] = "ngram"
+    return sources | {path.name: path for path in models}
 
 
 def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
-    """What `DRAFT[:option=value,...]` says; DRAFT is a file, `ngram` or `none`."""
+    """Parse `DRAFT[:option=value,...]`, where DRAFT is a file, `ngram` or `none`."""
     name, _, values = setting.partition(":")
     changes: dict[str, Any] = {}
     for assignment in filter(None, values.split(",")):
@@ -115,36 +127,36 @@ def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
 def opened(
     target: Path, draft: DraftSource, max_tokens: int, measurements: MeasurementStore | None = None
 ) -> Session:
-    """A session with the options of `specgen run`, but for the draft and the length of answers."""
+    """A session with the default options of `specgen run`, except for draft and answer length."""
     generation = GenerationOptions(max_tokens=max_tokens)
     return Session(
         SessionOptions(target, draft, generation=generation), time.perf_counter, measurements
     )
 
 
-def begin(session: Session, prompt: str) -> Prompt:
-    """The prompt in the model's chat template; as it is for a model without one."""
+def format_prompt(session: Session, prompt: str) -> Prompt:
+    """The prompt in the model's chat template, or unchanged if the model has none."""
     return session.prompts.of_text(prompt, now=NOW)
 
 
 def answer(session: Session, prompt: str | Prompt) -> FinishedEvent:
     """Generate an answer to a prompt."""
-    begun = begin(session, prompt) if isinstance(prompt, str) else prompt
-    *_, last = generate(session, begun)
+    formatted = format_prompt(session, prompt) if isinstance(prompt, str) else prompt
+    *_, last = generate(session, formatted)
     assert isinstance(last, FinishedEvent)
     return last
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], url: str) -> Iterator[None]:
-    """A server, from when `url` says that it is healthy until the end."""
+    """Run a server in the block, which begins when the server at `url` is healthy."""
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=quiet, stderr=quiet) as server:
         try:
             for _ in range(600):
                 if server.poll() is not None:
                     sys.exit(f"the server ended: {' '.join(command)}")
-                # An answer that is an error, too, is an `OSError`.
+                # An HTTP error is an `OSError`, too.
                 with contextlib.suppress(urllib.error.URLError, OSError):
                     urllib.request.urlopen(f"{url}/health", timeout=5).close()
                     break
@@ -158,22 +170,22 @@ def running(command: Sequence[str], url: str) -> Iterator[None]:
 
 
 def n_equal(ones: Iterable[object], others: Iterable[object]) -> int:
-    """How many answers are equal."""
+    """Count the answers that are equal, pair by pair."""
     return sum(one == other for one, other in zip(ones, others, strict=True))
 
 
 def mean_ratio(values: Iterable[float], plain: Iterable[float]) -> float:
-    """The geometric mean of the ratios to plain decoding in the same turn."""
-    return geometric_mean(own / other for own, other in zip(values, plain, strict=True))
+    """The geometric mean of the ratios to plain decoding, turn by turn."""
+    return geometric_mean(value / base for value, base in zip(values, plain, strict=True))
 
 
-def tell(done: int, total: int) -> None:
-    """Tell the progress on stderr."""
+def show_progress(done: int, total: int) -> None:
+    """Print the progress on stderr."""
     print(f"{done} of {total}", file=sys.stderr)
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:
-    """Return the command that ran a benchmark, with the names of files in place of absolute paths.
+    """Return the command that ran a benchmark, with absolute paths shortened to file names.
 
     Args:
         module: The benchmark's module.
@@ -188,7 +200,7 @@ def command_line(module: str, arguments: Sequence[str]) -> str:
 
 
 def write_json(file: Path | None, value: object) -> None:
-    """Write a result, if a file was named for it."""
+    """Write a result as JSON, unless the file is None."""
     if file is not None:
         text = json.dumps(value, indent=1, ensure_ascii=False)
         file.write_text(f"{text}\n", encoding="utf-8")

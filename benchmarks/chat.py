@@ -1,12 +1,14 @@
-"""Time to first token in a conversation, with and without what earlier turns left in the caches.
+"""Time to first token in a conversation, with the KV cache of earlier turns and without it.
 
     python benchmarks/chat.py -m 1.5b.gguf -md 135m.gguf --json out.json
 
-A conversation of ten turns, greedy. Each turn is answered in an engine that stays, which decodes
-what is new, and then in a new one without drafts, which decodes the whole prompt. Both must say the
-same. A line for each turn: tokens of the prompt, and those of them that were decoded in the engine
-that stays; seconds to the first token in both; tokens of the answer, tokens a second in both, and
-whether the texts are equal.
+A conversation of ten turns, at temperature 0. Each turn is answered twice: by an engine that stays
+open, which prefills only what is new, and by a new one without drafts, which prefills the whole
+prompt. Both must generate the same text.
+
+Prints a line for each turn: the tokens of the prompt, and how many of them the open engine decoded;
+the time to first token of the open and of the new engine; the tokens of the answer; the tokens per
+second of the open and of the new engine; and whether the texts are equal.
 """
 
 from __future__ import annotations
@@ -42,43 +44,44 @@ QUESTIONS = (
 def main() -> None:
     parser = parser_of(__doc__, max_tokens=200, ctx_size=4096)
     parser.add_argument("-md", "--draft", default="none", help="a file, ngram or none")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     choose_kernels("auto", cache_folder())
-    draft: DraftSource = asked.draft if asked.draft in ("ngram", "none") else Path(asked.draft)
+    draft: DraftSource = (
+        arguments.draft if arguments.draft in ("ngram", "none") else Path(arguments.draft)
+    )
     measurements = MeasurementStore()
     turns: list[dict[str, Any]] = []
     with (
-        opened(asked.target, draft, asked.max_tokens, measurements) as loaded,
-        opened(asked.target, "none", asked.max_tokens, measurements) as plain,
-        Engine(loaded, n_ctx=asked.ctx_size) as engine,
+        opened(arguments.target, draft, arguments.max_tokens, measurements) as loaded,
+        opened(arguments.target, "none", arguments.max_tokens, measurements) as plain,
+        Engine(loaded, n_ctx=arguments.ctx_size) as engine,
     ):
         calibrate(loaded)
         messages: list[Message] = []
         for question in QUESTIONS:
             messages.append(Message("user", question))
             prompt = loaded.prompts.of_messages(messages)
-            kept = engine.insert(prompt)
-            *_, finished = engine.stream(kept)
+            *_, finished = engine.stream(engine.insert(prompt))
             assert isinstance(finished, FinishedEvent)
-            anew = answer(plain, plain.prompts.of_messages(messages))
+            fresh = answer(plain, plain.prompts.of_messages(messages))
             turns.append(
                 {
                     "n_prompt": finished.n_prompt_tokens,
                     "n_decoded": finished.n_prompt_tokens - finished.n_cached_tokens,
                     "first_token_s": round(finished.time_to_first_token_s or 0.0, 3),
-                    "anew_s": round(anew.time_to_first_token_s or 0.0, 3),
+                    "uncached_first_token_s": round(fresh.time_to_first_token_s or 0.0, 3),
                     "n_answer": finished.n_tokens,
                     "tokens_per_s": round(finished.tokens_per_s or 0.0, 1),
-                    "plain_tokens_per_s": round(anew.tokens_per_s or 0.0, 1),
-                    "is_equal": finished.text == anew.text,
+                    "plain_tokens_per_s": round(fresh.tokens_per_s or 0.0, 1),
+                    "is_equal": finished.text == fresh.text,
                 }
             )
             print(f"turn {len(turns)}: {turns[-1]}", file=sys.stderr)
             messages.append(Message("assistant", finished.text))
     for number, turn in enumerate(turns, start=1):
         print("\t".join(map(str, (number, *turn.values()))))
-    about = {"target": asked.target.name, "draft": Path(asked.draft).name, "turns": turns}
-    write_json(asked.json, about)
+    about = {"target": arguments.target.name, "draft": Path(arguments.draft).name, "turns": turns}
+    write_json(arguments.json, about)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Answers prompts with one engine, in a process that keeps its model loaded.
+"""Answer prompts with one engine, in a process that keeps its model loaded.
 
     python benchmarks/engine_worker.py specgen
 
@@ -7,12 +7,12 @@ the settings, and its answer describes the engine. The others are requests:
 
     {"prompt": "Hello", "tokens": [9707], "is_warm_up": false}
 
-specgen applies its chat template to `prompt`; the other engines continue `tokens`. An answer has
-the figures under the names of `specgen.FinishedEvent`, or else an `error`. The process ends with
-its stdin.
+specgen applies its chat template to `prompt`; the other engines continue `tokens`. The fields of an
+answer are named as in `specgen.FinishedEvent`; a failed answer has only `error`. The process ends
+when its stdin is closed.
 
-This file imports nothing but its engine, so that it also runs in the environment of another engine,
-or with another version of specgen. `benchmarks/worker_client.py` starts it.
+This file imports nothing but its engine, so it also runs in the environment of another engine, or
+with another version of specgen. `benchmarks/worker_client.py` starts it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, TextIO
 
-#: A warm-up ends after this many tokens: by then all weights have been read once more.
+#: The length of a warm-up: enough to bring all weights back into memory.
 N_WARM_UP_TOKENS = 8
-#: What is taken from specgen's last event.
+#: The fields of specgen's last event that an answer has.
 _FIGURES = (
     "text",
     "token_ids",
@@ -50,7 +50,7 @@ _FIGURES = (
     "wall_s",
     "others_share",
 )
-#: OpenVINO's own example of prompt lookup has these lengths.
+#: The lengths in OpenVINO's own example of prompt lookup.
 _LOOKUP_DRAFT_TOKENS = 5
 _LOOKUP_NGRAM_TOKENS = 3
 
@@ -59,7 +59,7 @@ class Answering(Protocol):
     """An engine with a loaded model."""
 
     def about(self) -> dict[str, Any]:
-        """Describe the engine: its version, and what else matters for its speed."""
+        """Describe the engine: its version, and anything else that affects its speed."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a prompt; return the figures."""
@@ -71,8 +71,8 @@ class Answering(Protocol):
 class Specgen:
     """specgen with one draft, or without one.
 
-    Every answer starts cold: what decodes cost is known, and nothing was learnt from other answers.
-    With `keeps_learning`, everything that the process has learnt is kept.
+    Every answer starts cold: the costs of decodes have been measured, but nothing is remembered
+    from other answers. With `keeps_learning`, everything that the process has learnt is kept.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Specgen:
             draft_context=ContextOptions(n_ctx=settings.get("n_ctx")),
         )
         self._keeps_learning = settings["keeps_learning"]
-        # This session stays open, and with it the weights: opening another one takes no time.
+        # This session stays open to keep the weights loaded, so that opening another takes no time.
         self._session = Session(self._options, time.perf_counter)
         calibrate(self._session)
         self._calibrated = copy.deepcopy(self._session.measurements)
@@ -108,7 +108,7 @@ class Specgen:
             "folder": str(Path(specgen.__file__).parent),
             "kernels": target.kernels,
             "weights_bytes": target.size_bytes,
-            # Earlier versions do not have it.
+            # Earlier versions lack this attribute.
             "streamed_bytes": getattr(target, "streamed_bytes", 0),
         }
 
@@ -122,10 +122,11 @@ class Specgen:
             if self._keeps_learning:
                 return self._figures(self._session, request["prompt"])
             measurements = copy.deepcopy(self._calibrated)
-            same: dict[str, Any] = {}
-            if hasattr(self._session, "budget"):  # earlier versions hold all weights in memory
-                same["budget"] = self._session.budget
-            with Session(self._options, time.perf_counter, measurements, **same) as session:
+            memory: dict[str, Any] = {}
+            # Earlier versions keep all weights in memory, and have no budget.
+            if hasattr(self._session, "budget"):
+                memory["budget"] = self._session.budget
+            with Session(self._options, time.perf_counter, measurements, **memory) as session:
                 return self._figures(session, request["prompt"])
         except SpecgenError as error:
             return {"error": error.message}
@@ -149,9 +150,9 @@ class Specgen:
 
 
 class MappedLlama:
-    """llama.cpp's own code on the mapped file, without drafts.
+    """llama.cpp with its own kernels on the memory-mapped file, without drafts.
 
-    The weights are not repacked, since that needs memory for all of them.
+    The weights are not repacked, because that would need memory for all of them.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -189,7 +190,7 @@ class MappedLlama:
         while len(token_ids) < max_tokens and not self._is_end(token):
             token = self._decode([token])
             token_ids.append(token)
-        if self._is_end(token):  # specgen does not count it
+        if self._is_end(token):  # not counted, as in specgen
             token_ids.pop()
         return _timed(token_ids, started_s, first_s, time.perf_counter())
 
@@ -197,7 +198,7 @@ class MappedLlama:
         return bool(self._llama.llama_vocab_is_eog(self._vocabulary, token))
 
     def _decode(self, tokens: Sequence[int]) -> int:
-        """Decode tokens in one batch; return the likeliest token after them."""
+        """Decode tokens in one batch; return the most likely next token."""
         llama = self._llama
         rows = (llama.llama_token * len(tokens))(*tokens)
         status = llama.llama_decode(self._context, llama.llama_batch_get_one(rows, len(tokens)))
@@ -208,7 +209,7 @@ class MappedLlama:
 
 
 class OpenVino:
-    """OpenVINO GenAI, plain or with `prompt_lookup`. It reads some GGUF files only."""
+    """OpenVINO GenAI, plain or with `prompt_lookup`. It supports only some GGUF files."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._genai: Any = importlib.import_module("openvino_genai")
@@ -244,7 +245,7 @@ class OpenVino:
         result = self._pipeline.generate(inputs, self._config)
         ended_s = time.perf_counter()
         token_ids = [int(token) for token in result.tokens[0]]
-        # Its own clock: a callback for the text is called some tokens later.
+        # OpenVINO's own measurement, because its callback for text runs some tokens late.
         first_s = started_s + result.perf_metrics.get_ttft().mean / 1000.0
         return _timed(token_ids, started_s, first_s, ended_s)
 
@@ -252,8 +253,8 @@ class OpenVino:
 class IkLlama:
     """ik_llama.cpp through ik-llama-cpp-python, which has no drafts.
 
-    With `repack`, the weights are repacked when they are loaded. Tokens are chosen here: the
-    package's own loop copies the logits to Python one by one.
+    With `repack`, the weights are repacked when they are loaded. The generation loop is here,
+    because the package's own loop copies the logits to Python one by one.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -266,14 +267,14 @@ class IkLlama:
         api.llama_backend_init()
         options = api.llama_model_default_params()
         options.repack_tensors = settings["repack"]
-        # Repacked weights cannot stay in the file.
+        # Repacked weights cannot be mapped from the file.
         options.use_mmap = not settings["repack"]
         model = api.llama_model_load_from_file(settings["target"].encode(), options)
         if not model:
             raise RuntimeError(f"{settings['target']} cannot be loaded")
         self._n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._model = model
-        # As the package itself decides: its attention fails on processors without these.
+        # The package's own rule: its flash attention fails on processors without AVX-VNNI.
         llama: Any = importlib.import_module("ik_llama_cpp.llama")
         self._context = self._internals.IkContext(
             SimpleNamespace(model=model, n_vocab=self._n_vocab),
@@ -300,17 +301,17 @@ class IkLlama:
         return _timed(token_ids, started_s, first_s, time.perf_counter())
 
     def _prefill(self, tokens: Sequence[int]) -> int:
-        """Decode the prompt in pieces that fit a batch; return the first token of the answer."""
+        """Decode the prompt in chunks that fit a batch; return the first token of the answer."""
         size = self._context._n_ubatch  # noqa: SLF001
         token = -1
         for start in range(0, len(tokens), size):
-            piece = list(tokens[start : start + size])
-            batch = self._internals.make_batch_range(piece, pos_start=start, logits_last=True)
+            chunk = list(tokens[start : start + size])
+            batch = self._internals.make_batch_range(chunk, pos_start=start, logits_last=True)
             token = self._decode(batch)
         return token
 
     def _decode(self, batch: Any) -> int:
-        """Decode a batch; return the likeliest token after its last row."""
+        """Decode a batch; return the most likely token after its last row."""
         status = self._context.decode(batch)
         self._api.llama_batch_free(batch)
         if status != 0:
@@ -325,13 +326,13 @@ def _timed(
     first_s: float,
     ended_s: float,
 ) -> dict[str, Any]:
-    """Return the figures of an answer of which only times are known.
+    """Return the figures of an answer from its tokens and times.
 
     Args:
-        token_ids: The answer's tokens, the end of the text included.
+        token_ids: The answer's tokens, the end-of-text token included.
         started_s: When the prefill began.
-        first_s: When the first token was there.
-        ended_s: When the last one was there.
+        first_s: When the first token was generated.
+        ended_s: When the last token was generated.
     """
     n_later = len(token_ids) - 1
     seconds = ended_s - first_s
@@ -368,7 +369,7 @@ def serve(name: str, requests: TextIO, answers: TextIO) -> None:
 
 
 def _bytes_read() -> int | None:
-    """Return the bytes that this process made the disk read; None if the system does not count."""
+    """Return the bytes that this process has read from disk; None if the system does not count."""
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -383,9 +384,9 @@ def _write(stream: TextIO, value: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    # The other benchmarks are in this folder, under names that other packages use, too.
+    # Other benchmarks in this folder have the names of installed packages.
     sys.path.remove(str(Path(__file__).resolve().parent))
-    # Native code also prints to stdout: only answers get there.
+    # Native code prints to stdout, too. Send that to stderr, so that stdout has only answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.argv[1], sys.stdin, answers)

@@ -1,10 +1,10 @@
-r"""How long short requests wait for their first token while a long prompt is read.
+r"""Time to first token of short requests during the prefill of a long prompt.
 
     python benchmarks/fairness.py -m smollm2.gguf --json out.json
 
-A server of nine slots gets a prompt of some 4,000 tokens, and half a second later eight questions
-at once. `--threads` above the machine's cores makes it as busy as with other programs. No drafts,
-greedy.
+A server with nine slots gets a prompt of about 4,000 tokens, and half a second later eight short
+questions at once. Decoding is greedy, without drafts. More `--threads` than cores simulate a
+machine that is busy with other programs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import httpx
 from benchmarks.answers import parser_of, running, write_json
 from benchmarks.server import Contender, ask
 
-_N_SHORT, _PORT, _WORDS_OF_LONG = 8, 18490, 3_000
+_N_SHORT = 8
+_PORT = 18490
+#: The long prompt has half as many words, each of several tokens.
+_WORDS_OF_LONG = 3_000
 
 
 def main() -> None:
     parser = parser_of(__doc__, max_tokens=8, ctx_size=6144)
     parser.add_argument("--threads", default="2")
-    asked = parser.parse_args()
-    command = [sys.executable, "-m", "specgen", "serve", "-m", str(asked.target), "-md", "none"]
+    arguments = parser.parse_args()
+    command = [sys.executable, "-m", "specgen", "serve", "-m", str(arguments.target), "-md", "none"]
     command += [
         "-q",
         "--prefix-store",
@@ -35,30 +38,29 @@ def main() -> None:
         "--parallel",
         str(1 + _N_SHORT),
         "-c",
-        str(asked.ctx_size),
+        str(arguments.ctx_size),
     ]
-    command += ["--port", str(_PORT), "-t", asked.threads]
+    command += ["--port", str(_PORT), "-t", arguments.threads]
     contender = Contender("specgen", tuple(command), _PORT)
     words = " ".join(f"word{n * 7919 % 1000}" for n in range(_WORDS_OF_LONG // 2))
-    shorts = [f"{n}: what is a fox?" for n in range(_N_SHORT)]
+    questions = [f"{n}: what is a fox?" for n in range(_N_SHORT)]
     with (
         running(contender.command, contender.url),
         httpx.Client(base_url=contender.url, timeout=900) as client,
         ThreadPoolExecutor(1 + _N_SHORT) as users,
     ):
         ask(client, "Hello", 2)
-        long = users.submit(ask, client, words, asked.max_tokens)
+        long_answer = users.submit(ask, client, words, arguments.max_tokens)
         time.sleep(0.5)
-        firsts = sorted(
-            each.first_s for each in users.map(lambda text: ask(client, text, 8), shorts)
-        )
-        found = {
-            "short_first_s": [round(each, 2) for each in firsts],
-            "short_median_s": round(statistics.median(firsts), 2),
-            "long_first_s": round(long.result().first_s, 2),
+        short_answers = users.map(lambda text: ask(client, text, 8), questions)
+        short_first_s = sorted(each.first_s for each in short_answers)
+        figures = {
+            "short_first_s": [round(seconds, 2) for seconds in short_first_s],
+            "short_median_s": round(statistics.median(short_first_s), 2),
+            "long_first_s": round(long_answer.result().first_s, 2),
         }
-    print(json.dumps(found))
-    write_json(asked.json, found)
+    print(json.dumps(figures))
+    write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

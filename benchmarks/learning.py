@@ -1,17 +1,22 @@
-"""What learning from a user's own answers brings: 40 requests of one kind, answered in turn.
+"""What a draft gains by learning from the user's own answers: 40 similar requests, in order.
 
-Functions of one package of Python's standard library, without their docstrings; for each the target
-is asked to write one. After every ten answers the draft learns from all so far. Then the last ten
-are drafted for in four ways: as without --learn; with what the draft learnt; with repetitions of
-earlier answers alone; with both. All texts must be equal. Whether the last ten are drafted for
-better is tested in pairs, answer by answer (exact sign-flip test of the mean difference,
-one-sided).
+Each request shows a function of a package of Python's standard library without its docstring, and
+asks the target to write one. After every ten answers, the draft is trained on all answers so far.
+The last ten requests are then answered in four ways:
+
+- without: without `--learn`;
+- store: with repetitions of earlier answers as drafts;
+- learnt: with the trained draft;
+- both.
+
+All texts must be equal. A paired test compares the last ten answers with those of "without", answer
+by answer (exact one-sided sign-flip test of the mean difference).
 
     python benchmarks/learning.py qwen2.5-coder-1.5b smollm2-135m --output learning.json
 
-`--replay` lets the target answer the last ten by itself, once, and drafts for these answers in all
-ways, without its arithmetic: acceptance is the same, and does not depend on how busy the machine
-is.
+With `--replay`, the target answers the last ten requests once, and drafts for these recorded
+answers are then counted in all four ways without running the target. The acceptance is the same,
+and does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -54,12 +59,15 @@ from specgen.system.machine import look_at_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
 
-N_PROMPTS, N_BLOCK = 40, 10
+N_PROMPTS = 40
+#: The answers between two trainings.
+N_BLOCK = 10
 REQUEST = (
     "Write the docstring of this function of asyncio, in Google's style, with its arguments, "
     "what it returns and what it raises. Answer with the docstring only.\n\n"
     "```python\n{source}\n```"
 )
+#: The lines of the functions that are used: the minimum and the maximum.
 LINES = (6, 24)
 ARMS = ("without", "store", "learnt", "both")
 POLICIES = {
@@ -69,8 +77,8 @@ POLICIES = {
 
 
 def prompts() -> list[str]:
-    """The requests, evenly from the package's functions."""
-    found: list[str] = []
+    """The requests, for a random sample of the package's functions."""
+    functions: list[str] = []
     for path in sorted(Path(asyncio.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -78,15 +86,15 @@ def prompts() -> list[str]:
             if ast.get_docstring(node) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
             source = ast.unparse(node)
-            if LINES[0] <= len(source.splitlines()) <= LINES[1] and source not in found:
-                found.append(source)
-    order = np.random.default_rng(0).permutation(len(found))[:N_PROMPTS]
-    return [REQUEST.format(source=found[index]) for index in order]
+            if LINES[0] <= len(source.splitlines()) <= LINES[1] and source not in functions:
+                functions.append(source)
+    order = np.random.default_rng(0).permutation(len(functions))[:N_PROMPTS]
+    return [REQUEST.format(source=functions[index]) for index in order]
 
 
 @contextlib.contextmanager
 def opened(options: SessionOptions) -> Iterator[Engine]:
-    """An engine with a session, and a memory of its own."""
+    """Open an engine with its own session and measurements."""
     with (
         Session(options, time.perf_counter, open_measurements()) as loaded,
         Engine(loaded, n_ctx=2048) as engine,
@@ -96,27 +104,27 @@ def opened(options: SessionOptions) -> Iterator[Engine]:
 
 
 def ask(engine: Engine, prompt: str) -> FinishedEvent:
-    """The summary of an answer."""
+    """Answer a prompt; return the last event."""
     *_, last = engine.stream(engine.insert(prompt))
     assert isinstance(last, FinishedEvent)
     return last
 
 
 def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
-    """Let the draft learn from what is kept."""
+    """Train the draft on the answers that the folder keeps."""
 
     def progress(done: int, total: int) -> None:
         print(f"\rstep {done} of {total} ", end="", file=sys.stderr)
 
     budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, progress=progress)
-    found = learn(folder, target, draft, budget)
-    assert found is not None
-    print(f"\n{found.text}; {found.n_steps} steps, {found.seconds:.0f} s", file=sys.stderr)
-    return found
+    result = learn(folder, target, draft, budget)
+    assert result is not None
+    print(f"\n{result.text}; {result.n_steps} steps, {result.seconds:.0f} s", file=sys.stderr)
+    return result
 
 
 def arms_of(options: SessionOptions, policy: str, folder: Path, cache: Path) -> dict[str, Any]:
-    """The options of each way to draft. Repetitions are of what is in `cache`."""
+    """The options of each arm. Repetitions are looked up in the answers in `cache`."""
     drafting = POLICIES[policy]
     with_store = replace(drafting, lookup_store=True)
     base = replace(options, drafting=drafting)
@@ -129,14 +137,14 @@ def arms_of(options: SessionOptions, policy: str, folder: Path, cache: Path) -> 
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """The probability of a mean difference as large, were the signs of all by chance."""
+    """The probability of a mean difference at least this large if all signs were random."""
     values = np.array(differences)
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
     return float(np.mean(signs @ values >= values.sum() - 1e-9))
 
 
-def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
-    """The figures of each way, and of each against the one without learning."""
+def compared(answers: dict[str, list[Any]]) -> dict[str, Any]:
+    """The figures of each arm, with p-values that compare it with the one without learning."""
 
     def rate(event: FinishedEvent | Replay) -> float:
         counts = event.stats if isinstance(event, Replay) else event
@@ -150,15 +158,18 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
         return event.n_tokens / event.wall_s
 
     measures: dict[str, Any] = {"acceptance_rate": rate, "tokens_a_round": length}
-    if isinstance(found["without"][0], FinishedEvent):
+    if isinstance(answers["without"][0], FinishedEvent):
         measures["tokens_per_s"] = speed
     figures: dict[str, Any] = {}
-    for arm, events in found.items():
-        figures[arm] = {name: statistics.fmean(map(of, events)) for name, of in measures.items()}
+    for arm, events in answers.items():
+        figures[arm] = {
+            name: statistics.fmean(map(measure, events)) for name, measure in measures.items()
+        }
         if arm != "without":
-            for name, of in measures.items():
-                pairs = zip(events, found["without"], strict=True)
-                figures[arm][f"p_{name}"] = sign_flip([of(a) - of(b) for a, b in pairs])
+            for name, measure in measures.items():
+                pairs = zip(events, answers["without"], strict=True)
+                differences = [measure(own) - measure(other) for own, other in pairs]
+                figures[arm][f"p_{name}"] = sign_flip(differences)
     return figures
 
 
@@ -169,68 +180,71 @@ def main() -> None:
     parser.add_argument("draft")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(
-        "--folder", type=Path, help="keeps answers and what is learnt; goes on there"
+        "--folder", type=Path, help="keep answers and trained drafts here, and resume from them"
     )
-    parser.add_argument("--replay", action="store_true")
-    parser.add_argument("--one-lesson", action="store_true", help="end after the next lesson")
+    parser.add_argument("--replay", action="store_true", help="draft for recorded answers")
+    parser.add_argument("--one-lesson", action="store_true", help="stop after the next training")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--policy", choices=POLICIES, nargs="*", default=list(POLICIES))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     choose_kernels("auto", cache_folder())
-    target, draft = find_target(given.target, quiet=False), find_target(given.draft, quiet=False)
+    target = find_target(arguments.target, quiet=False)
+    draft = find_target(arguments.draft, quiet=False)
     identity = identify(target)
     assert identity is not None
     with contextlib.ExitStack() as stack:
-        place = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder, cache = learning_folder(place, identity), place / "cache"
+        place = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = learning_folder(place, identity)
+        cache = place / "cache"
         options = SessionOptions(
             target,
             draft,
-            generation=GenerationOptions(max_tokens=given.max_tokens),
+            generation=GenerationOptions(max_tokens=arguments.max_tokens),
             target_context=ContextOptions(n_threads=2),
             draft_context=ContextOptions(n_threads=2),
         )
-        asked = prompts()
+        requests = prompts()
         lessons = _lessons(place)
         while len(lessons) < N_PROMPTS // N_BLOCK - 1:
-            lessons = _answer_and_learn(options, asked, folder, cache, given.minutes, place)
-            if given.one_lesson:
+            lessons = _answer_and_learn(options, requests, folder, cache, arguments.minutes, place)
+            if arguments.one_lesson:
                 return
-        measure = _replay if given.replay else _measure
+        measure = _replay if arguments.replay else _measure
         results = {
-            policy: measure(arms_of(options, policy, folder, cache), asked[-N_BLOCK:])
-            for policy in given.policy
+            policy: measure(arms_of(options, policy, folder, cache), requests[-N_BLOCK:])
+            for policy in arguments.policy
         }
     document = {
         "machine": as_json(look_at_machine()),
         "kernels": computing(),
         "target": target.name,
         "draft": draft.name,
-        "max_tokens": given.max_tokens,
-        "prompts": asked,
+        "max_tokens": arguments.max_tokens,
+        "prompts": requests,
         "lessons": lessons,
         "results": results,
     }
-    given.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps({p: r["figures"] for p, r in results.items()}, indent=1))
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    figures = {policy: result["figures"] for policy, result in results.items()}
+    print(json.dumps(figures, indent=1))
 
 
 def _lessons(place: Path) -> list[dict[str, Any]]:
-    """What came of the lessons that an earlier run made in the folder."""
+    """The results of the trainings that earlier runs left in the folder."""
     state = place / "lessons.json"
     return json.loads(state.read_text()) if state.is_file() else []
 
 
 def _answer_and_learn(
     options: SessionOptions,
-    asked: Sequence[str],
+    requests: Sequence[str],
     folder: Path,
     cache: Path,
     minutes: float,
     place: Path,
 ) -> list[dict[str, Any]]:
-    """Answer the next block of prompts, unless it was answered, and learn; return all lessons."""
+    """Answer the next block of requests, unless that was done, and train; return all lessons."""
     lessons = _lessons(place)
     kept = replace(
         options, learning=folder, cache=cache, drafting=replace(DraftOptions(), lookup_store=True)
@@ -242,80 +256,80 @@ def _answer_and_learn(
             Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
             calibrate(loaded)
-            answers = [engine.insert(each) for each in asked[first : first + N_BLOCK]]
+            answers = [engine.insert(each) for each in requests[first : first + N_BLOCK]]
             for _ in engine.run():
                 pass
-            assert all(answer.text is not None for answer in answers)  # or its failure
+            assert all(answer.text is not None for answer in answers)  # none has failed
     lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
     (place / "lessons.json").write_text(json.dumps(lessons))
     return lessons
 
 
-def _measure(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, Any]:
-    """Draft for the last prompts in every way, which take turns, prompt by prompt."""
-    found: dict[str, list[FinishedEvent]] = {arm: [] for arm in arms}
+def _measure(arms: dict[str, SessionOptions], requests: Sequence[str]) -> dict[str, Any]:
+    """Answer requests with all arms, which take turns for each request."""
+    answers: dict[str, list[FinishedEvent]] = {arm: [] for arm in arms}
     with contextlib.ExitStack() as stack:
         engines = {}
         for arm, options in arms.items():
-            # What is kept now is for this way alone.
-            own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            # Each arm gets a copy, so that what it keeps does not help the others.
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             copied = replace(
                 options,
-                learning=_copy(options.learning, own / "learning"),
-                cache=_copy(options.cache, own / "cache"),
+                learning=_copy(options.learning, copies / "learning"),
+                cache=_copy(options.cache, copies / "cache"),
             )
             engines[arm] = stack.enter_context(opened(copied))
-        for number, prompt in enumerate(asked):
+        for number, prompt in enumerate(requests):
             for turn in range(len(arms)):
                 arm = list(arms)[(number + turn) % len(arms)]
-                found[arm].append(ask(engines[arm], prompt))
-            print(f"\ranswer {number + 1} of {len(asked)} ", end="", file=sys.stderr)
-    texts = {arm: [event.text for event in events] for arm, events in found.items()}
+                answers[arm].append(ask(engines[arm], prompt))
+            print(f"\ranswer {number + 1} of {len(requests)} ", end="", file=sys.stderr)
+    texts = {arm: [event.text for event in events] for arm, events in answers.items()}
     if any(each != texts["without"] for each in texts.values()):
         raise SystemExit("the texts differ")
     return {
-        "figures": compared(found),
+        "figures": compared(answers),
         "texts": texts["without"],
-        "answers": {arm: [_scalars(event) for event in events] for arm, events in found.items()},
+        "answers": {arm: [_scalars(event) for event in events] for arm, events in answers.items()},
     }
 
 
-def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, Any]:
-    """Draft for the target's own answers to the last prompts in every way."""
+def _replay(arms: dict[str, SessionOptions], requests: Sequence[str]) -> dict[str, Any]:
+    """Record the target's answers to requests, and draft for them with all arms."""
     plain = replace(arms["without"], draft="none")
     n_ctx = 1024
     with (
         Session(plain, time.perf_counter) as loaded,
-        Engine(loaded, n_parallel=len(asked), n_ctx=n_ctx) as engine,
+        Engine(loaded, n_parallel=len(requests), n_ctx=n_ctx) as engine,
     ):
-        asked_for = [engine.insert(prompt) for prompt in asked]
+        insertions = [engine.insert(prompt) for prompt in requests]
         list(engine.run())
     answers = []
-    for prompt, done in zip(asked, asked_for, strict=True):
+    for prompt, done in zip(requests, insertions, strict=True):
         assert done.finished is not None
         answers.append(TrialAnswer(prompt, done.finished.token_ids))
     baseline = Baseline(tuple(answers), (), n_ctx, {1: 1.0, 2: 1.0})  # costs decide nothing
-    found: dict[str, list[Replay]] = {}
+    replayed: dict[str, list[Replay]] = {}
     for arm, options in arms.items():
         with (
             Session(options, time.perf_counter, vocabulary_only=True) as loaded,
             loaded.draft_contexts(n_ctx) as (context,),
         ):
-            found[arm] = []
+            replayed[arm] = []
             for answer in answers:
                 context.remove(0)
-                begun = loaded.prompts.of_text(answer.prompt, now=NOW)
-                generation = DrafterFactory(loaded).new_answer(begun, n_ctx, (context,), 0)
-                found[arm].append(replay(generation, answer, baseline, loaded.clock))
+                formatted = loaded.prompts.of_text(answer.prompt, now=NOW)
+                generation = DrafterFactory(loaded).new_answer(formatted, n_ctx, (context,), 0)
+                replayed[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
-        "figures": compared(found),
-        "texts": [done.text for done in asked_for],
-        "answers": {arm: [_scalars(each) for each in replays] for arm, replays in found.items()},
+        "figures": compared(replayed),
+        "texts": [done.text for done in insertions],
+        "answers": {arm: [_scalars(each) for each in replays] for arm, replays in replayed.items()},
     }
 
 
 def _scalars(event: FinishedEvent | Replay) -> dict[str, Any]:
-    """The figures of an answer, without its text and what is counted place by place."""
+    """The scalar figures of an answer, without its text and its counts by position."""
     figures = asdict(event)
     figures |= figures.pop("stats", {})
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}

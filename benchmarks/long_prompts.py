@@ -1,4 +1,4 @@
-r"""Answers after long prompts: plain decoding and drafts in interleaved runs of one engine.
+r"""Answers to long prompts: plain decoding and drafts in interleaved runs of one engine.
 
 Speeds are tokens per second after the first token.
 
@@ -6,11 +6,11 @@ Speeds are tokens per second after the first token.
     SPECGEN_KERNELS=llama.cpp python -m benchmarks.long_prompts -m 1.5b.gguf \
         --lengths 1 4 12 --json theirs.json
 
-A prompt is so many thousand tokens of specgen's own pages and modules, and a question. The target
-reads each document once; later prompts find it in the cache. A draft's contexts are new for each
-answer, so that its prefill counts. Printed are the speed-up of an answer's first 60 tokens and that
-of all of it. `benchmarks/replays.py` replays the results (`--answers`) with the prompts that
-`--prompts-out` writes.
+A prompt consists of thousands of tokens of specgen's own pages and modules (`--lengths`), followed
+by a question. The target prefills each document once, and later prompts reuse its KV cache. A
+draft's contexts are new for each answer, so its prefill counts. Prints the speed-up of whole
+answers and that of their first 60 tokens. `benchmarks/replays.py` can replay the results
+(`--answers`) with the prompts that `--prompts-out` writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from specgen.system.folders import cache_folder
 from specgen.text.vocabulary import Vocabulary
 
 _TOP = Path(__file__).parents[1]
-_SHORT, _ROOM = 60, 1024
+#: The length of the beginning of an answer that is timed separately.
+_SHORT = 60
+#: The part of the context for the question and the chat template.
+_EXTRA_TOKENS = 1024
+#: The fields of the last event that are written to the results.
 _KEPT = [
     "text",
     "token_ids",
@@ -70,7 +74,7 @@ QUESTIONS = {
 
 
 def document(vocabulary: Vocabulary, n_tokens: int) -> str:
-    """The last tokens of pages and modules in turn, which end with a module."""
+    """The last tokens of a text that alternates pages and modules, and ends with a module."""
     pages = sorted((_TOP / "docs").glob("*.md"))
     modules = sorted((_TOP / "specgen").glob("*/*.py"), key=lambda path: path.name)
     pairs = zip(pages, (each for each in modules if each.stat().st_size > 8000), strict=False)
@@ -81,52 +85,64 @@ def document(vocabulary: Vocabulary, n_tokens: int) -> str:
 
 
 def answer(engine: Engine, session: Session, source: DraftSource, text: str) -> dict[str, Any]:
-    """Answer a prompt with a draft that has read nothing."""
+    """Answer a prompt with a draft whose cache is empty."""
     if source != "none":
         session.draft_source = source
         engine.reload_draft()
         calibrate(session)
     prompt = session.prompts.of_text(text, now=NOW)
-    begun, found = 0.0, dict[str, Any](n_prompt=len(prompt.tokens), short_tokens_per_s=0.0)
+    first_s = 0.0
+    figures: dict[str, Any] = {"n_prompt": len(prompt.tokens), "short_tokens_per_s": 0.0}
     for event in engine.stream(engine.insert(prompt, draft=source != "none")):
         if isinstance(event, CommittedEvent):
-            begun = begun or event.time_s
-            if not found["short_tokens_per_s"] and event.n_tokens >= _SHORT:
-                found["short_tokens_per_s"] = (event.n_tokens - 1) / (event.time_s - begun)
+            first_s = first_s or event.time_s
+            if not figures["short_tokens_per_s"] and event.n_tokens >= _SHORT:
+                figures["short_tokens_per_s"] = (event.n_tokens - 1) / (event.time_s - first_s)
         elif isinstance(event, FinishedEvent):
-            found |= {name: asdict(event)[name] for name in (*_KEPT, "draft_s", "undrafted")}
-    return found
+            figures |= {name: asdict(event)[name] for name in (*_KEPT, "draft_s", "undrafted")}
+    return figures
 
 
 def line_of(result: dict[str, Any], plain: dict[str, Any]) -> str:
-    own = result["outcome"]
-    sizes = f"{own['n_prompt']} + {own['n_tokens']} tokens\tread in {own['prompt_s']:.1f} s"
+    """The line to print about an answer."""
+    outcome = result["outcome"]
     whole, short = (
-        f"{own[key] or 0:.1f} tokens/s ({(own[key] or 0) / (plain[key] or 1):.2f} x)"
+        f"{outcome[key] or 0:.1f} tokens/s ({(outcome[key] or 0) / (plain[key] or 1):.2f}x)"
         for key in _SPEEDS
     )
-    end = f"{whole}\tat first {short}" + "\tANOTHER TEXT" * (not result["is_equal"])
-    return f"{result['category']}\t{result['contender']}\t{sizes}\t{end}"
+    columns = [
+        result["category"],
+        result["contender"],
+        f"{outcome['n_prompt']} + {outcome['n_tokens']} tokens",
+        f"prefill {outcome['prompt_s']:.1f} s",
+        whole,
+        f"first {_SHORT} tokens: {short}",
+    ]
+    if not result["is_equal"]:
+        columns.append("DIFFERENT TEXT")
+    return "\t".join(columns)
 
 
 def main() -> None:
     parser = parser_of(__doc__, max_tokens=250, drafts=True)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4, 8, 12, 24])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1, 4, 8, 12, 24], help="thousands of tokens"
+    )
     parser.add_argument("--kinds", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
-    parser.add_argument("--prompts-out", type=Path)
-    asked = parser.parse_args()
+    parser.add_argument("--prompts-out", type=Path, help="write the prompts to this file")
+    arguments = parser.parse_args()
     kernels = choose_kernels(wanted_in(os.environ), cache_folder()).label
-    sources: list[DraftSource] = ["none", *asked.draft]
-    generation = GenerationOptions(max_tokens=asked.max_tokens)
-    options = SessionOptions(asked.target, sources[-1], generation=generation)
+    sources: list[DraftSource] = ["none", *arguments.draft]
+    generation = GenerationOptions(max_tokens=arguments.max_tokens)
+    options = SessionOptions(arguments.target, sources[-1], generation=generation)
     results: list[dict[str, Any]] = []
     prompts: list[dict[str, str]] = []
-    n_ctx = 1000 * max(asked.lengths) + asked.max_tokens + _ROOM
+    n_ctx = 1000 * max(arguments.lengths) + arguments.max_tokens + _EXTRA_TOKENS
     with Session(options, time.perf_counter) as session, Engine(session, n_ctx=n_ctx) as engine:
         calibrate(session)
-        for source in sources:  # nothing is measured cold
+        for source in sources:  # warm up
             answer(engine, session, source, "Count from one to twenty.")
-        for length, kind in itertools.product(asked.lengths, asked.kinds):
+        for length, kind in itertools.product(arguments.lengths, arguments.kinds):
             text = f"{document(session.target.vocabulary, 1000 * length)}\n\n{QUESTIONS[kind]}"
             prompts.append({"category": f"{length}k {kind}", "prompt": text})
             plain: dict[str, Any] = {}
@@ -134,23 +150,26 @@ def main() -> None:
                 outcome = answer(engine, session, source, text)
                 plain = plain or outcome
                 name = source.name if isinstance(source, Path) else "plain"
-                what = dict[str, Any](contender=name, is_plain=source == "none")
-                what |= {
-                    "category": f"{length}k {kind}",
-                    "prompt": len(prompts),
-                    "temperature": 0.0,
-                }
-                what["is_equal"] = outcome["token_ids"] == plain["token_ids"]
-                results.append(what | {"outcome": outcome})
+                results.append(
+                    {
+                        "contender": name,
+                        "is_plain": source == "none",
+                        "category": f"{length}k {kind}",
+                        "prompt": len(prompts),
+                        "temperature": 0.0,
+                        "is_equal": outcome["token_ids"] == plain["token_ids"],
+                        "outcome": outcome,
+                    }
+                )
                 report = {
                     "command": command_line("long_prompts", sys.argv[1:]),
                     "kernels": kernels,
                     "results": results,
                 }
-                write_json(asked.json, report)
+                write_json(arguments.json, report)
                 print(line_of(results[-1], plain), flush=True)
-    if asked.prompts_out is not None:
-        asked.prompts_out.write_text("".join(f"{json.dumps(each)}\n" for each in prompts))
+    if arguments.prompts_out is not None:
+        arguments.prompts_out.write_text("".join(f"{json.dumps(each)}\n" for each in prompts))
 
 
 if __name__ == "__main__":

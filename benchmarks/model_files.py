@@ -9,7 +9,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
-#: A tensor as a file has it: the bytes or numbers of its rows, and ggml's type if they are bytes.
+#: A tensor as it is stored in a file: the bytes or numbers of its rows, and GGML's type if they are
+#: bytes.
 Stored: TypeAlias = tuple[NDArray[Any], GGMLQuantizationType | None]
 
 
@@ -20,9 +21,13 @@ def copy_metadata(
     without: str | None = None,
     changed: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy a file's metadata, without its architecture.
+    """Copy a file's metadata, except for its architecture.
 
-    Keys that begin with `without` are left out, and the values of some are `changed`.
+    Args:
+        reader: The file to copy from.
+        writer: The file to copy to.
+        without: The beginning of keys that are left out.
+        changed: New values of some keys.
     """
     for key, field in reader.fields.items():
         is_left_out = without is not None and key.startswith(without)
@@ -35,7 +40,7 @@ def copy_metadata(
 
 
 def write_file(writer: GGUFWriter, tensors: Mapping[str, Stored]) -> None:
-    """Write the metadata that were added, and the tensors, and close the file."""
+    """Write the metadata that were added to `writer`, and the tensors; close the file."""
     for name, (data, ggml_type) in tensors.items():
         writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw_dtype=ggml_type)
     writer.write_header_to_file()

@@ -1,25 +1,26 @@
-r"""A target with a trained MTP layer, to measure with: a Qwen2 file in the form of GLM-4.5.
+r"""Train an MTP layer for a Qwen2 target, and write both in the format of GLM-4.5, to benchmark it.
 
     specgen draft data -m 1.5b.gguf --prompts prompts.jsonl --tokens 100000
     python benchmarks/mtp_target.py -m 1.5b.gguf --text FOLDER --prompts prompts.jsonl \
         --until 0.85 -o mtp.gguf
     python benchmarks/mtp_target.py -m bigger.gguf --layer mtp.gguf -o bigger-mtp.gguf
 
-FOLDER is what `specgen draft data` prints. The file's text is that of the Qwen2 file: its layers
-are copied. Behind them is one MTP layer, trained on the text in FOLDER. Makers train theirs
-together with the model, on all of its text, and it is right at some 0.85 of the places. From a
-little text no layer gets so far. So there are two uses.
+FOLDER is what `specgen draft data` prints. The written file generates the same text as the Qwen2
+file, because its layers are copied. After them comes one MTP layer, trained on the text in FOLDER.
 
-- Memorised (`--until`): the layer learns the answers of the benchmark itself, until it is right at
-  this share of their positions. Its costs are real, its acceptance is set: say so wherever such a
-  figure appears.
-- Honest (no `--until`): every tenth answer is held back, and accuracy is measured on those.
+Model makers train the MTP layer together with the model on all of its text, and its top token is
+right at about 85% of the positions. With little text, no layer reaches that. So there are two uses:
 
-The layer predicts several tokens ahead in training as it does in use: at a deeper place it reads
-its own hidden states instead of the target's ("training-time test" of EAGLE-3, Li et al.,
-arXiv:2503.01840). Its matrices begin as those of the last layer, with outputs of zero, behind a map
-that ridge regression finds from (token, hidden state) to the next hidden state. One JSON line is
-printed for each judgement.
+- Memorised (`--until`): the layer is trained on the answers of the benchmark itself until it is
+  right at this share of their positions. Its costs are real, but its acceptance is chosen. State
+  this wherever such a figure appears.
+- Honest (no `--until`): every tenth answer is held out, and the accuracy is measured on those.
+
+In training as in use, the layer predicts several tokens ahead: for later tokens its input is its
+own hidden state instead of the target's ("training-time test" of EAGLE-3, Li et al.,
+arXiv:2503.01840). Ridge regression initialises the input projection, as a map from (token, hidden
+state) to the next hidden state. The other matrices are initialised with those of the last layer,
+except that output matrices start at zero. Prints a JSON line for each evaluation.
 """
 
 from __future__ import annotations
@@ -55,21 +56,23 @@ from specgen.train.target_text import N_TOP, TargetText
 Parameters: TypeAlias = dict[str, Any]
 Floats: TypeAlias = NDArray[np.float32]
 
-_FORM = "glm4moe"
+#: The architecture that the target is written as.
+_ARCHITECTURE = "glm4moe"
 _MATRIX_TYPE = "q8_0"
-#: Tokens in a step; several texts follow one another in it.
+#: The tokens in a training step, which are those of several texts.
 _N_COLUMNS = 1024
-#: How many tokens ahead the layer is trained for, and the weight of a token's loss relative to the
-#: one before it.
+#: How many tokens ahead the layer is trained to predict.
 _N_AHEAD = 3
-_FADING = 0.8
-#: Tokens that the layer can predict in training: those of the text, and others, up to so many.
+#: The weight of a token's loss, relative to the token before it.
+_LOSS_DECAY = 0.8
+#: The size of the vocabulary in training: all tokens of the text, and others up to this number.
 _N_FREQUENT = 32_768
-#: Of the tokens that the text lacks, so many are drawn for a step, and stand for all.
+#: The number of tokens not in the text that are sampled for each step, to stand in for all of them.
 _N_OTHERS = 2048
+#: The regularisation of the ridge regression.
 _RIDGE = 300.0
+#: The warm-up steps, in which the learning rate rises.
 _N_RISING = 10
-_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
 # --- the file -------------------------------------------------------------------------------
@@ -97,10 +100,10 @@ class Qwen2File:
         return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
 
     def last_layer(self) -> Parameters:
-        """The last layer's tensors, the start of training, with outputs of zero."""
-        begin = f"blk.{self.n_layer - 1}."
-        names = [name.removeprefix(begin) for name in self.tensors if name.startswith(begin)]
-        layer = {name: self.floats(begin + name) for name in names}
+        """The last layer's tensors with outputs of zero, with which training begins."""
+        prefix = f"blk.{self.n_layer - 1}."
+        names = [name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix)]
+        layer = {name: self.floats(prefix + name) for name in names}
         for name in ("attn_output.weight", "ffn_down.weight"):
             layer[name] = np.zeros_like(layer[name])
         layer["head_norm"] = self.floats("output_norm.weight")
@@ -108,10 +111,10 @@ class Qwen2File:
 
 
 def stored(layer: Parameters) -> dict[str, Stored]:
-    """The tensors of an MTP layer, without their "blk.N.".
+    """The tensors of an MTP layer as they are stored, by their names without "blk.N.".
 
-    GLM-4.5's layer has experts: the feed-forward part is cut in two halves, of which one is the
-    only expert and the other the expert that all tokens share, so that nothing is computed twice.
+    A layer of GLM-4.5 is a mixture of experts. The feed-forward part is split into two halves: one
+    becomes the only routed expert, the other the shared expert, so nothing is computed twice.
     """
     names = {
         "ffn_norm.weight": "post_attention_norm.weight",
@@ -119,22 +122,22 @@ def stored(layer: Parameters) -> dict[str, Stored]:
         "enorm": "nextn.enorm.weight",
         "hnorm": "nextn.hnorm.weight",
     }
-    found: dict[str, Stored] = {
+    tensors: dict[str, Stored] = {
         "ffn_gate_inp.weight": (np.zeros((1, len(layer["enorm"])), np.float32), None),
         "exp_probs_b.bias": (np.zeros((1,), np.float32), None),
     }
     for name, trained in layer.items():
         values = np.asarray(trained, np.float32)
         if name in names or values.ndim == 1:
-            found[names.get(name, name)] = values, None
+            tensors[names.get(name, name)] = values, None
         elif name.startswith("ffn_"):
             expert, shared = np.split(values, 2, axis=int(name.startswith("ffn_down")))
             part = name.removesuffix(".weight")
-            found[f"{part}_shexp.weight"] = _quantized(shared)
-            found[f"{part}_exps.weight"] = _quantized(expert[None])
+            tensors[f"{part}_shexp.weight"] = _quantized(shared)
+            tensors[f"{part}_exps.weight"] = _quantized(expert[None])
         else:
-            found[name] = _quantized(values)
-    return found
+            tensors[name] = _quantized(values)
+    return tensors
 
 
 def _quantized(values: Floats) -> Stored:
@@ -143,21 +146,21 @@ def _quantized(values: Floats) -> Stored:
 
 
 def layer_of(path: Path) -> dict[str, Stored]:
-    """The MTP layer of a file that was written here."""
+    """The MTP layer of a file that this benchmark wrote."""
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    (begin,) = (
+    (prefix,) = (
         name.removesuffix("nextn.eh_proj.weight") for name in tensors if "nextn.eh_proj" in name
     )
     return {
-        name.removeprefix(begin): (tensor.data, tensor.tensor_type)
+        name.removeprefix(prefix): (tensor.data, tensor.tensor_type)
         for name, tensor in tensors.items()
-        if name.startswith(begin)
+        if name.startswith(prefix)
     }
 
 
 def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> None:
     """Write the target with `layer` as its MTP layer."""
-    writer = GGUFWriter(output, _FORM)
+    writer = GGUFWriter(output, _ARCHITECTURE)
     copy_metadata(source.reader, writer, without="qwen2.")
     head_size = source.n_embd // source.n_head
     sizes = {
@@ -179,11 +182,11 @@ def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> N
         "expert_gating_func": 2,
     }
     for key, size in sizes.items():
-        writer.add_uint32(f"{_FORM}.{key}", size)
-    writer.add_float32(f"{_FORM}.rope.freq_base", source.rope_base)
-    writer.add_float32(f"{_FORM}.attention.layer_norm_rms_epsilon", source.epsilon)
-    writer.add_bool(f"{_FORM}.expert_weights_norm", True)
-    writer.add_float32(f"{_FORM}.expert_weights_scale", 1.0)
+        writer.add_uint32(f"{_ARCHITECTURE}.{key}", size)
+    writer.add_float32(f"{_ARCHITECTURE}.rope.freq_base", source.rope_base)
+    writer.add_float32(f"{_ARCHITECTURE}.attention.layer_norm_rms_epsilon", source.epsilon)
+    writer.add_bool(f"{_ARCHITECTURE}.expert_weights_norm", True)
+    writer.add_float32(f"{_ARCHITECTURE}.expert_weights_scale", 1.0)
     tensors: dict[str, Stored] = {
         name.replace("ffn_norm", "post_attention_norm"): (tensor.data, tensor.tensor_type)
         for name, tensor in source.tensors.items()
@@ -199,21 +202,21 @@ def write_target(source: Qwen2File, layer: dict[str, Stored], output: Path) -> N
 class Text:
     """A prompt with its answer, and the target's hidden state after each token.
 
-    The states are those after the last norm.
+    The hidden states are taken after the output norm.
     """
 
     tokens: NDArray[np.int32]
     hidden: NDArray[np.float16]
     n_prompt: int
-    #: The likeliest tokens for each token of the answer, and their probabilities.
+    #: The target's most likely tokens at each position of the answer, and their probabilities.
     top_tokens: NDArray[np.int32]
     top_probabilities: NDArray[np.float16]
     is_held_back: bool
 
 
-def read_texts(text: TargetText, form: Path) -> Iterator[Text]:
-    """Let the target read its answers again, for the hidden states of all places."""
-    with contextlib.closing(LlamaModel(form)) as model:
+def read_texts(text: TargetText, target: Path) -> Iterator[Text]:
+    """Prefill the target with its answers again, to get the hidden states of all positions."""
+    with contextlib.closing(LlamaModel(target)) as model:
         longest = max(len(each.prompt_tokens) + len(each.tokens) for each in text.answers)
         options = ContextOptions(n_batch=512)
         with contextlib.closing(
@@ -225,8 +228,8 @@ def read_texts(text: TargetText, form: Path) -> Iterator[Text]:
                 parts = []
                 for start in range(0, len(tokens), 512):
                     batch = Batch()
-                    for place, token in enumerate(tokens[start : start + 512].tolist(), start):
-                        batch.add(token, place, (0,), place == len(tokens) - 1)
+                    for position, token in enumerate(tokens[start : start + 512].tolist(), start):
+                        batch.add(token, position, (0,), position == len(tokens) - 1)
                     parts.append(backend.decode_hidden(batch, all_rows=True)[1].astype(np.float16))
                 yield Text(
                     tokens,
@@ -241,8 +244,8 @@ def read_texts(text: TargetText, form: Path) -> Iterator[Text]:
 class Row:
     """Several texts, concatenated.
 
-    Position i has a token, the hidden state before it, and the next token as the label: -1 where
-    that does not belong to an answer.
+    Position i has a token, the hidden state before it, and the next token as its label. The label
+    is -1 if the next token does not belong to an answer.
     """
 
     tokens: NDArray[np.int32]
@@ -272,7 +275,8 @@ def rows_of(texts: list[Text], n_embd: int) -> list[Row]:
                     np.zeros((_N_COLUMNS, N_TOP), np.float32),
                 )
             )
-        row, part = rows[-1], slice(used, used + n)
+        row = rows[-1]
+        part = slice(used, used + n)
         row.tokens[part] = text.tokens[:n]
         row.hidden[used + 1 : used + n] = text.hidden[: n - 1]
         row.texts[part] = number
@@ -307,14 +311,16 @@ def _normed(values: Any, weights: Any, epsilon: float) -> Any:
 
 
 def forward(shape: Shape, layer: Parameters, row: tuple[Any, ...], n_ahead: int) -> list[Any]:
-    """The layer's hidden states of a row's places, float32[n, n_embd], for each depth.
+    """The layer's hidden states at a row's positions, float32[n, n_embd], for each depth.
 
-    At depth d a place reads the layer's own state of depth d - 1 at the place before. It sees
-    itself, the places right before it at the depths that a draft has there, and all before those at
-    the first depth.
+    At depth d, the input of a position is the layer's own hidden state of depth d - 1 at the
+    position before. It attends to itself, to the d positions right before it at the depths that
+    they have in a draft, and to all earlier positions at depth 0.
     """
     embedded, hidden, texts, positions = row
-    n, size, n_kv = len(texts), shape.head_size, shape.n_head_kv
+    n = len(texts)
+    size = shape.head_size
+    n_kv = shape.n_head_kv
     frequencies = shape.rope_base ** (-jnp.arange(0, size, 2) / size)
     angles = positions[:, None, None] * frequencies
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
@@ -333,39 +339,41 @@ def forward(shape: Shape, layer: Parameters, row: tuple[Any, ...], n_ahead: int)
     embedded = _normed(embedded, layer["enorm"], shape.epsilon)
     keys: list[Any] = []
     values: list[Any] = []
-    found: list[Any] = []
+    states_by_depth: list[Any] = []
     for depth in range(n_ahead):
         if depth:
-            hidden = jnp.where((positions > 0)[:, None], shifted(found[-1], 1), 0.0)
+            previous = shifted(states_by_depth[-1], 1)
+            hidden = jnp.where((positions > 0)[:, None], previous, 0.0)
         normed = _normed(hidden, layer["hnorm"], shape.epsilon)
         states = jnp.concatenate((embedded, normed), axis=-1) @ layer["nextn.eh_proj.weight"].T
         inputs = _normed(states, layer["attn_norm.weight"], shape.epsilon)
 
         def heads(name: str, n_heads: int, inputs: Any = inputs) -> Any:
-            made = inputs @ layer[f"{name}.weight"].T + layer[f"{name}.bias"]
-            return made.reshape(n, n_heads, size)
+            product = inputs @ layer[f"{name}.weight"].T + layer[f"{name}.bias"]
+            return product.reshape(n, n_heads, size)
 
         queries = rotated(heads("attn_q", shape.n_head)).reshape(n, n_kv, -1, size)
         keys.append(rotated(heads("attn_k", n_kv)))
         values.append(heads("attn_v", n_kv))
         scores = jnp.einsum("qkgs,tks->kgqt", queries, keys[0])
         scores = jnp.where(is_same & (distances >= depth), scores, -jnp.inf)
-        near = []
+        draft_scores = []
         for back in range(depth):
             score = jnp.einsum("qkgs,qks->kgq", queries, shifted(keys[depth - back], back))
-            near.append(jnp.where(positions >= back, score, -jnp.inf)[..., None])
-        shares = jax.nn.softmax(jnp.concatenate([scores, *near], -1) / np.sqrt(size), axis=-1)
-        mixed = jnp.einsum("kgqt,tks->qkgs", shares[..., :n], values[0])
+            draft_scores.append(jnp.where(positions >= back, score, -jnp.inf)[..., None])
+        all_scores = jnp.concatenate([scores, *draft_scores], -1)
+        attention = jax.nn.softmax(all_scores / np.sqrt(size), axis=-1)
+        mixed = jnp.einsum("kgqt,tks->qkgs", attention[..., :n], values[0])
         for back in range(depth):
-            seen = shifted(values[depth - back], back)
-            mixed += jnp.einsum("kgq,qks->qkgs", shares[..., n + back], seen)
+            draft_values = shifted(values[depth - back], back)
+            mixed += jnp.einsum("kgq,qks->qkgs", attention[..., n + back], draft_values)
         states = states + mixed.reshape(n, -1) @ layer["attn_output.weight"].T
         inputs = _normed(states, layer["ffn_norm.weight"], shape.epsilon)
         gate = jax.nn.silu(inputs @ layer["ffn_gate.weight"].T)
         inner = gate * (inputs @ layer["ffn_up.weight"].T)
         states = states + inner @ layer["ffn_down.weight"].T
-        found.append(_normed(states, layer["head_norm"], shape.epsilon))
-    return found
+        states_by_depth.append(_normed(states, layer["head_norm"], shape.epsilon))
+    return states_by_depth
 
 
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
@@ -375,7 +383,7 @@ _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=
 def _step(
     shape: Shape, n_ahead: int, layer: Parameters, moments: Any, row: Any, labels: Any, rate: Any
 ) -> tuple[Parameters, Any, Any]:
-    """A step of Adam on the cross-entropy with the target's likeliest tokens."""
+    """A step of Adam on the cross-entropy with the target's most likely tokens."""
     columns, shares, output, bias = labels
 
     def loss(layer: Parameters) -> Any:
@@ -385,107 +393,127 @@ def _step(
             wanted = jnp.take_along_axis(logits, jnp.maximum(columns, 0), axis=1)
             mass = shares.sum(axis=1)
             losses = mass * jax.nn.logsumexp(logits, axis=1) - (wanted * shares).sum(axis=1)
-            total += _FADING**depth * losses.sum() / jnp.maximum(mass.sum(), 1.0)
+            total += _LOSS_DECAY**depth * losses.sum() / jnp.maximum(mass.sum(), 1.0)
         return total
 
     value, gradients = jax.value_and_grad(loss)(layer)
     directions, moments = _OPTIMIZER.update(gradients, moments)
-    return jax.tree.map(lambda old, way: old - rate * way, layer, directions), moments, value
+    layer = jax.tree.map(lambda weights, step: weights - rate * step, layer, directions)
+    return layer, moments, value
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _likeliest(shape: Shape, n_ahead: int, layer: Parameters, row: Any, output: Any) -> Any:
-    found = forward(shape, layer, row, n_ahead)
-    return jnp.stack([(states @ output.T).argmax(axis=1) for states in found])
+    states_by_depth = forward(shape, layer, row, n_ahead)
+    return jnp.stack([(states @ output.T).argmax(axis=1) for states in states_by_depth])
 
 
 class Task:
-    """The texts, and what of the vocabulary the layer is trained with."""
+    """The texts to train and evaluate on, and the part of the vocabulary that training uses."""
 
-    def __init__(self, source: Path, file: Qwen2File, texts: list[Text], *, by_heart: bool) -> None:
+    def __init__(self, source: Path, file: Qwen2File, texts: list[Text], *, memorise: bool) -> None:
         self.rng = np.random.default_rng(0)
         self.shape = Shape(
             file.n_head, file.n_head_kv, file.n_embd // file.n_head, file.rope_base, file.epsilon
         )
-        learnt = [text for text in texts if by_heart or not text.is_held_back]
-        judged = texts if by_heart else [text for text in texts if text.is_held_back]
-        self.learnt, self.judged = rows_of(learnt, file.n_embd), rows_of(judged, file.n_embd)
-        every = np.unique(np.concatenate([[0], *(text.tokens for text in texts)]))
-        self._places = {int(token): place for place, token in enumerate(every)}
-        self._embeddings, _ = model_rows(source, every)
-        own = np.unique(np.concatenate([text.tokens for text in learnt]))
-        tops = np.unique(np.concatenate([text.top_tokens.ravel() for text in learnt]))
-        own = np.union1d(own, tops)
+        training = [text for text in texts if memorise or not text.is_held_back]
+        evaluation = texts if memorise else [text for text in texts if text.is_held_back]
+        self.training_rows = rows_of(training, file.n_embd)
+        self.evaluation_rows = rows_of(evaluation, file.n_embd)
+        self.n_training_tokens = sum(int((row.labels >= 0).sum()) for row in self.training_rows)
+        # The embeddings of all tokens of all texts.
+        embedded = np.unique(np.concatenate([[0], *(text.tokens for text in texts)]))
+        self._embedding_index = {int(token): index for index, token in enumerate(embedded)}
+        self._embeddings, _ = model_rows(source, embedded)
+        # The vocabulary in training: first the tokens of the training texts, then others.
+        text_tokens = np.unique(np.concatenate([text.tokens for text in training]))
+        top_tokens = np.unique(np.concatenate([text.top_tokens.ravel() for text in training]))
+        text_tokens = np.union1d(text_tokens, top_tokens)
         n_vocab = len(file.tensors["token_embd.weight"].data)
-        others = np.setdiff1d(np.arange(n_vocab), own)[: max(0, _N_FREQUENT - len(own))]
-        self._tokens = np.concatenate([own, others])
-        self._n_own = len(own)
+        n_others = max(0, _N_FREQUENT - len(text_tokens))
+        others = np.setdiff1d(np.arange(n_vocab), text_tokens)[:n_others]
+        self._tokens = np.concatenate([text_tokens, others])
+        self._n_text_tokens = len(text_tokens)
         _, self._output = model_rows(source, self._tokens)
-        self._full = jnp.asarray(self._output)
+        self._full_output = jnp.asarray(self._output)
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[self._tokens] = np.arange(len(self._tokens))
-        self.n_learnt = sum(int((row.labels >= 0).sum()) for row in self.learnt)
 
     def ridge(self, norm: Floats) -> Floats:
         """Return the linear map from (embedding, hidden state) to the next hidden state.
 
-        It gives the state before the norm's weights: float32[n_embd, 2 n_embd].
+        The predicted state is not multiplied with the weights of the norm.
+
+        Args:
+            norm: The weights of the norm: float32[n_embd].
+
+        Returns:
+            The map: float32[n_embd, 2 n_embd].
         """
         n_embd = len(norm)
         gram = np.zeros((2 * n_embd, 2 * n_embd))
         products = np.zeros((2 * n_embd, n_embd))
-        for row in self.learnt:
+        for row in self.training_rows:
             is_used = (row.positions[1:] > 0) & (row.positions[:-1] > 0)
             embedded, hidden, *_ = self.inputs(row)
             inputs = np.concatenate([_unit(embedded), _unit(hidden)], axis=1)[:-1][is_used]
-            behind = row.hidden[1:][is_used].astype(np.float32) / norm
+            next_hidden = row.hidden[1:][is_used].astype(np.float32) / norm
             gram += inputs.T @ inputs
-            products += inputs.T @ behind
+            products += inputs.T @ next_hidden
         gram += _RIDGE * np.eye(len(gram))
         return np.linalg.solve(gram, products).T.astype(np.float32)
 
     def inputs(self, row: Row) -> tuple[Any, ...]:
-        embedded = self._embeddings[[self._places[int(token)] for token in row.tokens]]
+        indices = [self._embedding_index[int(token)] for token in row.tokens]
+        embedded = self._embeddings[indices]
         return embedded, row.hidden.astype(np.float32), row.texts, row.positions
 
     def labels(self, row: Row, *, hard: bool) -> tuple[Any, ...]:
-        """Return what a step needs of the output matrix.
+        """Return the labels of a row, and the part of the output matrix that a step uses.
 
-        The columns of the likeliest tokens, their shares, and the rows of the matrix.
+        Args:
+            row: The texts of the step.
+            hard: Whether the only label is the token of the text, instead of the target's
+                distribution over its most likely tokens.
+
+        Returns:
+            The columns of the labels in the logits, their probabilities, the rows of the output
+            matrix, and a bias that makes the sampled tokens stand in for all others.
         """
-        n_others = min(_N_OTHERS, len(self._tokens) - self._n_own)
-        drawn = self._n_own + self.rng.choice(
-            len(self._tokens) - self._n_own, n_others, replace=False
-        )
-        used = np.concatenate([np.arange(self._n_own), drawn])
+        n_not_in_text = len(self._tokens) - self._n_text_tokens
+        n_sampled = min(_N_OTHERS, n_not_in_text)
+        sampled = self._n_text_tokens + self.rng.choice(n_not_in_text, n_sampled, replace=False)
+        used = np.concatenate([np.arange(self._n_text_tokens), sampled])
         bias = np.zeros(len(used), np.float32)
-        if n_others:
-            bias[self._n_own :] = np.log((len(self._tokens) - self._n_own) / n_others)
+        if n_sampled:
+            bias[self._n_text_tokens :] = np.log(n_not_in_text / n_sampled)
         if hard:
             columns = self._index[np.maximum(row.labels, 0)][:, None]
             shares = np.ones((len(columns), 1), np.float32)
         else:
             columns = self._index[row.top_tokens]
             shares = row.top_probabilities / np.maximum(row.top_probabilities.sum(1), 1e-6)[:, None]
-        shares = shares * (row.labels >= 0)[:, None] * (columns < self._n_own)
+        shares = shares * (row.labels >= 0)[:, None] * (columns < self._n_text_tokens)
         return columns, shares, self._output[used], bias
 
-    def judge(self, layer: Parameters) -> list[float]:
+    def evaluate(self, layer: Parameters) -> list[float]:
         """Return how often the layer's top token is the target's, by depth."""
-        right, n = np.zeros(_N_AHEAD), np.zeros(_N_AHEAD)
-        for row in self.judged:
-            found = np.asarray(
-                _likeliest(self.shape, _N_AHEAD, layer, self.inputs(row), self._full)
+        n_right = np.zeros(_N_AHEAD)
+        n_positions = np.zeros(_N_AHEAD)
+        for row in self.evaluation_rows:
+            inputs = self.inputs(row)
+            likeliest = np.asarray(
+                _likeliest(self.shape, _N_AHEAD, layer, inputs, self._full_output)
             )
             is_label = row.labels >= 0
             for depth in range(_N_AHEAD):
-                # Those places where a draft of this depth starts inside of the answer.
-                is_there = is_label.copy()
+                # Only positions for which a draft of this depth starts within the answer.
+                counts = is_label.copy()
                 for back in range(1, depth + 1):
-                    is_there[back:] &= is_label[:-back] & (row.texts[back:] == row.texts[:-back])
-                right[depth] += (self._tokens[found[depth]] == row.labels)[is_there].sum()
-                n[depth] += is_there.sum()
-        return [round(float(share), 4) for share in right / n]
+                    counts[back:] &= is_label[:-back] & (row.texts[back:] == row.texts[:-back])
+                n_right[depth] += (self._tokens[likeliest[depth]] == row.labels)[counts].sum()
+                n_positions[depth] += counts.sum()
+        return [round(float(share), 4) for share in n_right / n_positions]
 
 
 def _unit(values: Floats) -> Floats:
@@ -496,75 +524,88 @@ def _unit(values: Floats) -> Floats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-m", "--target", type=Path, required=True)
-    parser.add_argument("--layer", type=Path, help="take the layer of this file, train none")
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--prompts", type=Path)
     parser.add_argument(
-        "--until", type=float, help="learn by heart, up to this share of the places"
+        "--layer", type=Path, help="copy the layer of this file instead of training"
     )
-    parser.add_argument("--tokens", type=int, default=sys.maxsize, help="answers to learn from")
-    parser.add_argument("--passes", type=int, default=100)
+    parser.add_argument("--text", type=Path, help="the folder that `specgen draft data` prints")
+    parser.add_argument("--prompts", type=Path, help="the prompts of the answers in --text")
+    parser.add_argument(
+        "--until", type=float, help="memorise the answers, up to this share of their positions"
+    )
+    parser.add_argument("--tokens", type=int, default=sys.maxsize, help="tokens to train on")
+    parser.add_argument("--passes", type=int, default=100, help="maximum passes over the text")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--ahead", type=int, default=_N_AHEAD, help="tokens ahead to train for")
-    parser.add_argument("--judged-every", type=int, default=0, help="steps; 0: once a pass")
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
+    parser.add_argument("--ahead", type=int, default=_N_AHEAD, help="tokens ahead to predict")
+    parser.add_argument(
+        "--evaluate-every", type=int, default=0, help="steps between evaluations; 0: once per pass"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
-    asked = parser.parse_args()
-    by_heart = asked.until is not None
-    file = Qwen2File(asked.target)
-    if asked.layer is not None:
-        write_target(file, layer_of(asked.layer), asked.output)
+    arguments = parser.parse_args()
+    memorise = arguments.until is not None
+    file = Qwen2File(arguments.target)
+    if arguments.layer is not None:
+        write_target(file, layer_of(arguments.layer), arguments.output)
         return
     layer = file.last_layer()
     layer["enorm"] = layer["hnorm"] = np.ones(file.n_embd, np.float32)
     layer["nextn.eh_proj.weight"] = np.zeros((file.n_embd, 2 * file.n_embd), np.float32)
-    write_target(file, stored(layer), asked.output)
-    text = TargetText(asked.text, read_prompts(asked.prompts))
-    texts = list(read_texts(text, asked.output))
-    if asked.tokens < sys.maxsize:
-        texts = _first(texts, asked.tokens)
-    task = Task(asked.target, file, texts, by_heart=by_heart)
+    write_target(file, stored(layer), arguments.output)
+    text = TargetText(arguments.text, read_prompts(arguments.prompts))
+    texts = list(read_texts(text, arguments.output))
+    if arguments.tokens < sys.maxsize:
+        texts = _first(texts, arguments.tokens)
+    task = Task(arguments.target, file, texts, memorise=memorise)
     layer["nextn.eh_proj.weight"] = task.ridge(layer["head_norm"])
     layer = {name: jnp.asarray(values) for name, values in layer.items()}
     moments = _OPTIMIZER.init(layer)
-    began = time.monotonic()
-    every = asked.judged_every or len(task.learnt)
-    n_steps, best = asked.passes * len(task.learnt), -1.0
+    started_s = time.monotonic()
+    n_rows = len(task.training_rows)
+    evaluate_every = arguments.evaluate_every or n_rows
+    n_steps = arguments.passes * n_rows
+    best = -1.0
     losses: list[float] = []
-    order = task.rng.permutation(len(task.learnt))
+    order = task.rng.permutation(n_rows)
     for step in range(n_steps + 1):
-        seconds = time.monotonic() - began
-        is_last = step == n_steps or seconds > 60 * asked.minutes
-        if step % every == 0 or is_last:
-            right = task.judge(layer)
-            loss = float(np.mean(losses)) if losses else None
+        seconds = time.monotonic() - started_s
+        is_last = step == n_steps or seconds > 60 * arguments.minutes
+        if step % evaluate_every == 0 or is_last:
+            right = task.evaluate(layer)
+            mean_loss = float(np.mean(losses)) if losses else None
             losses.clear()
-            figures = {"step": step, "tokens": task.n_learnt, "right": right, "loss": loss}
+            figures = {
+                "step": step,
+                "tokens": task.n_training_tokens,
+                "right": right,
+                "loss": mean_loss,
+            }
             print(json.dumps({**figures, "seconds": round(seconds)}), flush=True)
             if right[0] > best:
                 best = right[0]
-                write_target(file, stored(layer), asked.output)
-            if is_last or (by_heart and best >= asked.until):
+                write_target(file, stored(layer), arguments.output)
+            if is_last or (memorise and best >= arguments.until):
                 break
-        if step % len(task.learnt) == 0:
-            order = task.rng.permutation(len(task.learnt))
-        row = task.learnt[order[step % len(task.learnt)]]
-        share = max(seconds / (60 * asked.minutes), step / n_steps)
-        rate = asked.rate * min(1.0, (step + 1) / _N_RISING) * (1.0 if by_heart else 1.0 - share)
+        if step % n_rows == 0:
+            order = task.rng.permutation(n_rows)
+        row = task.training_rows[order[step % n_rows]]
+        rate = arguments.rate * min(1.0, (step + 1) / _N_RISING)
+        if not memorise:
+            progress = max(seconds / (60 * arguments.minutes), step / n_steps)
+            rate *= 1.0 - progress
         layer, moments, loss = _step(
             task.shape,
-            asked.ahead,
+            arguments.ahead,
             layer,
             moments,
             task.inputs(row),
-            task.labels(row, hard=by_heart),
+            task.labels(row, hard=memorise),
             rate,
         )
         losses.append(float(loss))
 
 
 def _first(texts: list[Text], n_tokens: int) -> list[Text]:
-    """The first answers to learn from, with so many tokens at most, and all that are held back."""
+    """Return the first training answers, up to a number of tokens, and all held-out answers."""
     kept, n_kept = [], 0
     for text in texts:
         n_kept += 0 if text.is_held_back else len(text.tokens) - text.n_prompt

@@ -1,19 +1,19 @@
-"""What specgen itself costs, apart from the models' arithmetic.
+"""Overhead of specgen's own code, apart from the models' computations.
 
     python benchmarks/overhead.py
 
-On a tiny model the arithmetic is next to nothing, and what is left is the loop: choosing,
-sampling, verifying, text, events. Its time (`loop_s`) is measured for answers with drafts of
-several lengths, and a round's and a drafted token's shares are fitted to it by least squares:
-loop_s = n_rounds x round + n_drafted x token. Of several answers, after a warm-up, the quickest
-counts: what else runs on the machine only adds to it.
+A tiny model takes almost no time to compute. What remains is the loop: the policy, sampling,
+verification, text and events. Its time (`loop_s`) is measured for answers with drafts of several
+lengths. A least-squares fit then splits it into a cost per round and a cost per drafted token:
+loop_s = n_rounds x round + n_drafted x token. The fastest of several answers after a warm-up
+counts, because other programs can only slow an answer down.
 
-Drafts are of a fixed length, or as long as the cost-aware policy makes them, which here believes
-in made-up costs: drafting costs nothing, so that it drafts all that it may.
+Drafts have a fixed length, or the length that the cost-aware policy chooses. That policy is given
+invented costs by which drafting is free, so that it drafts as much as it may.
 
-Prints one JSON object: microseconds a round and a drafted token, for greedy decoding with a
-draft model, with n-grams, and with both, and for sampling at temperature 1. A target with a
-vocabulary of 150 thousand tokens adds what passes over its logits take: `benchmarks/sampling.py`.
+Prints one JSON object: the microseconds per round and per drafted token, for greedy decoding with a
+draft model, with n-grams and with both, and for sampling at temperature 1. With a vocabulary of
+150,000 tokens, the passes over the logits come on top: see `benchmarks/sampling.py`.
 """
 
 from __future__ import annotations
@@ -48,33 +48,35 @@ PROMPT = "the sum of the sum is the sum of the sum is the sum of"
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)
 N_RUNS = 15
 N_TOKENS = 400
-#: Made-up seconds of the target's decodes and of the draft's, whatever their sizes.
-TARGET_S, DRAFT_S = 1e-2, 1e-7
+#: Invented seconds of a decode by the target and by the draft, for all batch sizes.
+TARGET_S = 1e-2
+DRAFT_S = 1e-7
 
 
-class MadeUpCosts(CostTable):
-    """Costs that stay as they are: each decode took just as long as was expected of it."""
+class ConstantCosts(CostTable):
+    """Costs that never change: every decode is recorded with the time that was expected of it."""
 
     def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
         super().observe(n_rows, self.seconds(n_rows), n_sharing)
 
 
-class MadeUpMemory(MeasurementStore):
-    """Knows made-up costs of a target and of all other models."""
+class ConstantMeasurements(MeasurementStore):
+    """Has invented costs, those of a target and those of all other models."""
 
     def __init__(self, target: Path) -> None:
         super().__init__()
         sizes = range(1, 65)
         self._target = target
-        self._target_costs = MadeUpCosts(dict.fromkeys(sizes, TARGET_S))
-        self._draft_costs = MadeUpCosts(dict.fromkeys(sizes, DRAFT_S))
+        self._target_costs = ConstantCosts(dict.fromkeys(sizes, TARGET_S))
+        self._draft_costs = ConstantCosts(dict.fromkeys(sizes, DRAFT_S))
 
     def costs(self, model: Path, *_: Any, **__: Any) -> CostTable:
         return self._target_costs if model == self._target else self._draft_costs
 
 
 def main() -> int:
-    greedy, random = SamplerOptions(), SamplerOptions(1.0, seed=1)
+    greedy = SamplerOptions()
+    random = SamplerOptions(1.0, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         target = write_tiny_model(Path(folder) / "target.gguf", TinyConfig())
         draft = write_tiny_model(Path(folder) / "draft.gguf", TinyConfig().draft(0.02))
@@ -103,8 +105,10 @@ def fit(
     tree: str = "auto",
     ngrams: bool = False,
 ) -> dict[str, object]:
-    """Microseconds a round and a drafted token, and the measurements they come from."""
-    rows, loop_us, runs = [], [], []
+    """Fit the microseconds per round and per drafted token; also return the measurements."""
+    rows = []
+    loop_us = []
+    runs = []
     for n_draft in DRAFT_LENGTHS:
         drafting = DraftOptions(
             policy=policy,
@@ -127,10 +131,10 @@ def fit(
                 "loop_us_a_round": round(best.loop_s * 1e6 / best.n_rounds, 1),
             }
         )
-    (a_round, a_token), *_ = np.linalg.lstsq(np.array(rows, float), np.array(loop_us), rcond=None)
+    (round_us, token_us), *_ = np.linalg.lstsq(np.array(rows, float), np.array(loop_us), rcond=None)
     return {
-        "us_a_round": round(float(a_round), 1),
-        "us_a_drafted_token": round(float(a_token), 1),
+        "us_a_round": round(float(round_us), 1),
+        "us_a_drafted_token": round(float(token_us), 1),
         "runs": runs,
     }
 
@@ -148,7 +152,7 @@ def answer(
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter, MadeUpMemory(target)) as loaded:
+    with Session(options, time.perf_counter, ConstantMeasurements(target)) as loaded:
         return answers.answer(loaded, PROMPT)
 
 

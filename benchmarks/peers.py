@@ -1,26 +1,27 @@
-r"""specgen against llama.cpp's own speculative programs and other engines, in interleaved runs.
+r"""specgen, llama.cpp's speculative decoding programs and other engines, in interleaved runs.
 
-`make peers` builds llama.cpp's programs. The other engines are those of Python environments:
+`make peers` builds llama.cpp's programs. Each other engine is installed in a virtual environment:
 
     python -m venv openvino && openvino/bin/pip install openvino-genai
     python -m venv ik && ik/bin/pip install ik-llama-cpp-python
     python -m benchmarks.peers -m 7b.gguf -md 1b.gguf -md 0.5b.gguf -N 1 --json out.json \
         --openvino openvino/bin/python --ik-llama ik/bin/python
 
-Prints the lines of `specgen bench` for plain decoding, specgen with each draft, and the others in
-the settings that people use most; what is missing is skipped. OpenVINO reads only some weight types
-(`benchmarks/requantise.py` makes others). ik-llama-cpp-python has no drafts.
+Prints the lines of `specgen bench` for plain decoding, for specgen with each draft, and for the
+other programs in their most common settings. What is not installed is skipped. OpenVINO supports
+only some weight types (`benchmarks/requantise.py` converts a model to one of them).
+ik-llama-cpp-python has no speculative decoding.
 
-A program that idles while others run may lose its weights from memory, and its cores sleep: each
-contender generates some tokens before its turn. What the figures of llama.cpp's programs mean
-(llama-cpp-python 0.3.36):
+While a program waits for its turn, its weights may be evicted from memory and its cores may enter a
+sleep state. So each contender generates some tokens before its turn. About the figures of
+llama.cpp's programs (llama-cpp-python 0.3.36):
 
-- `llama-speculative-simple` starts its clock when both models have decoded the prompt except for
-  its last token, and counts all tokens after it; the printed figure is comparable to specgen's.
-- `llama-lookup` starts its clock after the whole prompt, so its first token costs nothing: the
-  figure here is that of the n - 1 others.
-- Both may write some tokens after the limit. On a GPU they may start the clock before the decode of
-  the prompt has ended.
+- `llama-speculative-simple` starts its clock after the prefill of the prompt without its last
+  token, and counts all tokens of the answer. Its figure is comparable to specgen's as it is.
+- `llama-lookup` starts its clock after the whole prefill, so its first token takes no time. The
+  figure here counts only the n - 1 tokens after it.
+- Both may write some tokens after the limit. On a GPU, they may start the clock before the prefill
+  has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import bench_prompts, command_line, opened, parser_of, tell, write_json
+from benchmarks.answers import (
+    bench_prompts,
+    command_line,
+    opened,
+    parser_of,
+    show_progress,
+    write_json,
+)
 from benchmarks.worker_client import (
     WARM_UP_PROMPT,
     EngineWorker,
@@ -58,18 +66,19 @@ from specgen.session.session import Session
 from specgen.system.files import as_json
 from specgen.system.folders import cache_folder
 
-#: If it is set, programs are searched in this folder only.
+#: An environment variable. If it is set, programs are looked for in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"
 SIMPLE = "llama-speculative-simple"
 LOOKUP = "llama-lookup"
 
+#: The context size is a multiple of this.
 _CONTEXT_STEP = 256
-#: ContextSpec for the longest drafts.
-_DRAFT_ROOM = 64
-#: The last lines are sometimes lost, since the programs do not wait for the thread that writes
-#: their log.
+#: The part of the context for the longest drafts.
+_DRAFT_TOKENS = 64
+#: How often a program is run until its output is complete. The last lines may be missing, because
+#: the programs do not wait for the thread that writes their log.
 _N_TRIES = 3
-#: The context of other engines: enough for the prompts of `specgen bench` and of Spec-Bench.
+#: The context size of other engines: enough for the prompts of `specgen bench` and of Spec-Bench.
 _ENGINE_N_CTX = 4096
 _NUMBER = r"(-?\d[\d.]*|-?inf|-?nan)"
 _SPEED = rf"{{}}\s+{_NUMBER} tokens in\s+{_NUMBER} seconds, speed:\s+{_NUMBER} t/s"
@@ -77,12 +86,12 @@ _COUNT = rf"\bn_{{}}\s*=\s*{_NUMBER}"
 
 
 class PeerError(SpecgenError):
-    """Another program is missing, failed, took too long, or refuses the pair of models."""
+    """Another program is missing, failed, took too long, or rejects the pair of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
-    """A program and its way to draft, in its own options."""
+    """One of llama.cpp's programs, with the options that choose how it drafts."""
 
     name: str
     arguments: tuple[str, ...]
@@ -115,21 +124,31 @@ SETTINGS = (
 
 
 def find_program(name: str) -> Path:
-    """A peer's path: in $SPECGEN_PEERS, else beside this Python's own files. Raises `PeerError`."""
+    """Return the path of a program, in $SPECGEN_PEERS or else in this environment's `peers` folder.
+
+    Raises:
+        PeerError: If the program is not there.
+    """
     place = Path(os.environ.get(PEERS_VARIABLE) or Path(sys.prefix) / "peers").expanduser()
     file = f"{name}.exe" if os.name == "nt" else name
     for path in (place / file, place / "bin" / file):
         if path.is_file():
             return path
-    raise PeerError(f"there is no {name} in {place}", hint=f"make peers, or set {PEERS_VARIABLE}")
+    raise PeerError(
+        f"there is no {name} in {place}", hint=f"run make peers, or set {PEERS_VARIABLE}"
+    )
 
 
 def run_program(
     command: Sequence[str], *, limit_s: float = 900.0, stdin: str = ""
 ) -> tuple[str, str]:
-    """Run a program; its stdout and stderr. Raises `PeerError` with its last words."""
+    """Run a program; return its stdout and stderr.
+
+    Raises:
+        PeerError: If it fails, with the last line of its stderr.
+    """
     name = Path(command[0]).name
-    # LLAMA_ARG_... variables are options too, and would have a hidden effect.
+    # Variables named LLAMA_ARG_... are options, too, and would have a hidden effect.
     env = {key: value for key, value in os.environ.items() if not key.startswith("LLAMA_ARG_")}
     try:
         done = subprocess.run(
@@ -146,18 +165,17 @@ def run_program(
         raise PeerError(f"{command[0]} cannot be run: {error.strerror}") from error
     stdout, stderr = (part.decode("utf-8", "replace") for part in (done.stdout, done.stderr))
     if done.returncode:
-        words = [line.strip() for line in stderr.splitlines() if line.strip()] or [
-            "it says nothing"
-        ]
-        raise PeerError(f"{name} failed ({done.returncode}): {words[-1]}")
+        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+        reason = lines[-1] if lines else "it printed nothing"
+        raise PeerError(f"{name} failed ({done.returncode}): {reason}")
     return stdout.replace("\r\n", "\n"), stderr
 
 
 class PeerContender:
     """One of llama.cpp's programs in one setting.
 
-    The models give prompts and options; they do not decode. Nothing warms it up: every run loads
-    the models and does so before its clock starts.
+    The session supplies prompts and options, and does not decode. No warm-up is needed: each run of
+    a program loads and warms up the models before its clock starts.
     """
 
     def __init__(
@@ -170,17 +188,17 @@ class PeerContender:
         self._loaded = session
 
     def answer(self, prompt: str) -> Outcome:
-        begun = self._loaded.prompts.of_text(prompt, chat=None, now=NOW)
+        formatted = self._loaded.prompts.of_text(prompt, chat=None, now=NOW)
         vocabulary = self._loaded.target.vocabulary
-        # llama.cpp puts this token before the prompt, even if the prompt begins with it.
+        # llama.cpp adds this token to the prompt, even if the prompt begins with it.
         bos = ""
         if vocabulary.add_bos:
             bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
-        text = begun.text.removeprefix(bos)
+        text = formatted.text.removeprefix(bos)
         with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
             file = Path(folder) / "prompt"
             file.write_bytes(text.encode())
-            command = [str(self._program), *self._arguments(file, len(begun.tokens))]
+            command = [str(self._program), *self._arguments(file, len(formatted.tokens))]
             stdout, stderr = run_program(command)
             for _ in range(_N_TRIES):
                 if re.search(_COUNT.format("accept"), stderr):
@@ -190,33 +208,42 @@ class PeerContender:
         outcome, n_prompt = read_figures(
             stderr, self._setting.program, answer_of(stdout, bos + text, list(ends))
         )
-        if n_prompt != len(begun.tokens):
-            what = f"{n_prompt} tokens, specgen as {len(begun.tokens)}: not to be compared"
-            raise PeerError(f"{self._setting.program} reads the prompt as {what}")
+        if n_prompt != len(formatted.tokens):
+            raise PeerError(
+                f"{self._setting.program} tokenizes the prompt as {n_prompt} tokens, specgen as "
+                f"{len(formatted.tokens)}: they cannot be compared"
+            )
         return outcome
 
     def _arguments(self, prompt: Path, n_prompt: int) -> Iterator[str]:
         options = self._loaded.options
-        n_tokens, n_threads = options.generation.max_tokens, str(default_threads())
+        n_tokens = options.generation.max_tokens
+        n_threads = str(default_threads())
         yield from ("-m", str(options.target), *self._setting.arguments)
         if self._draft is not None:
             yield from ("-md", str(self._draft))
-        # -f would remove the last newline. They stop when there are more tokens than -n.
+        # -f would remove the last newline. The programs stop once there are more tokens than -n.
         yield from ("-bf", str(prompt), "--no-escape", "-n", str(n_tokens - 1))
-        n_ctx = -(-(n_prompt + n_tokens + _DRAFT_ROOM) // _CONTEXT_STEP) * _CONTEXT_STEP
+        n_ctx = -(-(n_prompt + n_tokens + _DRAFT_TOKENS) // _CONTEXT_STEP) * _CONTEXT_STEP
         # The prompt must fit a batch.
         yield from ("-c", str(n_ctx), "-b", str(max(n_ctx, 2048)), "-fit", "off")
         yield from ("-t", n_threads, "-tb", n_threads, "--temp", "0")
 
 
 def read_figures(stderr: str, program: str, text: str) -> tuple[Outcome, int]:
-    """The figures of a program, and the number of prompt tokens it read. Raises `PeerError`."""
+    """Return the figures that a program printed, and the number of tokens of its prompt.
+
+    Raises:
+        PeerError: If a figure is missing.
+    """
 
     def last(pattern: str) -> list[float]:
-        found = re.findall(pattern, stderr)
-        if not found:
-            raise PeerError(f"{program} tells no figures")
-        return [float(n) for n in (found[-1] if isinstance(found[-1], tuple) else found[-1:])]
+        matches = re.findall(pattern, stderr)
+        if not matches:
+            raise PeerError(f"{program} printed no figures")
+        # Each match is a string, or a tuple if the pattern has several groups.
+        groups = matches[-1] if isinstance(matches[-1], tuple) else matches[-1:]
+        return [float(number) for number in groups]
 
     n_prompt, *_ = last(_SPEED.format("encoded"))
     n_tokens, _, tokens_per_s = last(_SPEED.format("decoded"))
@@ -234,9 +261,9 @@ def read_figures(stderr: str, program: str, text: str) -> tuple[Outcome, int]:
 
 
 def answer_of(stdout: str, prompt: str, ends: Sequence[str]) -> str:
-    """Return the text after the prompt, or nothing if the prompt is not there.
+    """Return the text after the prompt, or "" if the prompt is not found.
 
-    A program writes the prompt first, token by token, so its spaces may differ.
+    A program first writes the prompt, token by token, so its spaces may differ.
     """
     body = stdout.removeprefix("\n\n").removesuffix("\n\n").removesuffix("\n\n")
     characters = " *".join(map(re.escape, prompt.replace(" ", "")))
@@ -250,19 +277,19 @@ def answer_of(stdout: str, prompt: str, ends: Sequence[str]) -> str:
 
 
 def peers_of(session: Session, drafts: Mapping[str, Path]) -> list[PeerContender]:
-    """Contenders for all settings, one for each draft if a setting needs one."""
+    """Contenders for all settings; a setting that needs a draft has one for each draft."""
     has_mtp = not why_no_mtp(session.options.target)
-    found = []
+    contenders = []
     for setting in SETTINGS:
         if setting.needs_mtp and not has_mtp:
             continue
         with_drafts = drafts.items() if setting.needs_draft else [("", None)]
         for name, draft in with_drafts:
             suffix = f" ({name})" if name and len(drafts) > 1 else ""
-            found.append(
+            contenders.append(
                 PeerContender(f"llama.cpp {setting.name}{suffix}", setting, draft, session)
             )
-    return found
+    return contenders
 
 
 # --- other engines ----------------------------------------------------------------------------
@@ -270,12 +297,12 @@ def peers_of(session: Session, drafts: Mapping[str, Path]) -> list[PeerContender
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """Another engine, and how it is used."""
+    """Another engine, and how it is run."""
 
     name: str
-    #: Its name in `benchmarks/engine_worker.py`, and that of the option with its Python.
+    #: Its name in `benchmarks/engine_worker.py`, which is also the option that names its Python.
     engine: str
-    #: Its own settings there.
+    #: Its settings in `benchmarks/engine_worker.py`.
     choices: Mapping[str, Any]
 
 
@@ -288,9 +315,9 @@ ENGINE_SETTINGS = (
 
 
 class EngineContender:
-    """Another engine, in a process of its own.
+    """Another engine, in a separate process.
 
-    Like llama.cpp's programs, it gets its prompts from the models of a session.
+    As with llama.cpp's programs, a session supplies the prompts.
     """
 
     def __init__(self, name: str, worker: EngineWorker, session: Session) -> None:
@@ -327,18 +354,18 @@ def engines_of(
     pythons: Mapping[str, Path | None],
     stack: contextlib.ExitStack,
 ) -> Iterator[EngineContender]:
-    """Yield contenders for the engines that are there; a line tells about each that is not.
+    """Yield contenders for the engines that are installed, and report each that is not.
 
     Args:
         session: The session whose target the engines load.
-        pythons: The Pythons of the engines' environments; None for an engine that is left out.
-        stack: Ends the processes.
+        pythons: The Python of each engine's environment; None for an engine to leave out.
+        stack: The stack that ends the processes.
     """
     options = session.options
     for setting in ENGINE_SETTINGS:
         python = pythons[setting.engine]
         if python is None:
-            skip(setting.name, f"--{setting.engine} names no Python")
+            skip(setting.name, f"there is no --{setting.engine}")
             continue
         settings = {
             "target": str(options.target),
@@ -358,8 +385,8 @@ def engines_of(
 
 
 def skip(name: str, why: str) -> None:
-    """Tell that a contender is left out."""
-    print(f"{name} is skipped: {why}", file=sys.stderr)
+    """Report that a contender is left out."""
+    print(f"{name} was skipped: {why}", file=sys.stderr)
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -367,32 +394,36 @@ def skip(name: str, why: str) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, max_tokens=128, drafts=True)
-    parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
-    parser.add_argument("-N", "--count", type=int, help="prompts of each category")
+    parser.add_argument("--prompts", type=Path, help="default: the prompts of `specgen bench`")
+    parser.add_argument("-N", "--count", type=int, help="prompts per category")
     for engine in dict.fromkeys(setting.engine for setting in ENGINE_SETTINGS):
-        parser.add_argument(f"--{engine}", type=Path, help="the Python of its environment")
-    asked = parser.parse_args()
-    prompts = bench_prompts(asked.prompts, asked.count)
+        parser.add_argument(f"--{engine}", type=Path, help="the Python of the engine's environment")
+    arguments = parser.parse_args()
+    prompts = bench_prompts(arguments.prompts, arguments.count)
     kernels = choose_kernels(wanted_in(os.environ), cache_folder()).label
     with contextlib.ExitStack() as stack:
-        compare(_contenders(asked, stack), prompts, kernels, asked.json)
+        compare(_contenders(arguments, stack), prompts, kernels, arguments.json)
 
 
-def _contenders(asked: argparse.Namespace, stack: contextlib.ExitStack) -> list[Contender]:
-    """Return plain decoding, specgen's drafts, and all others that are there."""
-    plain = opened(asked.target, "none", asked.max_tokens)
+def _contenders(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> list[Contender]:
+    """Return plain decoding, specgen with each draft, and all other programs that are there."""
+    plain = opened(arguments.target, "none", arguments.max_tokens)
     others: list[PeerContender | EngineContender] = []
     try:
-        others += peers_of(plain, {path.name: path for path in asked.draft})
+        others += peers_of(plain, {path.name: path for path in arguments.draft})
     except PeerError as error:
         skip("llama.cpp", f"{error.message} ({error.hint})")
-    others += engines_of(plain, {"openvino": asked.openvino, "ik-llama": asked.ik_llama}, stack)
+    others += engines_of(
+        plain, {"openvino": arguments.openvino, "ik-llama": arguments.ik_llama}, stack
+    )
     if not others:
         sys.exit("there is nothing to compare with")
-    sources: dict[str, DraftSource] = {path.name: path for path in asked.draft} | {"ngram": "ngram"}
+    sources: dict[str, DraftSource] = {path.name: path for path in arguments.draft} | {
+        "ngram": "ngram"
+    }
     own = [contender_of("plain", plain)]
     for draft, source in sources.items():
-        own.append(contender_of(draft, opened(asked.target, source, asked.max_tokens)))
+        own.append(contender_of(draft, opened(arguments.target, source, arguments.max_tokens)))
     return [
         *map(warmed_up_each_time, own),
         *(Contender(0.0, each.name, each.answer) for each in others),
@@ -400,7 +431,7 @@ def _contenders(asked: argparse.Namespace, stack: contextlib.ExitStack) -> list[
 
 
 def warmed_up_each_time(contender: Contender) -> Contender:
-    """Return a contender that generates some tokens before each of its turns."""
+    """Return the contender with a warm-up before each of its turns."""
     return replace(contender, answer=partial(_warm_up_and_answer, contender))
 
 
@@ -417,7 +448,7 @@ def compare(
 ) -> None:
     """Print the lines of `specgen bench`, and write all results as JSON."""
     runs = Runs()
-    take_turns(contenders, prompts, runs, progress=tell)
+    take_turns(contenders, prompts, runs, progress=show_progress)
     for failure in runs.failures:
         print(f"{failure.contender}: {failure.message}", file=sys.stderr)
     figures = figures_of(runs.results)

@@ -1,15 +1,23 @@
-r"""How much of agents' prompts is read again, across sessions and restarts of the server.
+r"""How much of an agent's prompts is prefilled again, across sessions and restarts of the server.
 
     python -m benchmarks.prefixes -m 1.5b.gguf --requests FOLDER --json prefixes.jsonl \
         claude-a1 claude-a2 restart claude-a3 restart claude-b1
 
 The names are requests that `benchmarks/record_requests.py` wrote to FOLDER. They are sent to one
-engine, in this order; `restart` closes it and opens another one. For each request, this prints the
-tokens of its prompt, those before the first difference from any earlier prompt, those that were
-reused (and how many of them were loaded from the disk), and those that were decoded.
+engine in this order; `restart` closes the engine and opens a new one.
 
-Only tokens are counted, so a tiny model may stand in for a real one. It needs `--quick`: it decodes
-as quickly as it loads, and would store nothing. Each run begins with an empty store.
+Prints a line for each request, with these token counts:
+
+- prompt: all tokens of the prompt;
+- shared: the tokens before the first difference from any earlier prompt;
+- reused: the tokens that were in a KV cache;
+- loaded: the reused tokens that were loaded from disk;
+- prefilled: the tokens that were decoded;
+- lost: the shared tokens that were decoded again.
+
+Only tokens are counted, so a tiny model can stand in for a real one. It needs `--quick`, because it
+decodes a prefix as quickly as it loads one, and would store nothing. Each run begins with an empty
+prefix store.
 """
 
 from __future__ import annotations
@@ -46,7 +54,7 @@ from specgen.text.overlap import common_prefix_length
 
 RESTART = "restart"
 #: The fields of `Reuse` that are printed.
-_COUNTS = ("prompt", "shared", "reused", "loaded", "read", "lost")
+_COUNTS = ("prompt", "shared", "reused", "loaded", "prefilled", "lost")
 _READERS: dict[str, Reader] = {
     "messages": read_messages,
     "responses": read_response_request,
@@ -56,19 +64,20 @@ _READERS: dict[str, Reader] = {
 
 @dataclass(frozen=True)
 class Reuse:
-    """What became of the tokens of a prompt."""
+    """How the tokens of a prompt were processed."""
 
     request: str
-    #: The number of restarts before it.
+    #: The number of restarts before the request.
     n_restarts: int
     n_prompt: int
     #: The tokens before the first difference from any earlier prompt.
     n_shared: int
-    #: The tokens that were not decoded again...
+    #: The tokens that were in a KV cache, and were not decoded.
     n_reused: int
-    #: ...because they were loaded from the disk.
+    #: The reused tokens that were loaded from disk.
     n_loaded: int
-    n_read: int
+    #: The tokens that were decoded.
+    n_prefilled: int
     #: The shared tokens that were decoded again.
     n_lost: int
     #: Seconds until the first token.
@@ -76,7 +85,7 @@ class Reuse:
 
 
 class Replay:
-    """Sends recorded requests to an engine, and counts what each one reuses."""
+    """Sends recorded requests to an engine, and counts the tokens that each one reuses."""
 
     def __init__(self, options: SessionOptions, n_slots: int) -> None:
         self._options = options
@@ -122,7 +131,7 @@ class Replay:
             n_shared=n_shared,
             n_reused=n_reused,
             n_loaded=n_loaded,
-            n_read=len(prompt.tokens) - n_reused,
+            n_prefilled=len(prompt.tokens) - n_reused,
             n_lost=max(0, n_shared - n_reused),
             first_token_s=round(time.perf_counter() - started_s, 2),
         )
@@ -131,46 +140,48 @@ class Replay:
 def main() -> None:
     parser = parser_of(__doc__, ctx_size=32768)
     parser.add_argument("--requests", type=Path, required=True, help="the folder of the requests")
-    parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument("--parallel", type=int, default=4, help="slots of the engine")
     parser.add_argument(
-        "--quick", action="store_true", help="a tiny model stands in for a real one"
+        "--quick",
+        action="store_true",
+        help="store every prefix: the model stands in for a real one",
     )
     parser.add_argument("steps", nargs="+", help=f"names of requests, and {RESTART!r}")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     choose_kernels(wanted_in(os.environ), cache_folder())
-    if asked.quick:
+    if arguments.quick:
         prefix_store.BYTES_PER_S = math.inf
     with tempfile.TemporaryDirectory(prefix="specgen-") as cache:
-        _replay(asked, Path(cache))
+        _replay(arguments, Path(cache))
 
 
-def _replay(asked: argparse.Namespace, cache: Path) -> None:
+def _replay(arguments: argparse.Namespace, cache: Path) -> None:
     options = SessionOptions(
-        asked.target,
+        arguments.target,
         "none",
-        target_context=ContextOptions(n_ctx=asked.ctx_size),
+        target_context=ContextOptions(n_ctx=arguments.ctx_size),
         drafting=DraftOptions(ngrams=False),
         generation=GenerationOptions(max_tokens=1, reports_prefill=True),
         cache=cache,
         prefixes=PrefixOptions(),
     )
-    replay = Replay(options, asked.parallel)
-    found: list[Reuse] = []
+    replay = Replay(options, arguments.parallel)
+    reuses: list[Reuse] = []
     print("request", *_COUNTS, "first token", sep="\t")
-    for step in asked.steps:
+    for step in arguments.steps:
         if step == RESTART:
             replay.restart()
             print(RESTART)
             continue
-        reuse = replay.send(asked.requests / f"{step}.json")
-        found.append(reuse)
+        reuse = replay.send(arguments.requests / f"{step}.json")
+        reuses.append(reuse)
         counts = [getattr(reuse, f"n_{name}") for name in _COUNTS]
         print(step, *counts, f"{reuse.first_token_s} s", sep="\t", flush=True)
     replay.close()
-    if asked.json is not None:
-        with asked.json.open("a") as file:
-            for reuse in found:
-                line = {"target": asked.target.stem, **asdict(reuse)}
+    if arguments.json is not None:
+        with arguments.json.open("a") as file:
+            for reuse in reuses:
+                line = {"target": arguments.target.stem, **asdict(reuse)}
                 file.write(f"{json.dumps(line)}\n")
 
 

@@ -1,16 +1,17 @@
-"""specgen's n-grams against llama-cpp-python's prompt lookup, in interleaved runs.
+"""specgen's n-grams and llama-cpp-python's prompt lookup, in interleaved runs.
 
     python benchmarks/prompt_lookup.py -m 1.5b.gguf --prompts p.jsonl --json out.json
 
-Prints the lines of `specgen bench` for plain decoding, n-grams, and prompt lookup with drafts of 2
-and of 10 tokens, which its documentation advises for CPUs and for GPUs; `--json` has all results.
-Greedy only.
+Prints the lines of `specgen bench` for plain decoding, for n-grams, and for prompt lookup with
+drafts of 2 and of 10 tokens, the lengths that llama-cpp-python's documentation recommends for CPUs
+and for GPUs. `--json` gets all results. Decoding is greedy.
 
-Each answer of prompt lookup is made in a separate process, `--child`: a job as JSON on stdin, one
-line of JSON on stdout. With a drafter, `Llama` keeps the logits of every position, a context times
-a vocabulary of floats; and a crash of it must not end the others. Its figure is computed as
-specgen's: the tokens after the first one over the time after it. `Llama.generate` is measured, the
-loop below its completions, which spares it making text.
+Each answer of prompt lookup is generated in a separate process, which is this module with
+`--child`: it gets a job as JSON on stdin, and writes one line of JSON to stdout. This is because
+`Llama` with a drafter needs much memory (it keeps the logits of every position in the context), and
+because a crash must not end the benchmark. The speed is computed as for specgen: the number of
+tokens after the first one, divided by the time after the first one. The loop `Llama.generate` is
+measured, without the conversion of tokens to text that completions add.
 """
 
 from __future__ import annotations
@@ -33,37 +34,38 @@ from specgen.measure.prompts import NOW
 from specgen.session.session import Session
 from specgen.system.folders import cache_folder
 
-#: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
+#: The lengths of drafts that llama-cpp-python's documentation recommends for CPUs and for GPUs.
 LENGTHS = (2, 10)
+#: The context size is a multiple of this.
 _CONTEXT_STEP = 256
 
 
 def main() -> None:
-    # The child needs nothing of other scripts.
+    # Imported here, because the child process does not need them.
     from benchmarks.answers import bench_prompts, opened, parser_of
     from benchmarks.peers import compare
 
     parser = parser_of(__doc__, max_tokens=128)
-    parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
-    parser.add_argument("-N", "--count", type=int, help="prompts of each category")
-    asked = parser.parse_args()
+    parser.add_argument("--prompts", type=Path, help="default: the prompts of `specgen bench`")
+    parser.add_argument("-N", "--count", type=int, help="prompts per category")
+    arguments = parser.parse_args()
     kernels = choose_kernels(wanted_in(os.environ), cache_folder()).label
-    prompts = bench_prompts(asked.prompts, asked.count)
+    prompts = bench_prompts(arguments.prompts, arguments.count)
     with (
-        opened(asked.target, "none", asked.max_tokens) as plain,
-        opened(asked.target, "ngram", asked.max_tokens) as ngrams,
+        opened(arguments.target, "none", arguments.max_tokens) as plain,
+        opened(arguments.target, "ngram", arguments.max_tokens) as ngrams,
     ):
         contenders = [contender_of("plain", plain), contender_of("ngram", ngrams)]
         for n in LENGTHS:
             lookup = partial(answer_by_lookup, plain, n)
             contenders.append(Contender(0.0, f"llama-cpp-python lookup {n}", lookup))
-        compare(contenders, prompts, kernels, asked.json)
+        compare(contenders, prompts, kernels, arguments.json)
 
 
 def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outcome:
     """Answer with llama-cpp-python's `LlamaPromptLookupDecoding`.
 
-    The session gives only prompts and options.
+    The session supplies only prompts and options.
     """
     options = session.options
     job = LookupJob(
@@ -80,33 +82,35 @@ def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outco
 
 @dataclass(frozen=True, slots=True)
 class LookupJob:
-    """Answer a job greedily.
-
-    `n_drafted_max` is the length of a draft: 10 is the default, and 2 is what its documentation
-    recommends on a CPU. `prompt` has the tokens that specgen would begin with. llama.cpp uses flash
-    attention if it can; `Llama` leaves it off unless told otherwise.
-    """
+    """An answer to generate greedily with prompt lookup."""
 
     target: str
+    #: The tokens with which specgen would begin.
     prompt: tuple[int, ...]
     n_tokens: int
     n_threads: int
+    #: The length of a draft. llama-cpp-python's default is 10; it recommends 2 on a CPU.
     n_drafted_max: int = 10
     ngram_max: int = 2
     n_gpu_layers: int = -1
+    #: Off by default in `Llama`, while llama.cpp itself uses it where it can.
     flash_attention: bool = True
 
 
 def run_lookup(job: LookupJob) -> Outcome:
-    """Let llama-cpp-python answer. Raise `PeerError` if it fails or takes too long."""
+    """Generate an answer with llama-cpp-python, in a separate process.
+
+    Raises:
+        PeerError: If it fails or takes too long.
+    """
     command = (sys.executable, "-m", "benchmarks.prompt_lookup", "--child")
     stdout, _ = run_program(command, stdin=json.dumps(asdict(job)))
     try:
-        found = json.loads(stdout.splitlines()[-1])
-        found["token_ids"] = tuple(found["token_ids"])
-        return Outcome(**found, finish_reason=None, time_to_first_token_s=None)
+        figures = json.loads(stdout.splitlines()[-1])
+        figures["token_ids"] = tuple(figures["token_ids"])
+        return Outcome(**figures, finish_reason=None, time_to_first_token_s=None)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise PeerError("llama-cpp-python's prompt lookup tells no figures") from error
+        raise PeerError("llama-cpp-python's prompt lookup printed no figures") from error
 
 
 class CountingDrafter:
@@ -114,21 +118,27 @@ class CountingDrafter:
 
     def __init__(self, drafter: Callable[[Any], Any]) -> None:
         self._drafter = drafter
-        self._n_text = self._n_draft = 0
-        self.n_drafted = self.n_accepted = 0
+        #: The length of the text at the last draft, and of that draft.
+        self._n_text = 0
+        self._n_draft = 0
+        self.n_drafted = 0
+        self.n_accepted = 0
 
     def __call__(self, input_ids: Any, /, **_: Any) -> Any:
-        """Draft; `input_ids` is the text so far, all committed."""
+        """Draft tokens after `input_ids`, the text so far, all of which is committed."""
         self.settle(len(input_ids))
         draft = self._drafter(input_ids)
-        self._n_text, self._n_draft = len(input_ids), len(draft)
+        self._n_text = len(input_ids)
+        self._n_draft = len(draft)
         return draft
 
     def settle(self, n_text: int) -> None:
-        """Count accepted tokens, now that the text has `n_text` tokens.
+        """Count the tokens of the last draft that were accepted.
 
-        All tokens since the last draft are accepted ones, except for one, which is the target's
-        own.
+        All tokens since that draft are accepted ones, except for one, which the target added.
+
+        Args:
+            n_text: The number of tokens that the text has now.
         """
         if self._n_draft:
             self.n_drafted += self._n_draft
@@ -137,7 +147,7 @@ class CountingDrafter:
 
 
 def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
-    """Load the model and generate; return the fields of an `Outcome` that this gives."""
+    """Load the model and generate; return some fields of an `Outcome`."""
     from specgen.llama.vocabulary import LlamaVocabulary
 
     drafter, model = _open(job)
@@ -180,12 +190,12 @@ def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
         n_threads_batch=job.n_threads,
         n_gpu_layers=job.n_gpu_layers,
         flash_attn=job.flash_attention,
-        # Otherwise it has room for the logits of one batch only, and fails later.
+        # Otherwise there is space for the logits of one batch only, and a later one fails.
         logits_all=True,
         verbose=False,
         draft_model=drafter,
     )
-    # llama.cpp's programs warm up too.
+    # Warm up, as llama.cpp's programs do.
     model.eval(job.prompt[-1:])
     model.reset()
     return drafter, model

@@ -1,38 +1,41 @@
-"""Write the raw figures of a run of `specgen bench` as they are kept in benchmarks/results/.
+"""Prepare the raw figures of a run of `specgen bench` for benchmarks/results/.
 
     python benchmarks/publish.py RAW.json RESULT.json
 
-That is without the texts, which may be of prompts with a licence of their own, and without any path
-of the machine. `make docs` makes pages of what is kept.
+Removes the texts of prompts and answers, because prompts may be under another licence, and shortens
+absolute paths to file names.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-#: What a result holds of an answer's text.
+#: The fields of an outcome that contain the answer's text.
 _TEXTS = ("text", "token_ids")
 
 
 def without_texts(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report without texts and paths."""
+    """Return the report without texts and without folders."""
     results = [
-        {**r, "outcome": {k: v for k, v in r["outcome"].items() if k not in _TEXTS}}
-        for r in report["results"]
+        {**result, "outcome": _without(result["outcome"], _TEXTS)} for result in report["results"]
     ]
-    prompts = [{k: v for k, v in p.items() if k != "text"} for p in report["prompts"]]
-    whole = _without_folders({**report, "results": results, "prompts": prompts})
-    return cast(dict[str, Any], whole)
+    prompts = [_without(prompt, ("text",)) for prompt in report["prompts"]]
+    stripped = _without_folders({**report, "results": results, "prompts": prompts})
+    return cast(dict[str, Any], stripped)
+
+
+def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _without_folders(value: object) -> object:
-    """Absolute paths, which have a name of their own or stand in a command, as their last parts."""
+    """Shorten absolute paths to file names in all strings, also within command lines."""
     if isinstance(value, Mapping):
-        return {_without_folders(k): _without_folders(v) for k, v in value.items()}
+        return {_without_folders(name): _without_folders(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_without_folders(each) for each in value]
     if isinstance(value, str):

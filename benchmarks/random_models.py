@@ -1,12 +1,12 @@
-"""Writes a model of random weights in the shape of a real one, to measure what its batches cost.
+"""Write a model with random weights and the shape of a real one, to measure the cost of batches.
 
     python benchmarks/random_models.py SHAPE TOKENIZER.gguf OUT.gguf [--layers 4] [--type Q4_K]
 
-A shape is a name of `SHAPES`: a dense model, or a mixture of experts of the sizes of a model that
-people run. The weights are random bytes with plausible scales; the vocabulary is that of another
-GGUF. The texts make no sense, but a batch costs what it would cost with the real weights, except
-that a router of random weights spreads the tokens of a batch over nearly all experts: the most
-expensive case.
+SHAPE is a name in `SHAPES`: a dense model, or a mixture of experts with the sizes of a popular
+model. The weights are random bytes with plausible scales; the vocabulary is copied from
+TOKENIZER.gguf. The text makes no sense, but a batch costs as much as with the real weights. There
+is one difference: a random router spreads the tokens of a batch over nearly all experts, which is
+the most expensive case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
-N_KV_HEADS, HEAD_SIZE = 4, 128
+N_KV_HEADS = 4
+HEAD_SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,18 @@ class Shape:
     """The sizes of a model, and the types of its weights."""
 
     n_embd: int
-    n_ff: int  # of each expert
+    #: The feed-forward size, of each expert if there are several.
+    n_ff: int
     attention_type: str = "Q4_K"
-    ff_type: str = "Q4_K"  # of gate and up
+    #: The type of the feed-forward matrices gate and up.
+    ff_type: str = "Q4_K"
+    #: The type of the feed-forward matrix down.
     down_type: str = "Q4_K"
+    #: 0 for a dense model.
     n_experts: int = 0
+    #: The experts that are used for each token.
     n_used: int = 0
+    #: The feed-forward size of the shared expert; 0 without one.
     n_ff_shared: int = 0
     n_heads: int = 32
 
@@ -47,7 +54,7 @@ SHAPES = {
         2048, 1408, "Q4_K", "Q4_K", "Q8_0", n_experts=64, n_used=6, n_ff_shared=2816, n_heads=16
     ),
 }
-#: Bytes of a block that hold its scales (float16), by type.
+#: The bytes of a block that are its scales (float16), by type.
 _SCALES: dict[str, slice] = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), slice(0, 2)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
@@ -65,18 +72,24 @@ def main() -> int:
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--type", help="of all matrices, instead of the shape's own types")
-    asked = parser.parse_args()
-    shape = SHAPES[asked.shape]
-    if asked.type:
-        shape = replace(shape, attention_type=asked.type, ff_type=asked.type, down_type=asked.type)
-    write(shape, asked.layers, GGUFReader(asked.tokenizer), asked.out)
+    parser.add_argument("--type", help="the type of all matrices (default: the shape's types)")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.shape]
+    if arguments.type:
+        shape = replace(
+            shape, attention_type=arguments.type, ff_type=arguments.type, down_type=arguments.type
+        )
+    write(shape, arguments.layers, GGUFReader(arguments.tokenizer), arguments.out)
     return 0
 
 
 def write(shape: Shape, n_layers: int, tokenizer: GGUFReader, out: Path) -> None:
-    """Write the model, one tensor after the other: it may be larger than the memory."""
-    architecture = "qwen2moe" if shape.n_ff_shared else "qwen3moe" if shape.n_experts else "qwen3"
+    """Write the model one tensor at a time, because it may be larger than memory."""
+    architecture = "qwen3"
+    if shape.n_ff_shared:
+        architecture = "qwen2moe"
+    elif shape.n_experts:
+        architecture = "qwen3moe"
     writer = GGUFWriter(out, architecture)
     for key, field in tokenizer.fields.items():
         if key.startswith("tokenizer."):
@@ -104,8 +117,8 @@ def write(shape: Shape, n_layers: int, tokenizer: GGUFReader, out: Path) -> None
         raw = GGMLQuantizationType[type_name]
         block, n_bytes = GGML_QUANT_SIZES[raw]
         stored = (*dimensions[:-1], dimensions[-1] // block * n_bytes)
-        whole = int(np.prod(stored, dtype=np.int64))
-        writer.add_tensor_info(name, stored, np.dtype(np.uint8), whole, raw_dtype=raw)
+        total_bytes = int(np.prod(stored, dtype=np.int64))
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), total_bytes, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -116,9 +129,10 @@ def write(shape: Shape, n_layers: int, tokenizer: GGUFReader, out: Path) -> None
 
 
 def tensors(shape: Shape, n_layers: int, n_vocab: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Dimensions (rows first) and type of each tensor."""
-    n_embd, attention = shape.n_embd, shape.attention_type
-    found: dict[str, tuple[tuple[int, ...], str]] = {
+    """The dimensions (rows first) and the type of each tensor, by name."""
+    n_embd = shape.n_embd
+    attention = shape.attention_type
+    sizes: dict[str, tuple[tuple[int, ...], str]] = {
         "token_embd.weight": ((n_vocab, n_embd), attention),
         "output_norm.weight": ((n_embd,), "F32"),
         "output.weight": ((n_vocab, n_embd), attention),
@@ -126,37 +140,38 @@ def tensors(shape: Shape, n_layers: int, n_vocab: int) -> dict[str, tuple[tuple[
 
     def add_feed_forward(prefix: str, suffix: str, n_ff: int, stack: tuple[int, ...] = ()) -> None:
         for name in ("gate", "up"):
-            found[f"{prefix}.ffn_{name}{suffix}.weight"] = ((*stack, n_ff, n_embd), shape.ff_type)
-        found[f"{prefix}.ffn_down{suffix}.weight"] = ((*stack, n_embd, n_ff), shape.down_type)
+            sizes[f"{prefix}.ffn_{name}{suffix}.weight"] = ((*stack, n_ff, n_embd), shape.ff_type)
+        sizes[f"{prefix}.ffn_down{suffix}.weight"] = ((*stack, n_embd, n_ff), shape.down_type)
 
     for layer in range(n_layers):
         prefix = f"blk.{layer}"
-        n_queries, n_keys = shape.n_heads * HEAD_SIZE, N_KV_HEADS * HEAD_SIZE
+        n_queries = shape.n_heads * HEAD_SIZE
+        n_keys = N_KV_HEADS * HEAD_SIZE
         rows = {"q": n_queries, "k": n_keys, "v": n_keys}
         for name in ("attn_norm", "ffn_norm"):
-            found[f"{prefix}.{name}.weight"] = ((n_embd,), "F32")
+            sizes[f"{prefix}.{name}.weight"] = ((n_embd,), "F32")
         for name, n_rows in rows.items():
-            found[f"{prefix}.attn_{name}.weight"] = ((n_rows, n_embd), attention)
-            if shape.n_ff_shared:  # Qwen2 has biases, Qwen3 norms
-                found[f"{prefix}.attn_{name}.bias"] = ((n_rows,), "F32")
+            sizes[f"{prefix}.attn_{name}.weight"] = ((n_rows, n_embd), attention)
+            if shape.n_ff_shared:  # Qwen2 has biases where Qwen3 has norms
+                sizes[f"{prefix}.attn_{name}.bias"] = ((n_rows,), "F32")
             elif name != "v":
-                found[f"{prefix}.attn_{name}_norm.weight"] = ((HEAD_SIZE,), "F32")
-        found[f"{prefix}.attn_output.weight"] = ((n_embd, n_queries), attention)
+                sizes[f"{prefix}.attn_{name}_norm.weight"] = ((HEAD_SIZE,), "F32")
+        sizes[f"{prefix}.attn_output.weight"] = ((n_embd, n_queries), attention)
         if not shape.n_experts:
             add_feed_forward(prefix, "", shape.n_ff)
             continue
-        found[f"{prefix}.ffn_gate_inp.weight"] = ((shape.n_experts, n_embd), "F32")
+        sizes[f"{prefix}.ffn_gate_inp.weight"] = ((shape.n_experts, n_embd), "F32")
         add_feed_forward(prefix, "_exps", shape.n_ff, (shape.n_experts,))
         if shape.n_ff_shared:
-            found[f"{prefix}.ffn_gate_inp_shexp.weight"] = ((n_embd,), "F32")
+            sizes[f"{prefix}.ffn_gate_inp_shexp.weight"] = ((n_embd,), "F32")
             add_feed_forward(prefix, "_shexp", shape.n_ff_shared)
-    return found
+    return sizes
 
 
 def weights(
     name: str, dimensions: tuple[int, ...], kind: str, random: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """The bytes of a tensor: uint8[..., bytes of a row]."""
+    """Return random bytes for a tensor: uint8[..., bytes of a row]."""
     if "norm" in name:
         return np.ones(dimensions, np.float32).view(np.uint8)
     if kind in {"F32", "F16", "BF16"}:
@@ -169,13 +184,13 @@ def weights(
         0, 256, (int(np.prod(dimensions[:-1])), dimensions[-1] // block, n_bytes), np.uint8
     )
     if kind == "MXFP4":
-        blocks[:, :, 0] = 118  # an exponent: 2^-9
+        blocks[:, :, 0] = 118  # the exponent of a scale of 2^-9
     else:
-        # Small enough for any codes and sub-scales; a minimum is as large as a scale.
+        # Small enough for any codes and sub-scales. Minima get the same value as scales.
         scale = np.float16(0.5 / dimensions[-1] ** 0.5 / (1000 if block == 256 else 20))
-        place = _SCALES[kind]
-        n_scales = (place.stop - place.start) // 2
-        blocks[:, :, place] = np.full(n_scales, scale, np.float16).view(np.uint8)
+        scale_bytes = _SCALES[kind]
+        n_scales = (scale_bytes.stop - scale_bytes.start) // 2
+        blocks[:, :, scale_bytes] = np.full(n_scales, scale, np.float16).view(np.uint8)
     return blocks.reshape(*dimensions[:-1], -1)
 
 

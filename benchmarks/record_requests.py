@@ -1,10 +1,10 @@
-r"""Record what an agent sends: a server that writes each request to a file and says "Done.".
+r"""Record an agent's requests: a server that writes each one to a file and answers "Done.".
 
     python -m benchmarks.record_requests FOLDER --port 8099
     ANTHROPIC_BASE_URL=http://127.0.0.1:8099 claude -p "What is in this folder?"
 
-The requests for answers go to FOLDER/001.json, 002.json..., each an object with `path` and `body`.
-`benchmarks/prefixes.py` replays them.
+Requests for answers are written to FOLDER/001.json, FOLDER/002.json and so on, each as an object
+with `path` and `body`. `benchmarks/prefixes.py` replays them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 def _messages(*, streams: bool) -> Iterator[Json]:
-    """An answer of Anthropic's Messages API."""
+    """An answer in the format of Anthropic's Messages API."""
     usage = {"input_tokens": 1, "output_tokens": 1}
     text = {"type": "text", "text": _ANSWER}
     message = {
@@ -50,7 +50,7 @@ def _messages(*, streams: bool) -> Iterator[Json]:
 
 
 def _responses(*, streams: bool) -> Iterator[Json]:
-    """An answer of OpenAI's Responses API."""
+    """An answer in the format of OpenAI's Responses API."""
     content = [{"type": "output_text", "text": _ANSWER, "annotations": []}]
     item = {"type": "message", "id": "m1", "role": "assistant", "content": content}
     usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
@@ -65,7 +65,7 @@ def _responses(*, streams: bool) -> Iterator[Json]:
 
 
 def _chat(*, streams: bool) -> Iterator[Json]:
-    """An answer of OpenAI's chat completions."""
+    """An answer in the format of OpenAI's chat completions."""
     message = {"role": "assistant", "content": _ANSWER}
     part = "delta" if streams else "message"
     yield {
@@ -82,7 +82,7 @@ _ANSWERS = {"/messages": _messages, "/responses": _responses, "/chat/completions
 
 
 class _Recorder(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handles the requests of one connection."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Recorder(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         path = urlsplit(self.path).path
         answer = next((make for end, make in _ANSWERS.items() if path.endswith(end)), None)
-        if answer is None:  # such as a count of tokens
+        if answer is None:  # another endpoint, such as the count of tokens
             self._send(b'{"input_tokens": 1}', "application/json")
             return
         file = self._folder / f"{next(self._numbers):03}.json"
@@ -134,17 +134,17 @@ class _Recorder(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *args: Any) -> None:
-        """Print nothing for other requests."""
+        """Do not log requests: `do_POST` prints the recorded ones."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="where to write the requests")
     parser.add_argument("--port", type=int, default=8099)
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    handler = partial(_Recorder, asked.folder, itertools.count(1))
-    ThreadingHTTPServer(("127.0.0.1", asked.port), handler).serve_forever()
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    handler = partial(_Recorder, arguments.folder, itertools.count(1))
+    ThreadingHTTPServer(("127.0.0.1", arguments.port), handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""CPU time that the live view takes for one round.
+"""CPU time of the live view per round.
 
     python benchmarks/render.py --columns 100 --rows 30
 
-Plays made-up rounds (three drafted tokens, of which none to three are accepted) into the live
-view, which writes to the null device, and times each round. The terminal's own work is not in
-the figures. Answers of several lengths show that a round's cost does not grow with the text.
-"one line" is text without a line feed, "one word" has no spaces either: the case in which most
-rows are painted anew.
+Sends invented rounds (three drafted tokens, of which none to three are accepted) to the live view,
+which writes to the null device, and times each round. The terminal's own work is not included.
+Answers of several lengths show that the cost of a round does not grow with the text. "one line" is
+text without line feeds. "one word" has no spaces either, which is the case in which most rows are
+redrawn.
 
 Prints one JSON object.
 """
@@ -40,10 +40,10 @@ from specgen.options import Show
 from specgen.render.live import LiveRenderer
 
 WORDS = ["the", "model", "of", "a", "draft", "target", "token", "text", "is", "and", "in", "two"]
-#: What stands before a word, and the chance of a line feed in its place.
+#: Kinds of text: what separates words, and the probability of a line feed instead of a word.
 TEXTS = {"prose": (" ", 0.02), "one line": (" ", 0.0), "one word": ("", 0.0)}
 N_DRAFTED = 3
-#: Rounds that are played but not counted, at the start.
+#: The rounds at the start that are not counted.
 N_WARM_UP = 20
 
 
@@ -79,7 +79,7 @@ def main() -> int:
 def measure(
     show: Show, events: list[tuple[Event, ...]], arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """CPU microseconds a round: the median, the 99th percentile, and the most."""
+    """CPU microseconds per round: the median, the 99th percentile and the maximum."""
     times_us = []
     with Path(os.devnull).open("w", encoding="utf-8") as output:
         console = rich.console.Console(
@@ -117,8 +117,10 @@ def rounds(n_rounds: int, space: str, line_feed: float) -> Iterator[tuple[Event,
             DraftNode(index, text, index - 1, "model", 0.5) for index, text in enumerate(drafted)
         )
         accepted = tuple(range(n_accepted))
-        lost = tuple(range(n_accepted, N_DRAFTED))
-        rejected = (RejectedBranch(lost, "".join(drafted[n_accepted:])),) if lost else ()
+        rejected: tuple[RejectedBranch, ...] = ()
+        if n_accepted < N_DRAFTED:
+            branch = tuple(range(n_accepted, N_DRAFTED))
+            rejected = (RejectedBranch(branch, "".join(drafted[n_accepted:])),)
         own: TokenKind = "corrected" if rejected else "bonus"
         pieces = (
             *(Piece(index, drafted[index], "accepted", "model") for index in accepted),
@@ -138,7 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--columns", type=int, default=100, help="width of the window")
     parser.add_argument("--rows", type=int, default=30, help="height of the window")
-    parser.add_argument("--rounds", type=int, nargs="+", default=[100, 10_000], help="lengths")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[100, 10_000], help="of an answer")
     return parser.parse_args()
 
 

@@ -1,26 +1,35 @@
-r"""Replay known answers at known costs: what a policy decides, without noise.
+r"""Replay recorded answers with simulated decode times: what a policy decides, without noise.
 
     specgen bench -m big.gguf -md small.gguf --prompts FILE --json answers.json
     python benchmarks/costs.py big.gguf small.gguf > costs.jsonl
     python benchmarks/replays.py --target big.gguf --prompts FILE --answers answers.json \
         --costs costs.jsonl small.gguf small.gguf:policy=fixed,draft_max=3,draft_p_min=0
 
-Everything that drafts and decides runs as always, the draft model too; the target says what it said
-in the recorded answers, and a decode takes what the table of costs says: of any machine, and the
-same on a busy one. Specgen's own time is left out. With `--row R`, costs are made up: a token of
-the target takes 68 ms, every further row of a batch R of that, and a row of the draft 0.22. Several
-settings of one draft file, and several tables, take little longer than one: what the draft model
-says is remembered. A table with `change_ms`, two numbers, is of a device that replays graphs: the
-first two decodes of a size take so much longer. Each learns from answer to answer.
+The drafters, the policy and the draft model run as usual. The target is replaced by the recorded
+answers, and each decode takes the simulated time that a cost table gives for it. So the table can
+be of any machine, and the result is the same on a busy one. specgen's own overhead is not
+simulated.
 
-Of each setting with each table, the time of plain decoding after the first token over that of the
-replay: as a geometric mean over categories, of all answers together, and the worst, on stderr; all
-of it by answer as one JSON object on stdout. "Without prefill" leaves out what a draft model takes
-to prefill the prompt, as programs do that prefill before they count. "Hindsight" takes for each
-answer, or for each category, whichever setting of fixed length is best there.
+Several settings of one draft file, and several tables, take little longer than one, because the
+draft model's logits are remembered. Each setting learns from answer to answer.
 
-With `--rehearsed N`, each setting makes each answer N times before the one that counts, and knows
-nothing else: what it comes to where it knows beforehand how this draft fares in this very answer.
+Costs come from tables, or are invented:
+
+- `--costs FILE`: tables that `benchmarks/costs.py` printed. A table with `change_ms`, two numbers,
+  is that of a device that captures graphs: the first two decodes of a batch size take this much
+  longer.
+- `--row R`: decoding one token with the target takes 68 ms, each further row of a batch adds R
+  times that, and each row of the draft takes 0.22 times that.
+
+Prints to stderr, for each setting with each table, the speed-up over plain decoding after the first
+token: the geometric mean over categories, the ratio of the total times, and the worst answer.
+"without prefill" leaves out the draft model's prefill, as programs do that start their clock after
+it. "hindsight" picks, for each answer or for each category, the best of the settings with a fixed
+draft length. Prints to stdout one JSON list with the figures of each answer.
+
+With `--rehearsed N`, each setting forgets what it has learnt and generates an answer N times before
+the run that counts. This shows the speed-up if it is known in advance how well the draft does in
+this answer.
 """
 
 from __future__ import annotations
@@ -39,7 +48,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.answers import begin, read_setting
+from benchmarks.answers import format_prompt, read_setting
 from specgen.llama.cuda_graphs import GraphCostTable
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.answer_loop import AnswerLoop
@@ -54,23 +63,24 @@ from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.joint_draws import MemoBackend
 
-#: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
+#: Invented costs: the seconds that the target takes for one token, and the time of a row of the
+#: draft relative to that.
 _TOKEN_S = 0.068
 _DRAFT_ROW = 0.22
-#: A draft model decodes more rows at once only to read a text.
-_MOST_DRAFTED = 16
-#: Far beyond the logits of all other tokens.
+#: A draft model's larger batches are those of a prefill.
+_MAX_DRAFT_ROWS = 16
+#: The logit of the recorded token. All others are 0.
 _CERTAIN = 40.0
 
 
-#: What the first two decodes of a size take more, in seconds, by table; empty if sizes do not
-#: matter.
+#: The extra seconds of the first two decodes of a batch size, by table. Empty for devices that do
+#: not capture graphs.
 CHANGES: dict[CostTable, tuple[float, ...]] = {}
 
 
 @dataclass
 class Clock:
-    """Time that passes where it is said to."""
+    """Simulated time."""
 
     now_s: float = 0.0
 
@@ -79,23 +89,23 @@ class Clock:
 
 
 @dataclass
-class Timed:
-    """A backend whose decodes take the time that a table gives.
+class TimedBackend:
+    """A `Backend` whose decodes take the simulated time of a cost table.
 
-    It is a `Backend`: whatever is not here is delegated to the inner one.
+    Everything else is delegated to the inner backend.
     """
 
     inner: Backend
     costs: CostTable
     clock: Clock
     decode_s: float = 0.0
-    #: A backend that remembers decodes fewer.
+    #: All rows, including those that an inner backend with a memory did not have to decode.
     n_decoded_rows: int = 0
-    #: Seconds of decodes of so many rows that a text was read in them.
+    #: The seconds of decodes with more than `_MAX_DRAFT_ROWS` rows.
     prefill_s: float = 0.0
-    #: What the first two decodes of a size take more; how many decodes before had the last one's
-    #: size.
+    #: The extra seconds of the first two decodes of a batch size.
     change_s: tuple[float, ...] = ()
+    #: The batch size of the last decode, and how many decodes before it had the same size.
     n_last: int = 0
     n_same: int = 0
 
@@ -106,20 +116,22 @@ class Timed:
         n_rows = len(batch)
         self.n_same = self.n_same + 1 if n_rows == self.n_last else 0
         self.n_last = n_rows
-        seconds = self.costs.seconds(n_rows) + sum(self.change_s[self.n_same : self.n_same + 1])
+        seconds = self.costs.seconds(n_rows)
+        if self.n_same < len(self.change_s):
+            seconds += self.change_s[self.n_same]
         self.decode_s += seconds
         self.clock.now_s += seconds
         self.n_decoded_rows += len(batch)
-        if len(batch) > _MOST_DRAFTED:
+        if len(batch) > _MAX_DRAFT_ROWS:
             self.prefill_s += seconds
         return self.inner.decode(batch)
 
 
 @dataclass
 class Script:
-    """A target's language when it writes one fixed text.
+    """The logits of a target that generates one fixed text.
 
-    What would follow another text does not matter, because whatever leads there is rejected.
+    The logits after any other text do not matter, because a token that leads there is rejected.
     """
 
     text: tuple[int, ...]
@@ -137,128 +149,170 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A recorded answer: its prompt, its tokens, and whether it ended by itself."""
+class RecordedAnswer:
+    """An answer to replay."""
 
     prompt: BenchPrompt
     tokens: tuple[int, ...]
-    ended: bool
+    #: Whether it ended with an end-of-text token, instead of at the limit.
+    is_complete: bool
+
+    @property
+    def n_decoded(self) -> int:
+        """The number of tokens, an end-of-text token included."""
+        return len(self.tokens) + 1 if self.is_complete else len(self.tokens)
 
 
-def read_answers(path: Path, prompts: Path, count: int | None) -> list[Told]:
-    """Return the answers of plain decoding from the output of `specgen bench --json`, in order.
+def read_answers(path: Path, prompts: Path, count: int | None) -> list[RecordedAnswer]:
+    """Return the greedy answers of plain decoding from the output of `specgen bench --json`.
 
-    Only the first answer to each prompt counts, and only so many prompts of each category.
+    Args:
+        path: The output of `specgen bench --json`. Only the first answer to each prompt is used.
+        prompts: The file of the prompts.
+        count: The number of answers in each category; None for all.
     """
     by_number = {prompt.number: prompt for prompt in read_bench_prompts(prompts)}
-    found: dict[int, Told] = {}
+    answers: dict[int, RecordedAnswer] = {}
     for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
-        outcome, number = result["outcome"], result["prompt"]
-        if result["is_plain"] and result["temperature"] == 0.0 and number not in found:
-            tokens, ended = tuple(outcome["token_ids"]), outcome["finish_reason"] == "stop"
-            if len(tokens) + ended > 1:
-                found[number] = Told(by_number[number], tokens, ended)
-    told = list(found.values())
+        number = result["prompt"]
+        if not result["is_plain"] or result["temperature"] != 0.0 or number in answers:
+            continue
+        outcome = result["outcome"]
+        is_complete = outcome["finish_reason"] == "stop"
+        answer = RecordedAnswer(by_number[number], tuple(outcome["token_ids"]), is_complete)
+        if answer.n_decoded > 1:
+            answers[number] = answer
     if count is None:
-        return told
-    return [found[prompt.number] for prompt in first_of_each((t.prompt for t in told), count)]
+        return list(answers.values())
+    chosen = first_of_each((answer.prompt for answer in answers.values()), count)
+    return [answers[prompt.number] for prompt in chosen]
 
 
-def made_up(row: float) -> list[CostTable]:
-    """Tables of a target and of a draft model whose rows cost so much of a token."""
+def invented_costs(row: float) -> list[CostTable]:
+    """Return cost tables of a target and of a draft model.
+
+    Args:
+        row: What each further row of a batch adds, relative to the time of one token.
+    """
     sizes = range(1, 257)
-    flat = CostTable({n: _TOKEN_S * (1.0 + row * (n - 1)) for n in sizes})
-    return [flat, CostTable({n: _TOKEN_S * _DRAFT_ROW * n for n in sizes})]
+    return [
+        CostTable({n: _TOKEN_S * (1.0 + row * (n - 1)) for n in sizes}),
+        CostTable({n: _TOKEN_S * _DRAFT_ROW * n for n in sizes}),
+    ]
 
 
 def read_costs(path: Path, models: Sequence[Path]) -> dict[str, list[CostTable]]:
-    """Return the cost tables of the models.
+    """Return the cost tables of some models from the output of `benchmarks/costs.py`.
 
-    They are found by the files' names, for each kind of kernels and each length of the context.
+    Args:
+        path: The output.
+        models: The models, which are found by their file names.
+
+    Returns:
+        A table for each model, for each kind of kernels and each length of the context.
     """
-    found: dict[str, dict[str, CostTable]] = {}
+    tables_by_name: dict[str, dict[str, CostTable]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        told = json.loads(line)
-        table = CostTable({int(n): ms / 1000 for n, ms in told["ms"].items()})
-        CHANGES[table] = tuple(ms / 1000 for ms in told.get("change_ms", ()))
-        name = f"{path.stem}, {told['kernels']}, {told['context']} tokens in context"
-        found.setdefault(name, {})[told["model"]] = table
-    return {name: [tables[model.name] for model in models] for name, tables in found.items()}
+        measured = json.loads(line)
+        table = CostTable({int(n): ms / 1000 for n, ms in measured["ms"].items()})
+        CHANGES[table] = tuple(ms / 1000 for ms in measured.get("change_ms", ()))
+        name = f"{path.stem}, {measured['kernels']}, {measured['context']} tokens in context"
+        tables_by_name.setdefault(name, {})[measured["model"]] = table
+    return {
+        name: [tables[model.name] for model in models] for name, tables in tables_by_name.items()
+    }
 
 
 class Entrant:
-    """A setting with a table of costs, and what it came to so far."""
+    """A setting with cost tables, and the results of its replays so far."""
 
     def __init__(
-        self, target: Path, setting: str, costs: Sequence[CostTable], costs_name: str, n: int
+        self,
+        target: Path,
+        setting: str,
+        costs: Sequence[CostTable],
+        costs_name: str,
+        max_tokens: int,
     ) -> None:
-        self.setting, self.costs_name = setting, costs_name
+        self.setting = setting
+        self.costs_name = costs_name
         self._costs = costs
         self._clock = Clock()
         draft, drafting = read_setting(setting)
         self.draft = draft
         self.is_fixed = drafting.policy == "fixed"
-        options = SessionOptions(
-            target, draft, drafting=drafting, generation=GenerationOptions(max_tokens=n)
-        )
+        generation = GenerationOptions(max_tokens=max_tokens)
+        options = SessionOptions(target, draft, drafting=drafting, generation=generation)
         self._loaded = Session(options, self._clock, MeasurementStore())
-        self.found: list[dict[str, Any]] = []
+        #: The figures of each replay.
+        self.replays: list[dict[str, Any]] = []
         self._changes = CHANGES.get(costs[0], ())
         if self._changes:
             self._loaded.costs.kind = partial(GraphCostTable, n_layer=self._loaded.target.n_layer)
         tables = [self._loaded.costs.table()]
         if isinstance(draft, Path):
             tables.append(self._loaded.costs.table(draft))
-        n_known = max(self._loaded.n_rows_max, MIN_SIZES)
-        for table, known in zip(tables, costs, strict=False):
-            for n_rows in range(1, n_known + 1):
-                table.set_seconds(n_rows, known.seconds(n_rows))
+        n_sizes = max(self._loaded.n_rows_max, MIN_SIZES)
+        for table, simulated in zip(tables, costs, strict=False):
+            for n_rows in range(1, n_sizes + 1):
+                table.set_seconds(n_rows, simulated.seconds(n_rows))
         if drafting.is_by_cost:
             measure_costs(self._loaded)
-        self._known_first = copy.deepcopy(vars(self._loaded.measurements))
+        self._initial_measurements = copy.deepcopy(vars(self._loaded.measurements))
 
     def close(self) -> None:
         self._loaded.close()
 
-    def rehearse(self, told: Told, real: Backend, draft: MemoBackend | None, n: int) -> None:
-        """Forget what was learnt, and make an answer n times without counting it."""
-        vars(self._loaded.measurements).update(copy.deepcopy(self._known_first))
-        for _ in range(n):
-            self.replay(told, real, draft)
-            self.found.pop()
+    def rehearse(
+        self, answer: RecordedAnswer, real: Backend, draft: MemoBackend | None, n_times: int
+    ) -> None:
+        """Forget what was learnt, and replay an answer several times without counting it."""
+        initial = copy.deepcopy(self._initial_measurements)
+        vars(self._loaded.measurements).update(initial)
+        for _ in range(n_times):
+            self.replay(answer, real, draft)
+            self.replays.pop()
 
-    def replay(self, told: Told, real: Backend, draft: MemoBackend | None) -> None:
-        """Replay an answer, in contexts that need only the draft's logits."""
+    def replay(self, answer: RecordedAnswer, real: Backend, draft: MemoBackend | None) -> None:
+        """Replay an answer.
+
+        Args:
+            answer: The recorded answer.
+            real: A context of the target. Only its sizes are used.
+            draft: A context of the draft model, if the setting has one.
+        """
         if draft is not None:
             for sequence in range(draft.n_sequences):
                 draft.remove(sequence)
-        loaded, clock = self._loaded, self._clock
-        prompt = begin(loaded, told.prompt.text)
+        loaded = self._loaded
+        clock = self._clock
+        prompt = format_prompt(loaded, answer.prompt.text)
         vocabulary = loaded.target.vocabulary
-        end = (vocabulary.end_tokens()[0],) if told.ended else ()
-        said = FakeBackend(
+        end = (vocabulary.end_tokens()[0],) if answer.is_complete else ()
+        scripted = FakeBackend(
             vocabulary,  # type: ignore[arg-type]
-            Script((*prompt.tokens, *told.tokens, *end), vocabulary.n_tokens),
+            Script((*prompt.tokens, *answer.tokens, *end), vocabulary.n_tokens),
             n_ctx=real.n_ctx,
             n_batch=real.n_batch,
             n_outputs=loaded.n_rows_max,
             n_sequences=loaded.n_branches_max,
         )
-        target = cast(Backend, Timed(said, self._costs[0], clock, change_s=self._changes))
-        drafting = () if draft is None else (cast(Backend, Timed(draft, self._costs[1], clock)),)
-        generation = DrafterFactory(loaded).new_answer(prompt, real.n_ctx, drafting, seed=1)
-        loop = AnswerLoop(target, clock)
+        target = TimedBackend(scripted, self._costs[0], clock, change_s=self._changes)
+        timed_drafts = [] if draft is None else [TimedBackend(draft, self._costs[1], clock)]
+        contexts = tuple(cast(Backend, timed) for timed in timed_drafts)
+        generation = DrafterFactory(loaded).new_answer(prompt, real.n_ctx, contexts, seed=1)
+        loop = AnswerLoop(cast(Backend, target), clock)
         list(loop.run(generation))
-        assert tuple(generation.answer) == told.tokens, "the recorded answer"
+        assert tuple(generation.answer) == answer.tokens, "the recorded answer"
         finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
-        prefill_s = cast(Timed, drafting[0]).prefill_s if drafting else 0.0
-        n_plain = len(told.tokens) + told.ended - 1
-        plain_s = n_plain * self._costs[0].seconds(1) + sum(self._changes)
-        self.found.append(
+        prefill_s = sum(timed.prefill_s for timed in timed_drafts)
+        n_later = answer.n_decoded - 1
+        plain_s = n_later * self._costs[0].seconds(1) + sum(self._changes)
+        self.replays.append(
             {
-                "prompt": told.prompt.number,
-                "category": told.prompt.category,
+                "prompt": answer.prompt.number,
+                "category": answer.prompt.category,
                 "n_tokens": finished.n_tokens,
                 "plain_s": round(plain_s, 3),
                 "seconds": round(seconds, 3),
@@ -276,34 +330,34 @@ class Entrant:
         return {
             "costs": self.costs_name,
             "setting": name,
-            **sums(self.found),
-            "answers": self.found,
+            **summary_of(self.replays),
+            "answers": self.replays,
         }
 
 
-def sums(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the answers come to."""
+def summary_of(replays: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the speed-ups of a setting, from the figures of each answer."""
     by_category: dict[str, list[float]] = {}
-    for answer in found:
-        by_category.setdefault(answer["category"], []).append(answer["speedup"])
+    for each in replays:
+        by_category.setdefault(each["category"], []).append(each["speedup"])
     means = {name: statistics.geometric_mean(values) for name, values in by_category.items()}
-    total = sum(answer["plain_s"] for answer in found) / sum(answer["seconds"] for answer in found)
-    without_prefill = [
-        answer["plain_s"] / (answer["seconds"] - answer["prefill_s"]) for answer in found
-    ]
+    total = sum(each["plain_s"] for each in replays) / sum(each["seconds"] for each in replays)
+    without_prefill = [each["plain_s"] / (each["seconds"] - each["prefill_s"]) for each in replays]
     return {
         "all": round(statistics.geometric_mean(means.values()), 3),
         "without_prefill": round(statistics.geometric_mean(without_prefill), 3),
         "together": round(total, 3),
-        "worst": min(answer["speedup"] for answer in found),
+        "worst": min(each["speedup"] for each in replays),
         "categories": {name: round(mean, 2) for name, mean in means.items()},
     }
 
 
 def hindsight(results: Sequence[Mapping[str, Any]], *, by: str) -> dict[str, Any]:
-    """Return the result of choosing the best of several results in hindsight.
+    """Return the result of choosing the best setting in hindsight.
 
-    The choice is made for each `category` or, with "prompt", for each answer.
+    Args:
+        results: The results of the settings to choose from.
+        by: "category" to choose a setting for each category, or "prompt" for each answer.
     """
     best: dict[object, list[Mapping[str, Any]]] = {}
     for result in results:
@@ -313,73 +367,85 @@ def hindsight(results: Sequence[Mapping[str, Any]], *, by: str) -> dict[str, Any
         for group, answers in groups.items():
             if group not in best or _speed(answers) > _speed(best[group]):
                 best[group] = answers
-    found = [answer for answers in best.values() for answer in answers]
-    return {"setting": f"hindsight by {by}", "costs": results[0]["costs"], **sums(found)}
+    chosen = [answer for answers in best.values() for answer in answers]
+    return {"setting": f"hindsight by {by}", "costs": results[0]["costs"], **summary_of(chosen)}
 
 
 def _speed(answers: Sequence[Mapping[str, Any]]) -> float:
     return statistics.geometric_mean(answer["speedup"] for answer in answers)
 
 
-def parser_of_answers(about: str | None) -> argparse.ArgumentParser:
-    """A command line that names recorded answers, their prompts and the model that gave them."""
+def parser_of_answers(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with options for recorded answers, their prompts and their model."""
     parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", required=True, type=Path)
+    parser.add_argument("--target", required=True, type=Path, help="the model of the answers")
     parser.add_argument("--prompts", required=True, type=Path)
-    parser.add_argument("--answers", required=True, type=Path)
-    parser.add_argument("--count", type=int, help="answers of each category")
+    parser.add_argument(
+        "--answers", required=True, type=Path, help="the output of `specgen bench --json`"
+    )
+    parser.add_argument("--count", type=int, help="answers per category")
     return parser
 
 
 def main() -> None:
     parser = parser_of_answers(__doc__)
-    parser.add_argument("--max-tokens", type=int, default=128, help="of the recorded answers")
-    parser.add_argument("--costs", type=Path, action="append", default=[])
-    parser.add_argument("--row", type=float, action="append", default=[])
-    parser.add_argument("--rehearsed", type=int, default=0, metavar="N")
-    parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]; one draft file")
-    asked = parser.parse_args()
-    answers = read_answers(asked.answers, asked.prompts, asked.count)
-    drafts = {draft for draft, _ in map(read_setting, asked.settings) if isinstance(draft, Path)}
+    parser.add_argument("--max-tokens", type=int, default=128, help="limit of the recorded answers")
+    parser.add_argument(
+        "--costs", type=Path, action="append", default=[], help="the output of benchmarks/costs.py"
+    )
+    parser.add_argument(
+        "--row", type=float, action="append", default=[], help="invented costs, instead of --costs"
+    )
+    parser.add_argument(
+        "--rehearsed", type=int, default=0, metavar="N", help="generate each answer N times before"
+    )
+    parser.add_argument(
+        "settings", nargs="+", help="DRAFT[:option=value,...], with at most one draft file"
+    )
+    arguments = parser.parse_args()
+    answers = read_answers(arguments.answers, arguments.prompts, arguments.count)
+    drafts = {
+        draft for draft, _ in map(read_setting, arguments.settings) if isinstance(draft, Path)
+    }
     if len(drafts) > 1:
-        parser.error("settings of one draft file")
-    if not asked.costs and not asked.row:
-        parser.error("no costs: --costs or --row")
-    models = [asked.target, *drafts]
+        parser.error("the settings name several draft files; only one is possible")
+    if not arguments.costs and not arguments.row:
+        parser.error("--costs or --row is required")
+    models = [arguments.target, *drafts]
     tables: dict[str, list[CostTable]] = {}
-    for path in asked.costs:
+    for path in arguments.costs:
         tables |= read_costs(path, models)
-    tables |= {f"a row {row:g}": made_up(row) for row in asked.row}
+    tables |= {f"row cost {row:g}": invented_costs(row) for row in arguments.row}
     with contextlib.ExitStack() as stack:
         entrants = []
         for name, costs in tables.items():
-            for setting in asked.settings:
-                entrant = Entrant(asked.target, setting, costs, name, asked.max_tokens)
+            for setting in arguments.settings:
+                entrant = Entrant(arguments.target, setting, costs, name, arguments.max_tokens)
                 stack.callback(entrant.close)
                 entrants.append(entrant)
         options = SessionOptions(
-            asked.target,
+            arguments.target,
             next(iter(drafts), "none"),
-            generation=GenerationOptions(max_tokens=asked.max_tokens),
+            generation=GenerationOptions(max_tokens=arguments.max_tokens),
         )
         loaded = stack.enter_context(Session(options, Clock()))
-        for number, told in enumerate(answers, 1):
-            n_ctx = loaded.context_size(len(begin(loaded, told.prompt.text).tokens))
-            with loaded.contexts(n_ctx) as (real, opened):
-                memo = MemoBackend(opened[0]) if opened else None
+        for number, answer in enumerate(answers, 1):
+            n_ctx = loaded.context_size(len(format_prompt(loaded, answer.prompt.text).tokens))
+            with loaded.contexts(n_ctx) as (real, draft_contexts):
+                memo = MemoBackend(draft_contexts[0]) if draft_contexts else None
                 for entrant in entrants:
                     drafting = memo if entrant.draft in drafts else None
-                    if asked.rehearsed:
-                        entrant.rehearse(told, real, drafting, asked.rehearsed)
-                    entrant.replay(told, real, drafting)
+                    if arguments.rehearsed:
+                        entrant.rehearse(answer, real, drafting, arguments.rehearsed)
+                    entrant.replay(answer, real, drafting)
             print(f"{number} of {len(answers)}", file=sys.stderr, end="\r", flush=True)
         report([entrant.result() for entrant in entrants], [e.is_fixed for e in entrants])
 
 
 def report(results: Sequence[dict[str, Any]], is_fixed: Sequence[bool]) -> None:
-    """Tell what came of it."""
+    """Print the results, and what the best settings in hindsight would give."""
     lines = list(results)
     for costs in dict.fromkeys(result["costs"] for result in results):
         fixed = [
@@ -391,7 +457,7 @@ def report(results: Sequence[dict[str, Any]], is_fixed: Sequence[bool]) -> None:
             lines += [hindsight(fixed, by="category"), hindsight(fixed, by="prompt")]
     for line in lines:
         print(
-            f"{line['costs']}, {line['setting']}: {line['all']:.3f}, all answers together "
+            f"{line['costs']}, {line['setting']}: {line['all']:.3f}, total time "
             f"{line['together']:.3f}, without prefill {line['without_prefill']:.3f}, "
             f"worst {line['worst']:.2f};",
             ", ".join(f"{name} {mean:.2f}" for name, mean in line["categories"].items()),

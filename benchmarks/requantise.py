@@ -1,9 +1,9 @@
-"""A model in another weight type, made from a file that may be quantised already.
+"""Convert a model to another weight type, from a file that may be quantised already.
 
     python -m benchmarks.requantise -m 1.5b-q4_k_m.gguf --type q8_0 -o 1.5b-q8_0.gguf
 
-Its answers are a little worse than those of a model that was quantised only once, and its speed is
-the same: it is for comparisons with engines that read some weight types only.
+The result is for comparisons with engines that support only some weight types. It is as fast as a
+model that was quantised from the original weights, but its answers are slightly worse.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def main() -> None:
     parser.add_argument("-m", "--target", type=Path, required=True)
     parser.add_argument("--type", choices=TYPES, required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = TYPES[asked.type]
+    options.ftype = TYPES[arguments.type]
     options.allow_requantize = True
-    files = (bytes(asked.target), bytes(asked.output))
+    files = (bytes(arguments.target), bytes(arguments.output))
     if llama_cpp.llama_model_quantize(*files, ctypes.byref(options)):
-        sys.exit(f"{asked.target} cannot be requantised")
+        sys.exit(f"{arguments.target} cannot be requantised")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
-"""What drafting gains where the target's layers are on workers, behind a network of some delay.
+"""Speed-up by drafts with the target's layers on workers, over a network with some delay.
 
     python benchmarks/rpc.py -m 1.5b.gguf -md 135m.gguf --prompts prompts.jsonl --json out.json
 
-Starts workers on this machine and puts a proxy before each, which passes on what it gets after the
-delay, each way, at the loopback's speed or at that of --mbit, each way of each worker. With every
-delay the costs are measured over the wire, as specgen does by itself. Each prompt is answered with
-every delay, plain and with the draft, by turns, greedy. A line for each delay and way: tokens a
-second after the first one, tokens a round, tokens drafted a round, the ratio to plain decoding with
-the same delay, and texts that are plain decoding's without delay.
+Starts workers on this machine, with a proxy in front of each that forwards all data after a delay.
+The delay applies in each direction; --mbit limits the bandwidth of each worker in each direction.
+With each delay, the costs of decodes are measured over this network, as specgen always does. Then
+each prompt is answered with each delay, plainly and with the draft, in interleaved runs at
+temperature 0.
 
-What a decode costs comes before: seconds by rows, round trips (how often a worker's answer was
-waited for), and bytes to and from the workers, for a batch of another size than the one before and
-for one of the same.
+First, decodes of several sizes are measured: seconds, round trips (how often the answer of a worker
+was waited for), and bytes to and from the workers. The bytes to the workers are also given for a
+batch whose size differs from the one before.
 
-Prompts whose figures are in the JSON file already are not answered again, so that the benchmark can
-be made in parts.
+Prints a line for each delay, plain and with drafts: tokens per second after the first token, tokens
+per round, drafted tokens per round, the ratio to plain decoding with the same delay, and the number
+of texts that are the same as with plain decoding without delay.
+
+Prompts whose figures are already in the JSON file are not answered again, so the benchmark can be
+run in parts.
 """
 
 from __future__ import annotations
@@ -52,52 +55,58 @@ from specgen.session.measurement_store import MeasurementStore
 from specgen.session.session import Session
 from specgen.system.folders import cache_folder
 
+#: Delays in each direction.
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
+#: Batch sizes of the decodes that are measured.
 ROWS = (1, 2, 4, 8, 16)
 _N_REPEATS = 5
 
 
 def main() -> None:
-    asked = _asked()
+    arguments = _parse_arguments()
     choose_kernels("auto", cache_folder())
-    prompts = prompts_of(asked)
+    prompts = prompts_of(arguments)
     report = {
-        "target": asked.target.name,
-        "draft": asked.draft.name,
-        "workers": asked.workers,
-        "worker_kernels": asked.worker_kernels,
-        "output_here": asked.output_here,
-        "mbit": asked.mbit,
-        "draft_max": asked.draft_max,
+        "target": arguments.target.name,
+        "draft": arguments.draft.name,
+        "workers": arguments.workers,
+        "worker_kernels": arguments.worker_kernels,
+        "output_here": arguments.output_here,
+        "mbit": arguments.mbit,
+        "draft_max": arguments.draft_max,
         "decodes": {},
         "runs": [],
     }
-    if asked.json is not None and asked.json.exists():
-        report = json.loads(asked.json.read_text(encoding="utf-8"))
-    with _network(asked.workers, asked.threads, asked.worker_kernels, asked.mbit) as network:
-        workers = Workers(network.endpoints, output_here=asked.output_here)
+    if arguments.json is not None and arguments.json.exists():
+        report = json.loads(arguments.json.read_text(encoding="utf-8"))
+    with _network(
+        arguments.workers, arguments.threads, arguments.worker_kernels, arguments.mbit
+    ) as network:
+        workers = Workers(network.endpoints, output_here=arguments.output_here)
         options = SessionOptions(
-            asked.target,
-            asked.draft,
+            arguments.target,
+            arguments.draft,
             target_context=ContextOptions(workers=workers),
-            drafting=DraftOptions(max_tokens=asked.draft_max),
-            generation=GenerationOptions(max_tokens=asked.max_tokens),
+            drafting=DraftOptions(max_tokens=arguments.draft_max),
+            generation=GenerationOptions(max_tokens=arguments.max_tokens),
         )
-        _measure(options, network, prompts[: _n_done(report) + asked.more], report, asked.json)
+        _measure(
+            options, network, prompts[: _n_done(report) + arguments.more], report, arguments.json
+        )
     for line in _lines(report) if report["runs"] else ():
         print("\t".join(line))
 
 
-def _asked() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, count=6, max_tokens=96)
     parser.add_argument("-md", "--draft", type=Path, required=True)
-    parser.add_argument("--more", type=int, default=99, help="of these, answer so many now")
-    parser.add_argument("--draft-max", type=int, help="the longest draft")
+    parser.add_argument("--more", type=int, default=99, help="prompts to answer in this run")
+    parser.add_argument("--draft-max", type=int, help="maximum tokens of a draft")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("-t", "--threads", type=int, default=2, help="of each worker")
-    parser.add_argument("--worker-kernels", default="auto", help="as `specgen worker` has it")
-    parser.add_argument("--output-here", action="store_true", help="as `specgen run` has it")
-    parser.add_argument("--mbit", type=float, help="megabits a second")
+    parser.add_argument("-t", "--threads", type=int, default=2, help="threads of each worker")
+    parser.add_argument("--worker-kernels", default="auto", help="--kernels of `specgen worker`")
+    parser.add_argument("--output-here", action="store_true", help="as in `specgen run`")
+    parser.add_argument("--mbit", type=float, help="bandwidth in megabits per second")
     return parser.parse_args()
 
 
@@ -106,27 +115,28 @@ def _asked() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Network:
-    """Workers behind proxies.
-
-    `delay` is one way, in seconds; `counts` are bytes to the workers, bytes from them, and answers
-    that were waited for.
-    """
+    """Workers behind proxies. The proxies share two values with this process."""
 
     endpoints: tuple[str, ...]
+    #: A shared number: the delay in each direction, in seconds.
     delay: Any
+    #: A shared array: the bytes to the workers, the bytes from them, and the answers that were
+    #: waited for.
     counts: Any
 
 
 @contextlib.contextmanager
 def _network(n_workers: int, n_threads: int, kernels: str, mbit: float | None) -> Iterator[Network]:
     bytes_per_s = float("inf") if mbit is None else mbit * 1e6 / 8
-    delay, counts = multiprocessing.Value("d", 0.0), multiprocessing.Array("q", 3)
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # all share this machine's cores
+    delay = multiprocessing.Value("d", 0.0)
+    counts = multiprocessing.Array("q", 3)
+    # All workers share this machine's cores, so idle threads must not spin.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     with contextlib.ExitStack() as stack:
         endpoints = []
         for _ in range(n_workers):
-            with socket.create_server(("127.0.0.1", 0)) as trial:
-                port = trial.getsockname()[1]
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
             command = [sys.executable, "-m", "specgen", "worker", "--port", str(port), "--quiet"]
             command += ["--threads", str(n_threads), "--kernels", kernels]
             worker = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
@@ -144,52 +154,56 @@ def _network(n_workers: int, n_threads: int, kernels: str, mbit: float | None) -
 
 
 def _proxy(server: socket.socket, port: int, bytes_per_s: float, delay: Any, counts: Any) -> None:
-    """Pass on what comes to a server, in a process of its own."""
+    """Forward connections between a server and a worker. Runs in a separate process."""
     while True:
         client, _ = server.accept()
         worker = socket.create_connection(("127.0.0.1", port))
-        #: Whether the last bytes went to the worker.
-        is_asked = threading.Event()
+        # Set while the last data went to the worker.
+        is_waiting = threading.Event()
         for source, sink, direction in ((client, worker, 0), (worker, client, 1)):
             source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            passing: queue.Queue[tuple[float, bytes]] = queue.Queue(2048)
+            in_transit: queue.Queue[tuple[float, bytes]] = queue.Queue(2048)
             for target, arguments in (
-                (_take, (source, passing, direction, is_asked, bytes_per_s, delay, counts)),
-                (_give, (sink, passing)),
+                (_receive, (source, in_transit, direction, is_waiting, bytes_per_s, delay, counts)),
+                (_deliver, (sink, in_transit)),
             ):
                 threading.Thread(target=target, args=arguments, daemon=True).start()
 
 
-def _take(
+def _receive(
     source: socket.socket,
-    passing: queue.Queue[tuple[float, bytes]],
+    in_transit: queue.Queue[tuple[float, bytes]],
     direction: int,
-    is_asked: threading.Event,
+    is_waiting: threading.Event,
     bytes_per_s: float,
     delay: Any,
     counts: Any,
 ) -> None:
-    data, sent_s = b".", 0.0
+    """Put what a socket receives into a queue, with the time at which it arrives."""
+    data = b"."
+    #: When the bandwidth limit lets the last data leave.
+    sent_s = 0.0
     while data:
         try:
             data = source.recv(2**16)
         except OSError:
             data = b""
         sent_s = max(sent_s, time.monotonic()) + len(data) / bytes_per_s
-        passing.put((sent_s + delay.value, data))
+        in_transit.put((sent_s + delay.value, data))
         with counts.get_lock():
             counts[direction] += len(data)
             if direction == 0:
-                is_asked.set()
-            elif data and is_asked.is_set():
-                is_asked.clear()
+                is_waiting.set()
+            elif data and is_waiting.is_set():
+                is_waiting.clear()
                 counts[2] += 1
 
 
-def _give(sink: socket.socket, passing: queue.Queue[tuple[float, bytes]]) -> None:
+def _deliver(sink: socket.socket, in_transit: queue.Queue[tuple[float, bytes]]) -> None:
+    """Send the data of a queue when their time has come."""
     while True:
-        due, data = passing.get()
-        time.sleep(max(0.0, due - time.monotonic()))
+        arrival_s, data = in_transit.get()
+        time.sleep(max(0.0, arrival_s - time.monotonic()))
         with contextlib.suppress(OSError):
             if not data:
                 sink.shutdown(socket.SHUT_WR)
@@ -207,7 +221,7 @@ def _measure(
     report: dict[str, Any],
     file: Path | None,
 ) -> None:
-    """Add what is missing to the report, and write it after each prompt."""
+    """Measure what is missing in the report, and write it after each prompt."""
     with contextlib.ExitStack() as stack:
         sessions: dict[tuple[float, DraftSource], Session] = {}
         for delay_ms in DELAYS_MS:
@@ -245,17 +259,25 @@ def _with_draft(options: SessionOptions, draft: DraftSource) -> SessionOptions:
 
 
 def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
-    """What decodes of some sizes cost: the quickest of several, since what disturbs only adds."""
-    text, found = begin_text(target), []
-    for n_rows in ROWS[: sum(rows <= target.n_outputs for rows in ROWS)]:
-        times, sent = [], []
+    """Measure decodes of several sizes.
+
+    The fastest of several repeats counts, because other programs can only slow a decode down.
+    """
+    text = begin_text(target)
+    decodes = []
+    for n_rows in ROWS:
+        if n_rows > target.n_outputs:
+            break
+        times = []
+        sent = []
+        # The first one follows a batch of another size.
         for _ in range(1 + _N_REPEATS):
             before = list(network.counts)
             seconds = time_batch(target, text, n_rows)
             assert seconds is not None
             times.append(seconds)
             sent.append([now - then for now, then in zip(network.counts, before, strict=True)])
-        found.append(
+        decodes.append(
             {
                 "n_rows": n_rows,
                 "seconds": round(min(times[1:]), 4),
@@ -265,8 +287,8 @@ def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
                 "round_trips": sent[-1][2],
             }
         )
-        print(found[-1], file=sys.stderr)
-    return found
+        print(decodes[-1], file=sys.stderr)
+    return decodes
 
 
 def _answer(session: Session, prompt: str) -> dict[str, Any]:
@@ -292,20 +314,26 @@ def _answer(session: Session, prompt: str) -> dict[str, Any]:
 
 
 def _n_done(report: Mapping[str, Any]) -> int:
+    """The number of prompts that were answered."""
     return len(report["runs"])
 
 
+def _runs_of(
+    report: Mapping[str, Any], delay_ms: float, *, is_plain: bool
+) -> list[Mapping[str, Any]]:
+    """The runs with a delay, plain or with drafts, one for each prompt."""
+    return [
+        next(run for run in runs if (run["delay_ms"], run["is_plain"]) == (delay_ms, is_plain))
+        for runs in report["runs"]
+    ]
+
+
 def _lines(report: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the columns of each line to print."""
     for delay_ms in DELAYS_MS:
+        plain = _runs_of(report, delay_ms, is_plain=True)
         for is_plain in (True, False):
-            runs = [
-                next(r for r in runs if (r["delay_ms"], r["is_plain"]) == (delay_ms, is_plain))
-                for runs in report["runs"]
-            ]
-            plain = [
-                next(r for r in runs if (r["delay_ms"], r["is_plain"]) == (delay_ms, True))
-                for runs in report["runs"]
-            ]
+            runs = _runs_of(report, delay_ms, is_plain=is_plain)
             n_rounds = sum(run["n_rounds"] for run in runs)
             speeds = [run["tokens_per_s"] for run in runs]
             figures = (

@@ -1,11 +1,11 @@
-"""What samplers cost: microseconds per row, each alone and in chains, by vocabulary size.
+"""Time of samplers: microseconds per row, for each alone and for chains, by vocabulary size.
 
     python benchmarks/sampling.py
 
-The logits are normally distributed with a standard deviation of 3. Each figure is the lowest
-of several means: what it takes when nothing else runs. A sampler without top-k works on the
-whole vocabulary. "masked" is a chain under a grammar that allows every tenth token, answering
-at no cost; "asked" is how many tokens it was asked about.
+The logits are normally distributed with a standard deviation of 3. Each figure is the lowest of
+several means, which is the time when no other program runs. A sampler without top-k works on the
+whole vocabulary. "masked" is a chain with a grammar that allows every tenth token at no cost;
+"asked" is the number of tokens that the grammar had to check.
 
 Prints a table on stderr and one JSON object on stdout.
 """
@@ -29,7 +29,7 @@ VOCABULARIES = (12, 151_936)
 N_ROWS = 8
 N_HISTORY = 4096
 N_REPEATS = 7
-#: Seconds that one of the repeats is to take.
+#: The approximate seconds of one repeat.
 REPEAT_S = 0.02
 
 OFF = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -60,7 +60,7 @@ CHAINS = {
 
 def main() -> int:
     result = {
-        "unit": "microseconds a row",
+        "unit": "microseconds per row",
         "samplers": {name: sizes(options) for name, options in (ALONE | CHAINS).items()},
         "masked": {name: masked(CHAINS[name]) for name in ("greedy", "default")},
         "top-40 of rows": {str(n): rows_together(n) for n in (1, 4, N_ROWS)},
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """The lowest mean time of a call in several repeats, after a warm-up."""
+    """The lowest mean time of a call over several repeats, after a warm-up."""
     timer = timeit.Timer(call)
     n = max(1, int(REPEAT_S / max(timer.timeit(3) / 3, 1e-9)))
     return round(min(timer.repeat(N_REPEATS, n)) / n * 1e6, 1)
@@ -88,7 +88,7 @@ def row(n_vocab: int) -> Logits:
 
 
 def sizes(options: SamplerOptions) -> dict[str, float]:
-    """A sampler's time by size of the vocabulary."""
+    """The time of a sampler by the size of the vocabulary."""
     sampler = Sampler(options)
     figures = {}
     for n_vocab in VOCABULARIES:
@@ -101,7 +101,7 @@ def sizes(options: SamplerOptions) -> dict[str, float]:
 
 
 def masked(options: SamplerOptions) -> dict[str, float]:
-    """A chain under a grammar, in a large vocabulary."""
+    """The time of a chain with a grammar, for a large vocabulary."""
     logits = row(VOCABULARIES[-1])
     allowed = np.random.default_rng(2).random(len(logits)) < 0.1
     sampler = Sampler(options)
@@ -114,15 +114,15 @@ def masked(options: SamplerOptions) -> dict[str, float]:
         return answer
 
     sampler.distribution(logits, allows=allows)
-    asked = n_asked
+    n_asked_once = n_asked
     return {
         "time": microseconds(lambda: sampler.distribution(logits, allows=allows)),
-        "asked": asked,
+        "asked": n_asked_once,
     }
 
 
 def rows_together(n_rows: int) -> dict[str, float]:
-    """The 40 best of each row, one row after the other and in one pass over all."""
+    """The time to find the 40 best tokens of each row, one by one and for all rows together."""
     logits = np.tile(row(VOCABULARIES[-1]), (n_rows, 1))
     one_by_one = [best(each, 40).tolist() for each in logits]
     assert [each.tolist() for each in best_of_rows(logits, 40)] == one_by_one
@@ -133,7 +133,7 @@ def rows_together(n_rows: int) -> dict[str, float]:
 
 
 def best_of_rows(logits: Logits, n: int) -> list[TokenArray]:
-    """`best` of every row of float32[n_rows, n_vocab], each step done for all rows at once."""
+    """Compute `best` of every row of float32[n_rows, n_vocab], each step for all rows at once."""
     group = 64
     n_rows, n_vocab = logits.shape
     n_groups = n_vocab // group
@@ -154,7 +154,7 @@ def best_of_rows(logits: Logits, n: int) -> list[TokenArray]:
 
 
 def searches() -> dict[str, dict[str, float]]:
-    """DRY alone, in texts of several kinds."""
+    """The time of DRY alone, for several kinds of texts."""
     rng = np.random.default_rng(4)
     texts = {
         "random": rng.integers(0, 1000, N_HISTORY),

@@ -1,13 +1,13 @@
-r"""Draft settings against plain decoding, on a pair of real models.
+r"""Speed-up of draft settings over plain decoding, with real models.
 
     python benchmarks/settings.py --target big.gguf --prompts benchmarks/prompts.jsonl \
         small.gguf:draft_max=3 small.gguf:draft_max=8,draft_p_min=0.75 ngram:ngram_min=3
 
-Each prompt is answered plainly and with every setting, one after the other, so that a machine that
-slows down slows all of them; in the model's chat template, greedily unless there is a --temp.
-Compared are tokens per second after the first token. Prints the speed-up over plain decoding by
-category (means over the prompts) on stderr, and one JSON object on stdout. SPECGEN_KERNELS says who
-computes.
+Each prompt is answered plainly and then with every setting, so that all of them are affected if the
+machine slows down. Prompts are in the model's chat template, and the temperature is 0 without
+--temp. The speed is that after the first token. Prints the speed-ups over plain decoding by
+category (geometric means) to stderr, and one JSON list to stdout. The variable SPECGEN_KERNELS
+chooses the kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from specgen.system.folders import cache_folder
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="draft settings against plain decoding")
+    parser = argparse.ArgumentParser(description="Compare draft settings with plain decoding.")
     parser.add_argument("--target", required=True, type=Path)
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--count", type=int, default=0, help="prompts of each category; 0: all")
+    parser.add_argument("--count", type=int, default=0, help="prompts per category; 0: all")
     parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]")
     arguments = parser.parse_args()
     prompts = bench_prompts(arguments.prompts, arguments.count)

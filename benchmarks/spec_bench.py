@@ -6,19 +6,19 @@ r"""The first turns of Spec-Bench's 480 questions: plain decoding and drafts in 
         --settings ngram smollm2-135m --output benchmarks/results/spec-bench-before.jsonl
     python -m benchmarks.spec_bench_table benchmarks/results/spec-bench.jsonl
 
-- Every contender is a process of its own that keeps its models loaded, and is warmed up before each
-  of its turns. All of them answer a question before any goes on to the next.
+- Every contender is a separate process that keeps its models loaded, and is warmed up before each
+  of its turns. All of them answer a question before the next question begins.
 - Answers start cold (`benchmarks/engine_worker.py`), so they do not depend on their order.
-- A question's results are appended to the output as one line. The same command goes on after the
-  last one, so a measurement can be stopped at any time. Questions are ordered so that each part of
+- The results of a question are appended to the output as one line. The benchmark can be stopped at
+  any time: the same command resumes after the last line. Questions are ordered so that each part of
   the file has about the same share of every category.
 - Every tenth question is also answered by plain decoding a second time, which shows the noise.
-- `--bigger` is a target that costs more, made by `benchmarks/bigger_target.py`: it gets every fifth
+- `--bigger` is a more expensive target, made by `benchmarks/bigger_target.py`. It gets every fifth
   question.
-- An answer of less than 0.9 times the speed of plain decoding is repeated three times, together
-  with plain decoding; the median of the three counts.
-- `--other NAME=PATH` adds another version of specgen, for each setting that drafts: a checkout, or
-  the Python of an environment in which it is installed.
+- An answer that is slower than 0.9 times the speed of plain decoding is repeated three times,
+  together with plain decoding. The median of the three counts.
+- `--other NAME=PATH` adds another version of specgen for each setting that drafts. PATH is a
+  checkout, or the Python of an environment in which that version is installed.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from specgen.system.files import as_json, path_of
 from specgen.system.machine import look_at_machine
 
 PLAIN = "plain"
-#: Plain decoding, asked once more.
+#: The second answer of plain decoding.
 CONTROL = "plain again"
-#: Between a setting's name and that of another version of specgen.
+#: Separates the name of a setting from that of another version of specgen.
 VERSION_MARK = "@"
 #: An answer that is slower than this, relative to plain decoding, is repeated.
 REPEATED_BELOW = 0.9
@@ -79,7 +79,8 @@ Figures = dict[str, Any]
 class Setting:
     """A contender that is not loaded yet."""
 
-    #: The draft as the user named it or ``plain``, and perhaps another version of specgen.
+    #: The draft as the user named it, or ``plain``; followed by the name of another version of
+    #: specgen, if it is one.
     name: str
     target: Path
     #: A file, ``ngram`` or ``none``.
@@ -92,17 +93,17 @@ def settings_of(
     drafts: Mapping[str, str],
     others: Mapping[str, WorkerCommand],
 ) -> list[Setting]:
-    """Return plain decoding, all drafts, and all drafts with the other versions of specgen.
+    """Return plain decoding, each draft, and each draft with every other version of specgen.
 
     Args:
         target: The target's file.
         drafts: The drafts by name.
         others: The other versions of specgen by name.
     """
-    own = WorkerCommand("specgen")
-    settings = [Setting(PLAIN, target, "none", own)]
+    this_version = WorkerCommand("specgen")
+    settings = [Setting(PLAIN, target, "none", this_version)]
     for name, draft in drafts.items():
-        settings.append(Setting(name, target, draft, own))
+        settings.append(Setting(name, target, draft, this_version))
         settings += (
             Setting(f"{name}{VERSION_MARK}{version}", target, draft, command)
             for version, command in others.items()
@@ -111,10 +112,10 @@ def settings_of(
 
 
 def read_other(text: str) -> tuple[str, WorkerCommand]:
-    """Return the name and the command of `--other NAME=PATH`."""
-    name, _, place = text.partition("=")
-    path = path_of(place).absolute()
-    if not name or not place or not path.exists():
+    """Parse `--other NAME=PATH`; return the name and the command."""
+    name, _, path_text = text.partition("=")
+    path = path_of(path_text).absolute()
+    if not name or not path_text or not path.exists():
         message = f"{text}: not NAME=PATH with a checkout of specgen or a Python"
         raise argparse.ArgumentTypeError(message)
     if path.is_dir():
@@ -126,27 +127,27 @@ def read_other(text: str) -> tuple[str, WorkerCommand]:
 
 
 class AnswersQuestions(Protocol):
-    """A contender: `benchmarks.worker_client.EngineWorker`."""
+    """A contender, which `benchmarks.worker_client.EngineWorker` is."""
 
     def warm_up(self) -> None:
         """Generate a few tokens."""
 
     def answer(self, prompt: str) -> Figures:
-        """Return the figures of an answer, or an `error`."""
+        """Return the figures of an answer, or an object with an `error`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A contender's answer to a question, as it is written."""
+    """A contender's answer to a question."""
 
     contender: str
-    #: 0 for the first one; repeats count from 1.
+    #: 0 for the first answer, and from 1 on for repeats.
     attempt: int
     figures: Figures
 
 
 def speedup(drafted: Mapping[str, Any], plain: Mapping[str, Any]) -> float | None:
-    """Return the ratio of two answers' speeds after the first token; None if one is not known."""
+    """Return the ratio of two answers' speeds after the first token; None if one is unknown."""
     own_speed = drafted.get("tokens_per_s")
     plain_speed = plain.get("tokens_per_s")
     if not own_speed or not plain_speed:
@@ -166,8 +167,8 @@ def ask_all(
     Args:
         contenders: The contenders by name, one of which is plain decoding.
         text: The question.
-        n_before: The number of questions before. The order of the drafts rotates with it, and is
-            reversed after each rotation, so that none is always before another one.
+        n_before: The number of questions before this one. The order of the drafts rotates with it,
+            and is reversed after each full rotation, so that no draft always precedes another one.
         has_control: Whether plain decoding answers twice.
     """
     drafted = [name for name in contenders if name != PLAIN]
@@ -200,9 +201,9 @@ def _ask(contenders: Mapping[str, AnswersQuestions], name: str, text: str) -> Fi
 
 
 def written(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return answers for a line of the output, with each different text once.
+    """Return answers as they are written to a line of the output.
 
-    An answer whose text is plain decoding's only says so.
+    The text is left out if it is the same as plain decoding's.
     """
     plain = answers[0].figures
     lines = []
@@ -225,11 +226,11 @@ def written(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a file of results has."""
+    """The content of a file of results."""
 
-    #: The first lines of all runs of the command.
+    #: The lines with which each run of the command begins.
     runs: tuple[dict[str, Any], ...]
-    #: The lines of the questions.
+    #: The lines about questions.
     lines: tuple[dict[str, Any], ...]
 
     @property
@@ -239,7 +240,7 @@ class Results:
 
 
 def read_results(file: Path) -> Results:
-    """Read a file of results; a last line that was not written to its end is left out.
+    """Read a file of results. An incomplete last line is ignored.
 
     Raises:
         SpecBenchError: If it cannot be read, or another line is not JSON.
@@ -248,9 +249,9 @@ def read_results(file: Path) -> Results:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecBenchError(f"{file} cannot be read: {error.strerror}") from error
-    whole, _, _ = text.rpartition("\n")
+    complete_lines, _, _ = text.rpartition("\n")
     try:
-        lines = [json.loads(line) for line in whole.split("\n") if line]
+        lines = [json.loads(line) for line in complete_lines.split("\n") if line]
     except json.JSONDecodeError as error:
         raise SpecBenchError(f"{file}: not a file of results: {error}") from error
     runs = tuple(line["run"] for line in lines if "run" in line)
@@ -258,36 +259,36 @@ def read_results(file: Path) -> Results:
 
 
 class Output:
-    """A file of results that grows by whole lines."""
+    """A file of results, to which lines are appended."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        #: What the file had before.
+        #: The content of the file before this run.
         self.before = Results((), ())
         if file.exists():
             self.before = read_results(file)
-            self._cut_torn_line()
+            self._remove_incomplete_line()
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a line."""
+        """Append a line."""
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def _cut_torn_line(self) -> None:
+    def _remove_incomplete_line(self) -> None:
         data = self._file.read_bytes()
-        n_whole = data.rfind(b"\n") + 1
-        if n_whole < len(data):
+        n_complete = data.rfind(b"\n") + 1
+        if n_complete < len(data):
             with self._file.open("r+b") as stream:
-                stream.truncate(n_whole)
+                stream.truncate(n_complete)
 
     def check_same(self, run: Mapping[str, Any]) -> None:
-        """Check that a run measures the same as the earlier ones of the file.
+        """Check that a run has the same settings as the earlier runs in the file.
 
-        A target may be new.
+        It may have an additional target.
 
         Raises:
-            SpecBenchError: If it does not.
+            SpecBenchError: If the settings differ.
         """
         for earlier in self.before.runs:
             differences = [
@@ -298,19 +299,19 @@ class Output:
                     differences.append(f"contenders for {target}")
             if differences:
                 raise SpecBenchError(
-                    f"{self._file} has other {', '.join(differences)}",
+                    f"{self._file} was measured with different {', '.join(differences)}",
                     hint="name another file with --output",
                 )
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the last commit that changed specgen, with a mark if files differ from it.
+    """Return the last commit that changed specgen, marked if there are uncommitted changes.
 
     Args:
-        folder: A folder of the checkout.
+        folder: A folder in the checkout.
 
     Returns:
-        The commit; None without git.
+        The commit; None if git does not know it.
     """
     git = ["git", "-C", str(folder)]
     sources = ["--", ":/specgen", ":/kernels"]
@@ -345,7 +346,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """When a run ends early, between two questions."""
+    """When a run ends early. It always ends between two questions."""
 
     #: The number of seconds; None for no limit.
     seconds: float | None = None
@@ -354,8 +355,9 @@ class Limit:
 
     def is_reached(self, seconds: float, n_questions: int) -> bool:
         """Return whether the run ends now."""
-        is_late = self.seconds is not None and seconds >= self.seconds
-        return is_late or (self.n_questions is not None and n_questions >= self.n_questions)
+        if self.seconds is not None and seconds >= self.seconds:
+            return True
+        return self.n_questions is not None and n_questions >= self.n_questions
 
 
 def measure(
@@ -364,15 +366,15 @@ def measure(
     output: Output,
     limit: Limit,
 ) -> None:
-    """Ask what the output does not have yet, question by question."""
+    """Ask all questions whose results are not in the output yet."""
     started_s = time.monotonic()
     n_new = 0
     for index, question in enumerate(questions):
         is_new = False
         for part in parts:
-            is_asked = question.question_id in part.question_ids
+            is_part_of_it = question.question_id in part.question_ids
             is_done = (question.question_id, part.target) in output.before.done
-            if not is_asked or is_done:
+            if not is_part_of_it or is_done:
                 continue
             if not is_new and limit.is_reached(time.monotonic() - started_s, n_new):
                 return
@@ -391,157 +393,164 @@ def measure(
                     "answers": written(answers),
                 }
             )
-            _tell(index + 1, len(questions), question, part.target, answers)
-        n_new += is_new
+            _show_progress(index + 1, len(questions), question, part.target, answers)
+        if is_new:
+            n_new += 1
 
 
-def _tell(
+def _show_progress(
     n_done: int, n_questions: int, question: Question, target: str, answers: Sequence[Answer]
 ) -> None:
-    """Write a line about a question's first answers to stderr."""
+    """Print the speed-ups of a question's first answers to stderr."""
     plain = answers[0].figures
     parts = []
     for answer in answers[1:]:
         ratio = speedup(answer.figures, plain) if answer.attempt == 0 else None
         if ratio is not None:
             parts.append(f"{answer.contender} {ratio:.2f}")
-    what = f"{n_done} of {n_questions}, {question.category}, {target}"
-    print(f"{what}: {', '.join(parts)}", file=sys.stderr)
+    heading = f"{n_done} of {n_questions}, {question.category}, {target}"
+    print(f"{heading}: {', '.join(parts)}", file=sys.stderr)
 
 
 def start_all(
     settings: Sequence[Setting],
-    asked: argparse.Namespace,
+    arguments: argparse.Namespace,
     stack: contextlib.ExitStack,
 ) -> dict[str, EngineWorker]:
-    """Load all contenders; the stack ends them."""
+    """Start all contenders with their models loaded; the stack ends them."""
     workers = {}
     for setting in settings:
         print(f"loading {setting.name}, {setting.target.name}", file=sys.stderr)
         choices = {
             "target": str(setting.target),
             "draft": setting.draft,
-            "max_tokens": asked.max_tokens,
-            "keeps_learning": asked.keep_learning,
+            "max_tokens": arguments.max_tokens,
+            "keeps_learning": arguments.keep_learning,
         }
         workers[setting.name] = stack.enter_context(running_worker(setting.command, choices))
     return workers
 
 
 def descriptions(workers: Mapping[str, EngineWorker]) -> dict[str, dict[str, Any]]:
-    """Return what contenders say of themselves, with the commit instead of the folder."""
-    found = {}
+    """Return the contenders' descriptions of themselves, with the commit instead of the folder."""
+    described = {}
     for name, worker in workers.items():
         about = dict(worker.about)
         folder = Path(about.pop("folder"))
-        found[name] = {**about, "commit": commit_of(folder)}
-    return found
+        described[name] = {**about, "commit": commit_of(folder)}
+    return described
 
 
 # --- the command ------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    own = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    own.add_argument("questions", type=Path, nargs="?", help="Spec-Bench's question.jsonl")
-    own.add_argument("-m", "--target", default=_DEFAULT_TARGET, help="a file or a model's name")
-    own.add_argument("-md", "--draft", action="append", help="a file or a model's name")
-    own.add_argument("--bigger", type=Path, help="a target that costs more")
-    own.add_argument("--settings", nargs="+", help="only these drafts: ngram, or one of -md")
-    own.add_argument("--other", type=read_other, action="append", default=[], metavar="NAME=PATH")
-    own.add_argument("-n", "--max-tokens", type=int, default=128)
-    own.add_argument("--half", type=Path, help="only the questions of this file")
-    own.add_argument("--not-half", type=Path, help="only the other questions")
-    own.add_argument("--minutes", type=float, help="stop after the question that passes this")
-    own.add_argument("--count", type=int, help="stop after so many new questions")
-    own.add_argument("--keep-learning", action="store_true", help="answers do not start cold")
-    own.add_argument("--output", type=Path, default=_DEFAULT_OUTPUT)
-    return own
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("questions", type=Path, nargs="?", help="Spec-Bench's question.jsonl")
+    parser.add_argument("-m", "--target", default=_DEFAULT_TARGET, help="a file or a model's name")
+    parser.add_argument("-md", "--draft", action="append", help="a file or a model's name")
+    parser.add_argument("--bigger", type=Path, help="a more expensive target")
+    parser.add_argument("--settings", nargs="+", help="only these drafts: ngram, or one of -md")
+    parser.add_argument(
+        "--other", type=read_other, action="append", default=[], metavar="NAME=PATH"
+    )
+    parser.add_argument("-n", "--max-tokens", type=int, default=128)
+    parser.add_argument("--half", type=Path, help="only the questions in this file")
+    parser.add_argument(
+        "--not-half", type=Path, help="only the questions that are not in this file"
+    )
+    parser.add_argument("--minutes", type=float, help="stop after the question that exceeds this")
+    parser.add_argument("--count", type=int, help="stop after this number of new questions")
+    parser.add_argument("--keep-learning", action="store_true", help="answers do not start cold")
+    parser.add_argument("--output", type=Path, default=_DEFAULT_OUTPUT)
+    return parser
 
 
 def main() -> None:
-    asked = parser().parse_args()
-    if asked.questions is None:
-        sys.exit(f"Spec-Bench's questions are missing: get {ADDRESS}, and name the file")
-    # The end of a job is like Ctrl-C.
+    arguments = make_parser().parse_args()
+    if arguments.questions is None:
+        sys.exit(f"Spec-Bench's questions are missing: download {ADDRESS}, and name the file")
+    # Terminate cleanly on SIGTERM, so that the workers end, too.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     try:
-        run(asked)
+        run(arguments)
     except SpecgenError as error:
         hint = f"\nhint: {error.hint}" if error.hint else ""
         sys.exit(f"{error.message}{hint}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on after the last question")
+        sys.exit("stopped; the same command resumes after the last question")
 
 
-def run(asked: argparse.Namespace) -> None:
-    """Measure what is asked for."""
-    every = spread(read_questions(asked.questions))
-    question_ids = _question_ids(every, asked)
-    control_ids = chosen_ids(every, _CONTROL_STEP)
-    settings = _settings(asked, question_ids)
+def run(arguments: argparse.Namespace) -> None:
+    """Run the benchmark."""
+    questions = spread(read_questions(arguments.questions))
+    question_ids = _question_ids(questions, arguments)
+    control_ids = chosen_ids(questions, _CONTROL_STEP)
+    settings = _settings(arguments, question_ids)
     choices = {
-        "max_tokens": asked.max_tokens,
-        "keeps_learning": asked.keep_learning,
-        "contenders": {target: [each.name for each in own] for target, own in settings.items()},
+        "max_tokens": arguments.max_tokens,
+        "keeps_learning": arguments.keep_learning,
+        "contenders": {
+            target: [setting.name for setting in own] for target, own in settings.items()
+        },
     }
-    output = Output(asked.output)
+    output = Output(arguments.output)
     output.check_same(choices)
     with contextlib.ExitStack() as stack:
-        workers = {target: start_all(own, asked, stack) for target, own in settings.items()}
+        workers = {target: start_all(own, arguments, stack) for target, own in settings.items()}
         about = {target: descriptions(own) for target, own in workers.items()}
         output.append({"run": {**_circumstances(), **choices, "about": about}})
         parts = [
             Part(target, workers[target], question_ids[target], control_ids) for target in workers
         ]
-        seconds = None if asked.minutes is None else 60.0 * asked.minutes
-        measure(_asked_for(every, asked), parts, output, Limit(seconds, asked.count))
+        seconds = None if arguments.minutes is None else 60.0 * arguments.minutes
+        measure(_selected(questions, arguments), parts, output, Limit(seconds, arguments.count))
 
 
 def _question_ids(
-    every: Sequence[Question], asked: argparse.Namespace
+    questions: Sequence[Question], arguments: argparse.Namespace
 ) -> dict[str, frozenset[int]]:
     """Return the questions that each target gets, by the target's name."""
-    target = Path(asked.target).name
-    question_ids = {target: frozenset(question.question_id for question in every)}
-    if asked.bigger is None:
-        print("the larger target is skipped: no --bigger", file=sys.stderr)
-    elif not asked.bigger.is_file():
-        print(f"the larger target is skipped: there is no {asked.bigger}", file=sys.stderr)
+    target = Path(arguments.target).name
+    question_ids = {target: frozenset(question.question_id for question in questions)}
+    if arguments.bigger is None:
+        print("the larger target is skipped: there is no --bigger", file=sys.stderr)
+    elif not arguments.bigger.is_file():
+        print(f"the larger target is skipped: there is no {arguments.bigger}", file=sys.stderr)
     else:
-        question_ids[asked.bigger.name] = chosen_ids(every, _BIGGER_STEP)
+        question_ids[arguments.bigger.name] = chosen_ids(questions, _BIGGER_STEP)
     return question_ids
 
 
-def _settings(asked: argparse.Namespace, targets: Iterable[str]) -> dict[str, list[Setting]]:
+def _settings(arguments: argparse.Namespace, targets: Iterable[str]) -> dict[str, list[Setting]]:
     """Return the contenders for each target, by the target's name."""
-    drafts = _drafts(asked)
+    drafts = _drafts(arguments)
     target, *bigger = targets
-    # Other versions are compared where most of the questions are.
-    file = find_target(asked.target, quiet=False)
-    settings = {target: settings_of(file, drafts, dict(asked.other))}
+    # Other versions of specgen are compared only with the target that gets all questions.
+    file = find_target(arguments.target, quiet=False)
+    settings = {target: settings_of(file, drafts, dict(arguments.other))}
     for name in bigger:
-        settings[name] = settings_of(asked.bigger, drafts, {})
+        settings[name] = settings_of(arguments.bigger, drafts, {})
     return settings
 
 
-def _asked_for(questions: Sequence[Question], asked: argparse.Namespace) -> list[Question]:
-    """Return the questions of the half that is asked for; both without one."""
-    chosen = list(questions)
-    if asked.half is not None:
-        ids = read_ids(asked.half)
-        chosen = [question for question in chosen if question.question_id in ids]
-    if asked.not_half is not None:
-        ids = read_ids(asked.not_half)
-        chosen = [question for question in chosen if question.question_id not in ids]
-    return chosen
+def _selected(questions: Sequence[Question], arguments: argparse.Namespace) -> list[Question]:
+    """Return the questions that `--half` and `--not-half` select."""
+    selected = list(questions)
+    if arguments.half is not None:
+        ids = read_ids(arguments.half)
+        selected = [question for question in selected if question.question_id in ids]
+    if arguments.not_half is not None:
+        ids = read_ids(arguments.not_half)
+        selected = [question for question in selected if question.question_id not in ids]
+    return selected
 
 
-def _drafts(asked: argparse.Namespace) -> dict[str, str]:
-    """Return the drafts that are asked for, by name: ``ngram``, or the file of a model."""
-    names = asked.draft or _DEFAULT_DRAFTS
-    wanted = asked.settings or ["ngram", *map(_short, names)]
+def _drafts(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the drafts to measure by name. Each is ``ngram`` or the file of a model."""
+    names = arguments.draft or _DEFAULT_DRAFTS
+    wanted = arguments.settings or ["ngram", *map(_short, names)]
     drafts = {"ngram": "ngram"}
     for name in names:
         if _short(name) in wanted:
@@ -553,12 +562,12 @@ def _drafts(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def _short(draft: str) -> str:
-    """Return the name of a draft in tables: the name of a model, or that of a file."""
+    """Return the name of a draft in tables: the model's name or the file's."""
     return Path(draft).name
 
 
 def _circumstances() -> dict[str, Any]:
-    """Return what the first line of a run says of the machine and of how it was started."""
+    """Describe the machine and how the benchmark was started, for the first line of a run."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command_line("spec_bench", sys.argv[1:]),

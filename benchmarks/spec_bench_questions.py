@@ -1,4 +1,4 @@
-"""Spec-Bench's questions, in an order whose every part represents the whole."""
+"""Spec-Bench's questions, in an order in which any beginning represents all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from specgen.errors import SpecgenError
 
 ADDRESS = "https://github.com/hemingkx/Spec-Bench/blob/main/data/spec_bench/question.jsonl"
-#: Spec-Bench joins the categories of MT-Bench in one.
+#: Spec-Bench reports the categories of MT-Bench as one.
 MT_BENCH = "multi-turn conversation"
 MT_BENCH_CATEGORIES = (
     "writing",
@@ -26,7 +26,7 @@ MT_BENCH_CATEGORIES = (
 
 
 class SpecBenchError(SpecgenError):
-    """A file is not what it should be: of questions, or of results."""
+    """A file of questions or of results is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Question:
     category: str
     #: The first turn.
     text: str
-    #: Its number among those of its category, from 0.
+    #: Its number within its category, from 0.
     rank: int
 
     @property
@@ -61,57 +61,63 @@ def read_questions(file: Path) -> list[Question]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise SpecBenchError(f"{file} cannot be read: {reason}", hint=f"get {ADDRESS}") from error
+        raise SpecBenchError(
+            f"{file} cannot be read: {reason}", hint=f"download {ADDRESS}"
+        ) from error
     n_seen: defaultdict[str, int] = defaultdict(int)
     questions: list[Question] = []
     for number, line in enumerate(lines, 1):
         try:
-            found = json.loads(line)
-            category = str(found["category"])
+            fields = json.loads(line)
+            category = str(fields["category"])
             question = Question(
-                int(found["question_id"]), category, str(found["turns"][0]), n_seen[category]
+                int(fields["question_id"]), category, str(fields["turns"][0]), n_seen[category]
             )
         except (ValueError, LookupError, TypeError) as error:
             message = f"{file}, line {number}: not a question of Spec-Bench"
-            raise SpecBenchError(message, hint=f"get {ADDRESS}") from error
+            raise SpecBenchError(message, hint=f"download {ADDRESS}") from error
         questions.append(question)
         n_seen[category] += 1
     return questions
 
 
 def read_ids(file: Path) -> frozenset[int]:
-    """Read the ids of a file's questions."""
+    """Return the ids of the questions in a file."""
     return frozenset(question.question_id for question in read_questions(file))
 
 
 def spread(questions: Sequence[Question]) -> list[Question]:
-    """Return the questions in an order whose every part has about the same share of each task.
+    """Return the questions in an order in which every part has about the same share of each task.
 
-    The categories that a task joins are spread in the same way within it.
+    Within a task that combines several categories, these are spread in the same way.
     """
     by_task: defaultdict[str, list[Question]] = defaultdict(list)
     for question in questions:
         by_task[question.task].append(question)
-    placed: list[tuple[float, Question]] = []
+    # Each question with its relative position within its task, between 0 and 1.
+    positioned: list[tuple[float, Question]] = []
     for members in by_task.values():
-        # Questions of one rank are next to each other, in the order of their categories.
+        # Questions of the same rank are next to each other, in the order of their categories.
         members.sort(key=lambda question: question.rank)
-        placed += (
+        positioned += (
             ((index + 0.5) / len(members), question) for index, question in enumerate(members)
         )
-    placed.sort(key=lambda pair: pair[0])
-    return [question for _, question in placed]
+    positioned.sort(key=lambda pair: pair[0])
+    return [question for _, question in positioned]
 
 
 def chosen_ids(questions: Sequence[Question], step: int) -> frozenset[int]:
-    """Return the ids of one question of every `step` of them, in about equal shares of each task.
+    """Choose one question out of every `step`, with about the same share of each task.
 
-    A question is chosen whose task was chosen least so far. Among those of a task, odd and even
-    ranks are chosen alike, because questions for tuning are often every other one.
+    The question whose task was chosen least so far is chosen. Within a task, odd and even ranks are
+    chosen equally often, because the questions for tuning are often every other one.
 
     Args:
-        questions: The questions, spread.
-        step: The number of questions of which one is chosen.
+        questions: The questions, in the order of `spread`.
+        step: The number of questions out of which one is chosen.
+
+    Returns:
+        The ids of the chosen questions.
     """
     n_of_task: Counter[str] = Counter()
     n_of_parity: Counter[tuple[str, int]] = Counter()

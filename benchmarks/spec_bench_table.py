@@ -1,13 +1,13 @@
-"""The tables of BENCHMARKS.md from the results of `benchmarks/spec_bench.py`.
+"""Write the tables of BENCHMARKS.md from the results of `benchmarks/spec_bench.py`.
 
     python -m benchmarks.spec_bench_table benchmarks/results/spec-bench.jsonl --half dev.jsonl
 
-Writes Markdown. `--half` names a file with some of the questions, as those for tuning: there are
-tables for them, for the others, and for all. `--longer-than 50` leaves out answers of up to 50
-tokens.
+Prints Markdown. `--half` names a file with the questions that were used for tuning: there are
+tables for these, for the others, and for all questions. `--longer-than 50` leaves out answers of up
+to 50 tokens.
 
-- A speed-up is that of an answer after its first token, relative to plain decoding of the same
-  question in the same turn. That of a whole answer includes the prefill.
+- A speed-up compares the tokens per second after the first token with those of plain decoding for
+  the same question in the same turn. The speed-up of whole answers includes the prefill.
 - If an answer was repeated, the median of the repeats counts.
 """
 
@@ -33,7 +33,8 @@ from benchmarks.spec_bench import (
 from benchmarks.spec_bench_questions import SpecBenchError, read_ids, task_of
 
 _PERCENT = 100
-#: Answers are counted during which other programs took more than this share of the cores' time.
+#: An answer is reported as disturbed if other programs used more than this share of the cores'
+#: time.
 _BUSY_SHARE = 0.1
 
 
@@ -50,11 +51,11 @@ class Comparison:
     target: str
     contender: str
     n_tokens: int
-    #: After the first token.
+    #: The speed-up after the first token.
     speedup: float
-    #: With the prefill.
+    #: The speed-up with the prefill.
     whole_speedup: float
-    #: Tokens of the answer's rounds, without forced ones, and the number of these rounds.
+    #: The tokens that rounds generated, without forced ones, and the number of these rounds.
     n_round_tokens: float
     n_rounds: int
     is_equal: bool
@@ -62,22 +63,22 @@ class Comparison:
 
 
 def comparisons(lines: Iterable[Mapping[str, Any]]) -> list[Comparison]:
-    """Compare all answers with plain decoding's; answers of one token have no speed."""
-    found: list[Comparison] = []
+    """Compare all answers with plain decoding, except those of one token, which have no speed."""
+    compared: list[Comparison] = []
     for line in lines:
         answers = _by_contender(line)
         for name in answers:
             if name != PLAIN:
-                found += _compared(line, answers, name, base=PLAIN)
-    return found
+                compared += _compared(line, answers, name, base=PLAIN)
+    return compared
 
 
 def version_comparisons(lines: Iterable[Mapping[str, Any]]) -> list[Comparison]:
-    """Compare the answers of this version with those of other ones, with the same draft.
+    """Compare the answers of this version with those of other versions with the same draft.
 
-    Repeats are left out: they were made because one of the two was slow.
+    Repeats are left out, because they were made when one of the two was slow.
     """
-    found: list[Comparison] = []
+    all_compared: list[Comparison] = []
     for line in lines:
         first = {
             name: {attempt: answer for attempt, answer in attempts.items() if attempt == 0}
@@ -87,19 +88,20 @@ def version_comparisons(lines: Iterable[Mapping[str, Any]]) -> list[Comparison]:
             draft, mark, _ = name.partition(VERSION_MARK)
             if mark and draft in first:
                 compared = _compared(line, first, draft, base=name)
-                found += (replace(each, contender=f"{draft} over {name}") for each in compared)
-    return found
+                label = f"{draft} over {name}"
+                all_compared += (replace(each, contender=label) for each in compared)
+    return all_compared
 
 
-#: A contender's answers to a question, by the number of the attempt.
+#: A contender's answers to a question, by attempt.
 _Attempts = dict[int, Mapping[str, Any]]
 
 
 def _by_contender(line: Mapping[str, Any]) -> dict[str, _Attempts]:
-    found: dict[str, _Attempts] = defaultdict(dict)
+    attempts: dict[str, _Attempts] = defaultdict(dict)
     for answer in line["answers"]:
-        found[answer["contender"]][answer["attempt"]] = answer
-    return dict(found)
+        attempts[answer["contender"]][answer["attempt"]] = answer
+    return dict(attempts)
 
 
 def _compared(
@@ -108,18 +110,18 @@ def _compared(
     name: str,
     base: str,
 ) -> Iterator[Comparison]:
-    """Yield the comparison of a contender with another one, if both have speeds."""
+    """Yield the comparison of a contender with another one, if both speeds are known."""
     attempts = answers[name]
-    # The first attempt is the reason for the others, and does not count beside them.
+    # If there are repeats, the first attempt does not count: it was repeated because it was slow.
     counted = [attempt for attempt in attempts if attempt > 0] or [0]
     pairs = [(attempts[attempt], answers[base][attempt]) for attempt in counted]
     speedups = []
-    wholes = []
+    whole_speedups = []
     for own, other in pairs:
         ratio = speedup(own, other)
         if ratio is not None:
             speedups.append(ratio)
-            wholes.append(other["wall_s"] / own["wall_s"])
+            whole_speedups.append(other["wall_s"] / own["wall_s"])
     if not speedups:
         return
     first = attempts[0]
@@ -130,7 +132,7 @@ def _compared(
         contender=name,
         n_tokens=first["n_tokens"],
         speedup=statistics.median(speedups),
-        whole_speedup=statistics.median(wholes),
+        whole_speedup=statistics.median(whole_speedups),
         n_round_tokens=(first["mean_accepted_length"] or 0.0) * first["n_rounds"],
         n_rounds=first["n_rounds"],
         is_equal=all(answer.get("is_equal", True) for answer in attempts.values()),
@@ -143,28 +145,28 @@ def _compared(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a contender, over some questions."""
+    """The figures of a contender over several questions."""
 
     n_answers: int
     #: The geometric mean of the speed-ups.
     speedup: float
-    #: The first and the third quartile.
+    #: The first and the third quartile of the speed-ups.
     quartiles: tuple[float, float]
-    #: The 5th percentile.
+    #: The 5th percentile of the speed-ups.
     low: float
     worst: float
     #: The share of answers that are at least as fast as plain decoding.
     share_not_slower: float
-    #: The tokens that a round of the target adds; None if they are not known.
+    #: The tokens per pass of the target; None if they are unknown.
     tokens_per_pass: float | None
-    #: The geometric mean of whole answers' speed-ups.
+    #: The geometric mean of the speed-ups of whole answers.
     whole_speedup: float
     n_equal: int
     n_repeated: int
 
 
 def summary_of(compared: Sequence[Comparison]) -> Summary:
-    """Sum up comparisons, of which there is at least one. All have the same weight."""
+    """Summarise at least one comparison. All comparisons have the same weight."""
     speedups = [each.speedup for each in compared]
     n_rounds = sum(each.n_rounds for each in compared)
     n_round_tokens = sum(each.n_round_tokens for each in compared)
@@ -192,7 +194,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 def grouped(
     compared: Iterable[Comparison], key: Callable[[Comparison], tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[Comparison]]:
-    """Group comparisons by some of their fields, in the order of their first appearance."""
+    """Group comparisons by a key, in the order in which the keys first appear."""
     groups: dict[tuple[str, ...], list[Comparison]] = defaultdict(list)
     for each in compared:
         groups[key(each)].append(each)
@@ -217,7 +219,7 @@ _COLUMNS = (
 
 
 def tables(compared: Sequence[Comparison]) -> Iterator[str]:
-    """Yield the lines of a table of all contenders, and one of their speed-ups by category."""
+    """Yield the lines of two tables: the contenders, and their speed-ups by category."""
     if not compared:
         yield "No answers yet."
         return
@@ -265,7 +267,7 @@ def _task_table(compared: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _in_order(compared: Sequence[Comparison]) -> dict[tuple[str, ...], list[Comparison]]:
-    """Group by target and contender; names are sorted, and controls come last."""
+    """Group by target and contender. Contenders are sorted by name, with controls last."""
     groups = grouped(compared, lambda each: (each.target, each.contender))
     targets = list(dict.fromkeys(each.target for each in compared))
     order = sorted(
@@ -275,7 +277,7 @@ def _in_order(compared: Sequence[Comparison]) -> dict[tuple[str, ...], list[Comp
 
 
 def _label(target: str, contender: str, compared: Sequence[Comparison]) -> str:
-    """Return the contender's name, with its target if that is not the first one."""
+    """Return the contender's name, followed by its target unless that is the first one."""
     if target == compared[0].target:
         return contender
     return f"{contender}, {target}"
@@ -291,7 +293,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def circumstances(results: Results) -> Iterator[str]:
-    """Yield lines about the part that was run, the machines, the commits and the commands."""
+    """Yield lines about the questions, the machines, the commits and the commands."""
     ids_by_target: dict[str, set[int]] = defaultdict(set)
     for line in results.lines:
         ids_by_target[line["target"]].add(line["question_id"])
@@ -308,26 +310,28 @@ def circumstances(results: Results) -> Iterator[str]:
     if shares:
         n_busy = sum(share > _BUSY_SHARE for share in shares)
         yield (
-            f"- other programs took more than {_BUSY_SHARE:.0%} of the cores' time: "
-            f"during {n_busy} of {len(shares)} answers"
+            f"- answers during which other programs used more than {_BUSY_SHARE:.0%} of the cores' "
+            f"time: {n_busy} of {len(shares)}"
         )
 
 
 def _circumstances(results: Results) -> dict[str, list[str]]:
-    """Return each circumstance with its distinct values."""
-    found: dict[str, dict[str, None]] = defaultdict(dict)
+    """Return the distinct values of each circumstance, by its name."""
+    values_by_name: dict[str, dict[str, None]] = defaultdict(dict)
     for run in results.runs:
         machine = run["machine"]
         cores = machine["n_logical_cores"]
-        found["machine"][f"{machine['cpu']}, {cores} logical cores, {machine['system']}"] = None
+        values_by_name["machine"][
+            f"{machine['cpu']}, {cores} logical cores, {machine['system']}"
+        ] = None
         for contenders in run["about"].values():
             for contender, about in contenders.items():
                 _, _, version = contender.partition(VERSION_MARK)
                 name = f"specgen ({version})" if version else "specgen"
-                found[name][f"commit {about['commit']}, kernels {about['kernels']}"] = None
-        found["tokens"][f"up to {run['max_tokens']}, at temperature 0"] = None
-        found["command"][f"`{run['command']}`"] = None
-    return {name: list(values) for name, values in found.items()}
+                values_by_name[name][f"commit {about['commit']}, kernels {about['kernels']}"] = None
+        values_by_name["tokens"][f"up to {run['max_tokens']}, at temperature 0"] = None
+        values_by_name["command"][f"`{run['command']}`"] = None
+    return {name: list(values) for name, values in values_by_name.items()}
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -336,15 +340,17 @@ def _circumstances(results: Results) -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path)
-    parser.add_argument("--half", type=Path, help="the questions for tuning")
-    parser.add_argument("--longer-than", type=int, default=0, help="tokens of an answer")
-    asked = parser.parse_args()
+    parser.add_argument("--half", type=Path, help="the file of the questions for tuning")
+    parser.add_argument(
+        "--longer-than", type=int, default=0, metavar="N", help="only answers of more than N tokens"
+    )
+    arguments = parser.parse_args()
     try:
-        results = read_results(asked.results)
-        dev_ids = read_ids(asked.half) if asked.half is not None else None
+        results = read_results(arguments.results)
+        dev_ids = read_ids(arguments.half) if arguments.half is not None else None
     except SpecBenchError as error:
         sys.exit(error.message)
-    for line in report(results, dev_ids, asked.longer_than):
+    for line in report(results, dev_ids, arguments.longer_than):
         print(line)
 
 
@@ -355,8 +361,8 @@ def report(
 
     Args:
         results: The results.
-        dev_ids: The questions for tuning, which get tables of their own; None for no halves.
-        longer_than: Answers need more tokens than this.
+        dev_ids: The questions for tuning, which get separate tables; None for no such tables.
+        longer_than: Answers with no more tokens than this are left out.
     """
     yield from circumstances(results)
     kinds = {

@@ -1,12 +1,13 @@
-r"""llama.cpp's benchmark of servers, `speed_bench.py`, against `specgen serve`, with any prompts.
+r"""Run llama.cpp's server benchmark, `speed_bench.py`, on `specgen serve` with any prompts.
 
     python -m benchmarks.speed_bench llama.cpp/tools/server/bench/speed-bench/speed_bench.py \
         --prompts question.jsonl -m 1.5b.gguf -md smollm2.gguf -- --limit 2 --osl 128
 
-It reads its prompts from the Hugging Face hub by the package `datasets`. Here they are those of a
-file, like Spec-Bench's: JSON lines with `category`, `turns` and perhaps a `question_id`. What
-follows `--` are its own options. Without `-m`, it asks the server that its own option `--url`
-names.
+`speed_bench.py` loads its prompts from the Hugging Face hub with the package `datasets`. This
+module takes the place of that package and supplies the prompts of a file, such as Spec-Bench's:
+JSON lines with `category`, `turns` and optionally `question_id`. The options after `--` are those
+of `speed_bench.py`. Without `-m` no server is started; pass `--url` after `--` to name a running
+one.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any, overload
 
 from benchmarks.answers import running
 
-#: The one configuration of the stand-in's data set, which `--bench` names by default.
+#: The only configuration of the data set: the default of `speed_bench.py`'s option `--bench`.
 _CONFIGURATION = "qualitative"
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Questions with as much of a data set's interface as the benchmark needs."""
+    """Questions, with the part of the interface of a data set that `speed_bench.py` uses."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = rows
@@ -53,7 +54,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def read_rows(file: Path) -> Rows:
-    """Read questions; their ids become texts, as those of the original data set are."""
+    """Read questions. Their ids become strings, as in the original data set."""
     lines = file.read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line) for line in lines if line.strip()]
     return Rows(
@@ -79,7 +80,7 @@ def stand_in(rows: Rows) -> types.ModuleType:
 
 @contextlib.contextmanager
 def server(target: str, drafts: Sequence[str]) -> Iterator[str]:
-    """Run `specgen serve`; its address."""
+    """Run `specgen serve` in the block, and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,18 +104,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("script", type=Path, help="llama.cpp's speed_bench.py")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("-m", "--target", help="the target of a server that is started")
-    parser.add_argument("-md", "--draft", action="append", default=[], help="its draft")
+    parser.add_argument("-m", "--target", help="start a server with this target")
+    parser.add_argument(
+        "-md", "--draft", action="append", default=[], help="a draft of the server that is started"
+    )
     own_options, their_options = split(sys.argv[1:])
-    asked = parser.parse_args(own_options)
-    sys.modules["datasets"] = stand_in(read_rows(asked.prompts))
-    sys.argv = [str(asked.script), *their_options]
+    arguments = parser.parse_args(own_options)
+    sys.modules["datasets"] = stand_in(read_rows(arguments.prompts))
+    sys.argv = [str(arguments.script), *their_options]
     with contextlib.ExitStack() as stack:
-        if asked.target is not None:
-            url = stack.enter_context(server(asked.target, asked.draft))
+        if arguments.target is not None:
+            url = stack.enter_context(server(arguments.target, arguments.draft))
             sys.argv += ["--url", url]
-        # It ends by raising `SystemExit` with its exit code.
-        runpy.run_path(str(asked.script), run_name="__main__")
+        # The script ends by raising `SystemExit` with its exit code.
+        runpy.run_path(str(arguments.script), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The other side of `benchmarks/engine_worker.py`: starts an engine's process, and asks it."""
+"""The client of `benchmarks/engine_worker.py`: starts an engine's process, and sends requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specgen.errors import SpecgenError
 #: The prompt of a warm-up.
 WARM_UP_PROMPT = "Count from one to twenty."
 #: How long a process may take to end after its stdin was closed.
-_PATIENCE_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 _TOP = Path(__file__).resolve().parents[1]
 _SCRIPT = Path(__file__).with_name("engine_worker.py")
 
@@ -29,15 +29,15 @@ class WorkerError(SpecgenError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """An engine, and the Python and the version of specgen that it runs with."""
+    """How to start the process of an engine."""
 
-    #: A name that `engine_worker.py` knows.
+    #: The engine's name in `engine_worker.py`.
     engine: str
     #: The Python of the environment in which the engine is installed.
     python: Path = Path(sys.executable)
-    #: The folder from which specgen is imported; None if it is not needed, or installed.
+    #: The folder from which specgen is imported; None if it is installed or not needed.
     checkout: Path | None = _TOP
-    #: The file of a control group that the process writes its id to first; None for no group.
+    #: The file of a control group to which the process first writes its id; None for no group.
     group: Path | None = None
 
     @property
@@ -60,7 +60,7 @@ class WorkerCommand:
 
 
 class EngineWorker:
-    """A running process that answers prompts. `running_worker` makes it."""
+    """A running process that answers prompts. `running_worker` starts it."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class EngineWorker:
         self.about = self._ask(settings)
 
     def warm_up(self, tokens: Sequence[int] = ()) -> None:
-        """Generate a few tokens, so that the weights are in memory and the cores awake.
+        """Generate a few tokens, so that the weights are in memory and the cores are awake.
 
         Args:
-            tokens: The tokens of some prompt, for engines other than specgen.
+            tokens: The tokens of a prompt, for engines other than specgen.
 
         Raises:
             WorkerError: If the process ended.
@@ -94,7 +94,7 @@ class EngineWorker:
         """Return the figures of an answer, or an object with an `error`.
 
         Args:
-            prompt: The prompt as the user typed it, for specgen.
+            prompt: The prompt without the chat template, for specgen.
             tokens: The prompt's tokens, for other engines.
 
         Raises:
@@ -104,17 +104,17 @@ class EngineWorker:
 
     def _ask(self, value: Mapping[str, Any]) -> dict[str, Any]:
         line = ""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process may have ended
             self._requests.write(json.dumps(value) + "\n")
             self._requests.flush()
             line = self._answers.readline()
         if not line:
             code = self._process.wait()
-            raise WorkerError(f"{self._engine} ended with {code}: {self._last_words()}")
+            raise WorkerError(f"{self._engine} ended with {code}: {self._last_log_line()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
@@ -137,7 +137,7 @@ def running_worker(command: WorkerCommand, settings: Mapping[str, Any]) -> Itera
                 stderr=log,
                 env=command.environment,
                 encoding="utf-8",
-                # Ctrl-C is for the benchmark, which then ends its workers.
+                # Ctrl-C should reach only the benchmark, which then ends its workers.
                 start_new_session=True,
             )
         except OSError as error:
@@ -147,13 +147,13 @@ def running_worker(command: WorkerCommand, settings: Mapping[str, Any]) -> Itera
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process: it ends by itself without its stdin, unless it hangs."""
+    """End a process by closing its stdin, or kill it if that does not help."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(OSError):  # it has ended already
+    with contextlib.suppress(OSError):  # it may have ended already
         process.stdin.close()
     try:
-        process.wait(timeout=_PATIENCE_S)
+        process.wait(timeout=_EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

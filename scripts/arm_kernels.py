@@ -124,7 +124,7 @@ def compare(tools: Tools, folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def main() -> None:
-    """Build the library and the tests for ARM, compare their bits, and run attention's checks."""
+    """Build the library and the tests for ARM, compare their results, and check attention."""
     try:
         tools = find_tools(os.environ)
     except MissingToolError as missing:
@@ -139,8 +139,8 @@ def main() -> None:
     except BuildError as error:
         sys.exit(f"{error.output}{error}")
     if different:
-        sys.exit(f"other bits than with AVX2: {', '.join(different)}")
-    print(f"{len(results)} results have the bits of AVX2; now attention's own checks", flush=True)
+        sys.exit(f"results differ from those with AVX2: {', '.join(different)}")
+    print(f"{len(results)} results are bit-identical to AVX2; now checking attention", flush=True)
     checks = [*tools.emulator, os.fspath(FOLDER / "attention-arm")]
     sys.exit(subprocess.run(checks, check=False).returncode)
 

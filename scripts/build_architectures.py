@@ -1,15 +1,17 @@
-"""Writes random models of all architectures that llama.cpp runs, for `make architectures`.
+"""Write random models of all architectures that llama.cpp supports, for `make architectures`.
 
-llama.cpp's own tests make such models (`tests/test-llama-archs.cpp`). scripts/random_models.cpp
-includes that source and is linked to the installed llama.cpp, so only one file is compiled, in
-seconds. The source is the one that the installed llama-cpp-python was built from::
+llama.cpp's own tests create such models (`tests/test-llama-archs.cpp`). scripts/random_models.cpp
+includes that source and is linked to the installed llama.cpp, so only one file is compiled, which
+takes seconds. The source is the one that the installed llama-cpp-python was built from::
 
     python -m scripts.build_architectures FOLDER [--source FOLDER]
 
-FOLDER gets `NAME-f32.gguf` and `NAME-q4_k.gguf` (1.3 GB in all), the same in `other-seed/` for a
-model that says something else, and `models.json`: the version of llama-cpp-python, and of every
-architecture the reason why llama.cpp makes no model of it, or nothing. Nothing is done where they
-are there.
+These files are written to FOLDER, unless they are already there:
+
+- `NAME-f32.gguf` and `NAME-q4_k.gguf` for each architecture (1.3 GB in total);
+- one architecture with another seed in `other-seed/`, as a draft that is always wrong;
+- `models.json`: the version of llama-cpp-python, and for each architecture the reason why llama.cpp
+  cannot create a model of it, or "".
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 SOURCE = Path(__file__).with_name("random_models.cpp")
 STAMP = "models.json"
 LLAMA = "vendor/llama.cpp"
-#: Below llama.cpp's folder: where headers are.
+#: The folders of headers, below llama.cpp's folder.
 INCLUDED = (".", "include", "ggml/include", "common", "src")
-SEED, OTHER_SEED = 1, 2
-#: What the other seed is for: a draft that is always wrong.
+SEED = 1
+OTHER_SEED = 2
+#: The architecture that is also written with the other seed, as a draft that is always wrong.
 OTHER = "llama"
-#: Seconds that one model may take; most take a tenth.
+#: The seconds that one model may take. Most take a tenth of that.
 TIMEOUT_S = 120
 
 
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Write models of all of llama.cpp's architectures."
     )
-    parser.add_argument("folder", type=Path, help="where to")
+    parser.add_argument("folder", type=Path, help="where to write the models")
     parser.add_argument(
         "--source", type=Path, help="an unpacked llama-cpp-python of the installed version"
     )
@@ -54,18 +57,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         build(arguments.folder.resolve(), arguments.source)
     except build_kernels.BuildError as error:
-        sys.exit(f"{error.output}the models are not made: {error}")
+        sys.exit(f"{error.output}the models were not written: {error}")
     except build_peers.BuildError as error:
-        sys.exit(f"the models are not made: {error}")
+        sys.exit(f"the models were not written: {error}")
     except FetchError as error:
         hint = f"\nhint: {error.hint}" if error.hint else ""
-        sys.exit(f"the models are not made: {error.message}{hint}")
+        sys.exit(f"the models were not written: {error.message}{hint}")
 
 
 def build(folder: Path, source: Path | None = None) -> None:
-    """Write the models into `folder`, if they are not there.
+    """Write the models into `folder`, unless they are there.
 
-    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
+    Raises:
+        BuildError: The one of scripts/build_kernels.py, or the one of scripts/build_peers.py.
+        FetchError: The source cannot be downloaded.
     """
     version = build_peers.installed_version()
     generator_sha = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
@@ -87,24 +92,24 @@ def build(folder: Path, source: Path | None = None) -> None:
             reasons = list(
                 pool.map(lambda name: write(generator, name, SEED, vocabulary, folder), names)
             )
-        why_not = write(generator, OTHER, OTHER_SEED, vocabulary, folder / "other-seed")
-        if why_not:
-            raise build_kernels.BuildError(f"{OTHER}: {why_not}")
+        reason = write(generator, OTHER, OTHER_SEED, vocabulary, folder / "other-seed")
+        if reason:
+            raise build_kernels.BuildError(f"{OTHER}: {reason}")
     models = dict(zip(names, reasons, strict=True))
     text = json.dumps({**stamp, "models": models}, indent=1)
     (folder / STAMP).write_text(text + "\n", encoding="utf-8")
 
 
 def is_built(folder: Path, stamp: dict[str, str]) -> bool:
-    """Whether `folder` has the models that would be written now."""
+    """Whether `folder` already has the models that would be written."""
     try:
-        found = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        existing = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not isinstance(found, dict) or any(found.get(key) != stamp[key] for key in stamp):
+    if not isinstance(existing, dict) or any(existing.get(key) != stamp[key] for key in stamp):
         return False
-    made = [name for name, reason in found["models"].items() if not reason]
-    return all((folder / f"{name}-q4_k.gguf").is_file() for name in made)
+    written = [name for name, reason in existing["models"].items() if not reason]
+    return all((folder / f"{name}-q4_k.gguf").is_file() for name in written)
 
 
 def compile_generator(root: Path, work: Path) -> Path:
@@ -120,7 +125,7 @@ def compile_generator(root: Path, work: Path) -> Path:
     build_kernels.run(
         [
             *command,
-            # What of the tests is not used is dropped before it is linked: -O1 does that.
+            # -O1 removes the unused parts of the tests, which would otherwise have to be linked.
             *("-std=c++17", "-O1", "-w"),
             *(f"-I{llama / name}" for name in INCLUDED),
             str(SOURCE),
@@ -132,7 +137,7 @@ def compile_generator(root: Path, work: Path) -> Path:
 
 
 def write(generator: Path, name: str, seed: int, vocabulary: Path, folder: Path) -> str:
-    """Write a model in both types. Returns why that is not possible, or nothing."""
+    """Write a model in both weight types. Return the reason if that is not possible, or ""."""
     files = [folder / f"{name}-{kind}.gguf" for kind in ("f32", "q4_k")]
     command = [str(generator), "write", name, str(seed), str(vocabulary), *map(str, files)]
     try:
@@ -145,14 +150,17 @@ def write(generator: Path, name: str, seed: int, vocabulary: Path, folder: Path)
             env=os.environ | {"GGML_NO_BACKTRACE": "1"},
             check=False,
         )
-        code, said = ended.returncode, ended.stderr.strip().splitlines()
+        code = ended.returncode
+        lines = ended.stderr.strip().splitlines()
     except subprocess.TimeoutExpired:
-        code, said = -1, [f"it took longer than {TIMEOUT_S} seconds"]
+        code = -1
+        lines = [f"it took longer than {TIMEOUT_S} seconds"]
     if code == 0:
         return ""
     for file in files:
         file.unlink(missing_ok=True)
-    cause = next((line for line in said if "error" in line.lower()), said[-1] if said else "")
+    last_line = lines[-1] if lines else ""
+    cause = next((line for line in lines if "error" in line.lower()), last_line)
     if "GGML_ASSERT" in cause:
         return cause.rpartition("/")[2]
     return cause.rpartition("error loading model: ")[2] or f"it ended with {code}"

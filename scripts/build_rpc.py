@@ -1,14 +1,14 @@
-"""Builds llama.cpp's RPC backend, for `specgen worker` and `--rpc`, as a library of its own.
+"""Build llama.cpp's RPC backend as a separate library, for `specgen worker` and `--rpc`.
 
-Wheels of llama-cpp-python are built without it. Building all of llama.cpp again takes minutes, and
-the backend is two source files that GGML loads at run time, so only these are compiled (seconds),
-from the source distribution of the very version that is installed::
+Wheels of llama-cpp-python are built without it. Building all of llama.cpp again would take minutes.
+But GGML can load the backend at run time, and it consists of only two source files. These are
+compiled in seconds, from the source distribution of the installed version::
 
     python -m scripts.build_rpc [--force] [--source FOLDER]
 
-The library, `specgen/llama/libspecgen-rpc.so`, is linked to the GGML of that llama-cpp-python
-and serves no other version. It needs a C++ compiler. A llama-cpp-python that was built with
--DGGML_RPC=on has the backend already: nothing is built then.
+The library, `specgen/llama/libspecgen-rpc.so`, is linked to the GGML of that llama-cpp-python and
+works with no other version. The build needs a C++ compiler. If llama-cpp-python was built with
+-DGGML_RPC=on, it already has the backend, and nothing is built.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specgen.errors import FetchError
 from specgen.system.llama_build import LIBRARY, STAMP, protocol_in, stamp_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "llama"
-#: Below the folder of GGML.
+#: The source files, below the folder of GGML.
 SOURCES = ("src/ggml-rpc/ggml-rpc.cpp", "src/ggml-rpc/transport.cpp")
-#: What GGML's own build gives a backend that is loaded at run time. `-fno-dse` as
-#: scripts/cmake_args.py has it for all of llama.cpp.
+#: The flags that GGML's own build uses for a backend that is loaded at run time. `compile_command`
+#: adds -fno-dse, for the reason that scripts/cmake_args.py gives.
 FLAGS = (
     *("-O2", "-std=c++17", "-fPIC", "-pthread", "-shared"),
     *("-DGGML_BACKEND_DL", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED", "-DGGML_SHARED"),
@@ -40,7 +40,7 @@ FLAGS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Build llama.cpp's RPC backend for specgen.")
-    parser.add_argument("--force", action="store_true", help="compile it even if it is there")
+    parser.add_argument("--force", action="store_true", help="compile it even if it is up to date")
     parser.add_argument(
         "--source", type=Path, help="an unpacked llama-cpp-python of the installed version"
     )
@@ -48,31 +48,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         print(build(FOLDER, arguments.source, force=arguments.force))
     except build_kernels.BuildError as error:
-        sys.exit(f"{error.output}the RPC backend is not built: {error}")
+        sys.exit(f"{error.output}the RPC backend was not built: {error}")
     except build_peers.BuildError as error:
-        sys.exit(f"the RPC backend is not built: {error}")
+        sys.exit(f"the RPC backend was not built: {error}")
     except FetchError as error:
         hint = f"\nhint: {error.hint}" if error.hint else ""
-        sys.exit(f"the RPC backend is not built: {error.message}{hint}")
+        sys.exit(f"the RPC backend was not built: {error.message}{hint}")
 
 
 def build(folder: Path, source: Path | None = None, *, force: bool = False) -> Path:
-    """Build the worker library into `folder`, if it is not there, and return its path.
+    """Build the RPC backend into `folder`, unless it is up to date, and return its path.
 
-    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`.
+    Raises:
+        BuildError: The one of scripts/build_kernels.py, or the one of scripts/build_peers.py.
+        FetchError: The source cannot be downloaded.
     """
     version = build_peers.installed_version()
     native = native_folder()
-    own = native / "libggml-rpc.so"
-    if own.is_file():
-        return own
+    installed = native / "libggml-rpc.so"
+    if installed.is_file():
+        return installed
     library = folder / LIBRARY
     if not force and library.is_file() and stamp_of(library).get("version") == version:
         return library
     if not sys.platform.startswith("linux"):
         raise build_kernels.BuildError(
-            f"this script is for Linux, and this is {sys.platform}; "
-            "-DGGML_RPC=on in CMAKE_ARGS builds llama.cpp with it"
+            f"this script supports only Linux, and this is {sys.platform}; "
+            "build llama.cpp with -DGGML_RPC=on in CMAKE_ARGS instead"
         )
     command = build_kernels.compiler(os.environ)
     root = source if source is not None else ggml_source.fetch(version)
@@ -88,17 +90,17 @@ def build(folder: Path, source: Path | None = None, *, force: bool = False) -> P
 
 
 def native_folder() -> Path:
-    """Where the installed llama-cpp-python finds its libraries. Raises `BuildError`."""
+    """The folder where the installed llama-cpp-python finds its libraries. Raises `BuildError`."""
     if elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH"):
         return Path(elsewhere)
-    found = importlib.util.find_spec("llama_cpp")
-    if found is None or found.origin is None:
-        raise build_kernels.BuildError("llama-cpp-python is not installed: make install")
-    return Path(found.origin).parent / "lib"
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        raise build_kernels.BuildError("llama-cpp-python is not installed: run make install")
+    return Path(spec.origin).parent / "lib"
 
 
 def compile_command(compiler: Sequence[str], ggml: Path, native: Path, library: Path) -> list[str]:
-    """Compile and link in one call. Raises `BuildError` if a file is missing."""
+    """Return the command that compiles and links. Raises `BuildError` if a file is missing."""
     sources = [ggml / name for name in SOURCES]
     base = min(native.glob("libggml-base.so*"), key=lambda path: len(path.name), default=None)
     for needed in (*sources, base):
@@ -109,7 +111,7 @@ def compile_command(compiler: Sequence[str], ggml: Path, native: Path, library: 
     if build_kernels.knows(compiler, ("-fno-dse",)):
         flags.append("-fno-dse")
     folders = [f"-I{ggml / name}" for name in ("include", "src")]
-    # The library that llama.cpp loaded before is found by its name: no search path is needed.
+    # No search path is needed: at run time, llama.cpp has already loaded a library of this name.
     return [
         *compiler,
         *flags,

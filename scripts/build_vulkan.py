@@ -1,12 +1,12 @@
-"""Builds llama.cpp's Vulkan backend as a separate library, for `make gpu-test`.
+"""Build llama.cpp's Vulkan backend as a separate library, for `make gpu-test`.
 
-GGML loads it where the variable `GGML_BACKEND_PATH` names it, so that nothing else of llama.cpp is
-compiled. The source is that of the installed llama-cpp-python (scripts/build_peers.py)::
+GGML loads the library that the variable `GGML_BACKEND_PATH` names, so nothing else of llama.cpp has
+to be compiled. The source is that of the installed llama-cpp-python (scripts/build_peers.py)::
 
     python -m scripts.build_vulkan [--source FOLDER]
 
-It prints the library's path. It needs cmake, a C++ compiler, Vulkan's headers and glslc. Its 150
-shaders take some minutes; what was compiled is kept.
+It prints the library's path. It needs cmake, a C++ compiler, Vulkan's headers and glslc. Compiling
+150 shaders takes a few minutes; compiled files are kept.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SETTINGS = (
     "-DGGML_VULKAN=ON",
     *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "EXAMPLES", "SERVER", "TESTS", "TOOLS")),
 )
-#: Settings of a validation layer that nobody asks for. Vulkan's headers have known them since
-#: 1.3.272, and Debian 12 has older ones.
+#: The code for settings of a validation layer, which is not used here. It needs version 1.3.272 of
+#: Vulkan's headers, and Debian 12 has an older one.
 _LAYER_SETTINGS = re.compile(
     r"    std::vector<vk::LayerSettingEXT> settings = .*?layer_setting_info\(settings\);\n",
     re.DOTALL,
@@ -53,16 +53,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         print(build(FOLDER, parser.parse_args(argv).source))
     except build_peers.BuildError as error:
-        sys.exit(f"the Vulkan backend is not built: {error}")
+        sys.exit(f"the Vulkan backend was not built: {error}")
     except SpecgenError as error:
         hint = f"\nhint: {error.hint}" if error.hint else ""
-        sys.exit(f"the Vulkan backend is not built: {error.message}{hint}")
+        sys.exit(f"the Vulkan backend was not built: {error.message}{hint}")
 
 
 def build(folder: Path, source: Path | None = None) -> Path:
-    """Build the library into `folder`, if it is not there for the installed version.
+    """Build the library for the installed version into `folder`, unless it is there.
 
-    Returns its path. Raises `BuildError` or `FetchError`.
+    Returns:
+        The path of the library.
+
+    Raises:
+        BuildError: It cannot be built.
+        FetchError: Its source cannot be downloaded.
     """
     version = build_peers.installed_version()
     library = folder / version / LIBRARY
@@ -75,10 +80,10 @@ def build(folder: Path, source: Path | None = None) -> Path:
     work.mkdir(parents=True, exist_ok=True)
     llama = (source or build_peers.fetch(version, work)).resolve() / "vendor" / "llama.cpp"
     suit_older_headers(llama / "ggml" / "src" / "ggml-vulkan" / "ggml-vulkan.cpp")
-    # llama.cpp would take this project's commit for its own.
+    # Without this, llama.cpp's build would take this project's commit for its own.
     environment = {**os.environ, "GIT_DIR": os.devnull}
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
-    build_peers.say("building llama.cpp's Vulkan backend, which takes some minutes")
+    build_peers.say("building llama.cpp's Vulkan backend, which takes a few minutes")
     built = work / "cmake"
     build_peers.run(["cmake", "-S", str(llama), "-B", str(built), *SETTINGS], environment)
     build_peers.run(["cmake", "--build", str(built), "--target", "ggml-vulkan"], environment)
@@ -88,7 +93,7 @@ def build(folder: Path, source: Path | None = None) -> Path:
 
 
 def suit_older_headers(file: Path) -> None:
-    """Leave out of llama.cpp's source what older headers of Vulkan do not declare."""
+    """Remove from llama.cpp's source what older Vulkan headers do not declare."""
     text = file.read_text(encoding="utf-8")
     text = _LAYER_SETTINGS.sub("", text).replace(
         ", extensions, &layer_setting_info)", ", extensions)"

@@ -1,17 +1,17 @@
-"""Builds the wheels for Linux, which need no compiler where they are installed: `make dist`.
+"""Build the wheels for Linux, which can be installed without a compiler: `make dist`.
 
-A wheel carries llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC
+A wheel contains llama.cpp with its CPU backends for all processors, specgen's kernels, the RPC
 backend, and the part of llama-cpp-python that declares llama.cpp's functions::
 
     python -m scripts.build_wheel [--machine x86_64|aarch64] [--work FOLDER] [--out FOLDER]
 
-The compiler is Clang as `ziglang` brings it (a package of PyPI): it compiles for another processor
-and an older glibc than this machine's, so that the wheel suits every distribution since 2019, and
-links the C++ library statically. GCC 12's fault with AMX (scripts/cmake_args.py) is not Clang's. It
-takes about ten minutes, and goes on where it was interrupted.
+The compiler is the Clang in `ziglang`, a package on PyPI. It compiles for other processors, and for
+an older glibc than this machine's, so that the wheel runs on every distribution since 2019. It
+links the C++ library statically, and does not have GCC 12's bug with AMX (scripts/cmake_args.py).
+The build takes about ten minutes, and resumes where it was interrupted.
 
-Without OpenMP: GGML's own threads compute, since a wheel must not bring a second OpenMP into a
-process that may have one.
+llama.cpp is built without OpenMP and uses GGML's own threads, because a wheel must not load a
+second OpenMP into a process that may already have one.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from specgen.errors import SpecgenError
 from specgen.system.llama_build import LIBRARY, REQUIRED_VERSION, STAMP, protocol_in
 
 ROOT = build_kernels.ROOT
-#: The oldest glibc that it runs with, and the platform of a wheel.
+#: The oldest glibc with which a wheel runs.
 GLIBC = "2.28"
+#: The platform tag of a wheel.
 PLATFORM = "manylinux_2_28_{machine}"
-#: By the processor that a wheel is for: the platform of its kernels.
+#: The processors that wheels are built for, each with the platform of its kernels.
 MACHINES = {"x86_64": build_kernels.X86, "aarch64": build_kernels.ARM}
 SETTINGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
-    # The second one is for the RPC backend, which is not among the libraries that are loaded at
-    # once.
+    # The second path is for the RPC backend, which is in another folder than the libraries that are
+    # always loaded.
     "-DCMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/bundled/lib",
     "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     "-DCMAKE_SHARED_LINKER_FLAGS=-s",
@@ -65,9 +66,9 @@ SETTINGS = (
         )
     ),
 )
-#: What the threads of GGML's own pool do at a barrier, and what they do instead: spin for 30 us,
-#: then leave the core to others, among them maybe the thread that they wait for. To yield it is not
-#: enough: that gives it away for 3 ms.
+#: The loop in which the threads of GGML's pool wait at a barrier, and its replacement: threads spin
+#: for 30 us and then sleep, to leave the core to others, such as the thread that they wait for.
+#: Yielding instead would give the core away for 3 ms.
 _SPINS = """\
     while (atomic_load_explicit(&tp->n_barrier_passed, memory_order_relaxed) == n_passed) {
         ggml_thread_cpu_relax();
@@ -83,18 +84,17 @@ _SLEEPS = """\
         }
     }
 """
-#: What is built, by what it is called in the wheel: the name that others are linked to, or that is
-#: loaded.
+#: The libraries that are built, each with its name in the wheel, by which it is linked or loaded.
 LIBRARIES = {
     "libggml-base.so": "libggml-base.so.0",
     "libggml.so": "libggml.so.0",
     "libllama.so": "libllama.so",
 }
-#: The modules of llama-cpp-python that declare llama.cpp's functions. They import nothing of its
-#: others.
+#: The modules of llama-cpp-python that declare llama.cpp's functions. They do not import its other
+#: modules.
 BINDINGS = ("_ctypes_extensions.py", "llama_cpp.py", "llama_cpp_ext.py")
-#: zig has its own names of processors (underscores) and of ARM's instruction sets
-#: (generic+v8_2a+fullfp16).
+#: A script that calls zig's compiler. zig has other names for processors (with underscores) and for
+#: ARM's instruction sets (such as generic+v8_2a+fullfp16).
 _COMPILER = """#!/bin/sh
 for word do
     shift
@@ -108,7 +108,7 @@ for word do
 done
 exec "{zig}" {name} {flags} "$@"
 """
-#: Stands in for llama-cpp-python's own, which imports all of it.
+#: Replaces llama-cpp-python's own `__init__.py`, which imports the whole package.
 INIT = '''"""A part of llama-cpp-python (LICENSE-llama-cpp-python).
 
 llama.cpp (LICENSE-llama.cpp) is in lib/.
@@ -137,10 +137,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(machine: str, work: Path, out: Path) -> Path:
-    """Build the wheel for a processor into the folder `out`, and return its path.
+    """Build the wheel for a processor.
 
-    What was compiled is kept in `work`. Raises `BuildError` of scripts/build_peers.py or
-    scripts/build_kernels.py, or `FetchError`.
+    Args:
+        machine: A processor in `MACHINES`.
+        work: The folder of compiled files, which are kept for the next build.
+        out: The folder of the wheel.
+
+    Returns:
+        The path of the wheel.
+
+    Raises:
+        BuildError: The one of scripts/build_peers.py, or the one of scripts/build_kernels.py.
+        FetchError: The source cannot be downloaded.
     """
     from hatchling.builders.wheel import WheelBuilder
 
@@ -155,34 +164,46 @@ def build(machine: str, work: Path, out: Path) -> Path:
     stage(source, work / "cmake" / "bin", staged / "specgen" / "llama")
     kernels = work / Path(build_kernels.LIBRARY).name
     command = [os.fspath(compilers["c++"]), "-s"]
-    for extra in build_kernels.INSTRUCTION_FLAGS.values():
-        if extra.platform == MACHINES[machine] and not build_kernels.knows(command, extra.flags):
-            raise build_peers.BuildError(f"the compiler does not know {' '.join(extra.flags)}")
+    # No instruction set may be missing in a wheel, so all flags must be supported.
+    for instructions in build_kernels.INSTRUCTION_FLAGS.values():
+        flags = instructions.flags
+        is_needed = instructions.platform == MACHINES[machine]
+        if is_needed and not build_kernels.knows(command, flags):
+            raise build_peers.BuildError(f"the compiler does not know {' '.join(flags)}")
     build_kernels.compile_library(
         ROOT, kernels, {"CXX": shlex.join(command)}, force=False, platform=MACHINES[machine]
     )
     shutil.copy(kernels, staged / build_kernels.LIBRARY)
     tag = PLATFORM.format(machine=machine)
     os.environ |= {"SPECGEN_BUNDLE": os.fspath(staged), "SPECGEN_BUNDLE_PLATFORM": tag}
-    (made,) = WheelBuilder(os.fspath(ROOT)).build(directory=os.fspath(out), versions=["standard"])
-    check_platform(machine, Path(made))
-    return Path(made)
+    builder = WheelBuilder(os.fspath(ROOT))
+    (wheel,) = builder.build(directory=os.fspath(out), versions=["standard"])
+    check_platform(machine, Path(wheel))
+    return Path(wheel)
 
 
 def sleep_at_barriers(file: Path) -> None:
-    """Let waiting threads go to sleep soon. Raises `BuildError` if they wait in another way."""
+    """Patch llama.cpp's source so that threads sleep at barriers instead of spinning.
+
+    Raises:
+        BuildError: The loop to replace is not in the source.
+    """
     text = file.read_text(encoding="utf-8")
     if _SLEEPS in text:
         return
     if _SPINS not in text:
-        raise build_peers.BuildError(f"{file.name}: the loop of ggml_barrier is another one")
+        raise build_peers.BuildError(f"{file.name}: the loop of ggml_barrier has changed")
     file.write_text(text.replace(_SPINS, _SLEEPS), encoding="utf-8")
 
 
 def write_compilers(machine: str, folder: Path) -> dict[str, Path]:
-    """Write programs that CMake takes for compilers for a processor.
+    """Write scripts that CMake can use as compilers for a processor.
 
-    Returns them by zig's names for them. Raises `BuildError` without zig.
+    Returns:
+        The scripts by the name of zig's subcommand.
+
+    Raises:
+        BuildError: zig is not installed.
     """
     try:
         import ziglang
@@ -191,12 +212,14 @@ def write_compilers(machine: str, folder: Path) -> dict[str, Path]:
     zig = Path(ziglang.__file__).parent / "zig"
     folder.mkdir(parents=True, exist_ok=True)
     target = f"-target {machine}-linux-gnu.{GLIBC}"
-    made = {}
+    scripts = {}
     for name, flags in {"cc": target, "c++": target, "ar": "", "ranlib": ""}.items():
-        made[name] = folder / f"zig-{name}"
-        made[name].write_text(_COMPILER.format(zig=zig, name=name, flags=flags), encoding="utf-8")
-        made[name].chmod(0o755)
-    return made
+        scripts[name] = folder / f"zig-{name}"
+        scripts[name].write_text(
+            _COMPILER.format(zig=zig, name=name, flags=flags), encoding="utf-8"
+        )
+        scripts[name].chmod(0o755)
+    return scripts
 
 
 def compile_llama(machine: str, source: Path, folder: Path, compilers: dict[str, Path]) -> None:
@@ -205,7 +228,7 @@ def compile_llama(machine: str, source: Path, folder: Path, compilers: dict[str,
     chosen = [f"-DCMAKE_{variable}={compilers[name]}" for variable, name in tools.items()]
     if machine != platform.machine():
         chosen += ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={machine}"]
-    # llama.cpp would take this project's commit for its own.
+    # Without this, llama.cpp's build would take this project's commit for its own.
     environment = {**os.environ, "GIT_DIR": os.devnull}
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
     configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *SETTINGS, *chosen]
@@ -214,12 +237,12 @@ def compile_llama(machine: str, source: Path, folder: Path, compilers: dict[str,
 
 
 def stage(source: Path, built: Path, folder: Path) -> None:
-    """Lay out what the wheel has below specgen/llama beside the modules of this project."""
+    """Copy the bundled files to `folder`, as they are in the wheel below specgen/llama."""
     bundle = folder / "bundled"
     libraries = bundle / "lib"
     libraries.mkdir(parents=True)
-    for name, called in LIBRARIES.items():
-        shutil.copy(built / name, libraries / called)
+    for name, name_in_wheel in LIBRARIES.items():
+        shutil.copy(built / name, libraries / name_in_wheel)
     for variant in built.glob("libggml-cpu-*.so"):
         shutil.copy(variant, libraries)
     for name in BINDINGS:
@@ -232,7 +255,8 @@ def stage(source: Path, built: Path, folder: Path) -> None:
     (bundle / "__init__.py").write_text(INIT.format(version=version), encoding="utf-8")
     shutil.copy(source / "LICENSE.md", bundle / "LICENSE-llama-cpp-python")
     shutil.copy(source / "vendor" / "llama.cpp" / "LICENSE", bundle / "LICENSE-llama.cpp")
-    # Loaded for workers only: with it, GGML says of every machine that it can offload layers.
+    # In another folder, because it is loaded for workers only: once it is loaded, GGML reports that
+    # layers can be offloaded, on every machine.
     shutil.copy(built / "libggml-rpc.so", folder / LIBRARY)
     header = source / "vendor" / "llama.cpp" / "ggml" / "include" / "ggml-rpc.h"
     stamp = {"version": version, "protocol": protocol_in(header)}
@@ -240,20 +264,21 @@ def stage(source: Path, built: Path, folder: Path) -> None:
 
 
 def check_platform(machine: str, wheel: Path) -> None:
-    """Check that the wheel runs with `GLIBC` and needs nothing else.
+    """Check with auditwheel that the wheel runs with `GLIBC` and needs no other libraries.
 
-    Raises `BuildError` unless auditwheel finds so.
+    Raises:
+        BuildError: It needs more.
     """
-    found = subprocess.run(
+    audit = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", os.fspath(wheel)],
         capture_output=True,
         text=True,
         check=False,
     )
-    build_peers.say(found.stdout or found.stderr)
+    build_peers.say(audit.stdout or audit.stderr)
     tag = PLATFORM.format(machine=machine)
     granted = re.search(
-        rf'platform tag: "manylinux_2_(\d+)_{machine}"', " ".join(found.stdout.split())
+        rf'platform tag: "manylinux_2_(\d+)_{machine}"', " ".join(audit.stdout.split())
     )
     if granted is None or int(granted[1]) > int(GLIBC.partition(".")[2]):
         raise build_peers.BuildError(f"{wheel.name} does not run on {tag}")

@@ -1,14 +1,16 @@
-"""Prints the CMAKE_ARGS to build llama-cpp-python with.
+"""Print the CMAKE_ARGS with which to build llama-cpp-python.
 
-They are the user's own, made safe for GCC, and without llama.cpp's library for images and what only
-its programs need, which is half of the compile time. (A LLAVA_BUILD of your own builds everything.)
+They are those of the user, with two additions:
 
-GCC 12 on a CPU with AMX: its `_tile_loadconfig` says that it reads 8 bytes, so the pass that
-removes dead stores drops those that fill the rest of the 64-byte tile configuration, and the
-first decode of more than one token dies of an illegal instruction. `-fno-dse` turns that pass
-off and keeps AMX. Other compilers have no need of the flag, and some do not know it.
+- llama.cpp's library for images and the parts that only its programs need are left out, which saves
+  half of the compile time. If CMAKE_ARGS defines LLAVA_BUILD, everything is built.
+- With GCC, -fno-dse works around a bug of GCC 12 on CPUs with AMX. Its `_tile_loadconfig` is
+  declared to read only 8 bytes. So dead store elimination drops the stores that fill the rest of
+  the 64-byte tile configuration, and the first decode of more than one token crashes with an
+  illegal instruction. The flag disables that optimisation and keeps AMX. Other compilers do not
+  need the flag, and some do not know it.
 
-Needs the standard library only, since it runs before anything is installed::
+This script needs only the standard library, because it runs before anything is installed::
 
     CMAKE_ARGS="$(python scripts/cmake_args.py)" pip install --no-cache-dir llama-cpp-python
 """
@@ -25,20 +27,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FLAG = "-fno-dse"
-#: No library for images, and no library that llama.cpp's programs share.
-LESS = (
+#: Leave out the library for images, and the library that llama.cpp's programs share.
+WITHOUT_PROGRAMS = (
     "-DLLAVA_BUILD=OFF",
     f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={Path(__file__).resolve().with_name('only_llama.cmake')}",
 )
 
-#: One definition among CMake's arguments, a type behind the name or not.
+#: A definition among CMake's arguments, with an optional type after the name.
 _DEFINITION = re.compile(
     r"-D(?P<name>CMAKE_CXX_(?:FLAGS|COMPILER))(?::[A-Z]+)?=(?P<value>.*)", re.DOTALL
 )
 
 
 def split_definitions(cmake_args: str) -> list[str]:
-    """The arguments one by one, `-D NAME=VALUE` joined to `-DNAME=VALUE`."""
+    """Split CMAKE_ARGS into arguments, and join `-D NAME=VALUE` to `-DNAME=VALUE`."""
     words = shlex.split(cmake_args)
     joined: list[str] = []
     for word in words:
@@ -50,7 +52,7 @@ def split_definitions(cmake_args: str) -> list[str]:
 
 
 def lookup(arguments: Sequence[str], name: str) -> str | None:
-    """The value that the arguments give to CMake's variable; the last one counts."""
+    """The value that the arguments give to a CMake variable. The last definition counts."""
     values = [
         match["value"]
         for argument in arguments
@@ -60,7 +62,7 @@ def lookup(arguments: Sequence[str], name: str) -> str | None:
 
 
 def compiler(arguments: Sequence[str], cxx: str | None) -> list[str]:
-    """The command of the C++ compiler that CMake will take."""
+    """The command of the C++ compiler that CMake will use."""
     chosen = lookup(arguments, "CMAKE_CXX_COMPILER")
     if chosen:
         return [chosen]
@@ -70,7 +72,7 @@ def compiler(arguments: Sequence[str], cxx: str | None) -> list[str]:
 
 
 def is_gcc(command: Sequence[str]) -> bool:
-    """Whether the compiler is GCC itself, and not one that merely claims to be like it."""
+    """Whether the compiler is GCC itself, and not one that imitates it, such as Clang."""
     try:
         macros = subprocess.run(
             [*command, "-dM", "-E", "-x", "c++", "-"],
@@ -87,10 +89,10 @@ def is_gcc(command: Sequence[str]) -> bool:
 
 
 def with_flag(arguments: Sequence[str], cxxflags: str | None) -> list[str]:
-    """The arguments with `FLAG` among the C++ compiler's flags.
+    """Add `FLAG` to the flags of the C++ compiler.
 
-    A CMAKE_CXX_FLAGS of one's own makes CMake ignore the variable CXXFLAGS, so what stands
-    there is taken along where the arguments have none.
+    CMake ignores the environment variable CXXFLAGS if CMAKE_CXX_FLAGS is defined. So if the
+    arguments do not define it, the flags of the variable are included.
     """
     flags = lookup(arguments, "CMAKE_CXX_FLAGS")
     if flags is None:
@@ -117,7 +119,7 @@ def main() -> None:
     if is_gcc(command):
         arguments = with_flag(arguments, os.environ.get("CXXFLAGS"))
     if not any(re.match(r"-DLLAVA_BUILD[:=]", argument) for argument in arguments):
-        arguments = [*arguments, *LESS]
+        arguments = [*arguments, *WITHOUT_PROGRAMS]
     sys.stdout.write(shlex.join(arguments) + "\n")
 
 

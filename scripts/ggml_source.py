@@ -29,7 +29,7 @@ _VERSION = re.compile(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)")
 
 
 def fetch(version: str, folder: Path = FOLDER) -> Path:
-    """Download the source of a version of llama-cpp-python, unless that was done before.
+    """Download the source of a version of llama-cpp-python, unless it is there.
 
     Returns:
         The folder that contains the unpacked parts, as the root of the source distribution does.

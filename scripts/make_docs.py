@@ -1,6 +1,6 @@
-"""Writes the generated part of docs/ from the sources; `--check` only tells what is stale.
+"""Write the generated part of docs/ from the sources. `--check` only reports what is out of date.
 
-- docs/cli.md: what every command takes, from specgen/cli;
+- docs/cli.md: the options of all commands, from specgen/cli;
 - docs/events.md, docs/events.schema.json: from specgen/events.py, whose `#:` comments are the
   descriptions of the fields below them;
 - docs/exit-codes.md: from specgen/errors.py;
@@ -40,7 +40,7 @@ JsonSchema: TypeAlias = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the generated part of docs/.")
-    parser.add_argument("--check", action="store_true", help="only tell what is not up to date")
+    parser.add_argument("--check", action="store_true", help="only report what is out of date")
     check: bool = parser.parse_args().check
     stale = {path: text for path, text in pages().items() if is_stale(path, text)}
     for path, text in stale.items():
@@ -52,11 +52,11 @@ def main() -> None:
             print(f"wrote {path.relative_to(ROOT)}")
     if check and stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        sys.exit(f"not up to date: {names}\nhint: make docs")
+        sys.exit(f"out of date: {names}\nhint: run make docs")
 
 
 def pages() -> dict[Path, str]:
-    """What each generated file should contain."""
+    """The content of each generated file."""
     docs = ROOT / "docs"
     return {
         docs / "cli.md": cli_page(),
@@ -74,7 +74,7 @@ def is_stale(path: Path, text: str) -> bool:
 
 
 def difference(path: Path, text: str) -> Iterator[str]:
-    """A unified diff from what the file says to what it should say."""
+    """A unified diff from the content of the file to what it should be."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     name = str(path.relative_to(ROOT))
     return difflib.unified_diff(
@@ -98,15 +98,15 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 # --- the command line -----------------------------------------------------------------------
 
-#: What a command takes, in Markdown, by the heading in its help: an item of a list for each option,
-#: by its spelling.
+#: The options and arguments of a command, by the heading of their group in its help. Each group has
+#: a Markdown list item for each option, by its first spelling.
 Panels: TypeAlias = dict[str, dict[str, str]]
-#: Headings of what a command has for itself.
+#: The headings of options that are not in a group.
 OWN = ("Arguments", "Options")
 
 
 def cli_page() -> str:
-    """Every command with its options, from what the commands declare."""
+    """The page about all commands and their options."""
     from specgen.cli.app import command_line
 
     introduction = (
@@ -127,10 +127,10 @@ def cli_page() -> str:
 
 
 def command_sections(root: Any, program: str) -> Iterator[str]:
-    """A section for each command, and one for the options that commands share.
+    """Yield the parts of a section for each command, and of one for the options that they share.
 
-    A command's section tells what it does, how it is called, the commands below it, its own
-    options, and which of the shared ones it takes.
+    The section of a command contains its help, its usage, its subcommands, its own options, and the
+    shared options that it takes.
     """
     taken = {name: panels(command) for name, command in commands(root, program)}
     shared = shared_options(taken.values())
@@ -138,14 +138,14 @@ def command_sections(root: Any, program: str) -> Iterator[str]:
         yield f"## {name}"
         yield prose_of(command)
         yield usage(name, command)
-        below = getattr(command, "commands", {})
-        if below:
-            links = (f"[`{word}`](#{anchor(f'{name} {word}')})" for word in below)
+        subcommands = getattr(command, "commands", {})
+        if subcommands:
+            links = (f"[`{word}`](#{anchor(f'{name} {word}')})" for word in subcommands)
             yield f"Commands: {', '.join(links)}."
-        known = {item for items in shared.values() for item in items.values()}
-        own = [item for items in taken[name].values() for item in items.values()]
-        yield "\n".join(item for item in own if item not in known)
-        yield shared_taken(shared, own)
+        shared_items = {item for items in shared.values() for item in items.values()}
+        items_taken = [item for items in taken[name].values() for item in items.values()]
+        yield "\n".join(item for item in items_taken if item not in shared_items)
+        yield shared_taken(shared, items_taken)
     if shared:
         yield "## Shared options"
     for panel, items in shared.items():
@@ -154,8 +154,8 @@ def command_sections(root: Any, program: str) -> Iterator[str]:
 
 
 def shared_options(taken: Iterable[Panels]) -> Panels:
-    """The options below each heading that more than one command takes in the same way."""
-    found: Panels = {}
+    """The options under each heading that more than one command takes in the same way."""
+    shared: Panels = {}
     counts = Counter(
         (panel, spelling, item)
         for each in taken
@@ -165,42 +165,41 @@ def shared_options(taken: Iterable[Panels]) -> Panels:
     )
     for (panel, spelling, item), n_commands in counts.items():
         if n_commands > 1:
-            found.setdefault(panel, {}).setdefault(spelling, item)
-    return found
+            shared.setdefault(panel, {}).setdefault(spelling, item)
+    return shared
 
 
 def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
-    """Which of the shared options a command takes, in as few words as possible.
+    """Describe in as few words as possible which of the shared options a command takes.
 
-    They are named by headings: those of which it takes all options, or those of which it takes
-    none, whichever are fewer; for the others, the options themselves.
+    It lists the groups of which the command takes all options, or those of which it takes none,
+    whichever are fewer. For groups of which it takes a part, it lists options.
     """
-    whole, none, parts = [], [], []
+    complete = []
+    none = []
+    parts = []
     for panel, items in shared.items():
         link = f"[{panel}](#{anchor(panel)})"
         has = [f"`{spelling}`" for spelling, item in items.items() if item in taken]
         lacks = [f"`{spelling}`" for spelling, item in items.items() if item not in taken]
         if not lacks:
-            whole.append(link)
+            complete.append(link)
         elif not has:
             none.append(link)
         elif len(lacks) > len(has):
             parts.append(f"of {link} {', '.join(has)}")
         else:
             parts.append(f"{link} without {', '.join(lacks)}")
-    if not whole and not parts:
+    if not complete and not parts:
         return ""
-    words = whole
-    if len(whole) > len(none):
+    words = complete
+    if len(complete) > len(none):
         words = [f"all but {', '.join(none)}" if none else "all"]
     return f"Shared options: {'; '.join([', '.join(words), *parts] if words else parts)}."
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The command and, if it is a group, those below it, each with what one types to run it.
-
-    They are in the order of the help.
-    """
+    """Yield a command and its subcommands with their full names, in the order of the help."""
     yield name, command
     for word, child in getattr(command, "commands", {}).items():
         if not child.hidden:
@@ -208,12 +207,12 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def prose_of(command: Any) -> str:
-    """The help of a command, a paragraph a line."""
+    """The help of a command, with each paragraph on one line."""
     return markdown(flowing(command.help or ""))
 
 
 def usage(name: str, command: Any) -> str:
-    """How a command is called, if it takes arguments."""
+    """The usage line of a command, or "" if it takes no arguments."""
     arguments = [
         placeholder(each) + ("..." if each.nargs == -1 else "")
         for each in command.params
@@ -223,9 +222,9 @@ def usage(name: str, command: Any) -> str:
 
 
 def panels(command: Any) -> Panels:
-    """What a command takes. What typer adds by itself (--help, completion) is not among it."""
-    found: Panels = {panel: {} for panel in OWN}
-    # A group may have no function, and then takes nothing.
+    """The options and arguments of a command, without those that Typer adds, such as --help."""
+    groups: Panels = {panel: {} for panel in OWN}
+    # A command with subcommands may have no function of its own, and then takes nothing.
     declared = (
         inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
     )
@@ -233,13 +232,13 @@ def panels(command: Any) -> Panels:
         if parameter.name in declared and not parameter.hidden:
             usual = OWN[parameter.param_type_name == "option"]
             heading = (parameter.rich_help_panel or usual).partition(":")[0]
-            panel = found.setdefault(heading, {})
+            panel = groups.setdefault(heading, {})
             panel[parameter.opts[0]] = option_item(parameter, declared[parameter.name])
-    return found
+    return groups
 
 
 def option_item(parameter: Any, declared: inspect.Parameter) -> str:
-    """An option or an argument as an item of a list."""
+    """A list item about an option or an argument."""
     is_argument = parameter.param_type_name == "argument"
     spellings = (
         [[placeholder(parameter)]] if is_argument else [parameter.opts, parameter.secondary_opts]
@@ -260,11 +259,10 @@ def placeholder(parameter: Any) -> str:
 
 
 def value_in_words(parameter: Any, declared: inspect.Parameter) -> str:
-    """What an option takes: its placeholder, or its choices."""
+    """The value that an option takes: its placeholder, or its choices."""
     kind = declared.annotation
-    while (
-        typing.get_args(kind) and typing.get_origin(kind) is not Literal
-    ):  # Annotated, lists, unions with None
+    # Unwrap Annotated, lists, and unions with None.
+    while typing.get_args(kind) and typing.get_origin(kind) is not Literal:
         kind = next(each for each in typing.get_args(kind) if each is not type(None))
     if typing.get_origin(kind) is Literal:
         return f"`{'|'.join(typing.get_args(kind))}`"
@@ -283,29 +281,26 @@ def default_in_words(parameter: Any, declared: inspect.Parameter) -> str:
 
 
 def markdown(text: str) -> str:
-    """The text with the characters escaped that mean something in Markdown.
-
-    What is between backticks stays code.
-    """
+    """Escape the characters that are markup in Markdown, except within backticks."""
     parts = text.split("`")
     parts[::2] = (re.sub(r"[\\*_<\[]", r"\\\g<0>", part) for part in parts[::2])
     return "`".join(parts)
 
 
 def anchor(heading: str) -> str:
-    """Where GitHub's link to a heading goes."""
+    """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 # --- the events -----------------------------------------------------------------------------
 
 
-#: The descriptions of a class's fields, in order: the comments above them.
+#: The fields of a class in order, each with its description, which is the comment above it.
 Fields: TypeAlias = dict[str, str]
 
 
 def fields_of_classes(source: str) -> dict[str, Fields]:
-    """The fields of each class in the source, those of its base class first."""
+    """The fields of each class in the source. Those of a base class come first."""
     comments = comments_by_line(source)
     described: dict[str, Fields] = {}
     for record in classes(source):
@@ -322,13 +317,13 @@ def fields_of_classes(source: str) -> dict[str, Fields]:
 def named_comments(source: str) -> dict[str, str]:
     """The comments above the constants and type aliases of a module."""
     comments = comments_by_line(source)
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign | ast.Assign):
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
             if text := comment_above(comments, node.lineno):
-                found[ast.unparse(target)] = text
-    return found
+                by_name[ast.unparse(target)] = text
+    return by_name
 
 
 def classes(source: str) -> list[ast.ClassDef]:
@@ -336,7 +331,7 @@ def classes(source: str) -> list[ast.ClassDef]:
 
 
 def field_lines(record: ast.ClassDef) -> Iterator[tuple[str, int]]:
-    """The name and the line of each field; class variables are not fields."""
+    """Yield the name and the line of each field. Class variables are not fields."""
     for statement in record.body:
         if not isinstance(statement, ast.AnnAssign):
             continue
@@ -345,7 +340,7 @@ def field_lines(record: ast.ClassDef) -> Iterator[tuple[str, int]]:
 
 
 def comments_by_line(source: str) -> dict[int, str]:
-    """The text of every `#:` comment by the line that it stands on."""
+    """The text of every `#:` comment, by line."""
     return {
         token.start[0]: token.string.removeprefix("#:").removeprefix(" ")
         for token in tokenize.generate_tokens(StringIO(source).readline)
@@ -354,7 +349,7 @@ def comments_by_line(source: str) -> dict[int, str]:
 
 
 def comment_above(comments: Mapping[int, str], line: int) -> str:
-    """The `#:` comment that ends on the line before `line`; empty if there is none."""
+    """The `#:` comment that ends on the line before `line`, or "" if there is none."""
     first = line
     while first - 1 in comments:
         first -= 1
@@ -362,7 +357,7 @@ def comment_above(comments: Mapping[int, str], line: int) -> str:
 
 
 def records_of_events() -> list[Record]:
-    """The dataclasses that events are made of but that are no events themselves."""
+    """The dataclasses that are parts of events, but not events themselves."""
     source = inspect.getsource(events)
     names = [node.name for node in classes(source) if not node.name.startswith("_")]
     records: list[Record] = [getattr(events, name) for name in names]
@@ -401,7 +396,7 @@ def events_page() -> str:
 
 
 def record_section(heading: str, record: Record, described: Mapping[str, Fields]) -> str:
-    """A class with a table of its fields, without those that all events have."""
+    """A section about a class, with a table of its fields, without those that all events have."""
     common = described["_Event"] if record in events.EVENT_TYPES else {}
     hints = typing.get_type_hints(record)
     rows = [
@@ -413,16 +408,16 @@ def record_section(heading: str, record: Record, described: Mapping[str, Fields]
 
 
 def prose(documented: object) -> str:
-    """A docstring's paragraphs, a line each."""
+    """The docstring of an object, with each paragraph on one line."""
     return flowing(inspect.getdoc(documented) or "")
 
 
 def flowing(comment: str) -> str:
-    """A comment's lines joined to paragraphs and list items, one a line."""
+    """Join the lines of a comment, so that each paragraph and each list item is one line."""
     lines: list[str] = []
     for line in comment.replace("``", "`").splitlines():
-        starts_anew = not lines or not line.strip() or not lines[-1] or line.startswith("- ")
-        if starts_anew:
+        starts_paragraph = not lines or not line.strip() or not lines[-1] or line.startswith("- ")
+        if starts_paragraph:
             lines.append(line.strip())
         else:
             lines[-1] += " " + line.strip()
@@ -430,7 +425,7 @@ def flowing(comment: str) -> str:
 
 
 def type_in_words(hint: Any) -> str:
-    """A type as a reader of JSON knows it."""
+    """The JSON type of a Python type, in words."""
     if dataclasses.is_dataclass(hint):
         return f"[{hint.__name__}](#{hint.__name__.lower()})"  # type: ignore[union-attr]
     arguments = typing.get_args(hint)
@@ -460,7 +455,7 @@ def is_union(hint: Any) -> bool:
 
 
 def events_schema() -> JsonSchema:
-    """JSON Schema of one event."""
+    """The JSON Schema of an event."""
     fields = fields_of_classes(inspect.getsource(events))
     definitions = {
         record.__name__: record_schema(record, fields[record.__name__])
@@ -530,15 +525,15 @@ def exit_codes_page() -> str:
 
 
 def raised_errors() -> list[type[errors.SpecgenError]]:
-    """Every error by exit code, a parent before its children."""
+    """All errors by exit code, with each parent before its children."""
 
-    def below(error: type[errors.SpecgenError]) -> Iterator[type[errors.SpecgenError]]:
+    def descendants(error: type[errors.SpecgenError]) -> Iterator[type[errors.SpecgenError]]:
         for child in error.__subclasses__():
             if child.__module__ == errors.__name__:
                 yield child
-                yield from below(child)
+                yield from descendants(child)
 
-    return sorted(below(errors.SpecgenError), key=lambda error: error.exit_code)
+    return sorted(descendants(errors.SpecgenError), key=lambda error: error.exit_code)
 
 
 if __name__ == "__main__":

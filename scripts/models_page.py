@@ -1,4 +1,4 @@
-"""The page docs/models.md: what works with each architecture, according to `make architectures`."""
+"""The page docs/models.md: what works with each architecture, as `make architectures` found."""
 
 from __future__ import annotations
 
@@ -52,32 +52,33 @@ LARGER_THAN_MEMORY = (
         "or with workers (`--rpc`), the model has to fit."
     ),
 )
-#: The checks of texts.
+#: The checks that compare texts.
 TEXTS = ("n-gram", "model", "wrong draft", "tree", "full context", "four sequences", "fuzz")
 
 
 @dataclass(slots=True)
-class Found:
-    """What the checks of an architecture found.
-
-    `failed` has, for each check, the reason by (weight type, kernels).
-    """
+class CheckResults:
+    """The results of the checks of an architecture."""
 
     loads: bool = False
+    #: Whether sequences can share a beginning, as trees of drafts need.
     can_branch: bool = False
     passed: set[str] = field(default_factory=set)
+    #: The checks that failed, each with its reasons by (weight type, kernels).
     failed: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, object]) -> None:
-        where = str(line["type"]), str(line["by"])
-        passed, failed = line["passed"], line["failed"]
+        """Add the results of one weight type and one kind of kernels."""
+        variant = str(line["type"]), str(line["by"])
+        passed = line["passed"]
+        failed = line["failed"]
         assert isinstance(passed, list)
         assert isinstance(failed, dict)
         self.loads |= "load" in passed
         self.can_branch |= bool(line["can_branch"])
         self.passed |= set(passed)
         for check, detail in failed.items():
-            self.failed.setdefault(check, {})[where] = detail
+            self.failed.setdefault(check, {})[variant] = detail
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -88,10 +89,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def parts(file: Path = FILE) -> list[str]:
     """Return the parts of the page below its title."""
     head, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    found: dict[str, Found] = {}
+    results: dict[str, CheckResults] = {}
     for line in lines:
-        found.setdefault(line["name"], Found()).add(line)
-    loaded = {name: each for name, each in found.items() if each.loads}
+        results.setdefault(line["name"], CheckResults()).add(line)
+    loaded = {name: each for name, each in results.items() if each.loads}
     exact = [name for name, each in loaded.items() if not _failing_texts(each)]
     invariant = [name for name, each in loaded.items() if "rows" not in each.failed]
     sound = {name for name, each in loaded.items() if not each.failed}
@@ -129,7 +130,7 @@ def parts(file: Path = FILE) -> list[str]:
             "These do not generate text, or llama.cpp cannot create or run the model that its "
             "tests describe."
         ),
-        table([*_not_run(name for name, each in found.items() if not each.loads)]),
+        table([*_not_run(name for name, each in results.items() if not each.loads)]),
         *LARGER_THAN_MEMORY,
     ]
 
@@ -138,7 +139,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(_title, names)))
 
 
-def _rows(loaded: Mapping[str, Found]) -> Iterator[Sequence[str]]:
+def _rows(loaded: Mapping[str, CheckResults]) -> Iterator[Sequence[str]]:
     yield "architecture", "exact", "batch-invariant", "exceptions"
     for name in sorted(loaded, key=_title):
         each = loaded[name]
@@ -150,12 +151,12 @@ def _rows(loaded: Mapping[str, Found]) -> Iterator[Sequence[str]]:
         )
 
 
-def _failing_texts(each: Found) -> set[str]:
+def _failing_texts(each: CheckResults) -> set[str]:
     return set(TEXTS) & set(each.failed)
 
 
-def _exceptions(name: str, each: Found) -> Iterator[str]:
-    """Why checks fail, with the checks that a known exception is about."""
+def _exceptions(name: str, each: CheckResults) -> Iterator[str]:
+    """Yield the known reasons why checks fail, each after the names of its checks."""
     for known in EXCEPTIONS:
         checks = [check for check in known.checks if check in each.failed]
         if name in known.names and checks:
@@ -169,8 +170,8 @@ def _not_run(names: Iterable[str]) -> Iterator[Sequence[str]]:
     by_reason: dict[str, list[str]] = {}
     for name in names:
         by_reason.setdefault(reasons.get(name, ""), []).append(name)
-    for reason, those in sorted(by_reason.items()):
-        yield reason, _names(those)
+    for reason, names_of_reason in sorted(by_reason.items()):
+        yield reason, _names(names_of_reason)
 
 
 def _title(name: str) -> str:

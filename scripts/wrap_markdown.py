@@ -1,10 +1,10 @@
-"""Wraps the paragraphs of Markdown documents at 120 columns.
+"""Wrap the paragraphs of Markdown documents at 120 columns.
 
-`--check` names the lines that are too long.
+`--check` only lists the lines that are too long.
 
-A paragraph is filled anew if one of its lines is too long; all others stay as they are. Tables,
-code, headings, HTML and link definitions are left alone. A line is never broken within the target
-of a link, nor within code unless that is very long.
+A paragraph is rewrapped if one of its lines is too long; all others stay as they are. Tables, code,
+headings, HTML and link definitions are left alone. A line is never broken within the target of a
+link, nor within code unless that is very long.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WIDTH = 120
-#: Code of more columns is broken at its blanks.
+#: Code that is longer than this may be broken at its spaces.
 LONG_CODE = 80
 
 _FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 _ITEM = re.compile(r"(\s*)((?:[-*+]|\d+[.)])\s+)")
 _QUOTE = re.compile(r"\s*>\s?")
-#: Lines that stay as they are: tables, headings, rules, HTML, definitions of links and notes.
+#: Lines that stay as they are: tables, headings, rules, HTML, definitions of links and footnotes.
 _VERBATIM = re.compile(r"\s*(\||#{1,6}\s|<[!/a-zA-Z]|\[[^\]]+\]:\s|(?:[-*_=]\s*){3,}$)")
-#: What must not begin a line, since it would mean something else there.
+#: Words that must not begin a line, because they are markup there.
 _MARKER = re.compile(r"(?:[-*+>]|\d+[.)]|#{1,6}|=+|-+)$|\||<[!/a-zA-Z]|`{3}|~{3}")
-#: A word: code and the rest of a link belong to it, with the blanks within.
+#: A word, which includes code and the target of a link with the spaces in them.
 _WORD = re.compile(r"(?:(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|\]\([^)]*\)|\S)+")
 
 
@@ -35,15 +35,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=f"Wrap Markdown documents at {WIDTH} columns.")
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument(
-        "--check", action="store_true", help="only name the lines that are too long"
+        "--check", action="store_true", help="only list the lines that are too long"
     )
     arguments = parser.parse_args()
-    found = [place for path in arguments.files for place in _treat(path, arguments.check)]
-    if found:
-        sys.exit("\n".join(found))
+    problems = [each for path in arguments.files for each in _process(path, arguments.check)]
+    if problems:
+        sys.exit("\n".join(problems))
 
 
-def _treat(path: Path, check: bool) -> list[str]:
+def _process(path: Path, check: bool) -> list[str]:
+    """Wrap a file, or with `check` return a message for each line that is too long."""
     text = path.read_text(encoding="utf-8")
     if check:
         return [f"{path}:{number}: {len(line)} columns" for number, line in too_long(text)]
@@ -53,18 +54,12 @@ def _treat(path: Path, check: bool) -> list[str]:
 
 
 def wrapped(text: str) -> str:
-    """Return the document with its long paragraphs filled anew.
-
-    A paragraph is long if one of its lines has more than `WIDTH` columns.
-    """
+    """Return the document with those paragraphs rewrapped that have a line longer than `WIDTH`."""
     return "".join(line + "\n" for block in _blocks(text) for line in block.filled())
 
 
 def too_long(text: str) -> Iterator[tuple[int, str]]:
-    """Yield number and text of the lines of more than `WIDTH` columns.
-
-    The targets of links do not count.
-    """
+    """Yield the number and the text of each line longer than `WIDTH`, without link targets."""
     number = 0
     for block in _blocks(text):
         for line in block.lines:
@@ -78,13 +73,13 @@ class _Block:
     """Lines that belong together: a paragraph, an item of a list, or lines that are left alone."""
 
     is_prose: bool
-    #: What stands before the first line, and before each other line.
+    #: The prefix of the first line, and that of each other line.
     first: str = ""
     rest: str = ""
     lines: list[str] = field(default_factory=list)
 
     def filled(self) -> list[str]:
-        """Return the lines, filled anew if one of them is too long."""
+        """Return the lines, rewrapped if one of them is too long."""
         if not self.is_prose or all(len(line) <= WIDTH for line in self.lines):
             return self.lines
         contents = [line.removeprefix(self.rest).strip() for line in self.lines]
@@ -121,7 +116,7 @@ def _blocks(text: str) -> Iterator[_Block]:
     is_comment = is_code = False
     for line in text.splitlines():
         opens = _FENCE.match(line)
-        #: Code by its indentation; within a list four spaces continue an item.
+        # Four spaces make code, except within a list, where they continue an item.
         is_code = line.startswith("    ") and (
             is_code or (not block.rest.strip(">") and _is_gap(block))
         )

@@ -1,4 +1,4 @@
-"""What every test gets: directories of its own, and models to run."""
+"""Fixtures of all tests: private directories, kernels, models, and the command line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
 
-# Threads that wait for each other do not take the processor from another worker's; llama.cpp's
-# runtime reads this once, when it is loaded.
+# Threads that wait must not spin, because the test processes share the cores. llama.cpp's OpenMP
+# runtime reads this only when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from specgen.llama import native_context
@@ -38,22 +38,25 @@ from tests.helpers.fetch import WebServer, use_hub, web_server
 from tests.helpers.sessions import folder_with
 from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
-# How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a
-# profile that takes fixed examples: start from its default in both places.)
+# No test may fail because the machine is busy. (If the variable CI is set, Hypothesis loads a
+# profile with fixed examples by itself, so start from its default profile everywhere.)
 _untimed = settings(
     settings.get_profile("default"), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-#: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in
+#: For `make fuzz`: searches for failing examples, new ones each time, and keeps them in
 #: .hypothesis.
 settings.register_profile("search", _untimed, print_blob=True)
-#: All else takes the same examples each time.
+#: For all other runs: the same examples each time.
 settings.register_profile("fixed", _untimed, derandomize=True, database=None)
 settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis also tries the constants of our modules that are imported so far, which depend on
-    the tests that ran before in this process. Leave them to the search."""
+    """Make examples reproducible.
+
+    Hypothesis also tries constants that it finds in our modules. Which modules have been imported
+    depends on the tests that ran before in this process, so only the search uses these constants.
+    """
     if config.getoption("--hypothesis-profile") != "search":
         setattr(HypothesisProvider, "_local_constants", Constants())  # noqa: B010 - it is a property
 
@@ -61,20 +64,22 @@ def pytest_configure(config: pytest.Config) -> None:
 if TYPE_CHECKING:
     from specgen.llama.kernels.attached import Kernels
 
-#: The environment before any test touched it: real models are kept in the user's own cache.
-_OWN_ENVIRONMENT = dict(os.environ)
+#: The environment before any test changed it. Real models are kept in the user's cache.
+_ORIGINAL_ENVIRONMENT = dict(os.environ)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
-    what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
-    model. Returns the folder that has the result of their self-test."""
+    """Choose the kernels for the tests, before any test loads a model.
+
+    These are the ones that users get: specgen's kernels if they can be used here, or those that
+    SPECGEN_KERNELS names. Returns the folder with the result of their self-test.
+    """
     from specgen.llama.kernels.admission import choose_kernels, wanted_in
     from specgen.llama.kernels.attached import ask_before_loading
 
     folder = tmp_path_factory.mktemp("kernels")
-    choose_kernels(wanted_in(_OWN_ENVIRONMENT), folder)
+    choose_kernels(wanted_in(_ORIGINAL_ENVIRONMENT), folder)
     ask_before_loading(None)
     return folder
 
@@ -86,7 +91,7 @@ _run_self_test = KernelTests.self_test
 
 
 def _self_test_once(tests: KernelTests, *, rerun: bool = False) -> KernelVerdict:
-    """The verdict on the library that was built, which is tested once in this process."""
+    """Run the self-test of the library that was built, but only once in this process."""
     if rerun or tests.library != library_path():
         return _run_self_test(tests, rerun=rerun)
     key = tests.library, os.environ.get(INSTRUCTIONS_VARIABLE, "")
@@ -97,22 +102,25 @@ def _self_test_once(tests: KernelTests, *, rerun: bool = False) -> KernelVerdict
 
 @pytest.fixture(autouse=True)
 def attached_kernels() -> Iterator[Kernels | None]:
-    """specgen's kernels, if they can be used here. After each test they are switched on or off as
-    they were before it, whatever its command lines chose."""
+    """specgen's kernels, or None if they cannot be used here.
+
+    After each test they are enabled or disabled as before it, whatever the test chose.
+    """
     from specgen.llama.kernels.attached import attached
 
-    found = attached()
-    if found is None:
+    kernels = attached()
+    if kernels is None:
         yield None
         return
-    before = found.computes_products, found.computes_attention
-    yield found
-    found.enable(products=before[0], attention=before[1])
+    computed_products = kernels.computes_products
+    computed_attention = kernels.computes_attention
+    yield kernels
+    kernels.enable(products=computed_products, attention=computed_attention)
 
 
 @pytest.fixture
 def kernels(attached_kernels: Kernels | None) -> Kernels:
-    """specgen's kernels, switched on for this test."""
+    """specgen's kernels, enabled for this test. Skips the test if they cannot be used here."""
     if attached_kernels is None:
         pytest.skip("specgen's kernels cannot be used here")
     attached_kernels.enable(products=True, attention=True)
@@ -121,15 +129,20 @@ def kernels(attached_kernels: Kernels | None) -> Kernels:
 
 @pytest.fixture(scope="session")
 def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for each test, which is there once something is written to it: thousands of
-    `tmp_path` take longer to make than many tests."""
+    """Paths of home folders, one for each test. They are created only when something is written.
+
+    Creating a `tmp_path` for thousands of tests would take longer than many of the tests.
+    """
     folder = tmp_path_factory.mktemp("homes")
     return (folder / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's configuration, models or caches."""
+    """Keep tests from reading and writing the user's configuration, models and caches.
+
+    Also remove what makes their results depend on the machine.
+    """
     home = next(_homes)
     for name in ("SPECGEN_CACHE", "SPECGEN_DATA", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(home / name.lower()))
@@ -139,25 +152,25 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
         monkeypatch.delenv(name, raising=False)
-    # Nothing is piped into the commands.
+    # Standard input is empty.
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    # A fixed draft length, because what the cost-based policy decides depends on the machine.
+    # A fixed draft length, because the decisions of the cost-aware policy depend on the machine.
     monkeypatch.setenv("SPECGEN_POLICY", "fixed")
-    # Measurements are kept whatever else runs on this machine.
+    # Measurements are kept even if other programs use this machine.
     monkeypatch.setattr(machine, "core_time", lambda: None)
-    # Progress is reported at the end only, however slow the machine is.
+    # Progress is reported only at the end, however slow the machine is.
     monkeypatch.setattr(progress, "INTERVAL_S", math.inf)
-    # Several test processes share the cores, so a test that wants more than one thread says so.
+    # Several test processes share the cores, so tests use one thread unless they ask for more.
     monkeypatch.setattr(native_context, "default_threads", lambda: 1)
-    # The kernels' self-test takes a second: run it once per process.
+    # The kernels' self-test takes a second, so it runs once per process.
     monkeypatch.setattr(KernelTests, "self_test", _self_test_once)
-    # The kernels are not tried out on each of the many test models.
+    # The kernels are not tried with each of the many test models.
     monkeypatch.setattr(admission, "ask_before_loading", lambda _ask: None)
 
 
 @pytest.fixture
 def tested_kernels(_kernels: Path, _own_directories: None) -> None:
-    """The kernels' self-test is known in this test's cache: child processes need not make it."""
+    """Put the result of the kernels' self-test into this test's cache, for child processes."""
     result = _kernels / VERDICTS
     if result.exists():
         cache = Path(os.environ["SPECGEN_CACHE"])
@@ -167,15 +180,13 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
 
 @pytest.fixture
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs, other tests among them, take nothing of the machine: what is measured is
-    kept.
-    """
+    """Pretend that no other program uses the machine, so that measurements are kept."""
     monkeypatch.setattr(machine, "share_of_others", lambda *_: 0.0)
 
 
 @pytest.fixture
 def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are compared, but not for long: many are slow on a machine that is busy."""
+    """Let numbers of threads be compared only briefly, because many are slow on a busy machine."""
     monkeypatch.setattr(threads, "THREADS_BUDGET_S", 0.05)
     monkeypatch.setattr(threads, "default_threads", lambda: 1)
     monkeypatch.setattr(threads, "thread_counts", lambda *_: [1, 2])
@@ -183,7 +194,8 @@ def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _TARGET = TinyConfig(logit_scale=6.0)
 _BROKEN = TinyConfig(chat_template="{{ raise_exception('users only') }}")
-#: A folder of tiny models: target, draft (close to it), bad (not), chat, other, bert.
+#: A folder of tiny models: a target, a draft that often agrees with it, a bad draft that does not,
+#: and others.
 tiny_models = folder_with(
     "session",
     target=_TARGET,
@@ -197,15 +209,15 @@ tiny_models = folder_with(
 _PLAIN = TinyConfig(logit_scale=6.0, n_ctx_train=2048, unprintable_scale=0.0)
 _CHAT = dataclasses.replace(_PLAIN, chat_template=CHATML_TEMPLATE)
 _DRAFT = _CHAT.draft(0.02)
-#: A folder with a target and a draft that have a chat template and say what is printable and in one
-#: line, a draft with another vocabulary, and a target without a template; all have room for 2048
-#: tokens.
+#: A folder of tiny models whose text is printable and on one line, with a context of 2048 tokens: a
+#: target and a draft with a chat template, a draft with another vocabulary, and a target without a
+#: template.
 chat_models = folder_with("session", target=_CHAT, draft=_DRAFT, respelled=_DRAFT, plain=_PLAIN)
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with a chat template, and with room for long answers: 1024 tokens."""
+    """A tiny target with a chat template, and with a context of 1024 tokens for long answers."""
     config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=1024)
     return write_tiny_model(tmp_path_factory.mktemp("target") / "t.gguf", config)
 
@@ -226,25 +238,25 @@ def cli(
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M, fetched into the user's own cache on first use (98 MB)."""
+    """SmolLM2-135M, downloaded into the user's cache on first use (98 MB)."""
     return _fetched("smollm2-135m")
 
 
 @pytest.fixture(scope="session")
 def gemma3() -> Path:
-    """Gemma 3 270M, most of whose layers have a sliding window of 512 tokens (253 MB)."""
+    """Gemma 3 270M, whose layers mostly have a sliding window of 512 tokens (253 MB)."""
     return _fetched("gemma-3-270m")
 
 
 def _fetched(model: str) -> Path:
-    """A real model in the user's own cache."""
+    """Download a real model into the user's cache, unless it is there, and return its path."""
     from specgen.models.download import fetch
     from specgen.models.registry import load_registry
 
     with pytest.MonkeyPatch.context() as environment:
         for name in ("SPECGEN_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
-            if name in _OWN_ENVIRONMENT:
-                environment.setenv(name, _OWN_ENVIRONMENT[name])
+            if name in _ORIGINAL_ENVIRONMENT:
+                environment.setenv(name, _ORIGINAL_ENVIRONMENT[name])
             else:
                 environment.delenv(name, raising=False)
         return fetch(load_registry().model(model))
@@ -252,7 +264,7 @@ def _fetched(model: str) -> Path:
 
 @pytest.fixture
 def hub_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    """A package index and hub, to which all requests go."""
+    """A local package index and hub, which receive all requests."""
     with web_server() as running:
         use_hub(monkeypatch, tmp_path, running)
         yield running

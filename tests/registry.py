@@ -1,8 +1,7 @@
-"""Each drafter, verifier and architecture, registered once: the tests of invariants take them from
-here.
+"""The drafters, verifiers and architectures that the tests of invariants cover.
 
-A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, belongs into one of
-these tables; `tests/project/test_registered.py` fails until it does.
+A new class in `specgen/drafters` or `verifiers.py`, or a new tiny architecture, must be added to
+one of these tables. `tests/project/test_registered.py` fails until it is.
 """
 
 from __future__ import annotations
@@ -60,17 +59,18 @@ def open_fake(vocabulary: FakeVocabulary, language: Language) -> FakeBackend:
 
 @dataclass
 class Text:
-    """A text on the fake backend, and what drafts for it: a model that speaks `language`. `sampler`
-    is the target's. A test that watches the models' backends opens them itself.
-    """
+    """A text on the fake backend, for which a drafter is made."""
 
     state: TextState
+    #: The language of the draft model.
     language: Language
     vocabulary: FakeVocabulary
+    #: The target's samplers.
     sampler: SamplerOptions = GREEDY
     seed: int = 99
-    #: The most tokens that are guessed for the draft model at once.
+    #: The maximum number of tokens that are guessed for the draft model at once.
     n_guess: int = 3
+    #: Opens the backend of a draft model. Tests that watch backends replace it.
     open_backend: Callable[[FakeVocabulary, Language], FakeBackend] = open_fake
 
 
@@ -134,17 +134,17 @@ def drawn_tree_model(text: Text) -> ModelDrafter:
 
 
 def parallel(text: Text) -> ParallelDrafter:
-    """A parallel draft: after a mask it predicts what follows the likeliest token in its place."""
+    """A parallel draft: it predicts a mask as if the most likely token were in its place."""
     mask = text.vocabulary.n_tokens - 1
 
     def language(tokens: tuple[int, ...]) -> Logits:
         n_text = len(tokens)
         while n_text and tokens[n_text - 1] == mask:
             n_text -= 1
-        read = tokens[:n_text]
-        while len(read) < len(tokens):
-            read += (int(text.language(read).argmax()),)
-        return text.language(read)
+        filled = tokens[:n_text]
+        while len(filled) < len(tokens):
+            filled += (int(text.language(filled).argmax()),)
+        return text.language(filled)
 
     return ParallelDrafter(
         text.open_backend(text.vocabulary, language),
@@ -155,7 +155,7 @@ def parallel(text: Text) -> ParallelDrafter:
 
 
 def translated(text: Text) -> TranslatedDrafter:
-    """A model whose vocabulary has the same tokens in the opposite order."""
+    """A draft model whose vocabulary has the same tokens in reverse order."""
     own = text.vocabulary
     n = text.vocabulary.n_tokens
     other = replace(
@@ -171,24 +171,23 @@ def translated(text: Text) -> TranslatedDrafter:
 
 @dataclass(frozen=True)
 class DrafterCase:
-    """One way to draft, and what it can."""
+    """A drafter, and its properties."""
 
-    #: The class that the case is about; what makes it on the fake backend, if it needs no hidden
-    #: states; and what drafts so for tiny models: a file's suffix or a word; None: nothing else
-    #: than another case does.
+    #: The class that the case tests.
     kind: type[object]
+    #: Makes the drafter on the fake backend; None if it needs hidden states.
     make: Make | None
+    #: The draft for tiny models, as the suffix of a file or as a word; None if another case has it.
     tiny: str | None = None
-    #: Above temperature 0 it draws its tokens, and tells the distributions that they were drawn
-    #: from.
+    #: Whether it samples its tokens above temperature 0, and reports their distributions.
     draws: bool = False
     trees: bool = False
-    #: It reads the target's hidden states, which models with a recurrent state do not give.
+    #: Whether it needs the target's hidden states, which recurrent models do not provide.
     heads: bool = False
     translated: TranslateMode = "off"
-    #: It knows the text's grammar, so that the grammar allows what it drafts.
+    #: Whether it uses the grammar of the text, so that the grammar allows its drafts.
     grammar: bool = True
-    #: It decodes with draft models that a test may watch.
+    #: Whether it decodes with draft models whose backends tests can watch.
     watched: bool = False
 
 
@@ -203,20 +202,20 @@ DRAFTERS: dict[str, DrafterCase] = {
     "tree of guesses": DrafterCase(ModelDrafter, tree_model, trees=True),
     "drawn tree": DrafterCase(ModelDrafter, drawn_tree_model, draws=True, trees=True),
     "parallel": DrafterCase(ParallelDrafter, parallel, "parallel", draws=True),
-    "behind a prompt's head": DrafterCase(
+    "after a skipped prefix": DrafterCase(
         ModelDrafter, lambda text: model(text, skipped_prefix=range(2)), draws=True
     ),
     "translated": DrafterCase(
         TranslatedDrafter, translated, "respelled", translated="auto", grammar=False
     ),
     "heads": DrafterCase(HeadsDrafter, None, "heads", draws=True, heads=True),
-    # These need targets of their own, which test_lossless.py has.
+    # These need special targets, which test_lossless.py has.
     "an MTP layer": DrafterCase(LayerDrafter, None, draws=True, heads=True),
     "several MTP layers": DrafterCase(MtpChainDrafter, None, draws=True, heads=True),
     "EAGLE-3": DrafterCase(EagleDrafter, None, draws=True, heads=True),
     "Gemma 4 assistant": DrafterCase(AssistantDrafter, None, draws=True, heads=True),
     "DFlash": DrafterCase(DflashDrafter, None, draws=True, heads=True),
-    # Drafters that only tests need: trees of any form, and nothing at all.
+    # Drafters that only tests use: random trees, and no drafts.
     "random tree": DrafterCase(TreeDrafter, random_tree(3, 0.7, 5), trees=True, grammar=False),
     "wide random tree": DrafterCase(TreeDrafter, random_tree(8, 0.4, 6), trees=True, grammar=False),
     "nothing": DrafterCase(NoDrafter, lambda _text: NoDrafter()),
@@ -231,7 +230,7 @@ KINDS_TESTED: dict[str, tuple[str, ...]] = {
     "dflash": ("DFlash",),
     "gemma4-assistant": ("Gemma 4 assistant",),
 }
-#: Those that draft on the fake backend, and those that draft for tiny models, by name.
+#: The cases on the fake backend and the cases for tiny models, by name.
 ON_FAKES = {name: case.make for name, case in DRAFTERS.items() if case.make is not None}
 ON_TINY = {name: case.tiny for name, case in DRAFTERS.items() if case.tiny is not None}
 
@@ -240,12 +239,13 @@ ON_TINY = {name: case.tiny for name, case in DRAFTERS.items() if case.tiny is no
 
 @dataclass(frozen=True)
 class VerifierCase:
-    """A verifier. Those without rules of their own pass each draft to one of the others."""
+    """A verifier, and its properties."""
 
     make: Callable[[], Verifier]
+    #: Whether it verifies drafts itself, instead of passing each one to another verifier.
     has_own_rules: bool = True
-    #: Its rules concern drafts that are several independent walks; all others are judged as by
-    #: `residual`.
+    #: Whether its rules are for drafts of several independent walks. It verifies all other drafts
+    #: like `residual`.
     for_walks: bool = False
 
 
@@ -256,7 +256,7 @@ VERIFIERS: dict[VerifierName, VerifierCase] = {
     "spectr": VerifierCase(SpecTrVerifier, for_walks=True),
     "auto": VerifierCase(AutoVerifier, has_own_rules=False),
 }
-#: Those with rules of their own for chains and for trees of siblings.
+#: The verifiers with their own rules for chains and for trees.
 JUDGES: dict[VerifierName, Callable[[], Verifier]] = {
     name: case.make for name, case in VERIFIERS.items() if case.has_own_rules and not case.for_walks
 }
@@ -266,11 +266,12 @@ JUDGES: dict[VerifierName, Callable[[], Verifier]] = {
 
 @dataclass(frozen=True)
 class ArchitectureCase:
-    """A tiny architecture: how its cache drops what was refused. Those of one kind differ in their
-    layers.
-    """
+    """A tiny architecture."""
 
+    #: How its cache drops rejected tokens. Architectures with the same kind of cache differ in
+    #: their layers.
     cache: str
+    #: Whether it has a recurrent state.
     has_state: bool = False
     generates: bool = True
 
@@ -283,8 +284,8 @@ ARCHITECTURES: dict[Architecture, ArchitectureCase] = {
     "jamba": ArchitectureCase("hybrid, copies", has_state=True),
     "bert": ArchitectureCase("none", generates=False),
 }
-#: Each kind of cache, by the first architecture that has it: cells, also of sliding windows;
-#: snapshots of recurrent states; and copies of the state with decoding again.
+#: The kinds of caches, each with the first architecture that has it: cells, cells of a sliding
+#: window, recurrent states, snapshots of recurrent states, and copies of states with re-decoding.
 CACHES: dict[str, Architecture] = {}
 for _name, _case in ARCHITECTURES.items():
     if _case.generates:

@@ -8,9 +8,9 @@
 //     ./bench 14105 f16 2          cells, type of the cache, threads
 //     ./bench 16384 f16 2 512 2    the same, rows (512: those of a prompt), layers
 //
-// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B, whose rows
-// are the last ones of a text; the caches of all layers are read in turn, so that they come from
-// memory. "read" is the time for reading them without arithmetic.
+// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B for the last
+// tokens of a text. The layers are computed in turn, so that their caches are read from memory.
+// "read" is the time to read a cache without computing anything.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -32,10 +32,10 @@ constexpr int n_heads = 12;
 constexpr int n_kv_heads = 2;
 constexpr int size = 128;
 
-// Takes results that would otherwise be optimised away.
+// Receives results that would otherwise be optimised away.
 std::atomic<uint64_t> sink;
 
-// The least seconds that a layer takes.
+// The minimum time of a layer, in seconds.
 template <class Work>
 double least_seconds(int n_threads, Barrier &barrier, Work work) {
     double least = 1e9;
@@ -65,7 +65,8 @@ struct Caches {
     // [layer][keys or values]
     std::vector<std::vector<char>> memory;
 
-    // Numbers of either sign and a magnitude of 1 to 2; or random bytes with scales of that size.
+    // Fills the caches with numbers of either sign and a magnitude of 1 to 2, or for q8_0 with
+    // random bytes and a constant scale.
     Caches(NumberType type, int64_t n_cells, std::minstd_rand &random)
         : type(type), n_cells(n_cells), head_bytes(bytes_of_numbers(type, size)),
           cell_bytes(n_kv_heads * head_bytes),
@@ -139,7 +140,7 @@ double time_reading(const Caches &caches, int n_threads) {
     });
 }
 
-// The mask of the last rows of a text: each sees the cells up to its own.
+// The mask of the last rows of a text: each attends to the cells up to its own.
 std::vector<uint16_t> causal_mask(int64_t n_rows, int64_t n_cells) {
     constexpr uint16_t hidden = 0xfc00;
     std::vector<uint16_t> mask(n_rows * n_cells);
@@ -170,7 +171,7 @@ void compare(const Caches &caches, int64_t n_rows, int n_threads, std::minstd_ra
     }
     std::printf("%3ld rows: before %6.0f, after %6.0f (%.2f); read %.0f; %s bits\n", long(n_rows),
                 best_before * 1e6, best_after * 1e6, best_after / best_before,
-                best_reading * 1e6, outputs_before == outputs_after ? "the same" : "other");
+                best_reading * 1e6, outputs_before == outputs_after ? "the same" : "different");
     std::fflush(stdout);
 }
 
@@ -184,7 +185,7 @@ int main(int argc, char **argv) {
     if (argc > 5) n_layers = atoi(argv[5]);
     std::minstd_rand random(1);
     const Caches caches(type, n_cells, random);
-    std::printf("%ld cells of %s, %d threads: microseconds for a layer\n", long(n_cells),
+    std::printf("%ld cells of %s, %d threads: microseconds per layer\n", long(n_cells),
                 type_name.c_str(), n_threads);
     std::vector<int64_t> row_counts = {1, 2, 5, 8, 16};
     if (argc > 4) row_counts = {atoi(argv[4])};

@@ -1,16 +1,16 @@
-// Checks attention/attention.h without ggml, for each instruction set of this CPU:
-// that it is as accurate as the same formula in double precision, that a row's bits depend only
-// on the set of cells that it sees, what infinities and NaN reach, and that it writes no memory
-// but its own.
+// Checks attention/attention.h without ggml, for each instruction set of this CPU: that it agrees
+// with the formula in double precision, that the bits of a row depend only on the set of cells that
+// it attends to, that infinities and NaN reach only the rows that attend to them, and that it
+// writes only to its own memory.
 //
 //   cd kernels
 //   flags="-O3 -std=c++17 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -pthread -I."
 //   machine="-march=skylake-avx512 -mavx512vnni -mprefer-vector-width=512"
 //   g++ $flags $machine tests/attention_test.cpp -o /tmp/attention_test && /tmp/attention_test
 //
-// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--accuracy` prints errors, `--bits` a digest
-// of the inputs and outputs of each shape. scripts/arm_kernels.py checks NEON, in an emulator.
-// attention_bench.cpp compares the speed of two versions.
+// With machine="-mavx2 -mfma -mf16c" it checks only AVX2. `--accuracy` prints errors, and `--bits`
+// prints a digest of the inputs and outputs of each shape. scripts/arm_kernels.py checks NEON in an
+// emulator. attention_bench.cpp compares the speed of two versions.
 #ifdef __AVX512VNNI__
 #include "vectors/avx512_amd.h"
 #include "vectors/avx_vnni.h"
@@ -47,7 +47,7 @@ using Random = std::mt19937;
 
 // --- problems ---
 
-// Which cells rows see. (blind: some rows see none.)
+// Which cells rows attend to. (blind: some rows attend to none.)
 enum class Mask { none, causal, random, blind };
 
 struct Shape {
@@ -209,7 +209,7 @@ uint16_t random_mask(const Shape &shape, int row, int cell, Random &random) {
     const int first_own = shape.cells - shape.rows;
     if (shape.mask == Mask::causal) return cell <= first_own + row ? 0 : hidden_half;
     if (shape.mask == Mask::blind && row % 3 == 1) return hidden_half;
-    // A common prefix with holes, and a tree whose nodes see some of each other.
+    // A common prefix with holes, and a tree whose nodes attend to some other nodes.
     const bool is_prefix = cell < first_own;
     const bool is_own = cell == first_own + row;
     const bool seen = is_own || random() % 100 < (is_prefix ? 95 : 40);
@@ -278,7 +278,7 @@ double slope(const Shape &shape, int head) {
                     : std::pow(2.0, -shape.max_bias / 2 / n * (2 * (head - n) + 1));
 }
 
-// The scores of one row of one head; -inf: not seen.
+// The scores of one row of one head; -inf for hidden cells.
 std::vector<double> exact_scores(Problem &p, int stream, int row, int head, bool halves) {
     const Shape &s = p.shape;
     const int kv_head = head / (s.heads / s.kv_heads);
@@ -303,8 +303,8 @@ std::vector<double> exact_scores(Problem &p, int stream, int row, int head, bool
     return scores;
 }
 
-// The output of one row of one head. With `halves`, as llama.cpp computes it: the query as
-// float16, and the sum over cells in float16.
+// The output of one row of one head. With `halves` it is computed as in llama.cpp: with the query
+// in float16, and the sum over cells in float16.
 std::vector<double> formula(Problem &p, int stream, int row, int head, bool halves) {
     const Shape &s = p.shape;
     const int kv_head = head / (s.heads / s.kv_heads);
@@ -330,7 +330,7 @@ std::vector<double> formula(Problem &p, int stream, int row, int head, bool halv
 
 // --- runs ---
 
-// Memory with a guard on both sides.
+// Memory with guard bytes on both sides.
 struct Scratch {
     static constexpr size_t guard = 4096;
     static constexpr uint8_t guard_byte = 0x5a;
@@ -351,7 +351,7 @@ struct Scratch {
     }
 };
 
-// Whether no run so far has written beyond its memory.
+// False once a run has written beyond its memory.
 bool all_guards_intact = true;
 
 template <class V>
@@ -396,8 +396,8 @@ Problem with_rows(Problem p, const std::vector<int> &rows) {
     return part;
 }
 
-// The cells of a problem in other places: cell i is the old cell from[i]; -1 is a hidden cell
-// whose key and value are NaN.
+// A problem with its cells rearranged: cell i is the old cell from[i]; -1 is a hidden cell whose
+// key and value are NaN.
 Problem with_cells(Problem p, const std::vector<int> &from) {
     const Shape &s = p.shape;
     Problem moved = p;
@@ -496,7 +496,7 @@ double relative_error(const std::vector<double> &computed, const std::vector<dou
     return std::sqrt(error / size);
 }
 
-// The relative error of the worst row: of our outputs, or of the formula in float16.
+// The relative error of the worst row, of our outputs or of the formula in float16.
 template <class V>
 double worst_error(Problem &p, bool of_halves = false) {
     const Shape &s = p.shape;
@@ -628,7 +628,7 @@ bool check_other_rows() {
     return true;
 }
 
-// Where a number that is not finite is put.
+// Where an infinity or a NaN is put.
 enum class Place { query, key, value };
 
 // A problem with `number` in a query (row 3, head 4), or in a key or value (of one cell, for
@@ -645,14 +645,14 @@ Problem with_bad_number(Problem p, Place place, float number) {
     return p;
 }
 
-// Whether the number made NaN of exactly those outputs that it should.
+// Whether the number made exactly the right outputs NaN.
 bool reaches_the_right_rows(const Problem &p, const Difference &d, Place place, float number) {
     bool good = true;
     for (int row = 0; row < 8; row++) {
         for (int head = 0; head < 6; head++) {
             const bool sees = head >= 3 && p.sees(0, head, row, bad_cell);
             const bool reached = place == Place::query ? row == 3 && head == 4 : sees;
-            // A score of -inf is a weight of 0, so that only NaN always reaches the output.
+            // A score of -inf is a weight of 0, so only NaN always reaches the output.
             const bool must_be_nan = number != number || place == Place::value;
             if (!reached && d.differs[row * 6 + head]) good = false;
             if (reached && must_be_nan && !d.is_nan[row * 6 + head]) good = false;
@@ -661,7 +661,7 @@ bool reaches_the_right_rows(const Problem &p, const Difference &d, Place place, 
     return good;
 }
 
-// Something that is not finite reaches exactly the rows and heads that see it, and makes them NaN.
+// An infinity or a NaN reaches exactly the rows and heads that attend to it, and makes them NaN.
 template <class V>
 bool check_not_finite() {
     bool good = true;
@@ -714,9 +714,9 @@ bool check_extremes() {
     return good;
 }
 
-// Sums as large as they can be: all values are the largest integer. All of up to 2^20 cells have
-// the same weight, or nearly all of the weight is in one cell, in 64 neighbouring ones, or in
-// every 16th.
+// The largest possible sums: all values are the largest integer. Up to 2^20 cells have the same
+// weight, or nearly all of the weight is in one cell, in 64 neighbouring cells, or in every 16th
+// cell.
 template <class V>
 bool check_overflow() {
     bool good = true;
@@ -802,9 +802,9 @@ bool check_all(const char *name) {
         {"outputs are accurate, for all kinds of shapes and caches", check_accuracy<V>},
         {"any number of threads gives the same bits", check_threads<V>},
         {"a row has the same bits alone and in batches", check_batches<V>},
-        {"the order of cells, and hidden ones, change no bits", check_order<V>},
-        {"changing a row changes no other", check_other_rows<V>},
-        {"NaN and infinities reach only the rows that see them", check_not_finite<V>},
+        {"the order of cells and hidden cells do not change the bits", check_order<V>},
+        {"changing a row changes no other row", check_other_rows<V>},
+        {"NaN and infinities reach only the rows that attend to them", check_not_finite<V>},
         {"very large, small and zero values", check_extremes<V>},
         {"the largest sums do not overflow", check_overflow<V>},
         {"nothing is written beyond scratch memory and outputs", [] { return all_guards_intact; }},

@@ -1,4 +1,4 @@
-// Where the threads of a test wait for each other, in place of ggml's own barrier.
+// A barrier for the threads of a test, in place of ggml's.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,7 @@
 
 struct Barrier {
     int n_threads;
-    // How many threads wait, and how often all of them have met.
+    // The number of threads that wait, and how often all of them have arrived.
     std::atomic<int> waiting{0};
     std::atomic<int> round{0};
 

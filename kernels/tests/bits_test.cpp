@@ -1,8 +1,7 @@
-// Prints the bits of all products of one instruction set, as a digest for each type of weights,
-// and checks that a row has the same bits alone and in batches. Programs for different
-// instruction sets whose bits should be equal print the same. scripts/arm_kernels.py builds one
-// with -DSET=avx2_set and instruction_sets/avx2.cpp, and one with -DSET=neon_dotprod_set and
-// instruction_sets/neon_dotprod.cpp.
+// Prints a digest of the results of one instruction set for each weight type, and checks that the
+// result of a row is bit-identical alone and in batches. Instruction sets whose results should be
+// bit-identical print the same. scripts/arm_kernels.py builds this program with -DSET=avx2_set and
+// instruction_sets/avx2.cpp, and with -DSET=neon_dotprod_set and instruction_sets/neon_dotprod.cpp.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -21,13 +20,13 @@ namespace {
 using Bytes = std::vector<uint8_t>;
 using Random = std::mt19937;
 
-// The blocks of a type of weights, as GGUF stores them.
+// The blocks of a weight type, as GGUF stores them.
 struct Block {
     const char *name;
     WeightType type;
     int bytes;
     int weights;
-    // Where a float16 scale and a float16 min are; -1: there is none.
+    // The offsets of a float16 scale and a float16 minimum; -1 without one.
     int scale;
     int min;
 };
@@ -50,7 +49,7 @@ constexpr const Block &f32_block = blocks[15];
 float number(Random &random) {
     return static_cast<float>(static_cast<int>(random() % 20001) - 10000) / 8192.0f;
 }
-uint16_t random_half(Random &random) {  // of 2^-8 to 2^-4, of either sign
+uint16_t random_half(Random &random) {  // a magnitude of 2^-8 to 2^-4, with either sign
     const unsigned exponent = 7 + random() % 4;
     return static_cast<uint16_t>((random() & 0x83ff) | exponent << 10);
 }
@@ -59,7 +58,7 @@ Bytes random_weights(const Block &block, int n_rows, int n_inputs) {
     Random random(static_cast<unsigned>(block.type));
     Bytes weights(static_cast<size_t>(n_rows) * n_inputs / block.weights * block.bytes);
     for (uint8_t &byte : weights) byte = static_cast<uint8_t>(random());
-    // Random bytes are numbers of any size, so the numbers of each block are set.
+    // Random bytes would be numbers of any magnitude, so the numbers of each block are set.
     for (size_t at = 0; at < weights.size(); at += block.bytes) {
         for (const int where : {block.scale, block.min}) {
             const uint16_t half = random_half(random);
@@ -175,7 +174,7 @@ struct PlainInputs {
                             rows.size() / n_rows, n_rows, inputs, to, n, n_inputs, over_cells});
     }
 
-    // Whether outputs are the sums of float32 rows times columns, within rounding errors.
+    // Whether the outputs are those of an exact product of float32 rows, within rounding errors.
     bool are_accurate(const std::vector<float> &outputs) const {
         bool good = true;
         for (int c = 0; c < n_columns; c++) {
@@ -195,8 +194,9 @@ struct PlainInputs {
     }
 };
 
-// The order of sums over inputs depends on the lanes, so these bits differ from one instruction
-// set to another: they are compared with exact sums. Sums over cells do not depend on it.
+// The order of a sum over inputs depends on the number of lanes, so results differ between
+// instruction sets, and are compared with exact sums instead. A sum over cells does not depend on
+// it.
 bool print_plain(const InstructionSet &set, const Block &block, NumberType type, bool over_cells) {
     const PlainInputs inputs(block);
     std::vector<float> outputs(inputs.n_columns * inputs.n_rows);

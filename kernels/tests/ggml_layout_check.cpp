@@ -1,11 +1,11 @@
-// Compares ggml/ggml_internals.h with ggml's own headers: the number, offset and type of every
-// declared member, the types of the functions that are called, the order of virtual functions,
-// the numbers of types and operators, and the sizes of blocks of weights.
+// Compares ggml/ggml_internals.h with ggml's own headers: the offset and type of every declared
+// member, the sizes of structures, the types of the functions that are called, the order of virtual
+// functions, the number of types and operators, and the sizes of blocks of weights.
 //
 //   python -m scripts.check_ggml
 //
-// fetches the headers, compiles this file against them, and runs it. Nearly everything is
-// compared while it is compiled; only the virtual tables are compared when it runs.
+// downloads the headers, compiles this file with them, and runs it. Nearly everything is compared
+// by the compiler; only the virtual tables are compared at run time.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-// ggml's own.
+// ggml's headers.
 #define GGML_COMMON_DECL_CPP
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
@@ -24,7 +24,7 @@
 #include "ggml-cpu/traits.h"
 #include "ggml.h"
 
-// What the kernels declare.
+// The declarations of the kernels.
 namespace ours {
 #include "ggml/ggml_internals.h"
 #include "products/packed_formats.h"
@@ -52,8 +52,7 @@ SAME_NAME(ggml_backend_reg_i);
 SAME_NAME(ggml_type_traits_cpu);
 SAME_NAME(ggml::cpu::tensor_traits);
 
-// Structures are compared by name (and their members below), enumerations as integers of their
-// size.
+// Structures are compared by name (and their members below), enumerations by size, as integers.
 template <class Ours, class Ggml>
 constexpr bool same_value() {
     constexpr bool are_numbers = (std::is_integral_v<Ours> || std::is_enum_v<Ours>) &&
@@ -91,7 +90,7 @@ struct Same<Ours(OurArguments...), Ggml(GgmlArguments...)> {
 
 #define SAME_MEMBER(type, member)                                                              \
     static_assert(offsetof(ours::type, member) == offsetof(::type, member),                    \
-                  #type "::" #member " lies elsewhere in ggml");                               \
+                  #type "::" #member " is elsewhere in ggml");                                 \
     static_assert(Same<decltype(ours::type::member), decltype(::type::member)>::value,         \
                   #type "::" #member " has another type in ggml")
 // For a structure whose members are all declared.
@@ -147,7 +146,7 @@ SAME_MEMBER(ggml_backend_buffer_i, get_tensor_2d);
 SAME_MEMBER(ggml_backend_buffer_i, cpy_tensor);
 SAME_MEMBER(ggml_backend_buffer_i, clear);
 SAME_MEMBER(ggml_backend_buffer_i, reset);
-// These are declared in part: ggml allocates them.
+// Only a part of these is declared, because ggml allocates them.
 SAME_MEMBER(ggml_backend_buffer, iface);
 SAME_MEMBER(ggml_backend_buffer, buft);
 SAME_MEMBER(ggml_backend_buffer, context);
@@ -199,8 +198,8 @@ static_assert(Same<ours::GetExtraTypes, ggml_backend_dev_get_extra_bufts_t>::val
 
 // --- virtual functions ---
 
-// Ours can take the place of ggml's: each virtual function that ggml declares is overridden by
-// one of ours.
+// Our classes can take the place of ggml's: they override every virtual function that ggml
+// declares.
 struct Traits : ::ggml::cpu::tensor_traits {
     bool work_size(int, const ::ggml_tensor *, size_t &) override { return false; }
     bool compute_forward(::ggml_compute_params *, ::ggml_tensor *) override { return false; }
@@ -214,8 +213,8 @@ struct Type : ::ggml::cpu::extra_buffer_type {
 static_assert(!std::is_abstract_v<Traits> && !std::is_abstract_v<Type>,
               "ggml has another virtual function");
 
-// Where a virtual function is in its class's table: the C++ ABI of Linux stores it in a pointer
-// to it.
+// The position of a virtual function in the table of its class. In the C++ ABI of Linux, it is part
+// of a pointer to the function.
 template <class Function>
 ptrdiff_t place(Function function) {
     ptrdiff_t parts[2];
@@ -227,7 +226,7 @@ ptrdiff_t place(Function function) {
 template <class Ours, class Ggml>
 int compare(const char *name, Ours ours, Ggml ggml) {
     if (place(ours) == place(ggml)) return 0;
-    std::fprintf(stderr, "error: %s lies elsewhere in ggml's virtual table\n", name);
+    std::fprintf(stderr, "error: %s is elsewhere in ggml's virtual table\n", name);
     return 1;
 }
 

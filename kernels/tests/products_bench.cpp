@@ -1,4 +1,4 @@
-// Times products: how much another column costs. Not a test; build and run it by hand:
+// Measures the time of products by the number of columns. Not a test; build and run it by hand:
 //
 //     for set in avx2 avx_vnni avx512_vnni amx_int8; do
 //         g++ FLAGS -Ikernels -c kernels/instruction_sets/$set.cpp
@@ -7,7 +7,8 @@
 //     ./products_bench amx-int8 q4_k 1536 [MB]     instruction set, type, number of inputs
 //
 // where FLAGS are those of scripts/build_kernels.py. It multiplies 600 MB of packed weights, which
-// fit into no cache, on two threads; with MB = 0, one group of rows again and again on one thread.
+// exceed any cache, on two threads. With MB = 0, it multiplies the same group of rows repeatedly on
+// one thread.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -27,7 +28,7 @@ constexpr const char *names[] = {"none", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0",
                                  "iq4_xs", "mxfp4", "f16", "bf16", "f32"};
 constexpr int most_columns = 96;
 
-// Memory for n bytes, in large pages.
+// Allocates n bytes in large pages.
 char *allocate(size_t n) {
     void *memory = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     madvise(memory, n, MADV_HUGEPAGE);
@@ -78,10 +79,10 @@ struct Bench {
     }
     Bench(const Bench &) = delete;
 
-    // Kernels prefetch weights beyond the last ones.
+    // The weights, and some memory after them, because kernels prefetch beyond the end.
     size_t bytes() const { return n_groups * group_bytes + 8192; }
 
-    // The least seconds that a product with n columns takes.
+    // The minimum time of a product with n columns, in seconds.
     double least_seconds(int n) {
         const int most = set.max_columns(type, n);
         const int n_tiles = (n + most - 1) / most;

@@ -1,8 +1,8 @@
-"""The checks of one architecture: the same for a random model of llama.cpp's and for a tiny one.
+"""The checks of one architecture, for a random model of llama.cpp's tests or for a tiny model.
 
-With specgen's kernels texts and rows must be the very same; llama.cpp's own code may round a row
-differently in a batch, and then a row must be as near as batches alone leave rows, and a text may
-differ only where two tokens are that near (`specgen.measure.exactness`).
+With specgen's kernels, texts and rows must be exactly the same. llama.cpp's kernels may round a row
+differently in a batch. Then a row must be as close as batches alone move it, and a text may differ
+only where two tokens are that close (`specgen.measure.exactness`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.helpers.sessions import answered, opened
 
 Kind: TypeAlias = Literal["f32", "q4_k"]
 
-#: Whatever a random model says was said before, so that one token makes an n-gram.
+#: A random model repeats all of its tokens, so a match of one token makes an n-gram.
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = (PROMPT, "the cat is in the house of the", "a", PROMPT[20:70])
 BATCHES = (2, 3, 8, 16, 33)
@@ -45,7 +45,7 @@ N_CTX, N_CTX_FULL = 256, 160
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, and what drafts for it: `near` says much the same, `wrong` something else."""
+    """A model with two drafts: `near` often agrees with it, `wrong` never does."""
 
     path: Path
     near: Path
@@ -57,7 +57,7 @@ class Subject:
 
 
 class CheckFailedError(AssertionError):
-    """What is wrong, in a line."""
+    """A check failed. The message gives the reason in one line."""
 
 
 def _require(holds: bool, message: str) -> None:
@@ -83,7 +83,7 @@ def _loaded(
 
 
 def load(subject: Subject) -> str:
-    """The model says something."""
+    """The model generates text."""
     with _loaded(subject, "none") as loaded:
         n_tokens = answered(loaded, PROMPT).n_tokens
     _require(n_tokens == N_TOKENS, f"{n_tokens} tokens of {N_TOKENS}")
@@ -91,7 +91,7 @@ def load(subject: Subject) -> str:
 
 
 def _greedy(subject: Subject, draft: str | Path, tree: str = "off") -> str:
-    """Greedy text is plain decoding's."""
+    """Greedy text with drafts is the same as with plain decoding."""
     with _loaded(subject, draft, tree) as loaded:
         (result,) = check_greedy(loaded, {1: loaded.prompts.of_text(PROMPT, chat=False)})
     _require(result.n_drafted > 0, "nothing was drafted")
@@ -117,7 +117,7 @@ def _compared(result: GreedyResult, subject: Subject) -> str:
 
 
 def full_context(subject: Subject) -> str:
-    """The answer goes on until the context is full."""
+    """The answer continues until the context is full."""
     with _loaded(subject, subject.near, n_tokens=-1, n_ctx=N_CTX_FULL) as loaded:
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
         (result,) = check_greedy(loaded, {1: prompt})
@@ -126,7 +126,7 @@ def full_context(subject: Subject) -> str:
 
 
 def parallel(subject: Subject) -> str:
-    """Four answers at once, with drafts, are what each is alone."""
+    """Four answers at once with drafts are the same as each answer alone."""
     with _loaded(subject, "none") as loaded:
         expected = [tuple(answered(loaded, prompt).token_ids) for prompt in PROMPTS]
     with _loaded(subject, subject.near) as loaded, Engine(loaded, n_parallel=4) as engine:
@@ -166,7 +166,7 @@ Opener: TypeAlias = Callable[[int], LlamaBackend]
 
 @contextmanager
 def _backends(subject: Subject, n_threads: int = N_THREADS) -> Iterator[Opener]:
-    """Opens backends with so many sequences."""
+    """Open backends with this number of sequences."""
     model = LlamaModel(subject.path, n_gpu_layers=subject.context.n_gpu_layers)
     options = replace(subject.context, n_threads=n_threads)
     with ExitStack() as closing:
@@ -222,8 +222,10 @@ def _allowed(backend: LlamaBackend) -> float:
 
 
 def rows(subject: Subject) -> str:
-    """Batch-invariance: a row has the same bits in batches of all sizes, and behind a prompt that
-    was read in one piece. llama.cpp's own code does not promise it."""
+    """Batch invariance: a row is bit-identical in batches of all sizes, and after any prefill.
+
+    llama.cpp's kernels do not promise it.
+    """
     with _backends(subject, N_THREADS_ROWS) as backends:
         moved = _moved(backends(1))
     told = ", ".join(f"{how}: {by:.2g}" for how, by in moved.items())
@@ -292,7 +294,7 @@ def can_branch(subject: Subject) -> bool:
         return backends(1).rollback == "cells"
 
 
-#: By name, in the order in which they are made; `load` is first: without it there is no other.
+#: The checks by name, in the order in which they run. `load` is first, because all others need it.
 CHECKS: MappingProxyType[str, Callable[[Subject], str]] = MappingProxyType(
     {
         "load": load,

@@ -1,7 +1,6 @@
-"""What does not work, by name and with the reason: the only list of it.
+"""The complete list of known failures of architectures, with the reasons.
 
-`make architectures` fails where something fails that is not listed here, and where something listed
-works.
+`make architectures` fails if a check fails that is not listed here, or if a listed check passes.
 """
 
 from __future__ import annotations

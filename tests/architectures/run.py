@@ -40,7 +40,7 @@ PART = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a check. `kind` is the type of the weights, `by` whose code computed."""
+    """The result of a check. `kind` is the weight type, and `by` the kind of kernels."""
 
     name: str
     kind: str
@@ -113,7 +113,7 @@ def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
 def said_by_child(
     name: str, folder: Path, cache: Path, todo: Sequence[tuple[str, str, str]]
 ) -> tuple[list[dict[str, Any]], str]:
-    """What a child process says, and why it died, if it did."""
+    """The lines that a child process prints, and the reason if it died."""
     wrong = str(folder / "other-seed" / "llama-f32.gguf")
     job = {"name": name, "folder": str(folder), "wrong": wrong, "cache": str(cache), "todo": todo}
     command = [sys.executable, "-m", "tests.architectures.child", json.dumps(job)]
@@ -138,7 +138,7 @@ def _cause(code: int, said: str) -> str:
 
 
 def unexpected(results: Iterable[Result]) -> Iterator[str]:
-    """The checks that failed and are no known exceptions."""
+    """The failed checks that are not known exceptions."""
     for result in results:
         if not result.ok and not exception_for(result.name, result.by, result.check):
             where = f"{result.name}, {result.kind}, computed by {result.by}"

@@ -1,4 +1,4 @@
-"""Other engines: what is missing is skipped with a line, and each is warmed up before its turn."""
+"""Other engines: missing ones are skipped with a notice, and each warms up before its turn."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.tiny import TinyConfig, write_tiny_model
 OUTCOME = Outcome("answer", 3, None, 10.0, 0.1)
 
 
-def test_what_is_missing_is_skipped_with_a_line(
+def test_missing_engines_are_skipped_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = write_tiny_model(tmp_path / "target.gguf", TinyConfig())
     python = tmp_path / "python"
     with session_of(target) as session, contextlib.ExitStack() as stack:
-        found = engines_of(session, {"openvino": None, "ik-llama": python}, stack)
-        assert list(found) == []
+        engines = engines_of(session, {"openvino": None, "ik-llama": python}, stack)
+        assert list(engines) == []
     assert capsys.readouterr().err.splitlines() == [
-        "OpenVINO is skipped: --openvino names no Python",
-        "OpenVINO prompt lookup is skipped: --openvino names no Python",
-        f"ik_llama.cpp is skipped: {python} cannot be run: No such file or directory",
-        f"ik_llama.cpp repacked is skipped: {python} cannot be run: No such file or directory",
+        "OpenVINO was skipped: there is no --openvino",
+        "OpenVINO prompt lookup was skipped: there is no --openvino",
+        f"ik_llama.cpp was skipped: {python} cannot be run: No such file or directory",
+        f"ik_llama.cpp repacked was skipped: {python} cannot be run: No such file or directory",
     ]
 
 
@@ -48,7 +48,7 @@ def test_specgen_is_warmed_up_before_each_turn() -> None:
 
 
 class FakeWorker:
-    """An engine that answers with the last tokens of its prompt, and an end of the text."""
+    """An engine that answers with the last tokens of its prompt, and an end-of-text token."""
 
     def __init__(self, end: int) -> None:
         self.end = end
@@ -62,7 +62,7 @@ class FakeWorker:
         return _timed([*tokens[-3:], self.end], 10.0, 10.5, 12.0)
 
 
-def test_another_engine_gets_tokens_and_gives_tokens(tmp_path: Path) -> None:
+def test_another_engine_is_given_tokens_and_returns_tokens(tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "target.gguf", TinyConfig())
     with session_of(target) as session:
         vocabulary = session.target.vocabulary
@@ -75,5 +75,5 @@ def test_another_engine_gets_tokens_and_gives_tokens(tmp_path: Path) -> None:
     assert outcome.time_to_first_token_s == 0.5
 
 
-def test_an_answer_of_one_token_has_no_speed() -> None:
+def test_a_one_token_answer_has_no_speed() -> None:
     assert _timed([1], 0.0, 0.5, 0.5)["tokens_per_s"] is None

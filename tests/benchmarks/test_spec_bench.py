@@ -1,4 +1,4 @@
-"""Spec-Bench: the order of its questions, going on after an interruption, and the statistics."""
+"""Spec-Bench: the order of its questions, resuming after an interruption, and the statistics."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_another_file_is_refused_with_the_address_of_the_right_one(
     assert "github.com/hemingkx/Spec-Bench" in caught.value.hint
 
 
-def test_without_questions_a_line_says_where_they_are(
+def test_without_questions_the_error_names_their_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["spec_bench"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == (
-        "Spec-Bench's questions are missing: get https://github.com/hemingkx/Spec-Bench/blob/main/"
+        "Spec-Bench's questions are missing: download https://github.com/hemingkx/Spec-Bench/blob/main/"
         "data/spec_bench/question.jsonl, and name the file"
     )
 
@@ -214,7 +214,7 @@ def test_each_text_is_written_once() -> None:
     assert "token_ids" not in plain
 
 
-# --- going on
+# --- resuming
 
 
 def part(target: str = "target", **contenders: FakeContender) -> Part:
@@ -228,7 +228,7 @@ def measured(output: Path, n_questions: int | None, *parts: Part) -> list[int]:
     return [line["question_id"] for line in read_results(output).lines]
 
 
-def test_a_measurement_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_measurement_resumes_where_it_stopped(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     expected = [question.question_id for question in spread(questions())[:10]]
     assert measured(output, 3, part()) == expected[:3]
@@ -282,7 +282,7 @@ def test_a_file_does_not_mix_settings(tmp_path: Path, changes: dict[str, Any]) -
     output = Output(tmp_path / "results.jsonl")
     output.check_same(run())
     output.check_same(run(contenders={"target": [PLAIN, "ngram"], "bigger": [PLAIN]}))
-    with pytest.raises(SpecBenchError, match="has other"):
+    with pytest.raises(SpecBenchError, match="measured with different"):
         output.check_same(run(**changes))
 
 
@@ -320,7 +320,7 @@ def test_versions_are_compared_without_repeats() -> None:
     assert (found.contender, found.speedup) == ("ngram over ngram@before", 1.2)
 
 
-def test_an_error_is_no_answer() -> None:
+def test_an_error_does_not_count_as_an_answer() -> None:
     broken = line({PLAIN: [10.0], "ngram": [12.0]})
     broken["answers"][1] = {"contender": "ngram", "attempt": 0, "error": "too long"}
     assert comparisons([broken]) == []

@@ -1,4 +1,4 @@
-"""llama.cpp's benchmark of servers gets our prompts in place of a data set."""
+"""llama.cpp's server benchmark gets our prompts instead of a data set."""
 
 from __future__ import annotations
 

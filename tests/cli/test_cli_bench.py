@@ -1,4 +1,4 @@
-"""`specgen bench` on tiny models: what it prints and writes, not how fast anything is."""
+"""`specgen bench` on tiny models: its output and its files, but no speeds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rows(outcome: Result) -> list[list[str]]:
     return found
 
 
-# --- what is measured
+# --- measurements
 
 
 def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
@@ -162,7 +162,7 @@ def test_the_page_has_each_answer_and_the_charts(
     assert not errors
 
 
-def test_a_draft_may_have_a_draft_of_its_own_or_a_plus_sign_in_its_name(
+def test_a_draft_may_have_its_own_draft_or_a_plus_sign_in_its_name(
     bench: Specgen, tiny_models: Path, tmp_path: Path
 ) -> None:
     draft, bad, plus = tiny_models / "draft.gguf", tiny_models / "bad.gguf", tmp_path / "a+b.gguf"

@@ -76,8 +76,8 @@ def test_each_line_is_a_turn_and_only_answers_are_on_stdout(chat: Chat, draft: s
     assert (found.code, found.out) == (0, plain.out)
 
 
-def test_a_chat_goes_on_after_an_empty_answer(chat: Chat, tmp_path: Path) -> None:
-    """It is kept if it ended before its first token, and Ministral's template refuses it."""
+def test_a_chat_continues_after_an_empty_answer(chat: Chat, tmp_path: Path) -> None:
+    """An answer that ended before its first token is kept, but Ministral's template rejects it."""
     file = tmp_path / "chat.json"
     turns = (conversation.Turn("a", ""), conversation.Turn("b", "c"))
     conversation.save_conversation(file, conversation.Conversation(turns=turns))
@@ -228,7 +228,7 @@ def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -
 HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>")
 
 
-def test_thoughts_between_control_tokens_are_told_apart(
+def test_thoughts_between_control_tokens_are_recognised(
     chat: Chat, specgen: Specgen, tmp_path: Path
 ) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE, control_tokens=HARMONY)
@@ -433,7 +433,7 @@ def pexpect_end() -> Any:
 
 
 @posix
-def test_a_terminal_without_escape_codes_has_a_prompt_too(terminal: Terminal) -> None:
+def test_a_terminal_without_escape_codes_shows_a_prompt(terminal: Terminal) -> None:
     child = terminal("--session", "dumb", quiet=False, term="dumb", ready="conversation\r\n> ")
     child.send("the cat\\\nis on\n")
     child.expect_exact("> ")

@@ -41,7 +41,7 @@ def columns(result: Result) -> dict[str, list[str]]:
     return {Path(name).stem: rest for name, *rest in rows}
 
 
-# --- what is found
+# --- the search
 
 
 def test_in_a_pipe_each_draft_is_a_line_of_figures(find: Specgen) -> None:
@@ -60,7 +60,7 @@ def test_in_a_pipe_each_draft_is_a_line_of_figures(find: Specgen) -> None:
     assert speedups == sorted(speedups, reverse=True)
 
 
-def test_json_has_every_figure_the_refused_files_and_the_target(
+def test_json_contains_all_figures_rejected_files_and_the_target(
     find: Specgen, tiny_models: Path
 ) -> None:
     result = find("draft", "bert", "--json")
@@ -133,7 +133,7 @@ def test_a_named_file_that_is_missing_is_an_error_before_anything_is_measured(
         assert f"{path}: there is no such file" in complaint(find("draft", path), 4)
 
 
-# --- what is kept
+# --- what is stored
 
 
 def test_save_keeps_the_best_draft_for_run(

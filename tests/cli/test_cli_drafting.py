@@ -1,4 +1,4 @@
-"""Options for drafts at the command line: the answer is the same with all of them."""
+"""Options about drafts on the command line: the answer is the same with all of them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_costs_decide_by_default(cli: Cli, plain: str, monkeypatch: pytest.Monke
     assert "threshold" in message
 
 
-# --- n-grams beside a model
+# --- n-grams and a model
 
 
 #: Answers that repeat themselves.

@@ -1,4 +1,4 @@
-"""Commands where something of the usual environment is missing: only what is kept is lost."""
+"""Commands in restricted environments: if something cannot be written, only that is lost."""
 
 from __future__ import annotations
 

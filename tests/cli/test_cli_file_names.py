@@ -1,4 +1,4 @@
-"""Texts that may be names of files: long ones, other users' homes, and addresses."""
+"""Texts that might be file names: long ones, home folders of other users, and URLs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_prompt_may_be_long_and_end_as_a_model(
         (["--prompt-cache", LONG], 2),
     ],
 )
-def test_what_is_no_file_is_refused(
+def test_a_path_that_is_not_a_file_is_rejected(
     specgen: Specgen, chat_models: Path, options: list[str], code: int
 ) -> None:
     own = {"-m": str(chat_models / "target.gguf"), "-md": "none"}

@@ -46,7 +46,7 @@ models = folder_with(
 
 @pytest.fixture
 def fim(specgen: Specgen, monkeypatch: pytest.MonkeyPatch, models: Path, tmp_path: Path) -> Fim:
-    """Runs `specgen fim` in a folder of its own."""
+    """Runs `specgen fim` in a temporary folder."""
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments: str, **names: str) -> Result:

@@ -174,7 +174,7 @@ def test_other_options_are_refused_with_what_to_use(
     assert said in message
 
 
-def test_values_and_prompts_are_no_options(cli: Cli, tmp_path: Path) -> None:
+def test_values_and_prompts_are_not_taken_for_options(cli: Cli, tmp_path: Path) -> None:
     for words in (("-p", "--jinja"), ("--", "--jinja"), ("--stop", "-ub", "hi")):
         result = cli.run("-n", "2", "--no-stats", *words)
         assert (result.code, result.err) == (0, "")
@@ -232,7 +232,7 @@ def check_arguments(example: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_has_two_options_of_one_name(name: str) -> None:
+def test_no_command_has_two_options_of_the_same_name(name: str) -> None:
     names: list[str] = []
     for option in COMMANDS[name].params:
         names += [*option.opts, *option.secondary_opts]
@@ -245,7 +245,7 @@ def _joined(lines: list[str]) -> str:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_the_short_help_fits_a_screen_and_the_long_one_has_every_name_whole(
+def test_the_short_help_fits_a_screen_and_the_long_one_shows_full_names(
     specgen: Specgen, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -292,7 +292,7 @@ def test_a_misspelt_file_names_the_near_one(
         assert "did you mean coder.gguf?" in specgen("run", *words).err
 
 
-def test_the_list_of_commands_says_what_each_command_says() -> None:
+def test_the_list_of_commands_has_the_first_line_of_each_commands_help() -> None:
     texts = {name: each.help or "" for name, each in command_line().commands.items()}
     assert {name: text.partition("\n")[0] for name, text in texts.items()} == app.COMMANDS
 
@@ -312,7 +312,7 @@ def test_names_of_models_and_pairs_are_completed() -> None:
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the path of the file of defaults, in a folder of its own."""
+    """Return the path of the file of defaults, in a temporary folder."""
     monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path))
     return tmp_path / "config.toml"
 
@@ -324,7 +324,7 @@ def in_force(result: Result) -> dict[str, str]:
     return dict(line.split(" = ", 1) for line in lines)
 
 
-def test_each_value_says_where_it_comes_from(
+def test_each_value_is_shown_with_its_source(
     specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SPECGEN_POLICY")

@@ -1,4 +1,4 @@
-"""Models that have learned each position: no command decodes later ones, whatever -c says."""
+"""Models with learned positions: no command decodes beyond the last one, with any -c."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_rm_of_a_repository_removes_its_models_and_partial_downloads(
     assert cached["you/Tiny-GGUF"].is_file()
 
 
-def test_rm_asks_first_and_without_a_terminal_it_needs_yes(
+def test_rm_asks_for_confirmation_and_requires_yes_without_a_terminal(
     cached: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = run("rm", REPO)

@@ -1,4 +1,4 @@
-"""`specgen race` on tiny models: what it prints and writes, not how fast anything is."""
+"""`specgen race` on tiny models: its output and its files, but no speeds."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_terminal_gets_the_replay_if_it_can_show_it(tiny_models: Path, term: s
 # --- what goes wrong
 
 
-def test_there_has_to_be_a_draft_and_a_prompt(
+def test_a_draft_and_a_prompt_are_required(
     race: Specgen, specgen: Specgen, tiny_models: Path, tmp_path: Path
 ) -> None:
     target = tiny_models / "target.gguf"
@@ -156,7 +156,7 @@ def test_there_has_to_be_a_draft_and_a_prompt(
 
 
 @pytest.mark.parametrize("n_answers", [1, 2])
-def test_an_interrupted_race_says_what_is_known(
+def test_an_interrupted_race_shows_what_is_known(
     race: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_answers: int
 ) -> None:
     generate = engine.generate

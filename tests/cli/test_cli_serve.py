@@ -1,4 +1,4 @@
-"""`specgen serve` as a process: its address, its end, and the options it refuses."""
+"""`specgen serve` as a process: its address, its end, and the options that it rejects."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_the_variable_of_ollama_names_another_store(
     "manifest",
     [b"", b"[]", b'{"layers": 3}', b'{"layers": [1, {"mediaType": []}]}', b"\xff\xfe"],
 )
-def test_a_damaged_manifest_hides_only_its_own_model(
+def test_a_damaged_manifest_hides_only_its_model(
     stores: Stores, content: bytes, manifest: bytes
 ) -> None:
     stores.add_to_ollama(f"{LIBRARY}/good:latest", content)
@@ -88,7 +88,7 @@ def test_a_damaged_manifest_hides_only_its_own_model(
     assert [model.own_name for model in stored_models("ollama")] == ["good:latest"]
 
 
-def test_lm_studio_has_its_files_in_one_of_several_folders(
+def test_lm_studios_files_are_found_in_each_possible_folder(
     stores: Stores, content: bytes, tmp_path: Path
 ) -> None:
     stores.add_to_lm_studio("me/Tiny-GGUF/tiny-Q4_0.gguf", content)
@@ -165,7 +165,7 @@ def test_folders_of_the_configuration_are_searched(
 # --- the list
 
 
-def test_the_list_says_where_a_model_is_and_how_it_would_be_used(
+def test_the_list_shows_where_a_model_is_and_how_to_use_it(
     specgen: Specgen, stores: Stores, content: bytes
 ) -> None:
     blob = stores.add_to_ollama(f"{LIBRARY}/tiny:1b", content)
@@ -275,7 +275,7 @@ def test_parts_projectors_and_what_needs_more_than_a_file(
         "other-Q4_0.gguf",
     ],
 )
-def test_a_model_is_found_by_as_much_of_its_name_as_tells_it_from_others(
+def test_a_model_is_found_by_any_unambiguous_part_of_its_name(
     stores: Stores, content: bytes, tmp_path: Path, name: str
 ) -> None:
     blob = stores.add_to_ollama(f"{LIBRARY}/tiny:1b", content)
@@ -309,7 +309,7 @@ def test_copies_of_a_file_are_one_model(stores: Stores, content: bytes) -> None:
     assert find_stored("tiny") is not None
 
 
-def test_unknown_names_are_one_line_with_what_is_similar(
+def test_unknown_names_are_a_one_line_error_with_suggestions(
     specgen: Specgen, stores: Stores, content: bytes
 ) -> None:
     stores.add_to_ollama(f"{LIBRARY}/tiny:1b", content)

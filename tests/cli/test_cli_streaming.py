@@ -46,13 +46,13 @@ def test_a_batch_has_the_same_results_with_less_memory(
     assert answers[0] == answers[1]
 
 
-def test_memory_that_is_no_size_is_refused(cli: Cli) -> None:
+def test_an_invalid_memory_size_is_rejected(cli: Cli) -> None:
     message = complaint(cli.run(PROMPT, "--weights-memory", "much"), 2)
     assert "--weights-memory: 'much' is not a size, all or auto" in message
 
 
 @linux
-def test_a_target_that_has_to_fit_and_does_not_is_refused(specgen: Specgen, tmp_path: Path) -> None:
+def test_a_target_that_must_fit_but_does_not_is_rejected(specgen: Specgen, tmp_path: Path) -> None:
     large = write_large_model(tmp_path / "large.gguf", TERABYTE)
     for command in (("run", "a"), ("serve", "--port", "0")):
         result = specgen(*command, "-m", large, "-md", "none", "--weights-memory", "all")
@@ -61,7 +61,7 @@ def test_a_target_that_has_to_fit_and_does_not_is_refused(specgen: Specgen, tmp_
 
 
 @linux
-def test_the_list_tells_what_would_be_read_from_disk(specgen: Specgen) -> None:
+def test_the_list_shows_what_would_be_read_from_disk(specgen: Specgen) -> None:
     folder = Path(os.environ["HOME"], ".lmstudio", "models", "me", "Large-GGUF")
     folder.mkdir(parents=True)
     write_large_model(folder / "large.gguf", TERABYTE)

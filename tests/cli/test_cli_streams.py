@@ -79,7 +79,7 @@ def test_other_commands_without_standard_output(tiny_models: Path) -> None:
             assert done.stderr == full
 
 
-def test_what_is_read_from_a_closed_stream_is_empty(tiny_models: Path) -> None:
+def test_a_closed_standard_input_is_read_as_empty(tiny_models: Path) -> None:
     done = shell(RUN.replace("hello", "-") + " <&-", tiny_models)
     assert done.returncode == 3
     assert done.stderr.startswith(b"error: the prompt is empty\n")

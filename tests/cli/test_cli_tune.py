@@ -1,4 +1,4 @@
-"""`specgen tune` on tiny models: what it prints and keeps, not how fast anything is."""
+"""`specgen tune` on tiny models: its output and what it stores, but no speeds."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_ctrl_c_shows_the_results_so_far_and_keeps_nothing(
     assert not measurements_file().exists()
 
 
-# --- what is kept
+# --- what is stored
 
 
 def measures(specgen: Specgen, models: Path, *more: str) -> bool:

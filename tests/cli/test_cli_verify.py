@@ -1,4 +1,4 @@
-"""`specgen verify`: the report, which is alone on stdout, and the exit codes."""
+"""`specgen verify`: the report, which is the only output on stdout, and the exit codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verify(specgen: Specgen, tiny_models: Path) -> Verify:
     return run
 
 
-# --- what is printed
+# --- the output
 
 
 def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
@@ -66,7 +66,7 @@ JSON_KEYS = {
 }
 
 
-def test_json_has_the_documented_fields(verify: Verify) -> None:
+def test_json_contains_the_documented_fields(verify: Verify) -> None:
     result = verify("--json", "--quiet", "--policy", "fixed")
     assert (result.code, result.err) == (0, "")
     report: dict[str, Any] = json.loads(result.out)
@@ -173,7 +173,7 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     assert report["sampled"] == []
 
 
-# --- what it refuses
+# --- rejected options
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`specgen.Llama`: what a program that was written for llama-cpp-python gets from it."""
+"""`specgen.Llama` as a replacement in programs that were written for llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_forgotten_llama_frees_its_model(files: Path) -> None:
         list(stream)
 
 
-# --- what is refused or ignored -------------------------------------------------------------------
+# --- rejected and ignored options -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_forgotten_llama_frees_its_model(files: Path) -> None:
         ({"prompt": "the cat " * 400}, "256"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(
+def test_unsupported_options_are_rejected(
     llama: Llama, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((UsageError, PromptError), match=message):
@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_loaded_so(
         opened(files, **arguments)
 
 
-def test_what_has_no_meaning_is_ignored_with_one_warning(files: Path) -> None:
+def test_meaningless_options_are_ignored_with_one_warning(files: Path) -> None:
     # LangChain's arguments, for every model.
     langchain = {"rope_freq_base": 10_000.0, "rope_freq_scale": 1.0, "f16_kv": True, "n_parts": -1}
     with pytest.warns(RuntimeWarning) as caught:
@@ -321,7 +321,7 @@ def test_what_has_no_meaning_is_ignored_with_one_warning(files: Path) -> None:
         made(PROMPT, tfs_z=0.5)
 
 
-def test_what_is_missing_says_so(llama: Llama) -> None:
+def test_missing_features_raise_a_clear_error(llama: Llama) -> None:
     attribute = "save_state"
     with pytest.raises(AttributeError, match="has no save_state; use llama_cpp"):
         getattr(llama, attribute)
@@ -342,7 +342,7 @@ def test_a_closed_llama_answers_nothing(files: Path) -> None:
         made(PROMPT)
 
 
-# --- in the place of llama-cpp-python -------------------------------------------------------------
+# --- as a replacement of llama-cpp-python ---------------------------------------------------------
 
 
 def test_libraries_get_it_in_the_place_of_llama_cpp(files: Path) -> None:

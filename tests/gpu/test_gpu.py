@@ -1,10 +1,10 @@
-"""Layers on a GPU. `make gpu-test` makes one of the processor (Mesa's lavapipe); without one these
+"""Layers on a GPU. `make gpu-test` simulates one on the CPU (Mesa's lavapipe); without a GPU these
 tests are skipped.
 
-llama.cpp's own code computes there, whose rows depend a little on their batch. So `specgen verify`
-judges: a text may differ from plain decoding's in near-ties only.
+llama.cpp's kernels compute there, and their rows depend slightly on the batch. So the texts are
+checked like in `specgen verify`: they may differ from plain decoding only at near-ties.
 
-Without flash attention: Mesa 22.3 dies in its own thread while it computes some batches with it.
+Flash attention is off, because Mesa 22.3 crashes in its own thread on some batches with it.
 """
 
 from __future__ import annotations

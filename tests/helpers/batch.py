@@ -1,4 +1,4 @@
-"""Lines of batches, who answers them, and what comes of it."""
+"""Lines of batches, sessions that answer them, and their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specgen.session.session import Session
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
 SETTINGS = {"target": "t.gguf"}
-#: Longer than anything takes that these tests wait for, in seconds.
+#: The seconds after which a test gives up waiting.
 PATIENCE_S = 120.0
 
 
@@ -33,7 +33,7 @@ def lines_of(*rows: str | bytes | Mapping[str, Any]) -> list[BatchLine]:
 
 
 class Collected:
-    """Results, by custom_id; each comes once."""
+    """Collects results by custom_id. Each must come only once."""
 
     def __init__(self) -> None:
         self.records: dict[str, Mapping[str, Any]] = {}
@@ -54,15 +54,15 @@ def text_of(record: Mapping[str, Any]) -> str:
 
 
 def records(path: Path) -> dict[str, Mapping[str, Any]]:
-    """The results of a file, by custom_id; each comes once."""
-    found = Collected()
+    """The results in a file by custom_id. Each must be there only once."""
+    collected = Collected()
     for raw in path.read_bytes().splitlines():
-        found.write(json.loads(raw, parse_constant=pytest.fail))
-    return found.records
+        collected.write(json.loads(raw, parse_constant=pytest.fail))
+    return collected.records
 
 
 def answers(path: Path) -> dict[str, str]:
-    """The texts of a file of results, by custom_id; none is an error."""
+    """The texts in a file of results by custom_id. None of them may be an error."""
     return {custom_id: text_of(record) for custom_id, record in records(path).items()}
 
 
@@ -71,7 +71,7 @@ def n_results(path: Path) -> int:
 
 
 def wait_for_results(out: Path, n: int, process: subprocess.Popen[Any]) -> None:
-    """Wait until a command that runs has written so many results, or has ended well."""
+    """Wait until a running command has written this many results, or has ended successfully."""
     until = time.monotonic() + PATIENCE_S
     while n_results(out) < n and process.poll() is None:
         assert time.monotonic() < until

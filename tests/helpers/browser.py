@@ -11,13 +11,13 @@ from playwright.sync_api import Browser, sync_playwright
 
 #: The environment variable that names the browser's program.
 CHROMIUM_VARIABLE = "SPECGEN_TEST_CHROMIUM"
-#: Without it, the first of these that is on the PATH.
+#: Without the variable, the first of these programs on the PATH is used.
 _NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser without a window; without Chromium, the test is skipped."""
+    """A headless browser. Without Chromium, the test is skipped."""
     program = _chromium()
     if program is None:
         pytest.skip(f"no Chromium: install {_NAMES[0]}, or name one in {CHROMIUM_VARIABLE}")
@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def keeping_browser(browser: Browser) -> Iterator[Browser]:
-    """A browser that keeps a page when the user leaves it, and shows it again at a step back."""
+    """A browser with a back-forward cache, which restores a page when the user goes back to it."""
     kept = browser.browser_type.launch(
         executable_path=_chromium(), ignore_default_args=["--disable-back-forward-cache"]
     )

@@ -1,5 +1,6 @@
-"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them:
-each was made by somebody, in a library, in an example that many copied, or in a paper's first code.
+"""Known bugs of speculative decoders, planted to show that tests and `specgen verify` find them.
+
+Each of them occurred in a library, in a widely copied example, or in the first code of a paper.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from tests.helpers.fake_generations import WrappedDrafter
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A planted bug; `needs_draws` says that it shows only in drafts that were drawn at random."""
+    """A bug, and how to plant it."""
 
+    #: Whether only sampled drafts reveal it.
     needs_draws: bool = True
+    #: Replaces the verifier.
     verifier: Callable[[Verifier], Verifier] | None = None
+    #: Replaces the drafter.
     drafter: Callable[[Drafter], Drafter] | None = None
 
     def plant(self, sequence: AnswerState) -> None:
-        """Build the bug into a generation."""
+        """Plant the bug in an answer."""
         if self.verifier is not None:
             sequence.verifier = self.verifier(sequence.verifier)
         cascade = sequence.cascade
@@ -43,7 +47,7 @@ class Bug:
 
 
 class _Picky(WrappedDrafter):
-    """Drops drawn tokens that turned out unlikely, and what stands after them."""
+    """Cuts a draft at the first sampled token that turned out unlikely."""
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
@@ -88,14 +92,14 @@ class _Residual:
 
 
 class _NoResidual(_Residual):
-    """Draws from the target itself after a refusal."""
+    """Samples from the target's distribution after a rejection, instead of from the residual."""
 
     def residual(self, target: Distribution, draft: Distribution) -> Distribution:
         return target
 
 
 class _StaleBonus(_Residual):
-    """Draws the token after a wholly accepted draft from the row before."""
+    """Samples the bonus token from the row before the right one."""
 
     def bonus_row(self, path: list[int]) -> int:
         return path[-2] if len(path) > 1 else ROOT
@@ -111,7 +115,7 @@ class _Lenient(_Residual):
 
 
 class _WrongRow(MatchVerifier):
-    """Matches each drafted token against the row after it, not the one before."""
+    """Compares each drafted token with the row after it, instead of the one before it."""
 
     def __init__(self, _: Verifier) -> None:
         pass
@@ -123,7 +127,7 @@ class _WrongRow(MatchVerifier):
         return super().verify(draft, shifted, rng)
 
 
-#: By name.
+#: The bugs by name.
 BUGS: Mapping[str, Bug] = MappingProxyType(
     {
         "picky-policy": Bug(drafter=_Picky),
@@ -136,26 +140,24 @@ BUGS: Mapping[str, Bug] = MappingProxyType(
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Build a bug into all answers with drafts that are made from now on."""
+    """Plant a bug in all answers with drafts that begin from now on."""
     make = DrafterFactory.new_answer
 
     def new_answer(factory: DrafterFactory, *arguments: Any, **more: Any) -> AnswerState:
-        made = make(factory, *arguments, **more)
-        if made.cascade is not None:
-            BUGS[name].plant(made)
-        return made
+        answer = make(factory, *arguments, **more)
+        if answer.cascade is not None:
+            BUGS[name].plant(answer)
+        return answer
 
     monkeypatch.setattr(DrafterFactory, "new_answer", new_answer)
 
 
 def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let checks miss the token after a wholly accepted draft, as if it had been decoded but not
-    told.
-    """
+    """Hide bonus tokens from the checks, as if they had been decoded but not reported."""
 
     def tokens_of(events: Iterable[Event]) -> list[int]:
-        found = [event.pieces for event in events if isinstance(event, CommittedEvent)]
-        return [each.token_id for pieces in found for each in pieces if each.kind != "bonus"]
+        committed = [event.pieces for event in events if isinstance(event, CommittedEvent)]
+        return [each.token_id for pieces in committed for each in pieces if each.kind != "bonus"]
 
     for module in (exactness, joint_draws):
         monkeypatch.setattr(module, "tokens_of", tokens_of)

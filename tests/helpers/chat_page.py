@@ -1,6 +1,6 @@
-"""The server's page in a browser: fixtures, and what a user does there.
+"""The server's page in a browser: fixtures, and the actions of a user.
 
-A module that uses the fixture `page` has fixtures `browser` and `server` of its own.
+A module that uses the fixture `page` must define the fixtures `browser` and `server`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ expect.set_options(timeout=1000 * PATIENCE_S)
 
 @contextlib.contextmanager
 def opened(browser: Browser, url: str) -> Iterator[Page]:
-    """Open the page in a browser window of its own."""
+    """Open the page in a new browser window."""
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(url)
@@ -43,14 +43,14 @@ def opened(browser: Browser, url: str) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Page]:
-    """The page. It must send requests to its own server only, and log no errors."""
+    """The page. It must send requests only to its server, and log no errors."""
     with browser.new_context() as context, tab(context, server.url) as page:
         yield page
 
 
 @contextlib.contextmanager
 def tab(context: BrowserContext, url: str) -> Iterator[Page]:
-    """Open the page in a tab; the conditions are those of the fixture `page`."""
+    """Open the page in a tab. The conditions of the fixture `page` apply."""
     errors: list[str] = []
     addresses: list[str] = []
 
@@ -119,7 +119,7 @@ def reply(route: Route, *chunks: dict[str, Any], end: str = "data: [DONE]\n\n") 
 
 
 def answer_every_request(page: Page, text: str) -> None:
-    """Let each answer be this text, in tokens of a few characters."""
+    """Answer each request with this text, in tokens of a few characters."""
     tokens = re.findall("(?s).{1,7}", text)
     pieces = [{"text": token, "kind": "accepted"} for token in tokens]
     chunks = [chunk_of(piece, n_before=number) for number, piece in enumerate(pieces)]

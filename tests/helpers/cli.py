@@ -1,4 +1,4 @@
-"""The command line on tiny models, in the test's own process."""
+"""Running the command line on tiny models, in the process of the test or in another one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.common import ROOT
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a command: its exit code, standard output and standard error."""
+    """The result of a command: its exit code, standard output and standard error."""
 
     code: int
     out: str
@@ -49,16 +49,16 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
 
 
 def tiny_names(folder: Path, arguments: Sequence[str | Path]) -> list[str | Path]:
-    """Return arguments in which the names of tiny models are replaced by their paths."""
-    found = []
+    """Replace the names of tiny models in arguments by their paths."""
+    replaced = []
     for argument in arguments:
         path = folder / f"{argument}.gguf"
-        found.append(path if path.exists() else argument)
-    return found
+        replaced.append(path if path.exists() else argument)
+    return replaced
 
 
 def models_of(folder: Path, target: str = "target", draft: str = "draft") -> list[str]:
-    """Return the options that name a tiny target, and a tiny draft or a word."""
+    """Return the options for a tiny target and a draft: a tiny model, `ngram` or `none`."""
     source = draft if draft in ("ngram", "none") else str(folder / f"{draft}.gguf")
     return ["-m", str(folder / f"{target}.gguf"), "-md", source]
 
@@ -69,14 +69,14 @@ def spawn(
     env: Mapping[str, str] = MappingProxyType({}),
     **choices: Any,
 ) -> subprocess.Popen[Any]:
-    """Start the command line in a process of its own.
+    """Start the command line in a separate process.
 
     Args:
-        arguments: Those of the command line.
+        arguments: The arguments of the command line.
         code: A Python program to run instead of the command line.
-        env: More environment variables.
-        choices: Those of `subprocess.Popen`. By default nothing is in standard input, and the
-            other streams can be read.
+        env: Additional environment variables.
+        choices: Arguments of `subprocess.Popen`. By default, standard input is empty, and the other
+            streams are pipes.
     """
     start = ["-m", "specgen"] if code is None else ["-c", code]
     command = [sys.executable, *start, *map(str, arguments)]
@@ -93,7 +93,7 @@ def spawn(
 def ended(
     *arguments: str | Path, stdin: str = "", timeout_s: float = 120.0, **choices: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, and return what came of it."""
+    """Run the command line in a separate process, and return its result."""
     with spawn(*arguments, stdin=subprocess.PIPE, text=True, **choices) as process:
         try:
             out, err = process.communicate(stdin, timeout_s)
@@ -104,22 +104,25 @@ def ended(
 
 @contextlib.contextmanager
 def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Yield a process of the command line whose standard error is a terminal, and its other end."""
+    """Start the command line with a terminal as standard error.
+
+    Yields the process, and the other end of the terminal.
+    """
     import pty
 
-    ours, theirs = pty.openpty()
+    parent_end, child_end = pty.openpty()
     environment = {"TERM": "xterm", "COLUMNS": "100"}
-    with spawn(*arguments, stderr=theirs, env=environment) as process:
-        os.close(theirs)
+    with spawn(*arguments, stderr=child_end, env=environment) as process:
+        os.close(child_end)
         try:
-            yield process, ours
+            yield process, parent_end
         finally:
             process.kill()
-            os.close(ours)
+            os.close(parent_end)
 
 
 def rest_of(terminal: int) -> bytes:
-    """Return what comes from a terminal until its other end is closed."""
+    """Read from a terminal until its other end is closed."""
     shown = b""
     with contextlib.suppress(OSError):  # raised when it is closed
         while chunk := os.read(terminal, 65536):
@@ -157,7 +160,7 @@ class Cli:
 
 
 def events_of(result: Result) -> list[dict[str, Any]]:
-    """Return the events of a --json run, after checking them by the schema."""
+    """Return the events of a run with --json, after validating them against the schema."""
     assert result.code == 0, result.err
     events = [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
     for event in events:
@@ -172,7 +175,10 @@ def _validator() -> Draft202012Validator:
 
 
 def complaint(result: Result, code: int) -> str:
-    """Return the error of a failed run: one line of what happened, at most one of what to do."""
+    """Check that a command failed with one line for the error and at most one for a hint.
+
+    Returns what it wrote to standard error.
+    """
     lines = result.err.splitlines()
     assert result.code == code, result.err
     assert result.out == ""

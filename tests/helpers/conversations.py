@@ -1,4 +1,4 @@
-"""Conversations of every shape, with a text of its own in each message."""
+"""Conversations of every shape, with a different text in each message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specgen.session.prompts.template import Message, ToolCall, render
 from specgen.session.prompts.template_fit import FittedText, render_fitted
 from tests.helpers.common import NOW
 
-#: System, user, assistant, an empty answer, a call, and a result.
+#: The kinds of messages: system, user, assistant, empty answer, tool call, and tool result.
 LETTERS = "SUAECT"
 TOOLS: list[dict[str, Any]] = [
     {
@@ -28,7 +28,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def fitted(template: str, messages: Sequence[Message], tools: Any = ()) -> FittedText:
-    """What a model with this template is given."""
+    """The prompt of a model with this template."""
 
     def write(turns: Sequence[Message]) -> str:
         return render(template, turns, bos_token="", eos_token="", now=NOW, tools=tools)
@@ -43,7 +43,7 @@ def fitted_turns(template: str, letters: str) -> FittedText:
 
 
 def conversation(letters: str) -> list[Message]:
-    """A message for each letter. A result belongs to the last call, if there is one."""
+    """A message for each letter. A tool result belongs to the last tool call, if there is one."""
     messages: list[Message] = []
     identity = "none"
     for place, letter in enumerate(letters):
@@ -78,7 +78,7 @@ def orders(longest: int, letters: str = LETTERS) -> Iterator[str]:
 
 
 def lost(letters: str, text: str) -> str:
-    """The letters of messages that are not in a prompt."""
+    """The letters of the messages that are missing in a prompt."""
     return "".join(
         letter
         for place, letter in enumerate(letters)

@@ -1,4 +1,4 @@
-"""A small language for event streams: what a test says is what the round did."""
+"""A builder for event streams: a test describes rounds, and gets their events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specgen.events import (
 
 @dataclass
 class Script:
-    """Collects the events of one generation; each round takes `round_s`."""
+    """Collects the events of one answer. Each round takes `round_s`."""
 
     draft: str = "draft.gguf"
     round_s: float = 0.1
@@ -38,7 +38,7 @@ class Script:
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     rounds_by_tokens: Counter[int] = field(default_factory=Counter)
-    #: The name of the reason of the next rounds, and the reason in words.
+    #: Why the next rounds draft as they do: the name of the reason, and the reason in words.
     reason: tuple[str, str] | None = None
     undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
@@ -68,12 +68,12 @@ class Script:
         return self._add(event)
 
     def prefill(self, n_prefilled: int, time_s: float, left_s: float) -> Script:
-        """A part of the prompt was prefilled."""
+        """Add an event of the prefill."""
         n_tokens = next(e.n_prompt_tokens for e in self.events if isinstance(e, PromptEvent))
         return self._add(PrefillEvent(0, time_s, n_prefilled, n_tokens, left_s))
 
     def plain(self, text: str) -> Script:
-        """A round without a draft."""
+        """Add a round without a draft."""
         self.n_rounds += 1
         if self.reason is not None:
             name, words = self.reason
@@ -82,19 +82,22 @@ class Script:
         return self._commit([Piece(1, text, "plain", "target")])
 
     def because(self, name: str, words: str) -> Script:
-        """The next rounds have this reason."""
+        """Set the reason of the next rounds."""
         self.reason = name, words
         return self
 
     def round(self, drafted: Sequence[str], accepted: int, own: str) -> Script:
-        """A chain of which the first `accepted` tokens are kept, then the target's own one."""
+        """Add a round with a chain, of which the first `accepted` tokens are accepted.
+
+        `own` is the target's token after them.
+        """
         parents = tuple(range(-1, len(drafted) - 1))
         return self.tree(drafted, parents, tuple(range(accepted)), own)
 
     def tree(
         self, drafted: Sequence[str], parents: Sequence[int], path: Sequence[int], own: str
     ) -> Script:
-        """A tree of which `path` is kept, then the target's own token."""
+        """Add a round with a tree, of which `path` is accepted. `own` is the target's token."""
         self.n_rounds += 1
         nodes = tuple(
             DraftNode(index, text, parent, "model", 0.5)
@@ -178,7 +181,7 @@ class Script:
 def _rejected(
     drafted: Sequence[str], parents: Sequence[int], path: Sequence[int]
 ) -> tuple[RejectedBranch, ...]:
-    """Every way from the accepted path to a leaf that was not kept."""
+    """The branches from the accepted path to each rejected leaf."""
     branches = []
     for leaf in range(len(drafted)):
         if leaf in parents or leaf in path:

@@ -1,4 +1,4 @@
-"""All that can happen where something is left to chance, and how likely each of it is."""
+"""Enumerates all outcomes of a random function, with the probability of each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
 
 
 class Fate:
-    """A random generator that decides as it was told, and then in the first way there is.
+    """A random generator that makes the given decisions first, and then always the first choice.
 
-    It remembers what else could have been decided, and how likely all of it was.
+    It records the choices that were possible at each decision, and their probabilities.
     """
 
     def __init__(self, decided: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Fate:
 
 @dataclass
 class Coin:
-    """A uniform number that is below what it is compared with, or not, as fate has it."""
+    """A uniform random number. Fate decides whether it is below what it is compared with."""
 
     fate: Fate
     factor: float = 1.0
@@ -58,7 +58,7 @@ class Coin:
 
 
 def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
-    """Let something happen in every way there is; distributions are drawn from by fate."""
+    """Run a random function in every possible way. Fate decides what is sampled."""
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Distribution, "sample", _sample)

@@ -1,9 +1,9 @@
-"""A backend without a model: logits that depend on what the cache really holds.
+"""A backend without a model, whose logits depend on the actual content of its cache.
 
-The loop is tested on it, so it is a whole implementation, not a stub: cells with positions
-and owners, a row that sees exactly the cells of its first sequence at smaller positions, and
-logits that are a hash of what the row sees. A cell that a wrong rollback left behind, a
-branch that sees its sibling, a token at a wrong position: each changes the output.
+The loop is tested on it. It is a complete implementation rather than a stub: cells have positions
+and owners, a row attends to exactly the cells of its first sequence at smaller positions, and its
+logits are a hash of these cells. So any mistake changes the output: a cell that was not rolled
+back, a branch that attends to its sibling, or a token at a wrong position.
 """
 
 from __future__ import annotations
@@ -24,34 +24,39 @@ from specgen.errors import BackendError, DecodeEndedError, RollbackError
 from specgen.method.backend import Batch, Rollback
 from specgen.system.arrays import Hidden, Logits
 
-#: Logits of the token after a text: float32[n_vocab], which may be read only.
+#: Gives the logits of the token after a text: float32[n_vocab], which must not be written to.
 Language = Callable[[tuple[int, ...]], Logits]
 
-#: Rows that a made-up language remembers: to make one takes longer than all that the loop does with
-#: it, and a test asks for most of them several times.
-_N_REMEMBERED = 2**14
+#: The rows that an invented language caches. Computing a row takes longer than everything that the
+#: loop does with it, and tests ask for most rows several times.
+_N_CACHED_ROWS = 2**14
 
 
 def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: int = 3) -> Language:
-    """Return a made-up language in which the last `order` tokens and the length of the text decide
-    the next token's logits, normally distributed with standard deviation `scale`.
+    """Return an invented language with normally distributed logits.
+
+    They depend on the last `order` tokens, on the length of the text, and on the sum of its tokens.
+
+    Args:
+        n_vocab: The number of tokens.
+        seed: Chooses the language.
+        scale: The standard deviation of the logits.
+        order: The number of tokens at the end that matter.
     """
 
-    @lru_cache(_N_REMEMBERED)
+    @lru_cache(_N_CACHED_ROWS)
     def row(last: tuple[int, ...], total: int, length: int) -> Logits:
         return _frozen(_normal((seed, last, total, length), scale, n_vocab).astype(np.float32))
 
-    # The last tokens make text repeat itself often enough for n-grams; the sum over all
-    # tokens makes a stray cell anywhere in the cache change the result.
+    # With only the last tokens, text repeats itself often enough for n-grams. With the sum of all
+    # tokens, a stray cell anywhere in the cache changes the result.
     return lambda text: row(text[-order:], sum(text) % 7, len(text) % 5)
 
 
 def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
-    """Return a language that differs from another one by noise on its logits: a draft of chosen
-    quality.
-    """
+    """Return a language that adds noise to the logits of another one, as that of a draft model."""
 
-    @lru_cache(_N_REMEMBERED)
+    @lru_cache(_N_CACHED_ROWS)
     def row(text: tuple[int, ...]) -> Logits:
         clean = language(text)
         return _frozen((clean + _normal((seed, text), noise, len(clean))).astype(np.float32))
@@ -60,44 +65,45 @@ def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
 
 
 def _normal(key: object, scale: float, n: int) -> npt.NDArray[np.float64]:
-    """Return normally distributed numbers, float64[n], that depend only on how `key` is written."""
+    """Return normally distributed numbers, float64[n], that depend only on the repr of `key`."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "little")).normal(0.0, scale, n)
 
 
 def _frozen(row: Logits) -> Logits:
-    """Return the row as read-only: it is remembered, so writing to it is an error."""
+    """Make a row read-only, because it is cached, and return it."""
     row.setflags(write=False)
     return row
 
 
 @dataclass(frozen=True, repr=False)
 class FakeVocabulary:
-    """Token i stands for `pieces[i]`; for `ends`, which end a text, and for the other
-    `controls`, that is only a name. Text that has no tokens is left out by the tokenizer.
-    """
+    """A vocabulary of any tokens. The tokenizer leaves out text that no token stands for."""
 
+    #: The bytes of each token. Those of a control token are only its name.
     pieces: tuple[bytes, ...]
+    #: The control tokens that end a text.
     ends: frozenset[int] = frozenset()
     add_bos: bool = False
+    #: The other control tokens.
     controls: frozenset[int] = frozenset()
     bos: int = -1
-    #: The end of a text; None takes the first of `ends`.
+    #: The end-of-text token; None for the first of `ends`.
     eos: int | None = None
     eot: int = -1
-    #: Put a space before each text, as SentencePiece does.
+    #: Whether a space is put before each text, as in SentencePiece.
     adds_space: bool = False
-    #: Merge neighbours, those first that make the token with the lowest id, as BPE does;
-    #: otherwise the longest piece is taken at each position of the text.
+    #: Whether neighbouring tokens are merged as in BPE, where the merged token with the lowest id
+    #: comes first. Otherwise the longest token is chosen at each position of the text.
     merges: bool = False
 
     @classmethod
     def letters(cls, n_tokens: int, ends: Sequence[int] = ()) -> FakeVocabulary:
-        """Return a vocabulary of letters, digits and so on, one character a token."""
+        """Return a vocabulary whose tokens are single characters, beginning with letters."""
         return cls(tuple(chr(97 + i).encode() for i in range(n_tokens)), frozenset(ends))
 
     def __repr__(self) -> str:
-        """Return the fields without the single bytes, of which there may be hundreds."""
+        """Return the fields, without the tokens of one byte, of which there may be hundreds."""
         pieces = {i: piece for i, piece in enumerate(self.pieces) if len(piece) != 1}
         return f"<{self.n_tokens} tokens, {pieces}, ends {set(self.ends)}, {self._flags}>"
 
@@ -154,7 +160,7 @@ class FakeVocabulary:
 
     @cached_property
     def _tokens(self) -> dict[bytes, int]:
-        """Text tokens by their bytes; the last of those that stand for the same."""
+        """Text tokens by their bytes. If several have the same bytes, the last one."""
         return {
             piece: token_id
             for token_id, piece in enumerate(self.pieces)
@@ -182,14 +188,14 @@ class FakeVocabulary:
     def _merged(self, data: bytes) -> list[int]:
         parts = [data[i : i + 1] for i in range(len(data))]
         while True:
-            found = [
+            merges = [
                 (token_id, i)
                 for i in range(len(parts) - 1)
                 if (token_id := self._tokens.get(parts[i] + parts[i + 1])) is not None
             ]
-            if not found:
+            if not merges:
                 return [self._tokens[part] for part in parts if part in self._tokens]
-            _, i = min(found)
+            _, i = min(merges)
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
@@ -205,8 +211,7 @@ _position = attrgetter("position")
 
 @dataclass(slots=True)
 class FakeBackend:
-    """See the module's docstring. `recurrent=True` plays a model with a recurrent state: a
-    sequence goes back to its checkpoint at most, or is dropped whole, and shares nothing."""
+    """A backend whose logits depend on the actual content of its cache."""
 
     vocabulary: FakeVocabulary
     language: Language
@@ -214,12 +219,14 @@ class FakeBackend:
     n_batch: int = 64
     n_outputs: int = 64
     n_sequences: int = 8
+    #: Whether to behave like a model with a recurrent state: a sequence can only be rolled back to
+    #: its checkpoint or removed completely, and cannot be copied.
     recurrent: bool = False
     decode_s: float = 0.0
     n_decoded_rows: int = 0
     replays_graphs: bool = False
     is_unwanted: Callable[[], bool] | None = None
-    #: Every row decoded so far, in order: what a test counts and compares.
+    #: The tokens of all rows decoded so far, in order, for tests to check.
     decoded: list[int] = field(default_factory=list)
     n_decodes: int = 0
     closed: bool = False
@@ -246,7 +253,7 @@ class FakeBackend:
         if not 0 < len(batch) <= n_max or sum(batch.wants_logits) > self.n_outputs:
             raise BackendError(f"a batch of {len(batch)} rows; 1 to {n_max} can be decoded")
         if self.n_cells + len(batch) > self.n_ctx:
-            raise BackendError(f"no room in the cache of {self.n_ctx} cells")
+            raise BackendError(f"the cache of {self.n_ctx} cells is full")
         rows = list(
             zip(batch.tokens, batch.positions, batch.sequences, batch.wants_logits, strict=True)
         )
@@ -278,7 +285,7 @@ class FakeBackend:
         return np.array(wanted, np.float32).reshape(len(wanted), self.n_vocab)
 
     def text(self, sequence: int, end: int | None = None) -> tuple[int, ...]:
-        """Return the tokens of a sequence as the cache has them, by position, up to `end`."""
+        """Return the tokens of a sequence that are in the cache, by position, up to `end`."""
         cells = self._cells[sequence]
         n_seen = len(cells) if end is None else bisect_left(cells, end, key=_position)
         return tuple([cell.token for cell in cells[:n_seen]])
@@ -299,13 +306,13 @@ class FakeBackend:
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self.recurrent:
             raise BackendError(f"sequences {source} and {destination} cannot share a state")
-        theirs = self._cells[destination]
+        copies = self._cells[destination]
         for cell in self._cells[source]:
-            is_meant = start <= cell.position and (end < 0 or cell.position < end)
-            if is_meant and destination not in cell.sequences:
+            is_in_range = start <= cell.position and (end < 0 or cell.position < end)
+            if is_in_range and destination not in cell.sequences:
                 cell.sequences.add(destination)
-                theirs.append(cell)
-        theirs.sort(key=_position)
+                copies.append(cell)
+        copies.sort(key=_position)
 
     def remove(self, sequence: int, start: int = 0) -> None:
         if self.recurrent and 0 < start < self.length(sequence):
@@ -321,7 +328,8 @@ class FakeBackend:
         n_kept = bisect_left(cells, start, key=_position)
         for cell in cells[n_kept:]:
             cell.sequences.remove(sequence)
-            self.n_cells -= not cell.sequences
+            if not cell.sequences:
+                self.n_cells -= 1
         del cells[n_kept:]
 
     def close(self) -> None:

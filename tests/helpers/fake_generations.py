@@ -1,4 +1,4 @@
-"""Builders for generations on the fake backend, and drafters that only tests need."""
+"""Builders for answers on the fake backend, and drafters for tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPT = (3, 1, 4, 1, 5)
 
 
 class Clock:
-    """Time that passes by one second a reading."""
+    """A clock that advances by one second each time it is read."""
 
     def __init__(self) -> None:
         self._readings = itertools.count()
@@ -48,7 +48,7 @@ class Clock:
 
 
 class NoDrafter(Drafter):
-    """Drafts what `draft` returns, here nothing: the base of drafters that only tests have."""
+    """A drafter that drafts nothing. Drafters for tests inherit from it and override `draft`."""
 
     name = "nothing"
 
@@ -70,13 +70,12 @@ class NoDrafter(Drafter):
 
 @dataclass
 class TreeDrafter(NoDrafter):
-    """Drafts random trees, some of whose branches follow the target's own language.
-
-    `right` is the chance that a node gets the language's most likely token; siblings differ.
-    """
+    """Drafts random trees, some branches of which follow the target's language."""
 
     language: Language
+    #: The maximum number of leaves.
     n_branches: int
+    #: The probability that a node gets the language's most likely token. Siblings always differ.
     right: float
     rng: np.random.Generator
     name: str = "tree"
@@ -96,7 +95,8 @@ class TreeDrafter(NoDrafter):
             if self.rng.random() >= self.right or best in siblings:
                 free = [t for t in range(len(row)) if t not in siblings]
                 best = int(self.rng.choice(free))
-            n_leaves += adds_leaf
+            if adds_leaf:
+                n_leaves += 1
             tokens.append(best)
             parents.append(parent)
         n = len(tokens)
@@ -104,15 +104,15 @@ class TreeDrafter(NoDrafter):
 
     @staticmethod
     def _tokens_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
-        found: list[int] = []
+        path: list[int] = []
         while node != ROOT:
-            found.append(tokens[node])
+            path.append(tokens[node])
             node = parents[node]
-        return tuple(reversed(found))
+        return tuple(reversed(path))
 
 
 class WrappedDrafter(Drafter):
-    """Forwards every call to another drafter; subclasses override what differs."""
+    """Forwards every call to another drafter. Subclasses override some methods."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -136,7 +136,7 @@ class WrappedDrafter(Drafter):
 
 
 class FailingDrafter(WrappedDrafter):
-    """Works for a while, then raises."""
+    """Works for `n_good` proposals, and then raises an error."""
 
     def __init__(self, inner: Drafter, n_good: int, error: Exception) -> None:
         super().__init__(inner)
@@ -151,8 +151,9 @@ class FailingDrafter(WrappedDrafter):
 
 
 class NonsenseDrafter(WrappedDrafter):
-    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked
-    for.
+    """Works for `n_good` proposals, and then returns something else.
+
+    `nonsense` makes it from a draft and from the number of tokens that was asked for.
     """
 
     def __init__(
@@ -169,15 +170,15 @@ class NonsenseDrafter(WrappedDrafter):
 
 
 class DeafDrafter(WrappedDrafter):
-    """Fails when it is told what became of its first draft."""
+    """Fails when it is given the result of its first round."""
 
     def observe(self, result: RoundResult) -> None:
-        raise ZeroDivisionError("told of a round")
+        raise ZeroDivisionError("observed a round")
 
 
 @dataclass
 class Timed:
-    """A backend whose decodes take what a table says."""
+    """A backend whose decodes take the simulated time of a cost table."""
 
     inner: FakeBackend
     costs: CostTable
@@ -193,18 +194,18 @@ class Timed:
 
 @dataclass
 class Setup:
-    """What a generation on the fake backend is made of; `run` makes and runs it."""
+    """The settings of an answer on the fake backend. `run` generates it."""
 
     language: Language = field(default_factory=lambda: random_language(N_VOCAB, seed=7))
     vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
-    #: A drafter, several, or what makes one that sees the text.
+    #: A drafter, several of them, or a function that makes them for a text.
     drafter: Drafter | Cascade | Callable[[TextState], Drafter | Cascade] | None = None
     sampler: SamplerOptions = GREEDY
     grammar: GrammarState | None = None
     drafting: DraftOptions = field(
         default_factory=lambda: DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
     )
-    #: Makes the policy of a generation; None takes fixed drafts, as `drafting` has them.
+    #: Makes the policy; None for drafts of a fixed length, as in `drafting`.
     policy: Callable[[DraftOptions], Policy] | None = None
     options: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=40))
     n_ctx: int = 256
@@ -257,13 +258,13 @@ def read_prompt(loop: AnswerLoop, generation: AnswerState) -> None:
 
 
 def plain_answer(setup: Setup) -> tuple[int, ...]:
-    """The answer without drafts."""
+    """The tokens of the answer without drafts."""
     generation, _ = replace(setup, drafter=None).run()
     return tuple(generation.tokens[generation.n_prompt :])
 
 
 def drafters_of(drafter: Drafter | Cascade | None) -> Cascade | None:
-    """The drafters of a generation that has this one. N-grams cost nothing, and speak first."""
+    """The cascade of an answer with this drafter. N-grams are free, and are asked first."""
     if drafter is None or isinstance(drafter, Cascade):
         return drafter
     return Cascade(drafter) if isinstance(drafter, SuffixDrafter) else Cascade(model=drafter)
@@ -276,8 +277,13 @@ def draft_request(
     seed: int = 99,
     **fields: Any,
 ) -> DraftRequest:
-    """A request to draft by these samplers, drawn at random if they are; other `fields` as they are
-    given.
+    """A request for drafts with these samplers. Drafts are sampled if the samplers are random.
+
+    Args:
+        state: The text; None for the prompt of `Setup`.
+        sampler: The samplers.
+        seed: The seed of the draft's generator.
+        fields: Other fields of the request.
     """
     state = state or TextState(PROMPT)
     if not isinstance(sampler, SamplerOptions):
@@ -297,7 +303,7 @@ def tree_request(
     draws: bool = False,
     **fields: Any,
 ) -> DraftRequest:
-    """A request for trees of a shape; `sampler` is the target's."""
+    """A request for draft trees of a shape. `sampler` is the target's."""
     shape = parse_tree(shape) if isinstance(shape, str) else shape
     shaped = (
         sampler
@@ -319,8 +325,11 @@ def model_drafter(
     costs: CostTable | None = None,
     n_shared_tokens: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
-    """A drafter and its backend. It needs the text's state where samplers look back, and costs
-    where drafting has a price."""
+    """A draft model and its backend.
+
+    It needs the state of the text if samplers depend on earlier tokens, and costs if the policy
+    does.
+    """
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     request = draft_request(state, sampler, seed=seed, costs=costs or CostTable())
     n_shared = vocabulary.n_tokens if n_shared_tokens is None else n_shared_tokens
@@ -341,7 +350,7 @@ def tree_drafter(
     n_sequences: int = 40,
     n_levels_max: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
-    """A drafter of trees of a shape as in `--tree`, and its backend. `sampler` is the target's."""
+    """A draft model that drafts trees of a shape, and its backend. `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
     costs = costs or CostTable()
     request = tree_request(
@@ -361,7 +370,7 @@ def translated_drafter(
     n_batch: int = 64,
     seed: int = 99,
 ) -> tuple[TranslatedDrafter, FakeBackend]:
-    """A drafter whose model has another vocabulary, as `StandaloneDraft` makes it; its backend."""
+    """A draft model with another vocabulary, as `StandaloneDraft` makes it, and its backend."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     text = translation.text(state.tokens, None)
     shaper = PrefixPipeline(

@@ -11,11 +11,11 @@ from specgen.text.grammar.base import GrammarState
 
 
 class FakeGrammar:
-    """`rules[state][token]` is the state after the token; what is not there is not allowed.
+    """`rules[state][token]` is the state after the token. Tokens without a rule are not allowed.
 
-    States are any integers, the text begins in 0. End-of-text tokens are listed like others;
-    where they lead should be a state without rules, as it is for `end_tokens`, which are
-    allowed in the states of `may_end` without being listed.
+    States are any integers, and a text begins in state 0. End-of-text tokens have rules, too, which
+    should lead to a state without rules. The tokens in `end_tokens` are also allowed in the states
+    in `may_end`, without a rule.
     """
 
     def __init__(

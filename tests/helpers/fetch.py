@@ -1,4 +1,4 @@
-"""A local web server that plays a package index and the Hugging Face hub, failures included."""
+"""A local web server that imitates a package index and the Hugging Face hub, and their failures."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ from specgen.system.progress import ProgressView
 from tests.helpers.common import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-#: `specgen`, for `python`.
+#: The program `specgen`, for `python`.
 MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli.app import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that the server got."""
+    """A request that the server received."""
 
     method: str
     path: str
-    #: Where its Range begins, if it has one.
+    #: The start of the range in its header, if it has one.
     start: int | None
     authorization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one GET."""
+    """A fault in the answer to one GET request."""
 
-    #: The status of the answer, in place of the file.
+    #: The status to send instead of the file.
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: After so many bytes the connection ends.
+    #: The number of bytes after which the connection is closed.
     cut_after: int | None = None
-    #: After so many bytes the rest waits, until `released`.
+    #: The number of bytes after which the rest waits until `released` is set.
     stall_after: int | None = None
     released: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True)
 class Resource:
-    """What is at a path."""
+    """A resource at a path."""
 
     content: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: What a client must have to get it.
+    #: The token that a client must send.
     token: str | None = None
-    #: Where a client is sent to instead.
+    #: Where the client is redirected.
     location: str | None = None
 
 
 class WebServer:
-    """Serves `resources` by path; `faults` are used up one for each GET of their path."""
+    """Serves `resources` by path. Each GET request uses up one of the `faults` of its path."""
 
     def __init__(self) -> None:
         self.resources: dict[str, Resource] = {}
@@ -82,7 +82,7 @@ class WebServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                # A client that was killed, or hung up on us, is part of the game.
+                # Some tests kill the client, or let it close the connection.
                 with suppress(OSError):
                     _serve(web, self)
                     return
@@ -171,7 +171,7 @@ def web_server() -> Iterator[WebServer]:
 
 
 def store(model: CatalogueModel, content: bytes) -> Path:
-    """Put a model on this disk, as if it had been downloaded."""
+    """Store a model on this disk, as if it had been downloaded."""
     path = folder_of(model) / model.file
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -179,7 +179,7 @@ def store(model: CatalogueModel, content: bytes) -> Path:
 
 
 def random_bytes(n_bytes: int, seed: int = 0) -> bytes:
-    """Bytes that do not compress, so that a wheel is about as long as what is in it."""
+    """Bytes that do not compress, so that a wheel is about as large as its content."""
     return random.Random(seed).randbytes(n_bytes)
 
 
@@ -198,7 +198,7 @@ def wheel_with(members: Mapping[str, bytes]) -> bytes:
 def small_model(
     content: bytes, *, n_parts: int = 1, hub: HubSource | None = None
 ) -> CatalogueModel:
-    """A made-up model in so many parts on the index of `publish`."""
+    """An invented model in several parts, for `publish`."""
     pypi = PypiSource(
         package="Tiny.Model-part{part}" if n_parts > 1 else "Tiny.Model",
         version="1.0",
@@ -221,7 +221,7 @@ def small_model(
 
 
 def write_registry(folder: Path, model: CatalogueModel) -> None:
-    """Make the model, and a pair of it, the user's models.toml."""
+    """Write a models.toml of the user, with the model and a pair."""
     pair = {
         "name": "tiny-pair",
         "target": model.name,
@@ -247,13 +247,13 @@ def _toml_table(heading: str, values: Mapping[str, object]) -> str:
 
 
 def page_path(model: CatalogueModel, index: int = 0) -> str:
-    """The index's page of the package that holds a part."""
+    """The path of the index's page about the package that contains a part."""
     assert model.pypi is not None
     return f"/simple/{re.sub(r'[-_.]+', '-', model.pypi.package_of(index)).lower()}/"
 
 
 def wheel_path(model: CatalogueModel, index: int = 0) -> str:
-    """Where the wheel of a part is."""
+    """The path of the wheel that contains a part."""
     package = page_path(model, index).split("/")[-2].replace("-", "_")
     return f"/files/{index}/{package}-1.0-py3-none-any.whl"
 
@@ -286,7 +286,7 @@ def _index_entry(path: str, digest: str) -> dict[str, object]:
 def publish_on_hub(
     server: WebServer, source: HubSource, content: bytes, *, digest: str | None = None
 ) -> str:
-    """Put a file on the hub and return its path there; `digest` is what the hub says it is."""
+    """Put a file on the hub, and return its path there. The hub reports `digest` for it."""
     path = f"/{source.repo}/resolve/{source.revision or 'main'}/{source.file}"
     headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest or sha256(content)}"'}
     server.resources[path] = Resource(content, headers=headers)
@@ -331,7 +331,7 @@ def publish_repository(
 
 
 def point_hub_at(patch: pytest.MonkeyPatch, url: str) -> None:
-    """Let huggingface_hub, which may be imported already, ask there."""
+    """Let huggingface_hub use this address, even if it was imported before."""
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     patch.setattr(constants, "ENDPOINT", url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -363,7 +363,7 @@ def environment(folder: Path, server: WebServer) -> dict[str, str]:
 def python(
     folder: Path, server: WebServer, script: str, *arguments: str, **variables: str
 ) -> subprocess.Popen[str]:
-    """Start a process of its own, as a user would, with pipes for what it prints."""
+    """Start a separate process, as a user would, with pipes for its output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own = {"PYTHONPATH": str(ROOT), **environment(folder, server), **variables}
     return subprocess.Popen(
@@ -377,7 +377,7 @@ def python(
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    """What a process, which ends with this code, printed on stdout and stderr."""
+    """Wait for a process, check its exit code, and return its stdout and stderr."""
     try:
         stdout, stderr = process.communicate(timeout=120)
     finally:
@@ -388,7 +388,7 @@ def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 
 @dataclass
 class RecordedProgress(ProgressView):
-    """A progress that keeps what it is told."""
+    """A progress display that records its updates."""
 
     notes: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)

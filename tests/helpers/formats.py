@@ -1,4 +1,4 @@
-"""Bodies with all that agents send in each API, and answers in the form of one."""
+"""Request bodies as agents send them in each API, and answers in the format of an API."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def context_of(request: ParsedRequest) -> AnswerContext:
 def written(
     request: ParsedRequest, *tokens: str | Piece, **finished: Any
 ) -> tuple[list[Json], Json]:
-    """The chunks of an answer that has these tokens, and the whole of it. Both can be JSON."""
+    """The chunks of an answer with these tokens, and the complete answer. Both can be JSON."""
     writer = request.writer(context_of(request))
     chunks = writer.begin(12)
     for token in tokens:

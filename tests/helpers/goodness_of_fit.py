@@ -1,6 +1,4 @@
-"""Goodness of fit of drawn tokens to a known distribution, and what deviation so many draws would
-show.
-"""
+"""Goodness of fit of sampled tokens to a known distribution, and the detectable deviation."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from scipy import special, stats
 
 from specgen.measure.goodness_of_fit import GTest, g_test
 
-#: A total variation distance that has to be found with probability `POWER`, at the false-alarm
+#: The total variation distance that must be detected with probability `POWER`, at the false-alarm
 #: level `LEVEL`.
 DEVIATION = 0.12
 POWER = 0.99
@@ -24,8 +22,9 @@ Cell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DepthFit:
-    """The fit of the joint distribution of `n_tokens` tokens; `detectable` is the total variation
-    distance that such a test finds with probability `POWER` at its level.
+    """The fit of the joint distribution of `n_tokens` tokens.
+
+    `detectable` is the total variation distance that the test detects with probability `POWER`.
     """
 
     n_tokens: int
@@ -40,8 +39,10 @@ class DepthFit:
 def fits_of(
     drawn: Mapping[Cell, int], exact: Mapping[Cell, float], depth: int
 ) -> Iterator[DepthFit]:
-    """The fits of the first token, of the first two, and so on. A draw that is shorter than the
-    cells that begin with it ended where the target would go on: it is impossible.
+    """The fits of the first token, of the first two tokens, and so on.
+
+    A sample that is shorter than the cells that begin with it is impossible: it ended where the
+    target would have continued.
     """
     for n in range(1, depth + 1):
         probs: dict[Cell, float] = {}
@@ -72,8 +73,10 @@ def detectable_deviation(n_draws: int, level: float, power: float, n_cells: int)
 
 
 def p_value(counts: Counter[Cell], expected: dict[Cell, float]) -> float:
-    """The p-value of a G-test (`specgen.measure.goodness_of_fit`). Fails if there are too few
-    draws to find what has to be found."""
+    """The p-value of a G-test (`specgen.measure.goodness_of_fit`).
+
+    Fails if there are too few samples to detect the required deviation.
+    """
     assert set(counts) <= set(expected), "something was drawn that the target never says"
     observed = np.array([counts[cell] for cell in expected], np.int64)
     tested = g_test(observed, np.array(list(expected.values())))

@@ -25,7 +25,7 @@ def prompts(n: int = 80) -> list[str]:
 
 
 def counting() -> Callable[[], float]:
-    """A clock that goes on by a second each time it is read."""
+    """A clock that advances by one second each time it is read."""
     return iter(range(10**9)).__next__
 
 

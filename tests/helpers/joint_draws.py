@@ -1,7 +1,7 @@
-"""Draws of several tokens from one place in a text, by the loop of `specgen run`, and their exact
-joint distribution.
+"""Samples of several tokens at one position of a text, and their exact joint distribution.
 
-Rows of logits are remembered by their text, so that thousands of draws cost a few hundred decodes.
+The samples come from the loop of `specgen run`. Logits are cached by text, so that thousands of
+samples need only a few hundred decodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from specgen.text.sampling.distribution import Distribution
 from tests.helpers.fake_generations import read_prompt
 from tests.helpers.goodness_of_fit import DepthFit, fits_of
 
-#: The number of an answer's first tokens that are searched for the place.
+#: How many of an answer's first tokens are searched for the position.
 N_SEARCHED = 48
 Cell = tuple[int, ...]
 
@@ -53,10 +53,11 @@ def _rows(text: Sequence[int], start: int, end: int, n_wanted: int = 0) -> Batch
 
 
 class MemoBackend:
-    """Wraps a backend whose sequence 0 decodes each text once, plainly; its rows are remembered.
+    """A backend that caches logits by text, and decodes each text only once.
 
-    The caller's sequences are texts and nothing else: any can be cut, copied and gone back to.
-    Hidden states are remembered with `has_states`.
+    It decodes in sequence 0 of another backend, without drafts. The caller's sequences are only
+    texts, so any of them can be cut, copied and restored. With `has_states`, hidden states are
+    cached, too.
     """
 
     def __init__(self, inner: Backend, *, has_states: bool = False) -> None:
@@ -74,7 +75,7 @@ class MemoBackend:
         self.is_unwanted: Callable[[], bool] | None = None
         self._texts: list[Cell] = [()] * inner.n_sequences
         self._cached: Cell = ()
-        #: By text: the row after it, and the hidden state there if the backend has some.
+        #: By text: the logits after it, and the hidden state if the backend has one.
         self._rows: dict[Cell, tuple[Logits, Hidden]] = {}
 
     @property
@@ -85,13 +86,13 @@ class MemoBackend:
         return self.decode_hidden(batch)[0]
 
     def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
-        assert not all_rows, "such drafts are drawn through the engine"
+        assert not all_rows, "such drafts are sampled through the engine"
         wanted: list[tuple[Logits, Hidden]] = []
         for token, position, sequences, wants in zip(
             batch.tokens, batch.positions, batch.sequences, batch.wants_logits, strict=True
         ):
             before = {self._texts[sequence] for sequence in sequences}
-            assert len(before) == 1, "one row continues one text"
+            assert len(before) == 1, "a row must continue a single text"
             text = (*before.pop(), token)
             assert len(text) == position + 1, "without a gap"
             for sequence in sequences:
@@ -104,7 +105,7 @@ class MemoBackend:
         return np.array([row for row, _ in wanted]), np.array([state for _, state in wanted])
 
     def row(self, text: Cell) -> tuple[Logits, Hidden]:
-        """The row after a text, and the hidden state."""
+        """The logits after a text, and the hidden state."""
         if text not in self._rows:
             n_kept = common_prefix_length(self._cached, text[:-1])
             if n_kept < len(self._cached):
@@ -152,9 +153,10 @@ class MemoBackend:
 
 @dataclass
 class _Scout:
-    """A verifier that notes how visible a wrong judgement would be: the smallest of the
-    probabilities that the first drafted token is accepted, or not, and that target and drafter take
-    another than their likeliest token.
+    """A verifier that records how visible a wrong verdict would be.
+
+    That is the smallest of these probabilities: that the first drafted token is accepted, that it
+    is rejected, and that target and drafter sample another token than their most likely one.
     """
 
     inner: Verifier
@@ -180,7 +182,7 @@ class _Scout:
 
 
 class _Mark:
-    """A place in a text, to which tests go back; the product never does."""
+    """A position in a text that tests can restore, which specgen itself never does."""
 
     def __init__(self, sequence: AnswerState) -> None:
         self.n_tokens = len(sequence.text_state.tokens)
@@ -207,22 +209,22 @@ class _Mark:
         elif isinstance(drafter, TranslatedDrafter):
             drafter.text = _copied(self._spelled)
             drafter.drafted = NO_DRAFT
-            # The last few tokens may be spelled otherwise in its cache.
+            # The last few tokens may be different ones in its cache.
             drafter.inner.rewind(max(0, len(drafter.text.tokens) - 16))
         elif drafter is not None:
             drafter.rewind(self.n_tokens)
 
 
 def _copied(text: DraftText) -> DraftText:
-    made = copy.copy(text)
-    made.tokens = text.tokens[:]
-    made.ends = text.ends[:]
-    made.data = text.data[:]
-    return made
+    duplicate = copy.copy(text)
+    duplicate.tokens = text.tokens[:]
+    duplicate.ends = text.ends[:]
+    duplicate.data = text.data[:]
+    return duplicate
 
 
 class _UpTo:
-    """A policy that limits drafts to a length, which is set for each draw."""
+    """A policy that limits drafts to a length, which is set for each sample."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
@@ -235,7 +237,7 @@ class _UpTo:
 
 @dataclass(frozen=True)
 class JointDraws:
-    """What was drawn: the fit of the next token, of the next two, and so on."""
+    """The result of sampling: the fit of the next token, of the next two tokens, and so on."""
 
     fits: tuple[DepthFit, ...]
     n_drafted: int
@@ -245,10 +247,14 @@ class JointDraws:
 def draw_with_models(
     session: Session, prompt: Prompt, depth: int, n_draws: int, seed: int
 ) -> JointDraws | None:
-    """Draw `depth` tokens again and again with loaded models, at the place in an answer where a
-    wrong judgement is most visible; None if nothing is drafted. Drafts have one token, two, and so
-    on in turn, so that the bonus token after a fully accepted draft is tested, too. Not for
-    drafts from the target's states, which read its context.
+    """Sample `depth` tokens repeatedly, at the position of an answer where bugs are most visible.
+
+    Drafts have one token, then two, and so on in turn, so that the bonus token after a fully
+    accepted draft is tested, too. This is not for drafts that read the hidden states of the whole
+    text.
+
+    Returns:
+        The result; None if nothing is drafted.
     """
     assert session.draft is None or not session.draft.reads_all_rows
     n_ctx = session.context_size(len(prompt.tokens) + N_SEARCHED + depth)
@@ -308,7 +314,8 @@ def _draw(
 
 def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell, float]:
     """The probability of each continuation of the text by `depth` tokens, or to its end."""
-    # Another pipeline: that of the draws remembers the distributions that it used, right or wrong.
+    # A new pipeline, because that of the samples caches the distributions that it used, which may
+    # be wrong.
     sampling = SamplingPipeline(sequence.sampling._sampler, sequence.text_state)  # noqa: SLF001
     is_end = sequence.vocabulary.is_end
     cells: dict[Cell, float] = {}
@@ -333,8 +340,9 @@ def exact_cells(sequence: AnswerState, target: Backend, depth: int) -> dict[Cell
 
 
 class RememberingPipeline(SamplingPipeline):
-    """Computes the distribution after each text once: for texts that come again and again, with the
-    same logits each time.
+    """Computes the distribution after each text only once.
+
+    This is for texts that are repeated many times, with the same logits each time.
     """
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:

@@ -1,4 +1,4 @@
-"""Libraries that stand in for the kernels': they are attached to GGML, and compute nothing."""
+"""Libraries that replace the kernels: they can be attached to GGML, but compute nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ EXPORT void specgen_kernels_enable(int products, int attention) {
 
 
 def stand_in(folder: Path, *, problem: str | None = None, macros: Collection[str] = ()) -> Path:
-    """Compile a stand-in; `problem` makes it refuse. Skips the test without a compiler."""
+    """Compile a replacement, which reports `problem` if there is one. Skips without a compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")

@@ -82,9 +82,9 @@ def chained(samplers: Sequence[Any]) -> Iterator[Any]:
 def native_distribution(
     row: Logits, options: SamplerOptions, history: Sequence[int] = (), vocab: Any = None
 ) -> dict[int, float]:
-    """The probabilities that llama.cpp's chain leaves for its last sampler to draw from.
+    """The probabilities with which the last sampler of llama.cpp's chain samples.
 
-    As floats; those that are zero in float32 are left out.
+    Those that are zero in float32 are left out.
     """
     candidates = np.zeros(len(row), TOKEN_DATA)
     candidates["id"] = np.arange(len(row))

@@ -32,10 +32,11 @@ def write_mtp_model(
     keep_layer: bool = True,
     **other: Any,
 ) -> Path:
-    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three. A layer
-    reads the token, and as much of the hidden state before it as `of_state` says: with more it
-    agrees with the model less often. Without `keep_layer` the file lacks the layer that its
-    metadata name. `other` values are those of `TinyConfig`.
+    """Write a model with an MTP layer like the model's last one, or (`mimo2`) with three.
+
+    The input of a layer is the token, plus `of_state` times the hidden state before it: with more
+    of it, the layer agrees with the model less often. Without `keep_layer`, the file lacks the
+    layer that its metadata announce. `other` are fields of `TinyConfig`.
     """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
@@ -72,8 +73,10 @@ def write_mtp_model(
 
 
 def split_mtp_model(file: Path, target: Path, layers: Path) -> None:
-    """Write the model of a file without its MTP layers, and these alone as llama.cpp's converter
-    does (`--mtp`): with the metadata of the whole, and what they share with the model.
+    """Split a file into the model without its MTP layers, and the layers alone.
+
+    The layers are written as by llama.cpp's converter with `--mtp`: with the metadata of the
+    complete model, and with the tensors that they share with it.
     """
     from gguf import GGUFReader, GGUFWriter
 

@@ -12,7 +12,7 @@ import pytest
 from specgen.llama.kernels import packed_weights
 from specgen.llama.kernels.packed_weights import keep_packed_weights
 
-#: Disks of these tests are as large as a file may say.
+#: The size of the simulated disk.
 LARGE = 10**12
 
 

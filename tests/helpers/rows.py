@@ -15,7 +15,7 @@ Wanted = Literal["all", "last", "none"]
 def batch_of(
     tokens: Iterable[int], start: int = 0, sequence: int = 0, wanted: Wanted = "all"
 ) -> Batch:
-    """Tokens of a text from a position on, with the logits that are wanted."""
+    """A batch of the tokens of a text from a position on, with the requested logits."""
     batch = Batch()
     in_order = list(tokens)
     last = start + len(in_order) - 1

@@ -1,4 +1,4 @@
-"""A terminal in memory, to see what a person would see."""
+"""A terminal in memory, which shows what a user would see."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Line:
 
 
 class _Screen(pyte.HistoryScreen):
-    """pyte's screen made stricter where it is kinder than terminals are.
+    """pyte's screen, made stricter where it is more tolerant than terminals.
 
-    It can also do what most terminals can: show a sequence of code points as one character, and
-    break its lines anew when the window changes.
+    Like most terminals, it can also show a sequence of code points as one character, and rewrap its
+    lines when the window changes.
     """
 
     def __init__(self, columns: int, rows: int, *, joins_emoji: bool) -> None:
@@ -73,7 +73,7 @@ class _Screen(pyte.HistoryScreen):
         while rows and not rows[-1] and len(rows) - 1 > cursor_row:
             rows.pop()
 
-        # Break each line anew.
+        # Rewrap each line.
         new_rows: list[_Row] = []
         cursor_x = 0
         cursor_y = 0
@@ -140,14 +140,14 @@ class _Screen(pyte.HistoryScreen):
 
 
 class Terminal(io.TextIOBase):
-    """A window of a terminal. Write to it as to standard output; see it by the methods."""
+    """A terminal window. Write to it as to standard output; its methods return what it shows."""
 
     encoding = "utf-8"
 
     def __init__(self, columns: int = 80, rows: int = 24, *, joins_emoji: bool = True) -> None:
         self.screen = _Screen(columns, rows, joins_emoji=joins_emoji)
         self._stream = pyte.Stream(self.screen)
-        #: All that was ever written.
+        #: Everything that was written so far.
         self.written = ""
         self.console = Console(
             file=cast("IO[str]", self),
@@ -167,7 +167,7 @@ class Terminal(io.TextIOBase):
         return True
 
     def resize(self, columns: int, *, tell: bool = True) -> None:
-        """Change the window's width; programs may be told of it late (`tell`)."""
+        """Change the window's width. Programs may be notified of it later (`tell`)."""
         self.screen.reflow(columns)
         if tell:
             self.console.size = (self.screen.columns, self.screen.lines)

@@ -1,4 +1,4 @@
-"""Tiny models that say a given text, in the form of any family, and what the server makes of it."""
+"""Tiny models that generate a given text, and the answers that the server makes of it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _WIDTH, _N_CTX = 512, 4096
 def write_scripted_model(
     path: Path, config: TinyConfig, tokens: Sequence[int] = (), start: int = 1
 ) -> Path:
-    """Write a model that says these tokens behind a prompt of `start` tokens, then the end. All
-    else is equally likely. Its one layer does nothing, and each position has an embedding of its
-    own.
+    """Write a model that generates these tokens after a prompt of `start` tokens, and then the end.
+
+    All other tokens are equally likely. Its single layer does nothing, and each position has its
+    own embedding.
     """
     from gguf import GGUFWriter
 
@@ -80,9 +81,7 @@ def write_scripted_model(
 def write_model_that_says(
     target: Path, template: str, text: str, body: dict[str, Any], controls: Sequence[str] = ()
 ) -> Path:
-    """Write a model that wants to say a text to a chat, and beside it a draft that wants to say it
-    too.
-    """
+    """Write a model that prefers to answer a chat with this text, and a draft that does so, too."""
     config = TinyConfig(chat_template=template, control_tokens=tuple(controls), add_bos=False)
     write_scripted_model(target, config)
     with opened(target) as session:
@@ -103,8 +102,9 @@ def asked_of(
     controls: Sequence[str] = (),
     draft: str = "none",
 ) -> dict[str, Any]:
-    """What the server answers to a chat if its model wants to say a text. `draft` may be "same", a
-    model that wants to say it too.
+    """The server's answer to a chat with a model that prefers a text.
+
+    `draft` may be "same", which is a draft model that prefers the same text.
     """
     target = write_model_that_says(folder / "target.gguf", template, text, body, controls)
     source: DraftSource = folder / "draft.gguf" if draft == "same" else draft

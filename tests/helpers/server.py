@@ -28,10 +28,10 @@ from specgen.session.session import Session
 from tests.helpers.sessions import options_of
 from tests.tiny import TinyConfig, write_tiny_model
 
-#: Drafts in every round: what measured costs say of tiny models is a matter of chance.
+#: Drafts in every round, because measured costs of tiny models are too noisy for a policy.
 FIXED = DraftOptions(policy="fixed", max_tokens=4, ngram_min=1)
 N_CTX = 256
-#: For what is certain to come, on a machine that has other things to do.
+#: A time limit for events that are certain to come, even on a busy machine.
 PATIENCE_S = 60.0
 
 
@@ -49,16 +49,14 @@ class Running:
 
     @property
     def client(self) -> openai.OpenAI:
-        """A client that does not ask again by itself."""
+        """A client that does not retry."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
     def metric(self, name: str) -> float:
-        """The value of one of the figures at /metrics, with its labels if it has others than the
-        model.
-        """
+        """The value of a metric at /metrics, with its labels if it has others than the model."""
         for line in self.http.get("/metrics").text.splitlines():
             without = re.sub(r'\{model="[^"]*"\}|model="[^"]*",|,model="[^"]*"', "", line)
             if without.startswith(f"specgen:{name} "):
@@ -67,13 +65,13 @@ class Running:
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """Nothing is decoded meanwhile."""
+        """Pause decoding in the block."""
         with self.engine.stepping:
             yield
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for what is certain to come."""
+    """Wait for a condition that is certain to become true."""
     until = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < until, f"waited in vain for {what}"
@@ -107,7 +105,7 @@ def running(
     after_answers: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[Running]:
-    """Run a server in a thread of this process; it closes the session at the end."""
+    """Run a server in a thread of this process, and close the session at the end."""
     options = options or ServerOptions(port=0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(session)
@@ -147,7 +145,7 @@ def tiny_server(
 
 
 def serves(**how: Any) -> Any:
-    """A fixture of a module: such a server."""
+    """Return a module fixture that runs such a server."""
 
     @pytest.fixture(scope="module")
     def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -159,7 +157,7 @@ def serves(**how: Any) -> Any:
 
 @dataclass
 class Pooled:
-    """A server of several models, and sentences about their loads."""
+    """A server with several models, and a record of which were loaded."""
 
     http: httpx.Client
     pool: ModelPool

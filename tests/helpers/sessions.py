@@ -1,4 +1,4 @@
-"""Sessions on tiny models, in contexts whose rows are exact, with drafts of a fixed length."""
+"""Sessions on tiny models, with batch-invariant contexts and drafts of a fixed length."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ def options_of(
     drafting: Mapping[str, Any] | DraftOptions | None = None,
     **other: Any,
 ) -> SessionOptions:
-    """`draft` is a path, a word, or the name of a file beside the target; `drafting` is what
-    differs from fixed drafts, or all of it; `other` are more `SessionOptions`.
+    """Return the options of a session on tiny models.
+
+    `draft` is a path, a word, or the name of a file next to the target. `drafting` has the
+    differences from drafts of a fixed length, or all options of drafts. `other` are more
+    `SessionOptions`.
     """
     is_word = draft in ("none", "ngram", "mtp")
     source: Any = draft if is_word or isinstance(draft, Path) else target.parent / f"{draft}.gguf"
@@ -87,7 +90,7 @@ def options_of(
 
 
 def opened(target: Path, draft: str | Path = "none", **changes: Any) -> Session:
-    """A session with the options of `options_of`."""
+    """Open a session with the options of `options_of`."""
     return Session(options_of(target, draft, **changes), time.perf_counter)
 
 
@@ -97,7 +100,7 @@ def finished(events: list[Event]) -> FinishedEvent:
 
 
 def answers(engine: Engine, prompts: Sequence[str | Prompt]) -> list[str]:
-    """The answers to prompts, made at once, in their order."""
+    """Generate the answers to prompts in parallel, and return them in order."""
     requests = [engine.insert(prompt) for prompt in prompts]
     for _ in engine.run():
         pass
@@ -105,6 +108,6 @@ def answers(engine: Engine, prompts: Sequence[str | Prompt]) -> list[str]:
 
 
 def answered(session: Session, prompt: str, **choices: Any) -> FinishedEvent:
-    """How the answer to a prompt ends, which is continued unless `chat` says otherwise."""
+    """Answer a prompt, without a chat template unless `chat` says so; return the last event."""
     begun = session.prompts.of_text(prompt, **{"chat": False, **choices})
     return finished(list(generate(session, begun)))

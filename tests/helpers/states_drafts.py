@@ -76,7 +76,7 @@ def loaded(
     n_ctx: int | None = None,
     **drafting: Any,
 ) -> Session:
-    """A target with its draft: by default chains of three, without n-grams, or the whole tree."""
+    """A session on a target with its draft: by default chains of three tokens, without n-grams."""
     fixed: dict[str, Any] = {"policy": "fixed", "p_min": 0.0}
     if not tree.is_fixed:
         fixed["max_tokens"] = 3

@@ -1,4 +1,4 @@
-"""Stores of models as other programs make them, in the home directory of a test."""
+"""Model stores of other programs, in the home directory of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that refuse or drop what those of families of models refuse or drop."""
+"""Chat templates that reject or drop the same messages as those of several model families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that write calls of tools as families of models do."""
+"""Chat templates that write tool calls in the form of several model families."""
 
 from __future__ import annotations
 

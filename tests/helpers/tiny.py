@@ -28,9 +28,11 @@ def vocabulary_of(folder: Path, **config: Any) -> Iterator[LlamaVocabulary]:
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:
-    """Write what `config` describes with the other tokenizer: tokens that stand for the same have
-    the same weights, those that only this one has are unlikely. It agrees with the first about
-    texts that the two spell alike."""
+    """Write a model like that of `config`, but with the other tokenizer.
+
+    Tokens with the same bytes have the same weights, and tokens that only this model has are
+    unlikely. The two models agree about texts that both tokenize in the same way.
+    """
     from gguf import GGUFReader
 
     other = replace(config, tokenizer="spm" if config.tokenizer == "bpe" else "bpe")

@@ -1,5 +1,7 @@
-"""Time that passes by what decodes would cost, for sessions on tiny models: what a policy decides
-by costs is then the same on every machine, and in every run.
+"""Simulated time for sessions on tiny models.
+
+Decodes take the time of a cost table, so that cost-aware policies decide the same on every machine
+and in every run.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from specgen.system.arrays import Logits
 
 
 class VirtualTime:
-    """A session's clock. A decode takes what `seconds` says of the model's name and the number of
-    rows; all else takes no time."""
+    """A clock for a session. A decode takes `seconds(name of the model, number of rows)`.
+
+    Everything else takes no time.
+    """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]

@@ -1,4 +1,4 @@
-"""Made-up vocabularies as awkward as real ones, and languages that they can share."""
+"""Invented vocabularies that are as awkward as real ones, and a language that they share."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def vocabularies(
     adds_space: bool | None = None,
     n_longest: int = 9,
 ) -> FakeVocabulary:
-    """Bytes cut at random into tokens, whole characters or not, with the single bytes to fall
-    back on (`spells_all`) or only some of them."""
+    """Vocabularies whose tokens are random cuts of a corpus, also within characters.
+
+    They have all single bytes to fall back on (`spells_all`), or only some of them.
+    """
     data = CORPUS.encode()
     cuts = draw(
         st.lists(
@@ -116,7 +118,7 @@ def broken_texts() -> st.SearchStrategy[bytes]:
 
 @st.composite
 def target_texts(draw: st.DrawFn, vocabulary: FakeVocabulary, max_size: int = 30) -> list[int]:
-    """Tokens of a target: text as it is tokenized, and anything else that a model may say."""
+    """Tokens of a target: tokenized text, and any other tokens that a model may generate."""
     tokens: list[int] = []
     said = st.integers(0, vocabulary.n_tokens - 1)
     for _ in range(draw(st.integers(0, 5))):
@@ -134,7 +136,7 @@ def joined(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, repr=False)
 class CountingVocabulary(FakeVocabulary):
-    """Counts the bytes that are tokenized."""
+    """A vocabulary that counts the bytes that it tokenizes."""
 
     counts: list[int] = field(default_factory=list, compare=False)
 
@@ -150,13 +152,15 @@ class CountingVocabulary(FakeVocabulary):
 
 # --- one language over many vocabularies
 
-#: The characters of the made-up language.
+#: The characters of the invented language.
 ALPHABET = "ab é中😀\n"
 
 
 class ByteLanguage:
-    """A language in characters of `ALPHABET`, as probabilities of bytes: the last two whole
-    characters decide what comes next."""
+    """A language of the characters in `ALPHABET`, as probabilities of bytes.
+
+    They depend on the last two complete characters.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -53,7 +53,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_worker(*arguments: str, port: int | None = None) -> Iterator[Worker]:
-    """A worker process, until it is killed at the end. Fails if it does not listen."""
+    """Run a worker process in the block. Fails if it does not listen."""
     port = port or free_port()
     endpoint = f"127.0.0.1:{port}"
     process = specgen("worker", "--port", str(port), "--threads", "1", *arguments)
@@ -71,7 +71,7 @@ def specgen(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error. Fails if the process does not end in time."""
+    """Wait for a process; return its exit code, stdout and stderr. Fails if it does not end."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Files that people give as models and that are something else."""
+"""Files that are not models, but that users might pass as models."""
 
 from __future__ import annotations
 

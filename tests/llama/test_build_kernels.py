@@ -1,4 +1,6 @@
-"""scripts/build_kernels.py compiles the kernels where it can, once, and is never in the way."""
+"""scripts/build_kernels.py compiles the kernels if it can, only once, and never breaks the
+installation.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +203,7 @@ def package(source: Path) -> Path:
 
 @pytest.mark.skipif(sysconfig.get_platform() not in PLATFORMS, reason="no kernels here")
 @pytest.mark.parametrize("outcome", ["built", "off", "failed"])
-def test_a_wheel_is_for_this_platform_if_it_has_kernels(
+def test_a_wheel_with_kernels_is_tagged_for_this_platform(
     package: Path,
     tmp_path: Path,
     compiler: Compiler,

@@ -1,4 +1,4 @@
-"""scripts/check_ggml.py finds where the kernels' declarations differ from GGML's headers.
+"""scripts/check_ggml.py finds differences between the kernels' declarations and GGML's headers.
 
 The headers are those of the required llama-cpp-python, downloaded once (scripts/ggml_source.py).
 """
@@ -56,7 +56,7 @@ WORK_SIZE = "    virtual bool work_size"
 WRONG = {
     "sizes and types": [
         ("int32_t flags;", "int32_t flags, more;", "ggml_tensor has another size"),
-        ("int ith;  //", "int more, ith;  //", "ggml_compute_params::ith lies elsewhere"),
+        ("int ith;  //", "int more, ith;  //", "ggml_compute_params::ith is elsewhere"),
         ("bool (*is_host)", "int (*is_host)", "is_host has another type"),
         ("backend_api_version = 2", "backend_api_version = 3", "have another interface"),
         ("n_ggml_types = ", "n_ggml_types = 1 + ", "more or fewer types"),
@@ -64,7 +64,7 @@ WRONG = {
     ],
     # These are compared only if everything else agrees.
     "virtual functions": [
-        (WORK_SIZE, f"{MORE}\n{WORK_SIZE}", "compute_forward lies elsewhere in ggml's virtual"),
+        (WORK_SIZE, f"{MORE}\n{WORK_SIZE}", "compute_forward is elsewhere in ggml's virtual"),
     ],
 }
 

@@ -1,5 +1,5 @@
-"""Costs where recorded graphs are replayed while batches keep their size, and drafts that are
-decoded row by row.
+"""Costs on devices that capture graphs while the batch size stays the same, and drafts that are
+decoded row by row there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORD_S = 0.008
 
 @dataclass
 class Device:
-    """Takes as long as `SECONDS` says, and longer where sizes change."""
+    """Takes the time of `SECONDS`, and longer when the batch size changes."""
 
     n_last: int = 0
     n_same: int = 0
@@ -67,7 +67,7 @@ def test_drafts_in_a_row_are() -> None:
     assert all(found[80:])
 
 
-def test_changes_say_nothing_of_what_a_size_costs() -> None:
+def test_switching_between_sizes_does_not_bias_their_costs() -> None:
     costs = GraphCostTable(SECONDS, n_layer=40)
     device = Device()
     for n_rows in [1, 5, 1, 1, 5, 5] * 20:
@@ -102,7 +102,7 @@ def test_no_graphs_are_replayed_on_a_cpu_or_where_they_are_off(
     model.close()
 
 
-def test_a_draft_reads_a_few_rows_one_by_one_and_says_the_same(tmp_path: Path) -> None:
+def test_a_draft_decodes_a_few_rows_one_by_one_with_the_same_result(tmp_path: Path) -> None:
     model = LlamaModel(write_tiny_model(tmp_path / "tiny.gguf", TinyConfig()))
     options = ContextOptions(cache_type_k="f32", cache_type_v="f32")
     found = []

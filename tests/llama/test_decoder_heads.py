@@ -69,7 +69,7 @@ def some_weights(n_embd: int = 64, n_inner: int = 32, n_vocab: int = 90) -> Head
     )
 
 
-def test_they_compute_what_the_page_says(tmp_path: Path) -> None:
+def test_heads_compute_what_the_page_describes(tmp_path: Path) -> None:
     weights = some_weights()
     write_heads(tmp_path / "h.gguf", weights)
     n_embd = weights.n_embd
@@ -101,14 +101,14 @@ def test_they_compute_what_the_page_says(tmp_path: Path) -> None:
 # --- files --------------------------------------------------------------------------------------
 
 
-def test_other_files_are_none_of_heads(tmp_path: Path, tiny_models: Path) -> None:
+def test_other_files_are_not_taken_for_heads(tmp_path: Path, tiny_models: Path) -> None:
     assert not is_heads_file(tiny_models / "target.gguf")
     assert not is_heads_file(tmp_path / "none.gguf")
     with pytest.raises(ModelFileError, match="damaged decoder heads"):
         read_heads(tiny_models / "target.gguf")
 
 
-def test_damage_is_told_or_harmless(folder: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_or_harmless(folder: Path, tmp_path: Path) -> None:
     """Whatever is changed or cut off, there is an error of ours or heads of the same shape."""
     data = (folder / "heads.gguf").read_bytes()
     rng = np.random.default_rng(3)
@@ -169,7 +169,7 @@ def test_heads_of_another_model_are_refused(
 @pytest.mark.parametrize(
     "grammar", [None, Grammar("gbnf", 'root ::= ("ab" [c-h] "---" [a-h]){12}')]
 )
-def test_the_loop_leaves_the_state_behind_what_was_read(
+def test_the_loop_keeps_the_hidden_state_of_the_last_decoded_token(
     folder: Path, grammar: Grammar | None
 ) -> None:
     """After each round it is the state that a decode of the text alone gives."""

@@ -1,5 +1,5 @@
-"""Files of drafts that read their target: what they fit, what is said of those that do not, and
-what finds them.
+"""Files of drafts that use their target's states: which targets they fit, the errors for others,
+and how they are found.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
     ("name", "kind"),
     [("whole", "eagle3"), ("dflash whole", "dflash"), ("assistant", "gemma4-assistant")],
 )
-def test_a_draft_is_no_target_and_drafts_for_no_draft(folder: Path, name: str, kind: str) -> None:
+def test_a_draft_file_is_accepted_neither_as_a_target_nor_for_a_draft(
+    folder: Path, name: str, kind: str
+) -> None:
     file, target = folder / f"{name}.gguf", folder / "llama.gguf"
     for options in (
         SessionOptions(target=file),
@@ -177,7 +179,9 @@ def test_trials_of_what_reads_the_cache_are_refused(folder: Path) -> None:
 # --- MTP layers
 
 
-def test_what_has_no_mtp_layers_says_why(parted: Path, tmp_path: Path) -> None:
+def test_a_model_without_mtp_layers_is_rejected_with_the_reason(
+    parted: Path, tmp_path: Path
+) -> None:
     write_tiny_model(tmp_path / "plain.gguf", TinyConfig())
     write_mtp_model(tmp_path / "removed.gguf", keep_layer=False)
     unknown = {"llama.nextn_predict_layers": 1}
@@ -258,7 +262,7 @@ def test_the_command_line_takes_and_finds_drafts(
 # --- blocks
 
 
-def test_a_block_drafts_chains_whatever_the_shape(folder: Path) -> None:
+def test_a_block_drafts_chains_for_any_shape(folder: Path) -> None:
     with loaded(folder, draft="dflash letters", tree=TreeShape("levels", (3, 2))) as session:
         (note,) = session.notices(64)
         _, finished = answered(session)

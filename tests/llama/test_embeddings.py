@@ -1,5 +1,5 @@
-"""Embeddings: the vectors are llama.cpp's, whatever was embedded before and however a text is
-decoded.
+"""Embeddings: they are the same as llama.cpp's, whatever was embedded before and in whichever
+batches.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_vectors_are_those_of_llama_cpp(embedder: Embedder, file: Path) -> None:
             assert np.linalg.norm(found) == pytest.approx(1.0)
 
 
-def test_a_text_has_the_vector_that_it_has_alone(embedder: Embedder) -> None:
+def test_a_texts_embedding_is_the_same_in_a_batch_as_alone(embedder: Embedder) -> None:
     texts = [embedder.tokenize(text) for text in TEXTS]
     vectors = [embedder.embed(tokens) for tokens in texts]
     assert len({vector.tobytes() for vector in vectors}) == len(texts)
@@ -88,14 +88,14 @@ def test_names_of_control_tokens_are_text(tmp_path: Path) -> None:
         assert token not in embedder.tokenize("<|im_start|>")
 
 
-def test_what_embeds_generates_nothing(file: Path) -> None:
+def test_an_embedding_model_does_not_generate(file: Path) -> None:
     with pytest.raises(ModelFileError, match="an embedding model") as refused:
         LlamaModel(file)
     assert "/v1/embeddings" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize("pooling", [0, 4, 7])
-def test_what_generates_or_ranks_does_not_embed(tmp_path: Path, pooling: int) -> None:
+def test_generating_and_ranking_models_do_not_embed(tmp_path: Path, pooling: int) -> None:
     file = write_tiny_model(
         tmp_path / "other.gguf", TinyConfig(), metadata={"llama.pooling_type": pooling}
     )

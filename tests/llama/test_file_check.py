@@ -1,4 +1,4 @@
-"""Files that llama.cpp would end the process over."""
+"""Files that would make llama.cpp abort the process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model.gguf", TinyConfig())
 
 
-def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_a_duplicate_token_is_rejected(tmp_path: Path, folder: Path) -> None:
     """llama.cpp asserts that none is."""
     path = with_a_token_twice(tmp_path / "twice.gguf")
     for _ in range(2):  # nothing wrong is remembered as right
@@ -94,7 +94,7 @@ def test_metadata_that_look_wrong_and_are_right_are_taken(
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
-def test_a_file_that_is_no_model_is_called_what_it_is(tmp_path: Path, name: str) -> None:
+def test_the_error_for_a_file_that_is_not_a_model_names_its_kind(tmp_path: Path, name: str) -> None:
     kind = WRONG_FILES[name]
     path = tmp_path / "model.gguf"
     kind.write(path)
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_model_is_called_what_it_is(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     "name", ["m.gguf.part1of2", "m.gguf-split-a", "m.Q8_0.gguf.part-aa", "m.gguf.split01"]
 )
-def test_a_piece_of_a_model_has_to_be_joined(tmp_path: Path, name: str) -> None:
+def test_the_error_for_a_part_of_a_model_asks_to_join_the_parts(tmp_path: Path, name: str) -> None:
     path = write_tiny_model(tmp_path / name, TinyConfig(), keep_fraction=0.5)
     with pytest.raises(ModelFileError, match="a piece of a model") as caught:
         LlamaModel(path)

@@ -1,6 +1,4 @@
-"""Drafts compute the logits of frequent tokens only; what they compute is what they computed
-before.
-"""
+"""Drafts that compute only the logits of frequent tokens: they are the same as in all rows."""
 
 from __future__ import annotations
 
@@ -116,9 +114,11 @@ def test_without_kernels_all_rows_are_computed(
 
 @pytest.mark.usefixtures("kernels", "few_frequent")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_never_says_what_it_does_not_compute(model_file: Path, temperature: float) -> None:
-    """The target, which is the same model, says rare tokens too; the texts at temperature 0 are the
-    same.
+def test_a_draft_never_proposes_tokens_that_it_does_not_compute(
+    model_file: Path, temperature: float
+) -> None:
+    """The target is the same model with all rows, so it also generates rare tokens. Greedy texts
+    are the same.
     """
     texts = {}
     for draft in ("none", model_file):

@@ -1,4 +1,6 @@
-"""Models with specgen's kernels: the logits of llama.cpp's own code, the same bits in any batch."""
+"""Models with specgen's kernels: the logits agree with llama.cpp's kernels, and are
+batch-invariant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' products are right and batch-invariant, for every type and instruction set."""
+"""The kernels' products are right and batch-invariant for all weight types and instruction sets."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_shapes_and_scales(
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("n_tokens", [5, 26])
-def test_a_number_that_is_not_finite_spoils_only_its_own_row(
+def test_a_number_that_is_not_finite_affects_only_its_own_row(
     type_name: str, poison: float, n_tokens: int
 ) -> None:
     weights = operators.quantize(normal(33, 512), type_name)

@@ -1,5 +1,5 @@
-"""The kernels are tried on a model in a child process before it is loaded: what kills them there
-does not kill specgen.
+"""The kernels are tried on a model in a child process before it is loaded, so that a crash does not
+end specgen.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class Tried:
-    """Trials of a library on a model, whose child processes die as a table says."""
+    """Trials of a library on a model, with child processes that die at given steps."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.model = model
@@ -106,7 +106,7 @@ def test_llama_cpps_kernels_replace_those_that_crash(
 
 
 @pytest.mark.parametrize("is_hanging", [True, False], ids=["hanging", "held up once"])
-def test_a_hanging_child_is_asked_again_and_then_a_dead_one(
+def test_a_hanging_child_process_is_retried_and_then_a_dead_one(
     tried: Tried, monkeypatch: pytest.MonkeyPatch, is_hanging: bool
 ) -> None:
     n_asked = 0
@@ -135,7 +135,7 @@ def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> Non
     assert len(tried.runs) == 2 * n_before
 
 
-# --- what is remembered ---------------------------------------------------------------------
+# --- stored results -------------------------------------------------------------------------
 
 
 def test_a_model_is_tried_once(tried: Tried) -> None:

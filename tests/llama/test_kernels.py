@@ -1,4 +1,4 @@
-"""specgen's kernels: attached where they work, left alone where they do not, and told of."""
+"""specgen's kernels: they are attached if they work, not used otherwise, and reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def answering(answer: KernelVerdict, log: Path | None = None) -> list[str]:
 
 
 def in_process(program: str, *arguments: str) -> Any:
-    """What a program prints as JSON: whoever attaches kernels does so for the whole process."""
+    """Run a program in a separate process, because kernels are attached for the whole process.
+
+    Returns the JSON that it prints.
+    """
     answer = ended(*arguments, code=program, timeout_s=300.0)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
@@ -78,7 +81,7 @@ def test_a_library_is_attached_once_and_switched_off_and_on(tmp_path: Path) -> N
 
 
 @linux
-def test_why_a_library_cannot_be_attached_is_said(tmp_path: Path) -> None:
+def test_the_reason_why_a_library_cannot_be_attached_is_reported(tmp_path: Path) -> None:
     refusing = stand_in(tmp_path / "a", problem="they are for ggml 0.0.0")
     incomplete = stand_in(tmp_path / "b", macros=["INCOMPLETE"])
     whole = stand_in(tmp_path / "c")
@@ -108,7 +111,7 @@ def self_tested(library: Path, folder: Path) -> KernelVerdict:
 def test_a_library_that_refuses_is_not_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fitting: bool
 ) -> None:
-    """One for another llama.cpp says how to get the right one."""
+    """The error about a library for another llama.cpp tells how to get the right one."""
     built_for = [f'BUILT_FOR="{ggml_version()}"'] if is_fitting else []
     library = stand_in(tmp_path, problem="the reason", macros=built_for)
     monkeypatch.setattr(admission, "library_path", lambda: library)
@@ -195,7 +198,7 @@ def test_a_result_is_remembered_until_something_changes(
     assert n_tests(log) == 5
 
 
-def test_a_broken_file_is_made_again(tmp_path: Path, library: Path) -> None:
+def test_a_broken_file_is_written_again(tmp_path: Path, library: Path) -> None:
     file, log = tmp_path / VERDICTS, tmp_path / "log"
 
     def tested(cache: Path) -> KernelVerdict:
@@ -219,7 +222,9 @@ def test_a_broken_file_is_made_again(tmp_path: Path, library: Path) -> None:
 # --- choosing -------------------------------------------------------------------------------
 
 
-def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_was_not_built_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "library_path", lambda: None)
     status = admission.choose_kernels("auto", tmp_path)
     assert status.label == "llama.cpp"
@@ -235,7 +240,9 @@ def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("outcome", ["refused", "failed"])
-def test_what_does_not_pass_is_not_used(tmp_path: Path, library: Path, outcome: str) -> None:
+def test_kernels_that_fail_the_self_test_are_not_used(
+    tmp_path: Path, library: Path, outcome: str
+) -> None:
     KernelTests(library, tmp_path, answering(KernelVerdict(outcome, "the reason"))).self_test()
     status = admission.choose_kernels("auto", tmp_path)
     assert status.computes == "llama.cpp"
@@ -274,7 +281,7 @@ def test_kernels_that_were_not_built_are_noted_once(
 
 
 @pytest.mark.usefixtures("refused")
-def test_kernels_that_cannot_be_used_are_told_of_once_and_refused_if_asked_for(
+def test_unusable_kernels_are_reported_once_and_an_error_if_requested(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = cli.run(PROMPT)
@@ -288,7 +295,7 @@ def test_kernels_that_cannot_be_used_are_told_of_once_and_refused_if_asked_for(
     assert complaint(cli.run(PROMPT), 2) == said
 
 
-def test_what_was_measured_is_kept_apart_by_who_computes(
+def test_measurements_are_stored_separately_for_each_kind_of_kernels(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.options import ContextOptions

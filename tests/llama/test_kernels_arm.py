@@ -1,4 +1,4 @@
-"""In an emulator, the kernels for ARM compute the bits of AVX2 (scripts/arm_kernels.py)."""
+"""The kernels for ARM are bit-identical to AVX2, in an emulator (scripts/arm_kernels.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tools() -> Tools:
         pytest.skip(str(missing))
 
 
-def test_arm_has_the_bits_of_avx2(tools: Tools, tmp_path: Path) -> None:
+def test_arm_is_bit_identical_to_avx2(tools: Tools, tmp_path: Path) -> None:
     arm_kernels.build_tests(tools, tmp_path)
     expected, different = arm_kernels.compare(tools, tmp_path)
     assert different == []

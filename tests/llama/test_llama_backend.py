@@ -1,4 +1,4 @@
-"""The llama.cpp backend on tiny models: trees, rollback, limits, and files that are no models."""
+"""The llama.cpp backend on tiny models: trees, rollback, limits, and files that are not models."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_hidden_states_are_what_the_logits_are_made_of(model: LlamaModel) -> Non
     plain.close()
 
 
-def test_what_cannot_be_decoded_is_an_error_with_the_position(model: LlamaModel) -> None:
+def test_a_decode_that_is_not_possible_is_an_error_with_the_position(model: LlamaModel) -> None:
     backend = context(model)
     decode(backend, TEXT)
     for wrong, why in (
@@ -170,7 +170,7 @@ def test_the_vocabulary_is_byte_exact(model: LlamaModel) -> None:
     assert vocabulary.tokenize("", add_special=False, parse_special=True) == []
 
 
-# --- files that are no models
+# --- files that are not models
 
 
 def complaint(path: Path) -> str:
@@ -214,9 +214,7 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
         assert "a pipe or a device" in complaint(tmp_path / "pipe.gguf")
 
 
-def test_a_model_that_the_memory_has_no_room_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny_model(tmp_path / "large.gguf", TinyConfig())
     reason = "failed to allocate CPU buffer of size 996893184"
     monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", lambda *_: None)
@@ -333,7 +331,7 @@ def test_weights_of_a_file_are_in_memory_once(
     assert len(freed) == 1
 
 
-def test_another_file_of_the_same_name_has_weights_of_its_own(tmp_path: Path) -> None:
+def test_another_file_of_the_same_name_gets_its_own_weights(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(seed=1))
     first = LlamaModel(path)
     new = write_tiny_model(tmp_path / "new.gguf", TinyConfig(seed=2))
@@ -348,7 +346,7 @@ def test_another_file_of_the_same_name_has_weights_of_its_own(tmp_path: Path) ->
     assert not np.allclose(rows[0], rows[1])
 
 
-def test_with_layers_on_a_gpu_a_model_says_what_computes_where(
+def test_with_layers_on_a_gpu_a_model_reports_what_computes_where(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(n_layer=2))

@@ -1,9 +1,8 @@
-"""Dropping the end of a sequence, for every kind of cache that llama.cpp has.
+"""Removing the end of a sequence, for every kind of cache that llama.cpp has.
 
-Whatever was decoded and dropped before, the logits of what is decoded next are those of the
-kept text alone. The tiny models' arithmetic is f32 throughout, so that they are equal but for
-rounding, and a state that is one token behind or ahead is far off: see
-`test_a_rollback_left_out_would_be_seen`.
+Whatever was decoded and removed before, the next logits must be those of the kept text alone. The
+tiny models compute in f32 throughout, so they are equal except for rounding, and a state that is
+one token too old or too new is far off: see `test_a_rollback_left_out_would_be_seen`.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> Non
 
 
 def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
-    """Of states that are copied, not each round's: what is decoded again stays a few rows."""
+    """States are not copied in every round, but only a few rows are decoded again."""
     backend = opened("mamba")
     decoded_last(backend, TEXT)
     n_new, n_rounds, n_before = len(TEXT), 40, 0
@@ -234,8 +233,8 @@ def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expe
 def test_a_decode_that_is_ended_leaves_the_text_as_it_was(
     opened: Opener, expected: Expected, way: Way, n_asked: int
 ) -> None:
-    """A piece of a prompt ends in the middle of its graph; another text stays, and what is read
-    again is right.
+    """A batch of a prefill ends in the middle of its graph. Another text stays intact, and decoding
+    the prompt again gives the right result.
     """
     backend = opened(way.name, way.n_rollback, n_sequences=2, n_branches=1)
     decoded_last(backend, DRAFT, 1)
@@ -254,7 +253,7 @@ def test_a_decode_that_is_ended_leaves_the_text_as_it_was(
     assert_same(way.name, decode(backend, [50], 1), expected(way.name, [*DRAFT, 50]))
 
 
-def test_an_exception_of_what_is_asked_ends_a_decode(opened: Opener) -> None:
+def test_an_exception_in_the_interruption_check_ends_a_decode(opened: Opener) -> None:
     backend = opened("llama")
 
     def asked() -> bool:

@@ -1,4 +1,4 @@
-"""Our samplers against llama.cpp's own; DRY with breakers of all kinds."""
+"""Our samplers agree with llama.cpp's, including DRY with all kinds of breakers."""
 
 from __future__ import annotations
 

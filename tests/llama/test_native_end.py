@@ -1,4 +1,4 @@
-"""What ends the process in native code is told in one line, with an exit code."""
+"""A crash in native code is reported in one line, with an exit code."""
 
 from __future__ import annotations
 

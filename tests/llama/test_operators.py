@@ -1,4 +1,4 @@
-"""GGML's own operators agree with NumPy, since the kernels are compared with them."""
+"""GGML's own operators agree with NumPy, because the kernels are compared with them."""
 
 from __future__ import annotations
 

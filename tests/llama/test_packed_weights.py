@@ -1,4 +1,4 @@
-"""Packed weights are kept on the disk, and used again only where they are what would be packed."""
+"""Packed weights are stored on disk, and used again only if they are what would be packed now."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def scrawl(offset: int) -> Callable[[Path], None]:
 
 # The packed weights begin at 64 KB, and their description follows them.
 @pytest.mark.parametrize("damage", [cut, scrawl(0), scrawl(64 << 10), scrawl(-96), scrawl(-1)])
-def test_a_damaged_file_is_packed_anew(
+def test_a_damaged_file_is_packed_again(
     folder: Path, model_file: Path, damage: Callable[[Path], None]
 ) -> None:
     whole = decoded(model_file)
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_packed_anew(
     assert again.read_bytes() == data
 
 
-def test_another_model_in_the_same_place_is_packed_anew(folder: Path, model_file: Path) -> None:
+def test_another_model_at_the_same_path_is_packed_again(folder: Path, model_file: Path) -> None:
     """Even where name, size and time are the same."""
     decoded(model_file)
     about = model_file.stat()
@@ -147,7 +147,7 @@ def test_the_command_line_chooses(
 
 
 @pytest.mark.parametrize("is_writable", [True, False])
-def test_a_note_says_so_only_after_weights_were_written(
+def test_a_note_appears_only_after_weights_were_written(
     folder: Path, tmp_path: Path, model_file: Path, is_writable: bool
 ) -> None:
     if not is_writable:

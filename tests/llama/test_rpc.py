@@ -85,7 +85,7 @@ class TestTarget:
         assert len(here[1]) > 10
         assert there == here
 
-    def test_layers_lie_where_the_split_puts_them(
+    def test_layers_are_on_the_devices_that_the_split_names(
         self, two_workers: tuple[Worker, Worker], tiny_models: Path
     ) -> None:
         def placed(split: str) -> list[bool]:
@@ -159,7 +159,7 @@ class TestLoss:
     @pytest.mark.parametrize(
         ("number", "why"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "2 s")]
     )
-    def test_what_was_said_stands_and_an_exit_code_says_why(
+    def test_a_lost_worker_keeps_the_text_so_far_and_has_an_exit_code(
         self,
         two_workers: tuple[Worker, Worker],
         tiny_models: Path,
@@ -188,7 +188,7 @@ class TestLoss:
         assert (end["event"], end["finish_reason"]) == ("finished", "interrupted")
         assert end["n_tokens"] > 0
 
-    def test_a_batch_keeps_what_is_done_and_writes_no_errors(
+    def test_a_batch_keeps_complete_results_and_writes_no_errors(
         self, tmp_path: Path, tiny_models: Path
     ) -> None:
         """Of four lines, two at once, the last two are long."""
@@ -222,14 +222,14 @@ class TestProbe:
     """Asking a worker what it is, without llama.cpp."""
 
     @needs_rpc
-    def test_it_tells_protocol_and_memory(self, two_workers: tuple[Worker, Worker]) -> None:
+    def test_it_reports_protocol_and_memory(self, two_workers: tuple[Worker, Worker]) -> None:
         found = probe(two_workers[1].endpoint, 10.0)
         assert found.protocol == own_protocol()
         assert [free for free, _ in found.devices] == [64 * 2**20]
         assert 0.0 < found.round_trip_s < 10.0
 
     @needs_rpc
-    def test_the_doctor_tells_of_each_worker(
+    def test_doctor_reports_each_worker(
         self, two_workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(doctor, "places_of", lambda _build: [])
@@ -240,7 +240,9 @@ class TestProbe:
         assert "B free; a round trip takes" in checks[0].message
         assert checks[1].error == "WorkerLostError"
 
-    def test_another_version_is_told_with_its_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_protocol_version_is_an_error_with_a_hint(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(worker_probe, "own_protocol", lambda: "7.0.0")
         check_protocol(WorkerInfo("a:1", "7.0.0", (), 0.0))
         with pytest.raises(
@@ -248,15 +250,15 @@ class TestProbe:
         ):
             check_protocol(WorkerInfo("a:1", "7.0.1", (), 0.0))
 
-    def test_silence_is_no_worker(self) -> None:
+    def test_a_silent_server_is_not_taken_for_a_worker(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             endpoint = f"127.0.0.1:{server.getsockname()[1]}"
             with pytest.raises(WorkerLostError, match=r"did not answer within 0\.2 s"):
                 probe(endpoint, 0.2)
 
     def test_the_worker_that_ended_its_connection_is_lost(self) -> None:
-        """Even if it still accepts connections: a process that is killed does so for a moment. The
-        other is not asked, since it may accept none while it serves.
+        """Even if it still accepts connections, as a killed process does for a moment. The other
+        worker is not probed, because it may accept no connection while it is in use.
         """
         with contextlib.ExitStack() as stack:
             listening = [
@@ -274,13 +276,13 @@ class TestProbe:
                 assert lost_among(endpoints) == endpoints[:1]
 
     @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "::1:5"])
-    def test_other_texts_are_no_endpoints(self, text: str) -> None:
+    def test_other_texts_are_rejected_as_endpoints(self, text: str) -> None:
         with pytest.raises(UsageError, match="is not the address of a worker"):
             parse_endpoint(text)
 
 
 class TestRemoteCalls:
-    """Calls that may take long, in a process of their own: a lost one is left running."""
+    """Calls that may take long run in a separate process. A hanging one is left behind."""
 
     def test_what_was_alive_before_a_call_does_not_lengthen_it(self) -> None:
         script = """
@@ -311,7 +313,7 @@ class TestOptions:
         assert found == Workers(("a:1", "b:2"), (3.0, 1.0), timeout_s=5.0)
         assert machine().target.workers is None
 
-    def test_what_makes_no_sense_is_refused(self) -> None:
+    def test_invalid_worker_options_are_rejected(self) -> None:
         many = ",".join(f"a:{port}" for port in range(1, 18))
         splits = [("a:1", split) for split in ("0", "-1,2", "x", "nan")]
         for asked, split in ((None, "1,2"), ("a:1,a:1", None), (many, None), *splits):
@@ -323,7 +325,7 @@ class TestOptions:
         assert (code, out) == (UsageError.exit_code, "")
         assert "--insecure-network" in err
 
-    def test_workers_that_offer_too_little_are_told(
+    def test_too_little_memory_on_the_workers_is_an_error(
         self, monkeypatch: pytest.MonkeyPatch, tiny_models: Path
     ) -> None:
         def offer(endpoint: str, _timeout_s: float) -> WorkerInfo:

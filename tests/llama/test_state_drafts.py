@@ -1,8 +1,8 @@
-"""Drafts that read the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4
+"""Drafts that use the target's hidden states or its cache: EAGLE-3, DFlash, MTP layers, Gemma 4
 assistants, heads.
 
-Whatever they draft, the text is the target's own. `tests/method/test_lossless.py` has them with
-every sampler and verifier; here are files of every make, trees and several answers.
+The text must be the target's own with all of them. `tests/method/test_lossless.py` combines them
+with every sampler and verifier; here are files of every kind, trees and several answers at once.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- what is drafted ------------------------------------------------------------------------------
+# --- drafts ---------------------------------------------------------------------------------------
 
 
 def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
@@ -144,8 +144,8 @@ def drafted_anew(opened: Session, text: Sequence[int], n: int) -> list[int]:
 
 @pytest.mark.parametrize("case", [*OF_LAYERS, *OTHERS[:-1]], ids=str)
 def test_drafts_are_those_of_contexts_that_saw_nothing_else(folder: Path, case: Case) -> None:
-    """So neither a mask nor anything that was refused is left in the draft's cache, and accepted
-    tokens have the target's states there.
+    """So the draft's cache contains neither masks nor rejected tokens, and accepted tokens have the
+    target's states there.
     """
     with case.loaded(folder) as opened:
         prompt = opened.prompts.of_text(PROMPT, chat=False)
@@ -184,7 +184,7 @@ def test_no_row_is_decoded_twice_and_no_logits_go_unread(
 
 @pytest.mark.parametrize("n_left_out", [0, 2])
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_prompt_that_continues_a_kept_text_is_drafted_as_anew(
+def test_a_prompt_that_continues_a_cached_text_is_drafted_like_a_new_one(
     folder: Path, target: str, n_left_out: int
 ) -> None:
     with of_layers("letters", target).loaded(folder) as opened, Engine(opened, n_ctx=256) as engine:

@@ -1,4 +1,4 @@
-"""Weights larger than their memory are read from the disk for each pass, and give the same bits."""
+"""Weights that do not fit into memory are read from disk in each pass; results are identical."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def half(model_file: Path) -> int:
 
 @contextlib.contextmanager
 def loaded(path: Path, weights_bytes: int | None) -> Iterator[LoadedWeights]:
-    """Weights of which so many bytes may be in memory. Models of the file share them."""
+    """Weights, of which this number of bytes may be in memory. Models of the file share them."""
     weights = lease_weights(path, -1, weights_bytes=weights_bytes)
     try:
         yield weights
@@ -81,7 +81,7 @@ def passes(backend: LlamaBackend) -> list[Logits]:
 
 
 def decoded(path: Path) -> Logits:
-    """What `passes` returns, with a model of its own."""
+    """The result of `passes` with a new model."""
     with contextlib.closing(LlamaModel(path)) as model, opened(model) as backend:
         return np.concatenate(passes(backend))
 
@@ -122,10 +122,10 @@ def test_streamed_weights_give_the_same_bits(
     assert kept.stat().st_ino == before.st_ino
 
 
-def test_what_one_streams_another_keeps_in_memory(
+def test_streamed_and_loaded_weights_use_the_same_packed_file(
     folder: Path, model_file: Path, half: int, in_memory: Logits
 ) -> None:
-    """It is the same file, whoever packs it."""
+    """The file is the same, whichever of them writes it."""
     streamed(model_file, half)
     (kept,) = files(folder)
     data = kept.read_bytes()
@@ -178,7 +178,7 @@ def status_of(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_a_fork_goes_on_without_the_reader(
+def test_a_fork_continues_without_the_reader(
     folder: Path, model_file: Path, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DELAY, "5")
@@ -222,7 +222,7 @@ def heeds_ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_what_interrupts_packing_leaves_nothing(
+def test_interrupted_packing_leaves_no_files(
     folder: Path, model_file: Path, half: int, in_memory: Logits
 ) -> None:
     def interrupt(n_packed: int, n_bytes: int) -> None:
@@ -241,7 +241,9 @@ def test_what_interrupts_packing_leaves_nothing(
     np.testing.assert_array_equal(streamed(model_file, half), in_memory)
 
 
-def test_what_a_killed_process_left_is_deleted(folder: Path, model_file: Path, half: int) -> None:
+def test_leftovers_of_a_killed_process_are_deleted(
+    folder: Path, model_file: Path, half: int
+) -> None:
     folder.mkdir()
     left = folder / "other-0123.packed.abcdef.new"
     left.write_bytes(b"half of a file")
@@ -268,7 +270,7 @@ def scrawl(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, without_header, scrawl])
-def test_a_damaged_file_is_packed_anew(
+def test_a_damaged_file_is_packed_again(
     folder: Path,
     model_file: Path,
     half: int,
@@ -288,7 +290,7 @@ def test_a_damaged_file_is_packed_anew(
 
 
 def unpacked(path: Path, weights_bytes: int) -> Logits:
-    """What `decoded` returns, with weights that the system reads from the model's own file."""
+    """The result of `decoded`, with weights that are mapped from the model's own file."""
     with loaded(path, weights_bytes) as weights:
         assert weights.is_unpacked
         assert weights.packed is None
@@ -296,7 +298,7 @@ def unpacked(path: Path, weights_bytes: int) -> Logits:
         return decoded(path)
 
 
-def test_without_room_the_models_own_file_is_used(
+def test_without_disk_space_the_models_own_file_is_used(
     folder: Path,
     model_file: Path,
     half: int,
@@ -333,7 +335,7 @@ def test_half_of_the_free_space_is_room(
 def test_a_full_disk_leaves_nothing(
     folder: Path, model_file: Path, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system refuses what it seemed to have room for."""
+    """A write fails although there seemed to be enough space."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (half, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Texts and tokens that llama.cpp would end the process over, or read wrongly."""
+"""Texts and tokens on which llama.cpp would abort the process, or tokenize wrongly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_longer_run_is_refused(vocabulary: LlamaVocabulary) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31), 2**31, 2**32, 2**64, None])
-def test_a_token_that_is_none_is_refused(vocabulary: LlamaVocabulary, token: int | None) -> None:
+def test_an_invalid_token_is_rejected(vocabulary: LlamaVocabulary, token: int | None) -> None:
     token = vocabulary.n_tokens if token is None else token
     asked = (
         vocabulary.token_bytes,

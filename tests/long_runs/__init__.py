@@ -1,1 +1,1 @@
-"""Searches for mistakes that take minutes or hours; pytest does not run them."""
+"""Searches for bugs that take minutes or hours. pytest does not run them."""

@@ -1,4 +1,4 @@
-"""Commands that something is wrong with: files, texts and options that were changed at random."""
+"""Commands with randomly changed files, texts and options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ANY_CODE = frozenset(range(2, 13))
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and what is right of it."""
+    """A command, and its correct results."""
 
     arguments: tuple[str, ...]
     stdin: bytes = b""
@@ -235,7 +235,7 @@ def _damaged(base: Base, folder: Path, chance: random.Random, *names: str) -> Pa
 
 @_kind
 def target_file(base: Base, folder: Path, chance: random.Random) -> Case:
-    """A target that is damaged: it is refused, or says the same with a draft as without."""
+    """A damaged target: it is rejected, or its text is the same with a draft as without."""
     damaged = _damaged(base, folder, chance, "target", "target", "gemma", "mamba", "spm")
     draft = chance.choice(["ngram", str(base.model("draft"))])
     return Case(base.run(damaged, draft), same_as=base.run(damaged, "none"))
@@ -243,7 +243,7 @@ def target_file(base: Base, folder: Path, chance: random.Random) -> Case:
 
 @_kind
 def draft_file(base: Base, folder: Path, chance: random.Random) -> Case:
-    """A draft that is damaged: it is refused, or the text is the target's."""
+    """A damaged draft: it is rejected, or the text is the target's."""
     damaged = _damaged(base, folder, chance, "draft", "spm", "f16")
     return Case(base.run(base.model("target"), damaged), text=base.text)
 
@@ -295,7 +295,7 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
 
 @_kind
 def model_kind(base: Base, folder: Path, chance: random.Random) -> Case:
-    """A file that is no model, as target or draft: it is refused, damaged or not."""
+    """A file that is not a model, as target or draft: it is rejected, damaged or not."""
     other = folder / "other.gguf"
     WRONG_FILES[chance.choice([*WRONG_FILES])].write(other)
     command = base.run(base.model("target"), other)
@@ -316,7 +316,7 @@ _TEXTS = (PROMPT, "le café est dans la maison\r\nthe cat\r\n", "猫在房子里
 
 @_kind
 def text_kind(base: Base, folder: Path, chance: random.Random) -> Case:
-    """A text file in some encoding says what it says in UTF-8, or is refused."""
+    """A text file in any encoding is read like the same text in UTF-8, or rejected."""
     option = chance.choice(["-f", "--grammar-file", "--lookup-file"])
     text = chance.choice(_TEXTS)
     if option == "--grammar-file":
@@ -515,7 +515,7 @@ def shapes(base: Base, folder: Path, chance: random.Random) -> Case:
 def make_case(
     number: int, seed: int, base: Base, folder: Path, kinds: Iterable[str]
 ) -> tuple[str, Case]:
-    """Case `number` of a seed, in a folder of its own: always the same one."""
+    """Case `number` of a seed, in a new folder. It is always the same."""
     chance = random.Random(f"{seed}/{number}")
     names = [*kinds]
     name = names[number % len(names)]

@@ -1,4 +1,4 @@
-"""Bodies of requests that are nearly right, and bytes that are none."""
+"""Request bodies that are nearly valid, and bytes that are not JSON."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Soak:
         return {**body, "speculative": wish}
 
     def _ask(self, client: httpx.Client, chance: random.Random) -> str:
-        """Ask for a text, whole or in a stream, which may be cut in the middle."""
+        """Request a text, complete or as a stream, which may be cut off in the middle."""
         path, body = self._request(chance)
         texts: collections.defaultdict[int, str] = collections.defaultdict(str)
         streams = chance.random() < 0.5
@@ -187,7 +187,7 @@ class Soak:
         return "answered"
 
     def _refused(self, what: str, response: httpx.Response) -> str:
-        """Note a refusal of a right request, unless there are too many of them."""
+        """Record the rejection of a valid request, unless there are too many of them."""
         said = response.read().decode()
         if response.status_code == _TOO_MANY and "retry-after" in response.headers:
             return "too many"

@@ -1,4 +1,5 @@
-"""`specgen bench`: everyone answers every prompt, in turns, and what the answers add up to."""
+"""`specgen bench`: all contenders answer every prompt in turns, and the figures of their
+answers."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_plain_decoding_is_first_and_the_others_take_turns() -> None:
     assert {each.outcome for each in runs.results} == {OUTCOME}
 
 
-def test_who_fails_is_left_out_and_the_others_go_on() -> None:
+def test_a_contender_that_fails_is_left_out_and_the_others_continue() -> None:
     log: Log = []
     runs = measured(
         fake(log, "plain"),
@@ -156,7 +157,7 @@ def test_categories_count_alike_however_many_answers_they_have() -> None:
     assert figures.speedup == pytest.approx(2.0)
 
 
-def test_each_temperature_has_its_plain_decoding() -> None:
+def test_each_temperature_is_compared_with_its_own_plain_decoding() -> None:
     figures = figures_of(
         [
             result("plain", 1, 10.0),
@@ -194,11 +195,11 @@ def test_counts_and_shares_are_over_all_answers() -> None:
     assert figures.first_token == pytest.approx(2.0)
 
 
-# --- what is compared
+# --- comparisons
 
 
 def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) -> None:
-    """As `specgen run` has it: but for who names a number."""
+    """As in `specgen run`, unless the user chooses a number."""
     target, draft = tmp_path / "t.gguf", tmp_path / "d.gguf"
     target.touch()
     draft.touch()

@@ -1,4 +1,4 @@
-"""`specgen doctor` finds a build that does not decode, and says what to do about it."""
+"""`specgen doctor` detects a build that cannot decode, and gives a hint."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_this_build_decodes() -> None:
     assert json_object["healthy"] is True
 
 
-def test_a_model_of_ones_own_is_decoded_too(
+def test_a_model_of_the_user_is_decoded_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_tiny_model(tmp_path / "own.gguf", TinyConfig(tokenizer="spm", tensor_type="q4_1"))
@@ -131,7 +131,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(
     assert "pip install" in str(caught.value.hint)
 
 
-# --- what is shown --------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------
 
 
 def test_the_command_shows_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,7 @@ def test_a_build_that_does_not_decode_exits_with_9(
     assert "SIGILL" in out
 
 
-def test_a_model_that_is_not_there_is_named_and_not_fetched(
+def test_a_missing_model_is_named_and_not_downloaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.models import hub_names

@@ -1,4 +1,4 @@
-"""Trying a draft on answers that are known: what it would do, and what that would gain."""
+"""Trying a draft on recorded answers: what it would draft, and what that would gain."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def drafters() -> dict[str, Callable[[], Drafter]]:
     ],
 )
 @pytest.mark.parametrize("max_tokens", [40, 2])
-def test_a_replay_drafts_and_accepts_what_the_two_together_would(
+def test_a_replay_drafts_and_accepts_like_a_real_run(
     name: str, drafting: DraftOptions, max_tokens: int
 ) -> None:
     setup = Setup(drafting=drafting, options=GenerationOptions(max_tokens=max_tokens))
@@ -95,7 +95,7 @@ def test_an_answer_that_ends_by_itself_is_replayed_to_its_end() -> None:
     assert replayed(setup).stats.n_accepted == real.stats.n_accepted
 
 
-def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
+def test_the_cost_of_a_round_is_that_of_the_batch_and_of_drafting() -> None:
     # Each proposal takes a second of this clock; the first is the decode of the prompt.
     itself = replayed(
         Setup(drafter=drafters()["itself"](), options=GenerationOptions(max_tokens=11))
@@ -127,7 +127,7 @@ def test_of_a_tree_the_branch_that_the_answer_follows_is_accepted() -> None:
 # --- figures
 
 
-def test_each_kind_of_task_has_its_figures() -> None:
+def test_figures_are_reported_for_each_kind_of_task() -> None:
     replays = [a_replay(30, 10, 5.0, 25.0, kind) for kind in ("code", "prose", "code")]
     kinds = summarise(replays).kinds
     assert {kind: of.n_answers for kind, of in kinds.items()} == {"code": 2, "prose": 1}

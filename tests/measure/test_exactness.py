@@ -1,8 +1,8 @@
-"""The checks of `specgen verify`, and the joint draws of tests: they find what is wrong, and
-nothing where nothing is.
+"""The checks of `specgen verify`, and the joint samples of tests: they find every bug, and report
+none where there is none.
 
-Level of the sampled checks here: 1e-5 for each test, in some 30 runs without a bug. They would fail
-by chance with a probability below 1e-3; the seeds are fixed.
+The level of the sampled checks is 1e-5 for each test, in about 30 runs without a bug. With new
+seeds, some test would fail by chance with a probability below 1e-3; the seeds are fixed.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_greedy_texts_reveal_the_bugs_that_need_no_samples(
     assert bug or all(result.difference is None for result in results)
 
 
-# --- a cache that holds what was refused
+# --- a cache with rejected tokens
 
 
 @pytest.mark.parametrize("of_another", [False, True])
@@ -205,8 +205,10 @@ def test_a_wrong_branch_that_is_kept_is_a_defect(
 
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-    """Rows are cheap, and a drafted token takes a third of the target's: model and n-grams both
-    pay, and a model stops early enough for n-grams to go on."""
+    """Rows are cheap, and a drafted token takes a third of the time of the target's.
+
+    So model and n-grams both pay, and the model stops early enough for n-grams to continue.
+    """
 
     def seconds(name: str, n_rows: int) -> float:
         return (0.03 if name.startswith("draft") else 0.1) * (1.0 + 0.03 * (n_rows - 1))
@@ -216,8 +218,10 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
 
 @pytest.mark.parametrize("pair", [0, 2])
 @pytest.mark.parametrize("seed", [-1, 0])
-def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, seed: int) -> None:
-    """Without a seed a chain is drawn; with one, drafts are matched, and trees."""
+def test_the_default_settings_fit_the_exact_distribution(
+    models: Path, costs: VirtualTime, pair: int, seed: int
+) -> None:
+    """Without a seed a chain is sampled. With a seed, drafts are trees that are matched."""
     with opened(models, pair, BY_COST, clock=costs, seed=seed, top_k=5) as loaded:
         assert loaded.settings.verifier == ("auto" if seed < 0 else "match")
         result = sampled(loaded)
@@ -226,7 +230,7 @@ def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, 
 
 
 @pytest.mark.parametrize("bug", [None, *GREEDY_BUGS])
-def test_greedy_texts_show_bugs_in_what_runs_by_default(
+def test_greedy_texts_show_bugs_in_the_default_settings(
     models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch, bug: str | None
 ) -> None:
     build_in(monkeypatch, bug)
@@ -257,7 +261,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rounding")
-def test_rounding_in_batches_is_no_defect_and_a_bug_is_one_beside_it(
+def test_rounding_in_batches_is_not_a_defect_but_a_bug_is_still_found(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(models, 1, EAGER, temperature=0.0, max_tokens=100) as loaded:
@@ -272,17 +276,17 @@ def test_rounding_in_batches_is_no_defect_and_a_bug_is_one_beside_it(
         assert any(result.is_defect for result in greedy(loaded))
 
 
-def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
+def test_movement_ignores_a_constant_added_to_all_logits() -> None:
     row = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     assert movement(row, row + np.float32(3.0)) < 1e-6
     assert movement(row, row + np.float32(0.1) * row[::-1]) == pytest.approx(0.1, rel=0.1)
 
 
-# --- limits, places and reports
+# --- limits, positions and reports
 
 
 @pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
-def test_answers_without_a_limit_go_on_until_the_context_is_full(
+def test_answers_without_a_limit_continue_until_the_context_is_full(
     models: Path, n_at_once: int
 ) -> None:
     with opened(models, 1, EAGER, temperature=0.0, max_tokens=-1) as loaded:

@@ -1,5 +1,5 @@
-"""Folders that cannot be written, memory that runs out, caches that vanish: an answer or one clear
-line.
+"""Folders that cannot be written, memory that runs out, caches that vanish: the result is an answer
+or a one-line error.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_folders_that_cannot_be_written_cost_no_answer(
         (("draft", "data"), "SPECGEN_CACHE"),
     ],
 )
-def test_what_has_to_be_written_is_one_line(
+def test_a_required_file_that_cannot_be_written_is_a_one_line_error(
     read_only: dict[str, str], tiny_models: Path, command: tuple[str, ...], variable: str
 ) -> None:
     target = tiny_models / "target.gguf"
@@ -126,7 +126,9 @@ def test_what_has_to_be_written_is_one_line(
 @pytest.mark.parametrize(
     "command", [("run",), ("chat",), ("batch", "-", "-"), ("tune",), ("serve", "--port", "0")]
 )
-def test_memory_that_runs_out_is_one_line(tiny_models: Path, command: tuple[str, ...]) -> None:
+def test_running_out_of_memory_is_a_one_line_error(
+    tiny_models: Path, command: tuple[str, ...]
+) -> None:
     model = ("-m", tiny_models / "chat.gguf", "-md", "ngram")
     arguments: list[str | Path] = [*command, *model, "-t", "1"]
     if command == ("run",):  # the limit itself leaves room for a model

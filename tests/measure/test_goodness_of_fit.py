@@ -1,6 +1,8 @@
-"""The G-test of `specgen verify`, and the power of the tests' own, against scipy and simulated
-samplers, with fixed seeds. A simulated rate is compared with its bound plus five standard errors: a
-correct implementation had a chance of 3e-7 to fail each when the seed was chosen.
+"""The G-test of `specgen verify`, and the power of the tests, compared with SciPy and with
+simulated samplers.
+
+A simulated rate is compared with its bound plus five standard errors. The seeds are fixed; with new
+seeds, a correct implementation would fail each test with a probability of 3e-7.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ probabilities = (
 )
 
 
-# --- joint draws ----------------------------------------------------------------------------
+# --- joint samples --------------------------------------------------------------------------
 
 
 def test_draws_are_counted_by_their_beginnings_and_one_in_no_cell_is_impossible() -> None:

@@ -1,4 +1,4 @@
-"""`specgen race`: two answers that do not help each other, and what their comparison says."""
+"""`specgen race`: two independent answers, and their comparison."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_seed_gives_the_same_text(tiny_models: Path) -> None:
 
 
 @pytest.mark.parametrize("n_answers", [0, 1, 2])
-def test_an_interruption_keeps_what_is_there(tiny_models: Path, n_answers: int) -> None:
+def test_an_interruption_keeps_the_text_so_far_in_a_race(tiny_models: Path, n_answers: int) -> None:
     n_begun = 0
 
     def count(name: str, n_tokens: int, _: int) -> None:
@@ -98,7 +98,7 @@ def test_the_same_text_is_compared_by_the_time_of_the_whole_answer() -> None:
     assert [each.speedup for each in race.figures] == [1.0, race.speedup]
 
 
-def test_a_loss_is_told() -> None:
+def test_a_slowdown_is_reported() -> None:
     slow = Script(round_s=0.2).prompt().plain("The").plain(" cat").finish()
     plain = Script(draft="none").prompt().plain("The").plain(" cat").finish()
     assert raced(plain, slow).verdict == "0.5 times as fast, identical text"
@@ -125,14 +125,14 @@ def test_other_texts_are_compared_by_their_speed(
         )
 
 
-def test_where_one_text_ends_is_a_difference() -> None:
+def test_texts_differ_where_one_of_them_ends() -> None:
     plain = Script(draft="none").prompt().plain("The").plain(" cat").finish()
     drafted = Script().prompt().plain("The").finish()
     race = with_tokens(raced(plain, drafted), (1, 2), (1,))
     assert race.difference.startswith("token 2 is ' cat' without drafts, and the end with them")
 
 
-def test_no_token_is_no_speed() -> None:
+def test_an_answer_without_tokens_has_no_speed() -> None:
     race = raced(Script(draft="none").prompt().finish(), Script().prompt().finish())
     assert race.speedup is None
     assert race.verdict == "too short to compare the speed, identical text"

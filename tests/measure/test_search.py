@@ -1,4 +1,4 @@
-"""What is tried for a target, what is kept of it, and what is said about it."""
+"""The search for the best draft of a target: what is tried, stored and reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def drafts(search: Search) -> set[DraftSource]:
     return {one.draft for one in search.tried}
 
 
-# --- what is kept
+# --- what is stored
 
 
 def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
@@ -70,7 +70,7 @@ def test_costs_and_threads_are_known_afterwards(tiny_models: Path) -> None:
         assert not opened.setup_s["measuring_s"]
 
 
-def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None:
+def test_known_costs_are_measured_again(tiny_models: Path) -> None:
     draft, measurements = tiny_models / "draft.gguf", MeasurementStore()
     with loaded(tiny_models, measurements=measurements) as opened:
         for size in (1, 2, 3, 4, 5):
@@ -113,7 +113,7 @@ def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
     assert len(n_tried) > 2
 
 
-# --- what is said
+# --- messages
 
 DRAFT = Path("/m/small draft.gguf")
 
@@ -164,7 +164,7 @@ def test_the_table_shows_why_drafts_pay() -> None:
     ]
 
 
-def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
+def test_ties_prefer_n_grams_then_no_draft_then_a_model() -> None:
     tried = [
         Tried(Path("equal.gguf"), figures(1.004)),
         Tried("none", figures(1.0)),

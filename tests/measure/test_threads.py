@@ -76,7 +76,7 @@ def measured(backend: ThreadedFake, *arguments: Any) -> Threads:
     return measure_threads(cast(LlamaBackend, backend), *arguments)
 
 
-def test_rows_and_batches_get_their_own_number() -> None:
+def test_single_rows_and_batches_get_their_own_number_of_threads() -> None:
     # A row is quickest with 2 threads; a batch, with as many as there are.
     backend = fake(lambda threads, rows: 0.1 / threads if rows > 1 else 0.05 + abs(threads - 2))
     assert measured(backend, [1, 2, 3, 4], 4, 1e9) == Threads(2, 4)

@@ -1,5 +1,5 @@
-"""What decodes cost, how often tokens are accepted, when to stop drafting, and what follows for an
-answer.
+"""The costs of decodes, acceptance rates, the decision to stop drafting, and the estimated
+speed-up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.stopping import CostAwareStopping, draft_step_values
 
-# --- what is expected of a decode
+# --- expected costs of decodes
 
 
 #: Five rows cost as much as eight, and nine twice as much.
@@ -29,9 +29,7 @@ TABLES = st.dictionaries(st.integers(1, 40), TIMES, min_size=1, max_size=8)
 
 
 @given(TABLES, st.integers(1, 80))
-def test_what_lies_between_two_sizes_costs_what_lies_between_their_costs(
-    seconds: dict[int, float], n_rows: int
-) -> None:
+def test_costs_between_two_sizes_are_interpolated(seconds: dict[int, float], n_rows: int) -> None:
     table = CostTable(seconds)
     sizes = sorted(seconds)
     assert list(table.known.items()) == sorted(seconds.items())
@@ -43,7 +41,7 @@ def test_what_lies_between_two_sizes_costs_what_lies_between_their_costs(
         assert found == pytest.approx(np.interp(n_rows, sizes, [seconds[n] for n in sizes]))
 
 
-def test_nothing_costs_nothing_and_nothing_known_is_no_guess() -> None:
+def test_no_rows_cost_nothing_and_an_empty_table_has_no_estimate() -> None:
     table = CostTable()
     assert not table
     assert table.seconds(0) == table.seconds(-3) == 0.0
@@ -53,7 +51,7 @@ def test_nothing_costs_nothing_and_nothing_known_is_no_guess() -> None:
 
 
 @pytest.mark.parametrize("sense", [{0: 1.0}, {-1: 1.0}, {1: 0.0}, {1: -2.0}, {1: float("nan")}])
-def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
+def test_nonsensical_costs_are_ignored(sense: dict[int, float]) -> None:
     table = CostTable(sense)
     for size, seconds in sense.items():
         table.set_seconds(size, seconds)
@@ -61,7 +59,7 @@ def test_what_makes_no_sense_is_not_known(sense: dict[int, float]) -> None:
     assert not table
 
 
-def test_every_size_is_learnt_whatever_was_expected() -> None:
+def test_the_cost_of_every_size_is_learnt_from_any_initial_estimate() -> None:
     truth = {n: JAGGED.get(n, 1.5) for n in range(1, 10)}
     table = CostTable(dict.fromkeys(range(1, 10), 1.0))
     rng = np.random.default_rng(1)
@@ -72,7 +70,7 @@ def test_every_size_is_learnt_whatever_was_expected() -> None:
 
 
 @given(TABLES, st.floats(1.0, 1e6))
-def test_one_decode_out_of_line_moves_what_is_expected_by_little(
+def test_a_single_outlier_moves_the_estimate_only_slightly(
     seconds: dict[int, float], factor: float
 ) -> None:
     table = CostTable(seconds)
@@ -103,13 +101,13 @@ def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed:
         acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
 
 
-def test_before_anything_is_counted_a_model_is_taken_at_its_word() -> None:
+def test_before_any_counts_acceptance_equals_the_models_confidence() -> None:
     acceptance = AcceptanceRates()
     assert acceptance.curve() == pytest.approx(OF_EACH_BIN, abs=0.06)
 
 
 @pytest.mark.parametrize("over", [0.0, 0.2, -0.2])
-def test_the_curve_becomes_what_was_accepted(over: float) -> None:
+def test_the_curve_approaches_the_observed_acceptance(over: float) -> None:
     truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
     acceptance = AcceptanceRates()
     judged(acceptance, truth, 12_000)

@@ -1,4 +1,4 @@
-"""Which rows the models decode: none that they hold, and none that nobody asks for."""
+"""Which rows the models decode: none that are in the cache already or are not needed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ RANDOM = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 
 @dataclass
 class Watched(FakeBackend):
-    """Notes each batch, and fails where a sequence is cut back further than what it goes on
-    with asks for: what is cut off first must not be what is decoded next."""
+    """Records each batch, and fails if a sequence is cut back further than necessary.
+
+    Tokens that are removed must not be the ones that are decoded next.
+    """
 
     batches: list[list[int]] = field(default_factory=list)
     #: The text up to and with each row that was decoded.
@@ -56,7 +58,7 @@ class Watched(FakeBackend):
 
 @dataclass
 class Models:
-    """The draft models of a text: what they say, and their backends."""
+    """The draft models of a text: their language, and their backends."""
 
     noise: float
     sampler: SamplerOptions = GREEDY
@@ -131,7 +133,7 @@ def test_no_cached_token_is_decoded_again(
         # Of fewer tokens than three there is nothing to guess. All others take part.
         assert backend.texts or n_draft < 3
         wrong = len(backend.texts) - len(set(backend.texts))
-        # A wrong guess of what a draft model would say may be what the target says.
+        # A wrong guess about a draft model may be what the target generates.
         assert wrong == 0 or name in TWICE
     if name in COMBINED and n_draft == 6:
         assert {nodes[0].origin for nodes in drafts(events)} == {"ngram", "model"}
@@ -141,7 +143,7 @@ def test_no_cached_token_is_decoded_again(
     assert made.target.n_decoded_rows == len(PROMPT) + stats.n_rounds + stats.n_drafted
 
 
-def test_what_was_committed_rides_in_the_next_batch() -> None:
+def test_committed_tokens_are_decoded_in_the_next_batch() -> None:
     """With a draft that is always right each round accepts all of it."""
     models = Models(noise=0.0)
     made = setup(models, "model", n_draft=4, n_tokens=25)
@@ -165,10 +167,10 @@ def test_what_was_committed_rides_in_the_next_batch() -> None:
 @pytest.mark.parametrize("n_guess", [1, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
 @pytest.mark.parametrize("p_min", [0.0, 0.4])
-def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
+def test_guesses_change_the_batches_but_not_the_drafts(
     name: str, sampler: SamplerOptions, n_guess: int, noise: float, p_min: float
 ) -> None:
-    """The drafts are those of the model alone, and so is what comes of them."""
+    """The drafts are those of the model alone, and so are their verdicts."""
     alone_too, staged = (Models(noise, sampler, n_guess) for _ in range(2))
     plain, plain_events = setup(alone_too, "model", 6, p_min=p_min).run()
     fast, events = setup(staged, name, 6, p_min=p_min).run()

@@ -1,4 +1,4 @@
-"""Draft models: by themselves, with n-grams, and with a draft of their own."""
+"""Draft models: alone, with n-grams, and with their own drafts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_drafting_stops_where_the_model_is_unsure() -> None:
         assert len(draft) == 16 or 1 / np.exp(row - row.max()).sum() < p_min
 
 
-def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None:
+def test_drafting_ends_with_an_end_token_and_skips_tokens_that_are_biased_away() -> None:
     first = int(LANGUAGE((1, 2, 3)).argmax())
     ending = FakeVocabulary.letters(N_VOCAB, ends=[first])
     drafter, _ = model_drafter(LANGUAGE, ending)
@@ -98,7 +98,7 @@ def grown(
 @pytest.mark.parametrize("n_ctx", [10, 11, 16, 33, 64])
 @pytest.mark.parametrize("n_max", [1, 4, 8, 40])
 @pytest.mark.parametrize("n_step", [1, 3])
-def test_drafting_goes_on_when_the_text_outgrows_the_context(
+def test_drafting_continues_when_the_text_outgrows_the_context(
     n_ctx: int, n_max: int, n_step: int
 ) -> None:
     n_rows = n_drafted = 0
@@ -127,7 +127,7 @@ def test_drafting_goes_on_when_the_text_outgrows_the_context(
 
 @pytest.mark.parametrize("n_ctx", range(1, 10))
 def test_a_tiny_context_is_used_while_it_lasts(n_ctx: int) -> None:
-    """There is no room for a beginning and an end."""
+    """It is too small for a beginning and an end of the text."""
     lengths = [
         (len(context), len(draft)) for context, draft, _, _ in grown(n_ctx, 24) if len(draft)
     ]
@@ -177,7 +177,7 @@ TEXT = [1, 2, 3]
 
 
 class NotingPipeline(SamplingPipeline):
-    """A sampling pipeline that notes the drafted tokens that it is asked about."""
+    """A sampling pipeline that records the drafted tokens of each call."""
 
     def __init__(self, state: TextState) -> None:
         super().__init__(Sampler(SamplerOptions()), state)

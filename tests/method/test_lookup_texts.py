@@ -1,4 +1,4 @@
-"""Texts to look up in: files, the texts of earlier runs, and drafts of what followed in them."""
+"""Texts for lookup: files, the texts of earlier runs, and drafts that continue their matches."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_file_and_a_folder(tmp_path: Path) -> None:
     assert load(tmp_path / "a", tmp_path / "b.txt") == ["third\nwith ü", "second"]
 
 
-def test_what_a_folder_leaves_out(tmp_path: Path) -> None:
+def test_some_files_in_a_folder_are_left_out(tmp_path: Path) -> None:
     outside, folder = tmp_path / "outside.txt", tmp_path / "folder"
     outside.write_text("secret")
     (folder / ".git").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_files_in_utf_16_are_looked_up_in(tmp_path: Path, codec: str) -> None:
     assert load(tmp_path) == ["the café\n", "é"]
 
 
-def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
+def test_sources_that_cannot_be_looked_up_in_are_errors(tmp_path: Path) -> None:
     path = {name: tmp_path / name for name in ("missing", "binary", "latin", "empty", "circle")}
     path["binary"].write_bytes(b"a\0b")
     path["latin"].write_bytes(b"caf\xe9")
@@ -180,7 +180,7 @@ def in_arrays(store: EarlierTexts) -> list[list[int]]:
 
 
 @given(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=6))
-def test_texts_come_back_once_and_in_their_order(
+def test_texts_are_returned_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, added: list[list[int]]
 ) -> None:
     root = tmp_path_factory.mktemp("store")
@@ -311,13 +311,15 @@ def following(texts: Sequence[Text], ending: Text) -> list[int]:
 
 
 def longest(texts: Sequence[Text], ending: Text) -> list[int]:
-    """The longest part of an ending that the texts go on from."""
+    """The longest suffix of an ending that occurs in the texts with a continuation."""
     parts = (list(ending[start:]) for start in range(max(0, len(ending) - MAX_MATCH), len(ending)))
     return next((part for part in parts if following(texts, part)), [])
 
 
 def ranking(followers: list[int]) -> list[int]:
-    """The most frequent first, but the latest before all, unless one is three times as frequent."""
+    """The most frequent tokens first, but the latest one before all, unless another is three times
+    as frequent.
+    """
     counts = {token: followers.count(token) for token in followers}
     latest = {token: index for index, token in enumerate(followers)}
     tokens = sorted(counts, key=lambda token: (counts[token], latest[token]), reverse=True)
@@ -345,7 +347,7 @@ def continuations(
 def definition(
     text: Text, n_max: int, min_match: int, max_match: int, corpus: Sequence[Text] = ()
 ) -> Draft:
-    """The chain of the likeliest tokens, where nothing was counted yet."""
+    """The chain of the most likely tokens, before anything was counted."""
     chances = TextChances(NgramCounts())
     limits = (min_match, max_match)
     tokens: list[int] = []
@@ -436,7 +438,7 @@ def test_a_match_needs_the_least_length() -> None:
     assert propose(SuffixDrafter(1, 3), [], 4) is NO_DRAFT
 
 
-def test_a_repetition_goes_on_beyond_the_end_of_the_text() -> None:
+def test_a_repetition_continues_beyond_the_end_of_the_text() -> None:
     draft = propose(SuffixDrafter(2, 32), [9, 1, 2, 3, 1, 2, 3, 1, 2], 10)
     assert draft.tokens == (3, 1, 2, 3, 1, 2, 3, 1, 2, 3)
     probabilities = [p for p in draft.probabilities if p is not None]
@@ -455,7 +457,7 @@ def test_the_longer_of_several_matches_is_followed() -> None:
 # --- corpora that are searched
 
 
-def test_token_ids_of_all_sizes_are_told_apart() -> None:
+def test_token_ids_of_all_sizes_are_distinguished() -> None:
     text = [255, 256, 65536, 2**31 - 1, 1, 256, 7]
     array = SuffixArray.build([text])
     for n in range(1, len(text)):

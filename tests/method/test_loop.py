@@ -1,4 +1,4 @@
-"""Greedy speculative text equals plain text, whatever drafts and wherever the answer ends; and
+"""Greedy text with drafts equals plain text, with every drafter and wherever the answer ends. Also
 log-probabilities.
 """
 
@@ -63,7 +63,7 @@ DRAFTERS = [*QUALITIES, *(name for name in ON_FAKES if name != "model")]
 def drafter(
     kind: str, vocabulary: FakeVocabulary = LETTERS, sampler: SamplerOptions = GREEDY
 ) -> Callable[[TextState], Drafter | Cascade]:
-    """What drafts for a text, some of it right. Random trees know what the target says."""
+    """A drafter that is sometimes right. Random trees use the target's language."""
     language = QUALITIES.get(kind, LANGUAGE if "random" in kind else QUALITIES["good"])
     make = ON_FAKES.get(kind, ON_FAKES["model"])
     return lambda state: make(Text(state, language, vocabulary, sampler))
@@ -90,7 +90,7 @@ def test_greedy_text_equals_plain_text(kind: str, n_draft: int) -> None:
     assert fast.text.text == plain.text.text
     assert fast.finish_reason == "length"
     assert not any(isinstance(event, NoticeEvent) for event in events)
-    # The cache holds the text, all but the last token, and nothing else.
+    # The cache holds the text without its last token, and nothing else.
     assert setup.target.text(0) == tuple(fast.tokens[:-1])
     assert all(setup.target.length(branch) == 0 for branch in range(1, 8))
     if kind == "perfect" and n_draft > 1:
@@ -99,7 +99,9 @@ def test_greedy_text_equals_plain_text(kind: str, n_draft: int) -> None:
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_greedy_text_equals_plain_text_whoever_judges(kind: str, verifier: VerifierName) -> None:
+def test_greedy_text_equals_plain_text_with_every_verifier(
+    kind: str, verifier: VerifierName
+) -> None:
     plain, _ = Setup().run()
     fast, events = Setup(drafter=drafter(kind), verifier=VERIFIERS[verifier].make()).run()
     assert fast.tokens == plain.tokens
@@ -201,7 +203,7 @@ def test_a_failing_drafter_ends_drafting_but_not_the_answer() -> None:
         assert n_drafts == 3
 
 
-#: What a drafter with a bug may return, and what is said of it.
+#: What a faulty drafter may return, by a part of the notice about it.
 NONSENSE: dict[str, Callable[[Draft, int], object]] = {
     "nonsense: [None], 4 at most": lambda _draft, _n_max: None,
     "[1, 12], 4 at most": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
@@ -216,7 +218,7 @@ NONSENSE: dict[str, Callable[[Draft, int], object]] = {
 }
 
 
-@pytest.mark.parametrize("said", [*NONSENSE, "told of a round"])
+@pytest.mark.parametrize("said", [*NONSENSE, "observed a round"])
 def test_a_drafter_with_a_bug_ends_drafting_and_not_the_answer(said: str) -> None:
     wrong = NONSENSE.get(said)
     drafter = DeafDrafter(good()) if wrong is None else NonsenseDrafter(good(), 2, wrong)
@@ -326,7 +328,7 @@ def pieces_of(
 )
 @pytest.mark.parametrize("kind", [None, "perfect", "good", "ngram", "random tree"])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_every_token_has_the_raw_models(
+def test_every_token_has_the_log_probability_of_the_raw_model(
     kind: str | None, sampler: SamplerOptions, constrained: bool
 ) -> None:
     pieces = pieces_of(kind, sampler, grammar=GRAMMAR if constrained else None)
@@ -356,7 +358,7 @@ def test_every_token_has_the_raw_models(
         assert ("forced" in kinds) == constrained
 
 
-def test_how_many_are_told_is_as_asked() -> None:
+def test_the_requested_number_of_alternatives_is_reported() -> None:
     for n in (0, 1, N_VOCAB, 100):
         for piece in pieces_of("good", UNFILTERED, logprobs=n):
             assert piece.logprob is not None

@@ -50,7 +50,7 @@ N_DRAWS = 1200
 N_DRAWS_OF_ONE = 400
 #: A total variation distance that so many draws find with probability 0.99 in each test.
 DEVIATION = 0.15
-#: Whatever a tiny model says was said before, so that one token makes an n-gram.
+#: A tiny model repeats all of its tokens, so a match of one token makes an n-gram.
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 #: Two or three letters, a mark that is forced after three, and so on.
 GRAMMAR = """
@@ -275,7 +275,7 @@ def check_draws(session: Session) -> int:
 
 
 def said(session: Session) -> FinishedEvent:
-    """What a session says after the prompt."""
+    """The text of a session after the prompt."""
     *_, last = generate(session, session.prompts.of_text(PROMPT, chat=False))
     assert isinstance(last, FinishedEvent)
     return last

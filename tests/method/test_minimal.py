@@ -157,7 +157,7 @@ def drawn_cells(
     n_draft: int,
     temperature: float,
 ) -> Counter[Cell]:
-    """How often each continuation of `depth` tokens was drawn, or a shorter one to its end."""
+    """How often each continuation of `depth` tokens was sampled, or a shorter one that ended."""
     rng = np.random.default_rng(5)
     end_token = min(target.vocabulary.end_tokens(), default=-1)
     drawn: Counter[Cell] = Counter()

@@ -1,4 +1,4 @@
-"""The chances of n-grams: what is counted, and what follows from it."""
+"""Calibrated n-grams: what is counted, and the probabilities that follow from the counts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def counted(counts: NgramCounts) -> dict[Evidence, tuple[int, int]]:
     }
 
 
-def test_every_evidence_has_a_prior() -> None:
+def test_every_kind_of_match_has_a_prior() -> None:
     lengths = range(1, LONGEST + 1)
     numbers = range(1, MOST_OFTEN + 1)
     for fields in itertools.product(PLACES, lengths, numbers, (False, True)):
@@ -58,7 +58,7 @@ def test_long_and_frequent_matches_count_together() -> None:
 
 
 @given(EVIDENCE, st.lists(st.booleans(), min_size=400, max_size=400))
-def test_the_rate_approaches_what_is_counted(evidence: Evidence, outcomes: list[bool]) -> None:
+def test_the_rate_approaches_the_counts(evidence: Evidence, outcomes: list[bool]) -> None:
     counts = NgramCounts()
     assert counts.rate(evidence) == evidence.prior
     for came_next in outcomes:
@@ -153,7 +153,7 @@ def test_other_texts_are_counted_apart() -> None:
     }
 
 
-def test_what_failed_in_this_text_is_drafted_later_than_what_came_true() -> None:
+def test_continuations_that_failed_in_this_text_rank_below_those_that_were_right() -> None:
     counts = NgramCounts()
     for _ in range(200):
         counts.add(Evidence("file", 1, 1, True), came_next=False)

@@ -53,7 +53,7 @@ def propose(drafter: ParallelDrafter, text: Sequence[int], n_max: int) -> Draft:
 
 
 def predicted(text: Sequence[int], n: int) -> list[int]:
-    """The likeliest tokens of the rows of a text and of the masks after it."""
+    """The most likely tokens of the rows of a text and of the masks after it."""
     return [int(LANGUAGE((*text, *[MASK] * i)).argmax()) for i in range(n)]
 
 
@@ -66,7 +66,7 @@ steps = st.lists(
 
 
 @given(steps, st.booleans())
-def test_whatever_becomes_of_drafts_the_next_one_is_that_of_a_fresh_drafter(
+def test_the_next_draft_is_that_of_a_fresh_drafter_after_any_verdict(
     steps: list[tuple[int, int, int]], recurrent: bool
 ) -> None:
     rng = np.random.default_rng(4)
@@ -106,9 +106,7 @@ def test_all_nodes_of_a_depth_have_children_from_one_row() -> None:
 
 
 def predicted_rows(first_s: float, row_s: float) -> int:
-    """How many tokens are predicted where a row of the draft's decode costs so much; 0 without a
-    decode.
-    """
+    """How many tokens are predicted at a given cost of a row of the draft; 0 without a decode."""
     target = CostTable({n: 1.0 + 0.05 * n for n in range(1, 18)})
     own = CostTable({n: first_s + row_s * (n - 1) for n in range(1, 40)})
     drafter, backend = parallel(costs=own, n_max=16)
@@ -205,7 +203,7 @@ def test_the_option_names_the_mask_by_its_number_or_its_text(tmp_path: Path) -> 
             models(tmp_path, mask=mask)
 
 
-# --- what is drafted
+# --- drafts
 
 
 def run(session: Session) -> tuple[list[DraftedEvent], FinishedEvent]:
@@ -255,7 +253,7 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
             text.append(token)
 
 
-def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
+def test_acceptance_is_learnt_separately_for_parallel_drafts(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
     with models(tmp_path, mask="3") as session:
         DrafterFactory(session).acceptance()["model"] = AcceptanceRates("model")

@@ -1,4 +1,4 @@
-"""How much is drafted: fixed lengths, an adapting bound, and what measured costs say."""
+"""How much is drafted: fixed lengths, an adaptive bound, and the cost-aware policy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def planned(
     price: Price = FREE,
     drafter: str | None = "model",
 ) -> RoundPlan:
-    """The plan of a round with room for the longest draft."""
+    """The plan of a round that allows the longest draft."""
     return policy.plan(Offer(n_left, policy.n_max, found, drafter, price))
 
 
@@ -138,7 +138,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 @pytest.mark.parametrize("name", POLICIES)
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=16))
 def test_a_sampled_token_is_never_dropped(name: str, probabilities: list[float]) -> None:
-    """To drop it for what it says would bias the answer."""
+    """Dropping it because of its value would bias the answer."""
     # Where each row costs a token, nothing is worth verifying.
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}) if name == "cost" else POLICIES[name]()
     stop = planned(policy).stop
@@ -153,8 +153,9 @@ def test_a_sampled_token_is_never_dropped(name: str, probabilities: list[float])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("noise", [0.5, 2.0])
 def test_whether_to_draft_a_token_is_decided_before_it_is_sampled(name: str, noise: float) -> None:
-    """Of drafts that begin alike, all go on or none does; otherwise it would be the token that
-    decides whether it is drafted."""
+    """If drafts begin with the same tokens, all of them continue or none does. Otherwise the token
+    itself would decide whether it is drafted.
+    """
     sampler = SamplerOptions(temperature=1.5, top_k=4, top_p=1.0, min_p=0.0)
     policy = POLICIES[name]()
     language = noisy(LANGUAGE, noise)
@@ -391,8 +392,11 @@ def test_a_draft_that_cannot_pay_costs_next_to_nothing(
 
 @dataclass
 class Texts:
-    """Texts of 160 tokens, one after the other, which a model has to read first for the time of ten
-    tokens; what is learnt is kept. How sure it is shows which kind a text is."""
+    """Consecutive texts of 160 tokens, before which the draft model's prefill takes the time of ten
+    tokens.
+
+    What the policy learns is kept. The model's confidence shows which kind a text is.
+    """
 
     curve: str
     draft_s: float
@@ -434,7 +438,7 @@ def test_texts_that_suit_a_draft_badly_do_not_keep_it_from_others(
 @pytest.mark.parametrize(
     ("curve", "draft_s"), [("gentle", 0.05), ("gentle", 0.3), ("linear", 0.05)]
 )
-def test_a_machine_that_stands_still_now_and_then_costs_no_draft_its_later_texts(
+def test_occasional_stalls_of_the_machine_do_not_stop_drafting_in_later_texts(
     curve: str, draft_s: float, n_quiet: int, slowness: float
 ) -> None:
     texts = Texts(curve, draft_s, prefill_s=1.0)
@@ -459,7 +463,7 @@ def test_a_draft_that_pays_in_no_text_costs_next_to_nothing_in_the_long_run(
     assert np.mean(texts.ratios[8:]) > 0.97
 
 
-def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_answer() -> None:
+def test_the_draft_models_prefill_is_weighed_against_the_rest_of_the_answer() -> None:
     confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
     world = World(CURVES["flat"], 0.1, confidences, rights)
     assert run(world, cost_aware(world.table()), prefill_s=500.0).n_draft_steps == 0
@@ -494,8 +498,9 @@ def test_a_chain_that_is_known_is_cut_where_the_round_is_fastest() -> None:
 
 
 def test_short_answers_lose_little_with_a_draft_that_says_it_is_unsure() -> None:
-    """Answers of twelve tokens, of which nothing is known beforehand, and a model that is right as
-    often as it says."""
+    """Answers of twelve tokens without earlier measurements, and a model that is as often right as
+    its confidence says.
+    """
     ratios: list[float] = []
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -506,7 +511,7 @@ def test_short_answers_lose_little_with_a_draft_that_says_it_is_unsure() -> None
     assert np.mean(ratios) > 0.975
 
 
-def test_what_plain_decoding_costs_does_not_go_stale() -> None:
+def test_the_cost_of_plain_decoding_stays_up_to_date() -> None:
     confidences, rights = text(4000, lambda _: 1.0, sureness=0.0)
     world = World(CURVES["flat"], 0.01, confidences, rights)
     lengths = run(world, cost_aware(world.table())).lengths
@@ -515,7 +520,7 @@ def test_what_plain_decoding_costs_does_not_go_stale() -> None:
     assert gaps.max() <= 70
 
 
-def test_a_machine_that_is_not_what_it_was_is_found_out() -> None:
+def test_a_change_in_the_machines_speed_is_noticed() -> None:
     """Batches cost nothing more by the table, and as much as their rows in truth."""
     confidences, rights = text(3000, lambda _: 0.8, sureness=0.0)
     world = World(CURVES["in proportion"], 0.1, confidences, rights)
@@ -539,7 +544,7 @@ def test_a_text_that_changes_is_followed() -> None:
     assert found.seconds < 1.12 * apart
 
 
-# --- costs: what is learnt
+# --- learning costs
 
 
 @pytest.mark.parametrize(("n_accepted", "n_judged"), [(0, 1), (1, 2), (3, 4), (4, 4)])
@@ -559,7 +564,7 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted(
 @pytest.mark.parametrize(
     ("tokens", "n_judged", "n_right"), [((0, 1), 2, 2), ((0, 7), 2, 1), ((5,), 1, 0)]
 )
-def test_what_was_not_worth_verifying_is_compared_with_the_text(
+def test_tokens_not_worth_verifying_are_compared_with_the_text(
     tokens: tuple[int, ...], n_judged: int, n_right: int, is_found: bool
 ) -> None:
     """A model's draft, or n-grams that the plan does not follow: that they are right is seen at no
@@ -592,7 +597,7 @@ def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
 
 
 def test_a_draft_and_its_beginning_are_judged_once() -> None:
-    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
+    """A found chain is proposed completely, and the part that is verified is in the draft again."""
     acceptance: dict[str, AcceptanceRates] = {}
     policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
     plan = planned(policy)
@@ -615,7 +620,7 @@ def test_a_draft_and_its_beginning_are_judged_once() -> None:
     ),
     st.floats(0.0, 5.0),
 )
-def test_whatever_happens_its_answers_are_finite(
+def test_its_estimates_are_finite_after_any_observations(
     seconds: list[float], rounds: Sequence[tuple[list[float], int, float]], draft_s: float
 ) -> None:
     policy = cost_aware(dict(enumerate(seconds, 1)))
@@ -641,7 +646,7 @@ def test_whatever_happens_its_answers_are_finite(
 # --- plans
 
 
-def test_given_tokens_are_no_choice() -> None:
+def test_given_tokens_are_kept_without_a_decision() -> None:
     """A translated draft drafts the end of the text again first."""
     plan = planned(fixed(5, p_min=0.5))
     plan = replace(plan, n_max=plan.n_max + 2, n_given=2)

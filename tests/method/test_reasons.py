@@ -1,5 +1,5 @@
-"""Every round says why it drafted what it drafted, or why it drafted nothing: a test makes each
-reason happen.
+"""Every round gives a reason for what it drafted, or why it drafted nothing. A test causes each
+reason.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ PLANS: dict[ReasonName, Callable[[], RoundPlan]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_policy_says_why(name: ReasonName) -> None:
+def test_a_policy_gives_its_reason(name: ReasonName) -> None:
     plan = PLANS[name]()
     assert plan.reason == name
     drafts = name in ("found", "model", "trial", "fixed", "threshold")
@@ -159,7 +159,7 @@ ROUNDS: dict[ReasonName, Callable[[], Setup]] = {
 
 
 @pytest.mark.parametrize("name", ROUNDS)
-def test_a_round_says_why(name: ReasonName) -> None:
+def test_a_round_gives_its_reason(name: ReasonName) -> None:
     said = reasons(ROUNDS[name]())
     assert said[0] is None  # the prompt's decode is no round
     assert said[1:] == {"off": ["off"] * 11, "failed": ["unsure"] * 2 + ["failed"] * 9}.get(

@@ -1,4 +1,4 @@
-"""Text comes whole: characters over token borders, stop strings over piece borders."""
+"""Text is released in complete parts: characters across tokens, and stop strings across chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_text_is_byte_exact_however_it_is_cut(text: str, cuts: list[int]) -> Non
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 200)))
-def test_bytes_that_are_no_text_are_replaced_as_python_does(data: bytes, cuts: list[int]) -> None:
+def test_invalid_utf_8_is_replaced_as_in_python(data: bytes, cuts: list[int]) -> None:
     stream = TextStream()
     shown = "".join(stream.push(piece) for piece in pieces(data, cuts)) + stream.flush()
     assert shown == data.decode("utf-8", "replace")
@@ -123,9 +123,7 @@ def test_a_preview_keeps_nothing() -> None:
 @settings(max_examples=80)
 @given(st.data())
 def test_a_history_is_the_end_of_the_text_and_the_drafted_tokens(data: st.DataObject) -> None:
-    """However the text grows, over many times the room that there is at first; drafted tokens leave
-    nothing behind.
-    """
+    """However the text grows, far beyond the initial capacity. Drafted tokens leave no trace."""
     text = list(range(5))
     state = TextState(text)
     for _ in range(data.draw(st.integers(1, 12))):

@@ -1,8 +1,7 @@
-"""Generations with drafts in another vocabulary, on the fake backend.
+"""Answers with drafts in another vocabulary, on the fake backend.
 
-Target and draft speak one made-up language, spelled with tokens that are cut differently: drafts
-are often right, and the text must be plain decoding's all the same. `test_lossless.py` has them
-above temperature 0.
+Target and draft use the same invented language with different tokens. Drafts are often right, and
+the text must be that of plain decoding. `test_lossless.py` tests them above temperature 0.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def language_of(seed: int, vocabulary: FakeVocabulary, noise_seed: int) -> Langu
 
 @dataclass
 class Pair:
-    """A target and a draft with vocabularies of their own."""
+    """A target and a draft with different vocabularies."""
 
     target: FakeVocabulary
     draft: FakeVocabulary
@@ -227,7 +226,7 @@ def test_drafts_in_another_vocabulary_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("n_ctx", [10, 16, 30])
-def test_drafting_goes_on_when_the_text_outgrows_the_drafts_context(n_ctx: int) -> None:
+def test_drafting_continues_when_the_text_outgrows_the_drafts_context(n_ctx: int) -> None:
     options = GenerationOptions(max_tokens=60, ignore_eos=True)
     pair = Pair(cut(1), cut(101), 1, 1, n_ctx=n_ctx, options=options)
     watched = pair.check()

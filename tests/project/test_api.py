@@ -1,4 +1,4 @@
-"""The Python interface: what a program that imports specgen relies on."""
+"""The Python interface: everything that programs which import specgen rely on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny.config import CHATML_TEMPLATE
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 PROMPT = "the cat is in the"
 OPTIONS = (SamplerOptions, GenerationOptions)
-#: The package for calls that a type checker would refuse.
+#: The package, for calls that a type checker would reject.
 untyped: Any = specgen
 N = 12
 
@@ -47,7 +47,7 @@ def model(files: Path) -> Iterator[specgen.Model]:
 
 @pytest.fixture
 def shared(files: Path) -> Iterator[specgen.Model]:
-    """A model for requests that are refused, which is as good as new after each."""
+    """A model for invalid requests, which do not change it."""
     with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
         yield made
 
@@ -215,11 +215,11 @@ def test_a_chat_keeps_its_messages(model: specgen.Model) -> None:
     assert chat.messages == [*asked, specgen.Message("assistant", expected)]
     assert chat.send("yes?", grammar='root ::= "maybe"', temperature=2.0).text == "maybe"
     assert chat.messages[-1].content == "maybe"
-    # Another conversation begins anew.
+    # A second conversation starts from the beginning.
     assert model.chat().messages == []
 
 
-def test_a_turn_without_a_complete_answer_is_no_part_of_a_chat(model: specgen.Model) -> None:
+def test_a_turn_without_a_complete_answer_is_not_part_of_a_chat(model: specgen.Model) -> None:
     chat = model.chat()
     chat.send("hi", max_tokens=2)
     before = chat.messages
@@ -259,7 +259,7 @@ def test_a_chat_leaves_out_its_oldest_turns_when_the_context_is_full(files: Path
     assert all("left out from here on (the system message kept)" in note for note in notes)
 
 
-def test_an_answer_has_the_numbers_of_its_tokens(model: specgen.Model) -> None:
+def test_an_answer_has_its_token_ids(model: specgen.Model) -> None:
     usage = model.generate(PROMPT, max_tokens=N).usage
     assert usage == specgen.Usage(usage.prompt_tokens, N, cached_tokens=0)
     assert usage.total_tokens == usage.prompt_tokens + N
@@ -318,7 +318,7 @@ def test_the_last_of_several_messages_at_once_is_answered(model: specgen.Model) 
     asyncio.run(send_at_once())
 
 
-def test_an_event_loop_goes_on_while_an_answer_is_generated(model: specgen.Model) -> None:
+def test_an_event_loop_keeps_running_while_an_answer_is_generated(model: specgen.Model) -> None:
     async def wait() -> str:
         # The lock lets this thread step, but no other.
         with model.engine.stepping:
@@ -460,7 +460,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         (specgen.Prompt("x", np.arange(2)), "tokens: give a tuple of"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: str) -> None:
+def test_invalid_prompts_are_rejected(shared: specgen.Model, prompt: Any, said: str) -> None:
     with pytest.raises((UsageError, PromptError)) as error:
         shared.generate(prompt, max_tokens=1)
     assert error.value.message.startswith(said) or said in error.value.message
@@ -522,7 +522,7 @@ def test_what_is_no_prompt_is_refused(shared: specgen.Model, prompt: Any, said: 
         ),
     ],
 )
-def test_what_is_no_option_is_refused(shared: specgen.Model, options: Any, said: str) -> None:
+def test_invalid_options_are_rejected(shared: specgen.Model, options: Any, said: str) -> None:
     for ask in (shared.generate, shared.stream, shared.events, shared.submit):
         with pytest.raises(UsageError) as error:  # before anything is generated
             ask(PROMPT, **options)
@@ -566,7 +566,7 @@ def test_several_prompts_are_all_answered_or_none(shared: specgen.Model) -> None
         ),
     ],
 )
-def test_what_load_cannot_use_is_refused(files: Path, options: Any, said: str) -> None:
+def test_arguments_that_load_cannot_use_are_rejected(files: Path, options: Any, said: str) -> None:
     with pytest.raises(UsageError) as error:
         specgen.load(**{"target": files / "target.gguf", "draft": "none"} | options)
     assert error.value.message.startswith(said)
@@ -594,13 +594,13 @@ def test_what_load_cannot_use_is_refused(files: Path, options: Any, said: str) -
         (lambda: untyped.Engine(None), "session: give a value of the type Session, not None"),
     ],
 )
-def test_what_is_no_value_of_a_class_is_refused(make: Any, said: str) -> None:
+def test_invalid_values_of_a_class_are_rejected(make: Any, said: str) -> None:
     with pytest.raises(UsageError) as error:
         make()
     assert error.value.message.startswith(said)
 
 
-def test_an_engine_refuses_what_it_cannot_use(shared: specgen.Model, files: Path) -> None:
+def test_an_engine_rejects_unusable_arguments(shared: specgen.Model, files: Path) -> None:
     engine: Any = shared.engine
     wrong: Any = ({"verifier": "x"}, {"n_drafted_max": -1}, {"sampling": 3}, {"generation": 3})
     for options in wrong:
@@ -695,7 +695,7 @@ def test_the_pages_examples_run(files: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len({answer.text for answer in answers}) > 1
 
 
-def test_the_pages_table_gives_what_llama_cpp_python_gives(
+def test_the_pages_table_gives_the_same_results_as_llama_cpp_python(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = re.findall(r"^\| `(.*)` \| `(.*)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The contributors' documents name only what exists: files, names, make targets, layers."""
+"""The contributors' documents name only files, names, make targets and layers that exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens_of(markdown: str) -> Iterator[Token]:
 
 
 def code_of(markdown: str) -> list[str]:
-    """What stands in backticks and in blocks of code."""
+    """The code in backticks and in code blocks."""
     kinds = ("code_inline", "code_block", "fence")
     return [token.content for token in tokens_of(markdown) if token.type in kinds]
 
@@ -72,13 +72,13 @@ def layers_of(markdown: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_what_is_named_is_there(document: Path) -> None:
+def test_everything_that_documents_name_exists(document: Path) -> None:
     markdown = document.read_text(encoding="utf-8")
     assert len(paths_of(markdown)) > 20
     assert stale_paths(markdown) == []
 
 
-def test_what_is_not_there_is_found() -> None:
+def test_names_that_do_not_exist_are_found() -> None:
     right = (
         "`tests/project/test_layers.py::LAYERS` `method/loop.py` `kernels/` `models.toml` "
         "`specgen run`"

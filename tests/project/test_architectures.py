@@ -1,6 +1,6 @@
-"""The tier of all architectures, on those that specgen's own tiny models have, and what the tier
-itself must do. `make architectures` runs the same checks on all that llama.cpp has, which needs its
-source.
+"""The checks of all architectures, on specgen's own tiny models, and the code that runs them.
+
+`make architectures` runs the same checks on all of llama.cpp's architectures, and needs its source.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def test_every_check_runs_in_the_child() -> None:
 # --- a crash ends one check
 
 
-def test_a_dead_child_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A real one: there is no such check."""
+def test_the_death_of_a_child_process_is_reported_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The child process really dies, because there is no such check."""
     monkeypatch.setattr(run, "CHECKS", ("nonsense", "load"))
     monkeypatch.setattr(run, "KINDS", ("f32",))
     monkeypatch.setattr(run, "WHO", ("llama.cpp",))
@@ -86,7 +88,7 @@ def test_a_dead_child_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 # --- known exceptions
 
 
-def test_what_fails_is_known_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_known_exceptions_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownException(("a", "b"), ("rows",), "reason")
     monkeypatch.setattr(exceptions, "EXCEPTIONS", (known,))
     monkeypatch.setattr(run, "EXCEPTIONS", (known,))

@@ -1,6 +1,4 @@
-"""Imports point one way, downwards, between layers and between modules, and one layer imports
-llama.cpp.
-"""
+"""Imports point downwards between layers and modules, and only one layer imports llama.cpp."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, *, for_types: bool = True) -> set[str]:
-    """Full names of what a module imports, wherever in it; with or without what only type checkers
-    read.
+    """The full names of what a module imports anywhere in it, with or without imports for type
+    checkers.
     """
     names: set[str] = set()
     left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -61,8 +59,8 @@ def imported(path: Path, *, for_types: bool = True) -> set[str]:
 
 
 def needed() -> dict[str, set[str]]:
-    """The modules of the package that each module imports. A name that a package hands on stands
-    for the package.
+    """The modules of the package that each module imports. A re-exported name counts as its
+    package.
     """
     known = modules()
     needs: dict[str, set[str]] = {}

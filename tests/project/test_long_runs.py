@@ -1,4 +1,4 @@
-"""Short parts of the searches that otherwise take minutes or hours (`make fuzz`, `make soak`)."""
+"""Short parts of the searches that usually take minutes or hours (`make fuzz`, `make soak`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_whatever_comes_is_an_answer_or_one_clear_line(tmp_path: Path) -> None:
+def test_any_input_gets_an_answer_or_a_one_line_error(tmp_path: Path) -> None:
     done = run("fuzz", "--cases", str(N_CASES), "--seed", "0", "--keep", str(tmp_path))
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout)["codes"]
@@ -43,7 +43,7 @@ def test_whatever_comes_is_an_answer_or_one_clear_line(tmp_path: Path) -> None:
     assert any("4" in by_code for by_code in codes.values())
 
 
-def test_a_changed_body_depends_on_nothing_but_its_own_chance() -> None:
+def test_a_mutated_body_depends_only_on_its_own_random_generator() -> None:
     """Else a case could not be repeated by its number."""
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": ["a"]}
     first = [mutated(body, random.Random(seed)) for seed in range(1500)]

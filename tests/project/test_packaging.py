@@ -1,4 +1,4 @@
-"""What is built and shipped: the flags of llama.cpp's build, the Makefile, the wheel."""
+"""Builds and packages: the flags of llama.cpp's build, the Makefile, the wheel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = "specgen/llama/libspecgen-kernels.so"
 
 
 def compiler(folder: Path, *macros: str) -> str:
-    """A compiler that only tells its macros."""
+    """A compiler that only prints its macros."""
     path = folder / "compiler"
     lines = "".join(f"echo '#define {macro} 1'\n" for macro in macros)
     path.write_text(f"#!/bin/sh\n{lines}")

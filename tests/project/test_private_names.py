@@ -1,6 +1,6 @@
-"""Tests bind to public names: what begins with an underscore may change without them.
+"""Tests use only public names, so that private ones can change without them.
 
-ruff finds attributes (SLF001). Here are imports, and names in strings: of patches, and of programs.
+ruff checks attributes (SLF001). Here are imports, and names in strings: in patches and in programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What has to be registered for tests is, and a package of its own can bring a drafter."""
+"""Everything that tests must cover is registered, and a separate package can provide a drafter."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_architecture_is_registered() -> None:
 
 @pytest.mark.parametrize("sampler", [GREEDY, UNFILTERED], ids=["greedy", "random"])
 @pytest.mark.parametrize("name", ON_FAKES)
-def test_a_drafter_is_what_its_entry_says(name: str, sampler: SamplerOptions) -> None:
+def test_a_drafter_behaves_as_its_registration_says(name: str, sampler: SamplerOptions) -> None:
     case = DRAFTERS[name]
     made: list[object] = []
     drawn: list[bool] = []
@@ -118,7 +118,7 @@ def specgen(packages: Path, *arguments: str | Path) -> subprocess.CompletedProce
     return ended(*arguments, env={"PYTHONPATH": path})
 
 
-def test_a_package_of_its_own_drafts(tmp_path: Path) -> None:
+def test_a_separate_package_can_provide_a_drafter(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     subprocess.run([sys.executable, *install, "--target", packages, EXAMPLE], check=True)
@@ -138,7 +138,7 @@ def test_a_package_of_its_own_drafts(tmp_path: Path) -> None:
     assert unknown.returncode != 0
 
 
-def test_the_registry_has_every_kind() -> None:
+def test_every_kind_of_draft_has_registered_cases() -> None:
     names = [kind.name for kind in kinds()]
     assert len(names) == len(set(names)) == len(KINDS) + 1
     assert set(KINDS_TESTED) == set(names)

@@ -1,7 +1,7 @@
-"""The wheels, in an environment that has nothing: no compiler, no caches, no llama-cpp-python.
+"""The wheels, in an environment without a compiler, caches or llama-cpp-python.
 
-`make dist` builds them. The wheel for ARM is tested on such a machine, or by an emulated Python
-whose path is in ARM_PYTHON (docs/platforms.md). What is not there is skipped.
+`make dist` builds them. The wheel for ARM is tested on an ARM machine, or with an emulated Python
+whose path is in ARM_PYTHON (docs/platforms.md). Missing wheels are skipped.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def answer(run: Run, draft: str) -> tuple[str, str]:
     return events[0]["kernels"], "".join(pieces)
 
 
-def test_it_answers_with_its_own_llama_cpp_and_kernels(run: Run) -> None:
+def test_it_uses_the_bundled_llama_cpp_and_kernels(run: Run) -> None:
     installed = run("python", "-m", "pip", "list", "--format", "json")
     assert "llama-cpp-python" not in {
         each["name"].replace("_", "-") for each in json.loads(installed)
@@ -128,7 +128,7 @@ def test_workers_know_their_protocol(run: Run) -> None:
     )
 
 
-def test_the_licences_of_what_it_carries_are_there(run: Run) -> None:
+def test_the_licences_of_bundled_software_are_included(run: Run) -> None:
     program = (
         "import pathlib, specgen.llama as s; b = pathlib.Path(s.__file__).parent / 'bundled'; "
         "print(*(path.read_text() for path in sorted(b.glob('LICENSE*'))))"

@@ -1,4 +1,4 @@
-"""How far long work is, told in lines: where standard error is a file or a pipe."""
+"""The progress of long work as lines, if standard error is a file or a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specgen.system.progress import ProgressView
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that tests advance."""
 
     now_s = 1000.0
 
@@ -30,7 +30,7 @@ def _interval(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines_of(*steps: tuple[float, str]) -> list[str]:
-    """What is written where each state comes so many seconds after the one before."""
+    """The lines that are written when each state comes this many seconds after the one before."""
     stream, clock = io.StringIO(), Clock()
     view = ProgressView(stream, clock)
     for seconds, state in steps:
@@ -62,7 +62,7 @@ def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
 # --- downloads
 
 
-def test_a_line_of_a_download_comes_now_and_then() -> None:
+def test_a_download_prints_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = ProgressView(stream, clock, "bytes")
     for done_bytes in (150, 160, 200, 350, 1000):

@@ -41,7 +41,7 @@ def play(
     return renderer
 
 
-def test_the_rejected_tokens_stand_behind_the_text_or_where_they_were_refused() -> None:
+def test_rejected_tokens_are_shown_after_the_text_or_where_they_were_rejected() -> None:
     terminal, other = Terminal(), Terminal()
     script = Script().prompt().plain("The").round([" cat", " sat", " on"], 1, " lay")
     play(terminal, script.events)
@@ -57,7 +57,7 @@ def test_the_rejected_tokens_stand_behind_the_text_or_where_they_were_refused() 
     ("show", "row", "struck"),
     [("all", "x[ b] a[ a2] a1 a11 own", " a11"), ("accepted", "x a a1 own b   a2   a11", None)],
 )
-def test_branches_of_a_tree_are_told_apart(show: Show, row: str, struck: str | None) -> None:
+def test_branches_of_a_tree_are_distinguishable(show: Show, row: str, struck: str | None) -> None:
     terminal = Terminal()
     drafted = [" a", " b", " a1", " a2", " a11"]
     script = Script().plain("x").tree(drafted, (-1, -1, 0, 0, 2), (0, 2), " own")
@@ -95,7 +95,7 @@ def test_a_long_prompt_shows_the_progress_of_its_prefill() -> None:
         (2, "3"),
     ],
 )
-def test_the_status_line_says_what_fits(columns: int, status: str) -> None:
+def test_the_status_line_shows_as_much_as_fits(columns: int, status: str) -> None:
     terminal = Terminal(columns)
     script = Script().prompt().plain("a").round(["b", "c", "d"], 1, "e")
     play(terminal, script.events)
@@ -103,7 +103,7 @@ def test_the_status_line_says_what_fits(columns: int, status: str) -> None:
 
 
 @pytest.mark.parametrize("show", ["accepted", "all", "none"])
-def test_at_the_end_the_text_stands_alone_and_the_cursor_below_it(show: Show) -> None:
+def test_at_the_end_only_the_text_remains_with_the_cursor_below_it(show: Show) -> None:
     whole = Script().prompt().plain("The").round([" cat", " sat"], 2, "\nEnd").finish()
     for script, rows in ((whole, ["The cat sat", "End"]), (Script().prompt().finish(), [])):
         terminal = Terminal()
@@ -136,7 +136,7 @@ def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
     assert terminal.lines == [f"See {address} there.", "漢字" * 40]
 
 
-def test_a_notice_stands_above_the_unfinished_line() -> None:
+def test_a_notice_is_shown_above_the_unfinished_line() -> None:
     terminal, script = Terminal(), Script().prompt().plain("one\ntwo")
     script.notice("[b]drafting\nfailed\x1b[2J", "why\nexactly").plain(" words")
     play(terminal, script.events)
@@ -149,7 +149,7 @@ def test_a_notice_stands_above_the_unfinished_line() -> None:
     st.lists(st.tuples(TEXTS, st.integers(10, 60), st.booleans()), max_size=12),
     st.sampled_from(["accepted", "none"]),
 )
-def test_resizing_a_window_that_lays_text_out_anew_loses_nothing(
+def test_resizing_a_window_that_reflows_text_loses_nothing(
     rounds: list[tuple[str, int, bool]], show: Show
 ) -> None:
     terminal = Terminal(30, 30)

@@ -1,4 +1,4 @@
-"""A race: its replay on a terminal, and its picture."""
+"""Races: the replay on a terminal, and the picture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and which renderer is
-taken.
+"""Answers in pipes, files and simple terminals, as text and as JSON Lines; and the choice of a
+renderer.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def printed(event: FinishedEvent, **options: Any) -> str:
     return stream.getvalue()
 
 
-def test_what_it_says() -> None:
+def test_the_lines_of_a_summary() -> None:
     event = finished(wall_s=8.0, draft_s=2.0, target_s=5.96, loop_s=0.04, tokens_per_s=12.345)
     assert items(event) == {
         "answer": "3 rounds, 2.67 tokens per pass of the target",
@@ -108,7 +108,7 @@ def test_how_the_gain_is_known() -> None:
         ((0.7, 0.9), "slower than without drafts (0.7 to 0.9 times)"),
     ],
 )
-def test_a_gain_is_said_with_its_uncertainty_and_none_if_it_may_be_none(
+def test_a_speed_up_is_shown_with_its_uncertainty_and_not_if_there_may_be_none(
     between: tuple[float, float], said: str
 ) -> None:
     event = finished(estimated_speedup=sum(between) / 2, estimated_speedup_range=between)

@@ -1,4 +1,4 @@
-"""Text from a model: made harmless, cut into cells, laid out in rows."""
+"""Text from a model: made harmless, split into cells, and wrapped into rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_cleaning_does_not_depend_on_how_the_text_arrives(text: str, data: st.Da
         ("[bold]x[/bold] :smile:", "[bold]x[/bold] :smile:"),
     ],
 )
-def test_what_stands_for_control_characters(text: str, expected: str) -> None:
+def test_control_characters_are_replaced_by_visible_ones(text: str, expected: str) -> None:
     assert clean(text) == expected
 
 
@@ -73,7 +73,7 @@ def test_what_stands_for_control_characters(text: str, expected: str) -> None:
     "character",
     [FAMILY, "🇩🇪", "👍🏽", "❤️", "1️⃣", "e\u0301", "\u1112\u1161\u11ab", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "ก็", "🏳️\u200d🌈"],
 )
-def test_what_one_sees_as_one_character_is_one_cell(character: str) -> None:
+def test_code_points_shown_as_one_character_share_a_cell(character: str) -> None:
     assert texts(cells_of(f"a{character}b")) == ["a", character, "b"]
 
 

@@ -1,4 +1,4 @@
-"""specgen's drafts inside llama-cpp-python's `Llama`: its texts are those without a draft."""
+"""specgen's drafts in llama-cpp-python's `Llama`: the texts are the same as without a draft."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_pages_example_runs(
     assert re.search(r"\d+ of \d+ drafted tokens accepted", capsys.readouterr().out)
 
 
-def test_what_cannot_draft_is_one_clear_error(models: Path, tmp_path: Path) -> None:
+def test_a_draft_that_cannot_be_used_is_a_clear_error(models: Path, tmp_path: Path) -> None:
     target = models / "target.gguf"
     recurrent = write_tiny_model(tmp_path / "r.gguf", TinyConfig(architecture="mamba"))
     with pytest.raises(UsageError, match=r"r\.gguf has a recurrent state"):
@@ -136,7 +136,7 @@ def test_what_cannot_draft_is_one_clear_error(models: Path, tmp_path: Path) -> N
         SpecgenDraft(target, models / "respelled.gguf", drafting=DraftOptions(translate="off"))
 
 
-def test_a_llama_without_room_for_logits_is_told_before_it_fails(models: Path) -> None:
+def test_a_llama_without_space_for_logits_is_an_error_before_it_fails(models: Path) -> None:
     target = models / "target.gguf"
     with (
         SpecgenDraft(target, "ngram", drafting=FIXED) as draft,

@@ -75,7 +75,7 @@ def of_files(files: Path, draft: str = "draft.gguf", n: int = N) -> list[str]:
 
 
 def told(result: Result) -> str:
-    """What an answer says."""
+    """The text of an answer."""
     assert (result.exit_code, result.stderr, result.stdout[-1:]) == (0, "", "\n")
     return result.stdout[:-1]
 
@@ -144,7 +144,7 @@ def test_the_log_has_the_seed_that_was_picked_and_what_was_drafted(
     assert told(ask(*asked, "-o", "seed", str(logged["response_json"]["seed"]))) == first
 
 
-def test_a_conversation_goes_on(
+def test_a_conversation_is_continued(
     plugin: Any, chat_models: Path, expected: specgen.Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = llm.get_model("specgen").conversation()
@@ -170,7 +170,7 @@ def test_a_conversation_goes_on(
 def test_a_model_is_loaded_once(
     plugin: Any, chat_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if several threads ask for it at once, and not before it is asked."""
+    """Also if several threads need it at once, and not before the first request."""
     loads = Mock(side_effect=specgen.load)
     monkeypatch.setattr(specgen, "load", loads)
     options: dict[str, Any] = {"target": str(chat_models / "target.gguf"), "max_tokens": N}
@@ -231,7 +231,7 @@ def test_installed_it_ends_cleanly_and_keeps_what_was_learnt(
         (["-o", "nothing", "1"], "nothing"),
     ],
 )
-def test_an_error_is_said_clearly(
+def test_an_error_message_is_clear(
     ask: Ask, chat_models: Path, arguments: list[str], said: str
 ) -> None:
     result = ask(PROMPT, *of_files(chat_models), *arguments)

@@ -1,4 +1,4 @@
-"""The formats of all APIs: what is answered, whole and as a stream."""
+"""The answers in the formats of all APIs, complete and streamed."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     assert api.Response.model_validate(last["response"]).output_text == "So"
 
 
-def test_an_empty_answer_has_an_item() -> None:
+def test_an_empty_answer_contains_an_item() -> None:
     (item,) = events_of()[-1]["response"]["output"]
     assert item["content"][0]["text"] == ""
 

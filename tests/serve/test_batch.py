@@ -1,5 +1,5 @@
-"""The parts of a batch: its lines, results that survive any end, and actors of Ray that die; most
-of it needs no Ray.
+"""The parts of a batch: its lines, results that survive any failure, and Ray actors that die. Most
+tests need no Ray.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TestLines:
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_a_bad_line_is_an_error_and_the_others_go_on(
+    def test_a_bad_line_is_an_error_and_the_others_are_answered(
         self, line: str | bytes | dict[str, Any], code: str, word: str
     ) -> None:
         first, bad, last = lines_of("a", line, "b")
@@ -149,7 +149,7 @@ class TestResults:
             read_results(out)
         assert out.read_bytes() == before
 
-    def test_a_full_disk_takes_nothing_that_was_there(
+    def test_a_full_disk_does_not_destroy_existing_results(
         self, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         append(out, record("a"))
@@ -166,7 +166,7 @@ class TestResults:
         assert out.read_bytes() == before
 
 
-def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
+def test_the_summary_mentions_drafts_and_caches_if_there_were_any() -> None:
     stats = BatchStats(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
     told = "2 answers, 100 tokens in all, 400 ms: 250.0 tokens/s, 4 at once"
     assert batch_summary(stats, 0.4, "4 at once") == told
@@ -199,7 +199,7 @@ def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
     assert place(nodes, *asked) == Placement(*found)
 
 
-def test_what_no_node_has_is_told() -> None:
+def test_resources_that_no_node_has_are_reported() -> None:
     for nodes, asked, said in (
         ([], (None, None), "has 1 CPUs and 0 GPUs for an actor: the largest has 0 CPUs"),
         ([(8, 1)], (9, 2), "has 9 CPUs and 2 GPUs for an actor: the largest has 8 CPUs, 1 GPUs"),
@@ -220,7 +220,7 @@ class FakeRayError(Exception):
 
 
 class FakeRay:
-    """The functions of Ray that the driver calls. A line that says "die" ends its actor."""
+    """The functions of Ray that the driver calls. A line with the text "die" ends its actor."""
 
     def __init__(self) -> None:
         self.exceptions = type("exceptions", (), {"RayError": FakeRayError})
@@ -297,7 +297,7 @@ def run(
 
 
 def test_actors_answer_as_a_batch_does(target: Path) -> None:
-    """Lines of all sizes, those that cannot be read or answered among them."""
+    """Lines of all sizes, including invalid lines and lines that cannot be answered."""
     rows: list[dict[str, Any]] = [
         *({"prompt": f"the cat {n}", "seed": n, "temperature": 0.8} for n in range(50)),
         *({"prompt": "long", "max_tokens": n, "ignore_eos": True} for n in (150, 700)),
@@ -379,7 +379,7 @@ def test_a_batch_ends_without_free_cpus_and_after_an_interruption(
         (("--ray", "local"), "hint: pip install 'specgen-gguf[ray]'\n"),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused(
+def test_an_invalid_cluster_is_rejected(
     specgen: Specgen,
     tmp_path: Path,
     target: Path,

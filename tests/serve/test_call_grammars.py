@@ -1,6 +1,4 @@
-"""The grammars of calls and of JSON in whole answers: a model that wants to say something else, at
-the server.
-"""
+"""The grammars of tool calls and JSON in complete answers: the model would prefer another text."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def said_by(
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
-    """With any draft, one that wants to say it too among them, and behind text where the family
-    lets it.
-    """
+    """With any draft, including one that prefers it, and after text if the family allows that."""
     before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
     # gpt-oss may write its channel behind a name: what follows must stand where the model expects
     # it.
@@ -133,7 +129,7 @@ def test_text_without_a_mark_is_free(tmp_path: Path, name: str) -> None:
     assert said_by(tmp_path, name, text) == (text, "", [])
 
 
-def test_several_calls_and_text_behind_them(tmp_path: Path) -> None:
+def test_several_calls_followed_by_text(tmp_path: Path) -> None:
     calls = [FAMILY["Hermes"].call(name, 7) for name in ("read", "read_all")]
     calls.append('<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>')
     text = f"One {calls[0]} two {calls[1]}\n{calls[2]} three"
@@ -145,7 +141,7 @@ def test_several_calls_and_text_behind_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("added", [THINKS, OPENS])
-def test_a_call_in_a_thought_is_none(tmp_path: Path, added: str) -> None:
+def test_a_call_in_a_thought_is_not_a_call(tmp_path: Path, added: str) -> None:
     begin = "<think>" if added == THINKS else ""
     thought = f"I may say {FAMILY['Hermes'].call()} or not."
     content, thoughts, calls = said_by(
@@ -174,7 +170,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_required_calls_and_schemas_hold_behind_thoughts(tmp_path: Path, name: str) -> None:
+def test_required_calls_and_schemas_are_enforced_after_thoughts(tmp_path: Path, name: str) -> None:
     family, added, thought = THOUGHTS[name]
     unit = {"properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object", **unit}}}
@@ -238,7 +234,7 @@ def test_strings_may_escape_any_character(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_a_required_answer_ends_behind_its_first_call(tmp_path: Path, name: str) -> None:
+def test_a_required_answer_ends_after_its_first_call(tmp_path: Path, name: str) -> None:
     text = FAMILY[name].call("read", 7)
     for choice in ("required", {"type": "function", "function": {"name": "read"}}):
         found = said_by(tmp_path, name, text, tool_choice=choice)

@@ -1,4 +1,4 @@
-"""The formats of all APIs: what becomes of their requests, and by which name a field is refused."""
+"""The requests in the formats of all APIs, and the names under which fields are rejected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def said(role: str, *texts: str) -> dict[str, Any]:
 # --- fields ---------------------------------------------------------------------------------------
 
 
-def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
+def test_fields_missing_in_a_body_have_the_defaults() -> None:
     sampling, generation = DEFAULTS.sampling, DEFAULTS.generation
     expected = ParsedRequest(
         "chat",
@@ -153,7 +153,7 @@ def test_prompts() -> None:
     assert turned.messages == (Message("system", "be brief"), Message("user", "hi"))
 
 
-def test_strict_decides_about_what_no_grammar_can_enforce() -> None:
+def test_strict_decides_whether_an_unenforceable_schema_is_an_error() -> None:
     schema: Any = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
 
     def asked(**more: Any) -> ParsedRequest:
@@ -262,8 +262,8 @@ _BILLED = "I read x-anthropic-billing-header"
 def test_turns_are_as_templates_want_them(
     request_of: Any, body: dict[str, Any], expected: list[str]
 ) -> None:
-    """A system message behind the beginning is the user's, and turns of one role are one where the
-    API says so.
+    """A system message after the beginning becomes the user's, and turns of the same role are
+    joined where the API does so.
     """
     found = [(each.role[0], each.content) for each in request_of(**body).messages]
     assert [f"{role} {text}".replace("\n\n", "|") for role, text in found] == expected
@@ -340,7 +340,7 @@ def test_what_an_agent_sends_as_messages() -> None:
     )
 
 
-def test_what_no_model_reads_is_named_and_the_text_goes_on() -> None:
+def test_parts_that_no_model_can_read_are_named_in_the_text() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:..."}}
     call = {"name": "a", "arguments": '{"x": 1}'}
     turns = [
@@ -447,7 +447,7 @@ def test_results_without_ids_and_names_belong_to_calls_in_order() -> None:
     assert (lost.role, lost.content) == ("user", "[result of an earlier call]\nlost")
 
 
-def test_a_call_and_what_the_tool_answered() -> None:
+def test_a_call_and_its_result() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
     broken = {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{"}}
     turns = [
@@ -490,12 +490,12 @@ def test_arguments_are_an_object_which_has_what_was_written_instead(
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_what_a_call_excludes_is_refused(body: dict[str, Any], why: str) -> None:
+def test_options_that_exclude_tool_calls_are_rejected(body: dict[str, Any], why: str) -> None:
     with pytest.raises(BodyError, match=why):
         with_call_form(chat(tools=[tool("a")], **body), FAMILIES["Hermes"])
 
 
-# --- what is refused, and what is ignored ---------------------------------------------------------
+# --- rejected and ignored fields ------------------------------------------------------------------
 
 _ARRAYS = {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]}
 _USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 1}]}
@@ -560,7 +560,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("request_of", "body", "field"), REFUSED, ids=[str(each[1])[:50] for each in REFUSED]
 )
-def test_what_cannot_be_honoured_is_refused_by_the_name_that_it_has(
+def test_unsupported_fields_are_rejected_by_name(
     request_of: Any, body: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(BodyError) as error:
@@ -571,7 +571,7 @@ def test_what_cannot_be_honoured_is_refused_by_the_name_that_it_has(
     error.value.message.encode()
 
 
-def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
+def test_features_that_the_server_lacks_are_ignored_with_a_warning() -> None:
     lacking: dict[str, Any] = {
         "store": True,
         "verbosity": "low",
@@ -588,7 +588,7 @@ def test_what_the_server_lacks_is_ignored_with_a_warning() -> None:
     assert chat(**asks_nothing) == chat()
 
 
-def test_what_is_ignored_is_mentioned() -> None:
+def test_ignored_fields_are_mentioned() -> None:
     asks: dict[str, Any] = {
         "client_metadata": {"a": 1},
         "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],

@@ -1,4 +1,4 @@
-"""Models whose file has no chat template, only the one for tools, or one with a syntax error."""
+"""Models without a chat template, with only the one for tools, or with a syntax error in it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_run_and_chat_refuse_it_at_their_start(specgen: Specgen, broken: Path) -
     assert other.code == 0
 
 
-def test_a_server_answers_what_needs_no_template(broken: Path, tmp_path: Path) -> None:
+def test_a_server_answers_requests_that_need_no_template(broken: Path, tmp_path: Path) -> None:
     with tiny_server(tmp_path, chat_template=BROKEN) as server:
         assert server.post("/v1/completions", prompt=TEXT, max_tokens=2).status_code == 200
         for path, body in CHATS:

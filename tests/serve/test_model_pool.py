@@ -1,5 +1,5 @@
-"""Several models in one server: loaded on demand, unloaded when there is no room, answers as if
-alone.
+"""Several models in one server: loaded on demand, unloaded when memory is short, with the same
+answers as alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ files = folder_with(**CONFIGS, **DRAFTS)
 
 @pytest.fixture(scope="module")
 def expected(files: Path) -> dict[tuple[str, str], str]:
-    """What each model says by itself."""
+    """The text of each model alone."""
     found: dict[tuple[str, str], str] = {}
     for name in NAMES:
         with session_of(files / f"{name}.gguf", "none") as plain:
@@ -263,7 +263,7 @@ def test_the_queue_has_a_limit(files: Path) -> None:
         assert waiting.result().status_code == 200
 
 
-def test_waiting_takes_no_longer_than_a_request_may(files: Path) -> None:
+def test_waiting_is_limited_by_the_timeout_of_a_request(files: Path) -> None:
     with serving(files, n_loaded=1, limits=Limits(request_s=1.0)) as server, server.busy("a"):
         refused = server.ask("b")
         assert refused.status_code == 503

@@ -1,4 +1,4 @@
-"""Ollama's API as its typed clients read it: every field that they require, with its type."""
+"""Ollama's API as its typed clients parse it: every required field, with its type."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_lines_have_every_field(server: Running) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_context_goes_on_with_the_conversation(server: Running, streams: bool) -> None:
+def test_a_context_continues_the_conversation(server: Running, streams: bool) -> None:
     def asked(prompt: str, **more: Any) -> dict[str, Any]:
         body: dict[str, Any] = {"prompt": prompt, "stream": streams, "options": OPTIONS, **more}
         return lines(server, "/api/generate", **body)[-1]
@@ -235,7 +235,7 @@ def loaded(http: httpx.Client) -> list[str]:
     return [model["name"] for model in http.get("/api/ps").json()["models"]]
 
 
-def test_what_is_not_loaded_is_described_without_loading_it(several: httpx.Client) -> None:
+def test_a_model_that_is_not_loaded_is_described_without_loading_it(several: httpx.Client) -> None:
     models = KitModels.model_validate(several.get("/api/tags").json()).models
     assert [model.name for model in models] == ["coder", "small:latest"]
     assert models[0].details.family == "llama"
@@ -309,7 +309,7 @@ def expiry(http: httpx.Client) -> float | None:
         ("9999999h", None),
     ],
 )
-def test_the_list_of_loaded_models_tells_when_they_are_unloaded(
+def test_the_list_of_loaded_models_shows_when_they_are_unloaded(
     several: httpx.Client, keep_alive: Any, seconds: float | None
 ) -> None:
     asked = {"model": "coder", "stream": False, "options": OPTIONS, "keep_alive": keep_alive}
@@ -331,7 +331,7 @@ def test_the_last_request_decides_how_long_a_model_is_kept(several: httpx.Client
 
 
 @pytest.mark.parametrize("keep_alive", ["", "-", "soon", "5 m", "5m!", False, [], {"m": 5}])
-def test_a_time_that_is_none_is_refused(several: httpx.Client, keep_alive: Any) -> None:
+def test_an_invalid_time_is_rejected(several: httpx.Client, keep_alive: Any) -> None:
     asked = {"model": "coder", "prompt": "x", "keep_alive": keep_alive}
     for path in ("/api/generate", "/api/chat", "/api/embed"):
         refused = several.post(path, json=asked)
@@ -342,7 +342,7 @@ def test_a_time_that_is_none_is_refused(several: httpx.Client, keep_alive: Any) 
 # --- what Ollama does with models, and this server does not ---------------------------------------
 
 
-def test_a_pull_succeeds_for_a_model_that_is_there(several: httpx.Client) -> None:
+def test_a_pull_of_an_existing_model_succeeds(several: httpx.Client) -> None:
     for body in ({"model": "coder"}, {"name": "small"}, {"model": "coder:latest", "stream": True}):
         found = several.post("/api/pull", json=body)
         assert [json.loads(line) for line in found.text.splitlines()] == [{"status": "success"}]

@@ -1,4 +1,4 @@
-"""Whether everybody can use the page: keyboards, screen readers, contrast, phones, lost servers."""
+"""The accessibility of the page: keyboards, screen readers, contrast, phones, lost connections."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_a_menu_of_models_fits_into_the_header(
         assert button["x"] + button["width"] <= width
 
 
-def test_the_list_lies_over_a_narrow_page(browser: Browser, server: Running) -> None:
+def test_the_list_overlays_a_narrow_page(browser: Browser, server: Running) -> None:
     with browser.new_context(viewport={"width": 375, "height": 700}) as context:
         page = context.new_page()
         page.goto(server.url)

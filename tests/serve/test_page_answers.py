@@ -131,7 +131,7 @@ def test_formulas_are_shown_as_such(page: Page) -> None:
         "An open $x^2 that never ends.",
     ],
 )
-def test_prices_code_and_variables_are_no_formulas(page: Page, text: str) -> None:
+def test_prices_code_and_variables_are_not_taken_for_formulas(page: Page, text: str) -> None:
     shown = show(page, text)
     assert shown.locator("math, var").count() == 0
     words = text.strip("`\n").replace("`", "").replace("\\$", "$")

@@ -76,7 +76,7 @@ def test_old_conversations_are_found_by_their_words(page: Page) -> None:
     expect(page.locator(".turn .question")).to_have_text("a mouse")
 
 
-def test_what_was_found_is_marked_between_whole_words(page: Page) -> None:
+def test_search_results_are_marked_with_whole_words_around_them(page: Page) -> None:
     text = (
         "There are many picturesque towns around the <b>Starnberger See</b>, where generations of "
         "painters from Munich have spent their summers since the railway came."
@@ -224,7 +224,7 @@ def test_a_deletion_can_be_undone(page: Page, tmp_path: Path) -> None:
     assert stored == 1
 
 
-def test_a_new_conversation_lets_the_answer_to_another_go_on(
+def test_a_new_conversation_does_not_stop_the_answer_in_another_one(
     browser: Browser, endless: Running
 ) -> None:
     with opened(browser, endless.url) as page:
@@ -334,7 +334,9 @@ def test_a_conversation_is_saved_as_files_and_imported(page: Page, tmp_path: Pat
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"format": "specgen conversation"}', '{"turns": [], "format": "x"}']
 )
-def test_a_file_that_is_no_conversation_is_refused(page: Page, tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_conversation_is_rejected(
+    page: Page, tmp_path: Path, text: str
+) -> None:
     file = tmp_path / "other.json"
     file.write_text(text, encoding="utf-8")
     page.get_by_label("Import").set_input_files(file)
@@ -440,7 +442,7 @@ def test_a_tab_that_is_closed_in_mid_answer_replaces_nothing(
             assert turn(other).locator(".answer span").count()
 
 
-def test_a_page_that_the_browser_has_kept_can_go_on(
+def test_a_page_from_the_back_forward_cache_still_works(
     keeping_browser: Browser, endless: Running
 ) -> None:
     with opened(keeping_browser, endless.url) as page:
@@ -498,7 +500,7 @@ def test_a_page_that_is_shown_again_catches_up(browser: Browser, endless: Runnin
         expect(rows(page)).to_have_count(2)
 
 
-def test_a_page_that_is_shown_again_tells_what_was_deleted(page: Page) -> None:
+def test_a_page_that_is_shown_again_reports_what_was_deleted(page: Page) -> None:
     page.add_init_script(DEAF)
     page.reload()
     ask(page)
@@ -656,7 +658,7 @@ def test_turns_are_left_out_where_the_server_limits_prompts(
 
 
 def test_turns_are_left_out_as_chat_does(page: Page) -> None:
-    """Up to half of the context is kept, once a quarter of it is no longer free for an answer."""
+    """Up to half of the context is kept once less than a quarter of it is free for an answer."""
     count = """async ([nTurns, nLeftOut, nContext, maxTokens]) => {
         const { turnsToLeaveOut } = await import("./page/context_window.js");
         const countTokens = async (n) => 100 * (nTurns - n) + 100;

@@ -1,4 +1,4 @@
-"""Files with a question on the server's page, in a real browser."""
+"""Files attached to a question on the server's page, in a real browser."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_files_stay_with_their_question(page: Page, tmp_path: Path) -> None:
     assert second[-1]["content"] == "a dog"
 
 
-def test_a_file_that_does_not_fit_says_so_before_it_is_sent(page: Page, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_reported_before_it_is_sent(page: Page, tmp_path: Path) -> None:
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
     give(page, "drop", {"long.txt": "the cat is in the house " * 100}, tmp_path)
@@ -135,7 +135,7 @@ def test_files_that_only_together_are_too_long(page: Page, tmp_path: Path) -> No
         ("large.txt", b"a" * 8_000_001, "large.txt has 9 MB, and a file may have at most 8 MB."),
     ],
 )
-def test_what_is_no_text_is_refused_in_one_line(
+def test_a_file_that_is_not_text_is_rejected_in_one_line(
     page: Page, tmp_path: Path, name: str, data: bytes, told: str
 ) -> None:
     (tmp_path / name).write_bytes(data)

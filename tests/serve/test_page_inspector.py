@@ -1,4 +1,4 @@
-"""The panel about a token on the server's page, in a real browser."""
+"""The panel with details of a token on the server's page, in a real browser."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def count_scorings(page: Page) -> list[Any]:
     return bodies
 
 
-def test_a_click_tells_what_was_guessed_and_why_it_was_rejected(
+def test_a_click_shows_what_was_drafted_and_why_it_was_rejected(
     server: Running, page: Page
 ) -> None:
     bodies = count_scorings(page)
@@ -281,7 +281,7 @@ def test_the_probabilities_come_when_the_answer_is_complete(
         ({"error": {"message": "out of\nmemory", "code": "out_of_memory"}}, "out of memory"),
     ],
 )
-def test_an_answer_that_cannot_be_scored_says_why(
+def test_an_answer_that_cannot_be_scored_shows_the_reason(
     page: Page, answered: dict[str, Any] | None, told: str
 ) -> None:
     ask(page)

@@ -1,5 +1,5 @@
-"""The server as editors, evaluations, ollama's clients and others use it: what they send, and what
-they read.
+"""The server as editors, evaluation tools, Ollama clients and others use it: what they send, and
+what they expect.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_an_echo_without_log_probabilities(server: Running) -> None:
     assert server.post("/v1/completions", **gap).json()["choices"][0]["text"]
 
 
-def test_parts_of_characters_have_their_own_bytes(server: Running) -> None:
+def test_parts_of_characters_are_reported_as_bytes(server: Running) -> None:
     body: dict[str, Any] = {"grammar": 'root ::= "ü😀ü"', "temperature": 1.0, "seed": 1}
     asked = {**body, "messages": TURNS, "logprobs": True, "top_logprobs": 2}
     (choice,) = server.post("/v1/chat/completions", **asked).json()["choices"]
@@ -214,7 +214,7 @@ def test_parts_of_characters_have_their_own_bytes(server: Running) -> None:
     ]
 
 
-def test_the_progress_of_the_prefill_is_reported_if_asked(server: Running) -> None:
+def test_the_progress_of_the_prefill_is_reported_on_request(server: Running) -> None:
     asked: dict[str, Any] = {"prompt": "quite another text " * 5, "max_tokens": 2}
     for path in ("/v1/completions", "/completion"):
         chunks = streamed(server, path, return_progress=True, **asked)
@@ -284,10 +284,10 @@ def streamed_lines(server: Running, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.post("/api/chat", **body).text.splitlines()]
 
 
-# --- what the server says of itself ---------------------------------------------------------------
+# --- information about the server -----------------------------------------------------------------
 
 
-def test_models_say_what_they_can_do(server: Running) -> None:
+def test_models_list_their_capabilities(server: Running) -> None:
     model = server.http.get("/v1/models/target").json()
     assert model["capabilities"] == ["completion", "chat", "tools", "insert"]
     assert model["meta"]["n_ctx"] == model["max_model_len"] == server.engine.n_ctx
@@ -445,7 +445,9 @@ FIELD_NAMES = """
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_value_of_a_field_makes_the_server_fail(server: Running, path: str) -> None:
-    """Each is answered or refused by its name; a few of them, by chance."""
+    """Each value is answered or rejected by the name of the field. Some of them are chosen at
+    random.
+    """
     draws, cases = random.Random(path), list[tuple[str, Any]]()
     for name in FIELD_NAMES.split():
         cases += [(name, value) for value in (*ODD, *FIELDS_WITHIN.get(name, ()))]

@@ -1,4 +1,4 @@
-"""/v1/embeddings: OpenAI's form with its own client, beside models that generate text."""
+"""/v1/embeddings: OpenAI's format with OpenAI's client, in a server that also generates text."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_model_alone_answers_by_any_name(folder: Path) -> None:
 
 
 def test_requests_take_turns(folder: Path) -> None:
-    """A long one does not hold up a short one, and only so many wait."""
+    """A long request does not hold up a short one, and only a limited number waits."""
     with serving(folder, "encoder", limits=Limits(n_waiting=1)) as server:
         server.embed(input="x")
         (model,) = server.pool.loaded

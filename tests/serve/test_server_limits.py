@@ -1,4 +1,4 @@
-"""What the server does not let a request do to it, or to other requests."""
+"""The limits that protect the server and its requests from other requests."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_pages_that_are_allowed(model: Path) -> None:
         assert server.http.get("/v1/models", headers=other).status_code == 403
 
 
-def test_no_response_tells_a_path(server: Running, model: Path) -> None:
+def test_no_response_reveals_a_path(server: Running, model: Path) -> None:
     texts = [server.http.get(path).text for path in ("/props", "/v1/models", "/metrics", "/slots")]
     texts.append(server.post("/v1/completions", prompt="x", max_tokens=2).text)
     texts.append(server.post("/v1/completions", prompt="x" * 150).text)
@@ -429,7 +429,7 @@ def _all_of(connection: socket.socket) -> bytes:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Wait until the server has closed a connection, and drop what comes before."""
+    """Wait until the server has closed a connection, and discard what it sends before."""
     try:
         while connection.recv(1000):
             pass

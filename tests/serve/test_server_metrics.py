@@ -1,4 +1,4 @@
-"""Figures of the server: those of its answers, added up."""
+"""The metrics of the server: the sums over its answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_they_are_the_sums_of_all_answers(server: Running) -> None:
     assert "_created" not in server.http.get("/metrics").text
 
 
-def test_vllm_has_the_same_counts_under_its_own_names(server: Running) -> None:
+def test_the_same_counts_are_also_under_vllms_names(server: Running) -> None:
     for prompt in PROMPTS:
         server.post("/v1/completions", prompt=prompt)
     wait_until(lambda: server.metric("requests_processing") == 0, "the last answer")
@@ -66,7 +66,7 @@ def test_vllm_has_the_same_counts_under_its_own_names(server: Running) -> None:
     assert f'{name}{{engine="0",model_name="target",position="0"}} {first}' in text.splitlines()
 
 
-def test_slots_tell_what_they_do(server: Running) -> None:
+def test_slots_report_their_state(server: Running) -> None:
     assert [slot["is_processing"] for slot in server.http.get("/slots").json()] == [False, False]
     with (
         server.client as client,

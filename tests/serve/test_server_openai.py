@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it."""
+"""The server with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_chat(server: Running, client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_has_the_same_text(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="any", messages=MESSAGES)
     usage: Any = {"include_usage": True}
     *chunks, last, alone = client.chat.completions.create(
@@ -171,7 +171,7 @@ AMBIGUOUS = "".join(f'"{letter}"? ' for letter in string.ascii_lowercase * 1000)
     ],
     ids=["n", "verifier", "token", "too large", "would hold the server", "none at all"],
 )
-def test_what_cannot_be_followed_is_refused_by_name(
+def test_unsupported_options_are_rejected_by_name(
     client: openai.OpenAI, name: str, value: object, told: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=told) as caught:
@@ -243,7 +243,7 @@ def test_variables_and_earlier_reasoning_reach_the_template(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000])
-def test_bodies_that_are_none(server: Running, body: bytes) -> None:
+def test_invalid_bodies(server: Running, body: bytes) -> None:
     found = server.http.post("/v1/completions", content=body)
     assert found.status_code == 400
     assert found.json()["error"]["message"]
@@ -290,7 +290,7 @@ def test_drafts_are_also_reported_as_vllm_reports_them(server: Running) -> None:
     assert "metrics" not in server.post("/v1/chat/completions", **plain).json()
 
 
-def test_events_tell_where_tokens_come_from(server: Running) -> None:
+def test_events_contain_the_origin_of_tokens(server: Running) -> None:
     kinds, text, names = set(), "", []
     with server.http.stream(
         "POST",

@@ -1,6 +1,4 @@
-"""Calls, responses and messages through the server, as OpenAI's and Anthropic's own clients see
-them.
-"""
+"""Tool calls, responses and messages of the server, with OpenAI's and Anthropic's own clients."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> 
 
 @pytest.mark.parametrize("choice", [{"name": "weather"}, "auto"])
 def test_functions_are_called_in_their_older_form(client: openai.OpenAI, choice: Any) -> None:
-    """As clients from before `tools` send and read them, whole and streamed."""
+    """The form in which clients from before `tools` send and read calls, complete and streamed."""
     asked: Any = {
         "model": "any",
         "messages": MESSAGES,
@@ -165,7 +163,7 @@ def test_a_schema_without_end_is_refused_or_ignored_in_words(server: Running) ->
     assert "without end" in server.post("/v1/chat/completions", **asked).json()["warnings"][0]
 
 
-def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
+def test_a_model_without_tools_is_a_clear_error(tmp_path: Path) -> None:
     with tiny_server(tmp_path, chat_template=CHATML_TEMPLATE) as server, server.client as client:
         asked = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3}
         answer = server.http.post("/v1/chat/completions", json=asked).json()
@@ -250,7 +248,7 @@ def messaging(server: Running) -> Iterator[anthropic.Anthropic]:
 
 
 def client_of(server: Running, key: str = "none") -> anthropic.Anthropic:
-    """A client that does not ask again by itself."""
+    """A client that does not retry."""
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
 
 

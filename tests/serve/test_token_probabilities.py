@@ -1,4 +1,4 @@
-"""How likely the tokens of an answer were: the endpoint, on tiny models."""
+"""The endpoint for the probabilities of an answer's tokens, on tiny models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def log_softmax(row: Logits) -> Any:
 
 
 def check_entries(entries: list[dict[str, Any]], row: Logits, n_top: int, also: list[int]) -> None:
-    """The likeliest tokens of a row come first, then others; all have the row's probabilities."""
+    """The most likely tokens of a row come first, then others. All have the probabilities of the
+    row.
+    """
     logprobs = log_softmax(row)
     ids = [entry["id"] for entry in entries]
     assert ids[:n_top] == np.argsort(-logprobs, kind="stable")[:n_top].tolist()
@@ -165,7 +167,7 @@ def test_without_a_draft_model_only_the_target_is_asked(tmp_path: Path) -> None:
         ({"answer": [3], "top_logprobs": 1000}, 400, "top_logprobs: "),
     ],
 )
-def test_what_cannot_be_scored_is_refused_in_one_line(
+def test_texts_that_cannot_be_scored_are_rejected_in_one_line(
     server: Running, body: dict[str, Any], status: int, told: str
 ) -> None:
     response = server.post(PATH, **{"messages": MESSAGES, **body})

@@ -1,4 +1,4 @@
-"""Calls of tools: in what a model says, and in the grammars of calls."""
+"""Tool calls: in the text of a model, and in the grammars of calls."""
 
 from __future__ import annotations
 
@@ -244,13 +244,13 @@ def streamed(
 def parsed(
     form: CallForm, pieces: list[str], **how: bool
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """The content, the whole calls and the ids of an answer that comes in pieces."""
+    """The content, the complete calls and the ids of an answer that comes in pieces."""
     content, calls, ids = streamed(form, pieces, **how)
     return content, [(name, json.loads(text)) for name, text, is_whole in calls if is_whole], ids
 
 
 def cuts(text: str) -> list[list[str]]:
-    """The text whole, cut in two at every character, and in single characters."""
+    """The text in one piece, cut in two at every character, and in single characters."""
     two = [[text[:place], text[place:]] for place in range(1, len(text))]
     return [[text], *(two if len(text) < 1000 else []), list(text)]
 
@@ -271,13 +271,13 @@ def test_nothing_is_lost_of_a_text_without_calls(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_what_there_is_of_a_call_is_no_content(name: str) -> None:
+def test_a_partial_call_is_not_sent_as_content(name: str) -> None:
     form, text, content, calls = CUT[name]
     for pieces in cuts(text):
         assert parsed(form, pieces, is_cut=True)[:2] == (content, calls), pieces
 
 
-def test_text_is_told_as_soon_as_it_cannot_become_a_call() -> None:
+def test_text_is_sent_as_soon_as_it_cannot_become_a_call() -> None:
     parser = ToolCallParser(HERMES, FUNCTIONS)
     assert parser.feed("Hi you ") == [Delta("content", "Hi you")]
     assert parser.feed("<tool") == []
@@ -296,7 +296,7 @@ BEGUN: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", BEGUN)
-def test_a_call_is_told_while_it_is_written(name: str) -> None:
+def test_a_call_is_streamed_while_it_is_written(name: str) -> None:
     text, known = BEGUN[name]
     parser = ToolCallParser(form(name), FUNCTIONS)
     begun, *added = [delta for piece in text for delta in parser.feed(piece)]
@@ -329,7 +329,7 @@ MENDED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("written", MENDED)
-def test_what_is_sent_of_broken_arguments_is_json(written: str) -> None:
+def test_broken_arguments_are_sent_as_json(written: str) -> None:
     for closing in ("}</tool_call>", "</tool_call>", ""):
         text = f'<tool_call>{{"name": "add", "arguments": {written}{closing}'
         for pieces in cuts(text):
@@ -365,7 +365,7 @@ _MARKS += ['{"name": "weather", "arguments": ', '{"city": "']
     data=st.data(),
     is_cut=st.booleans(),
 )
-def test_what_is_sent_does_not_depend_on_the_pieces(
+def test_the_stream_does_not_depend_on_how_the_text_is_split(
     name: str, place: int, junk: str, behind: bool, data: st.DataObject, is_cut: bool
 ) -> None:
     """Whatever a model writes: once, in single characters, and in any pieces."""
@@ -560,7 +560,7 @@ PIECES = (
 
 
 def sent(chunk: dict[str, Any]) -> tuple[str, str]:
-    """What a chunk of any API says of a call: its name, and a piece of its arguments."""
+    """The part of a call in a chunk of any API: its name, and a piece of its arguments."""
     if "choices" in chunk:
         calls = chunk["choices"][0]["delta"].get("tool_calls", [{"function": {}}])
         found = calls[0]["function"]
@@ -591,7 +591,7 @@ def sent(chunk: dict[str, Any]) -> tuple[str, str]:
     ],
 )
 def test_calls_stream_on_all_apis(read: Any, asked: Any, is_custom: bool, is_cut: bool) -> None:
-    """A call that was cut is never whole: nobody can run it by mistake."""
+    """A call that was cut off is never complete, so nobody can run it by mistake."""
     (request,) = read(asked)
     request = with_call_form(request, FAMILIES["Hermes"])
     tokens, reason = (PIECES[:3], "length") if is_cut else (PIECES, "stop")
@@ -656,7 +656,7 @@ def said(asked: ParsedRequest, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_that_has_to_be_a_call_is_one(tmp_path: Path, name: str) -> None:
+def test_a_required_call_is_a_call(tmp_path: Path, name: str) -> None:
     template, controls = TEMPLATES[name]
     asked = request(template, tool_choice="required", parallel_tool_calls=False)
     for answer in answers(tmp_path, asked, controls):
@@ -671,7 +671,7 @@ def test_an_answer_that_has_to_be_a_call_is_one(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_odd_schemas_of_arguments_are_no_crash(name: str) -> None:
+def test_odd_schemas_of_arguments_do_not_crash(name: str) -> None:
     odd: list[Any] = [
         3,
         None,
@@ -699,7 +699,7 @@ def test_an_answer_is_a_call_or_follows_its_own_grammar(tmp_path: Path) -> None:
         assert message.get("tool_calls") or message["content"] in ('"yes"', '"no"')
 
 
-def test_what_follows_a_mended_text_is_whole() -> None:
+def test_the_text_after_a_repaired_one_is_complete() -> None:
     call = '{"name": "weather", "arguments": {"city": "a\\\\p and C:\\p"}}'
     for before in ("", "See C:\\q. "):
         for pieces in cuts(f"{before}<tool_call>{call}</tool_call> Done"):
@@ -732,7 +732,7 @@ AROUND = [
     after=BEHIND.map("".join),
     kind=st.sampled_from(["object", "json", "pairs"]),
 )
-def test_a_form_that_is_found_gives_back_what_its_template_writes(
+def test_a_detected_form_parses_what_its_template_writes(
     around: tuple[str, str], kind: str, **marks: str
 ) -> None:
     assume(kind != "json" or marks["after"])

@@ -1,4 +1,4 @@
-"""What chat templates are told of tools, of their calls, and of what they answered."""
+"""Tools, tool calls and their results in the prompts of chat templates."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ def test_a_conversation_without_tools_is_as_if_there_were_none() -> None:
     assert rendered(seen, TURNS) == 'False {"role": "system", "content": "Be brief."}'
 
 
-def test_ids_of_calls_are_as_the_template_takes_them() -> None:
-    """Mistral's templates refuse ids of other lengths than nine; others never see another id."""
+def test_ids_of_calls_have_the_form_that_the_template_accepts() -> None:
+    """Mistral's templates reject ids of other lengths than nine. Other templates get the ids
+    unchanged.
+    """
     ids = "{{ messages[2].tool_calls[0].id }} {{ messages[3].tool_call_id }}"
     assert rendered(ids, TURNS) == "call_1 call_1"
     call, answer = rendered(ids + "[TOOL_CALLS]", TURNS).removesuffix("[TOOL_CALLS]").split()
@@ -72,7 +74,7 @@ def test_ids_of_calls_are_as_the_template_takes_them() -> None:
     assert rendered(own, [Message("tool", "x", tool_call_id="abcDEF123")]).startswith("abcDEF123 ")
 
 
-def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+def test_a_file_may_have_a_separate_template_for_tools(tmp_path: Path) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE, tool_template=TEMPLATE)
     target = write_tiny_model(tmp_path / "target.gguf", config)
     with opened(target) as loaded:
@@ -99,7 +101,7 @@ def said(model: LlamaModel, tokens: Sequence[int]) -> str:
     return b"".join(map(model.vocabulary.token_bytes, tokens)).decode()
 
 
-def test_templates_are_told_what_llama_cpp_tells_them() -> None:
+def test_templates_get_the_variables_that_llama_cpp_gives_them() -> None:
     template = "{{ enable_thinking }} {{ date_string }} {{ strftime_now('%Y') }}"
     template += " {{ messages | map(attribute='role') | tojson(separators=(',', ':')) }}"
     two = [Message("user", "a"), Message("assistant", "b")]
@@ -173,7 +175,7 @@ def test_a_system_message_may_begin_the_first_turn() -> None:
 
 
 @pytest.mark.parametrize("calls", [_ONE_CALL + _JSON, _TEXTS, _ONE_CALL + _TEXTS])
-def test_conversations_with_calls_are_as_the_template_takes_them(
+def test_conversations_with_calls_have_the_form_that_the_template_accepts(
     tmp_path: Path, calls: str
 ) -> None:
     """At the server, where an agent's next request has the calls of the answer before."""
@@ -198,7 +200,7 @@ def test_conversations_with_calls_are_as_the_template_takes_them(
     assert found == f"q|{split if _ONE_CALL in calls else whole}"
 
 
-def test_the_beginning_of_an_answer_is_behind_the_prompt(tmp_path: Path) -> None:
+def test_a_prefilled_answer_follows_the_prompt(tmp_path: Path) -> None:
     """Where the template opens a thinking block, the beginning closes it, or goes on in it."""
     begun = Message("assistant", "So it is", reasoning="I see")
     found = {}

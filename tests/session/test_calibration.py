@@ -1,5 +1,5 @@
-"""What decodes cost, and how many threads make them: what is timed, for how long and without a
-trace, who keeps to it, what a draft is expected to gain.
+"""Measuring costs and numbers of threads: what is timed, for how long, what remains of it, and the
+speed-up that is estimated from it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, random_langu
 
 @dataclass(slots=True)
 class TimedBackend(FakeBackend):
-    """Decodes in `seconds(n_rows, n_decodes)` of its own clock, and notes what it decoded."""
+    """Decodes in `seconds(n_rows, n_decodes)` of its own clock, and records what it decoded."""
 
     seconds: Callable[[int, int], float] = lambda _rows, _decodes: 0.01
     sizes: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ def timed_sizes(model: TimedBackend) -> list[int]:
 
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("sizes", [(1,), timed_batch_sizes(17), (1, 2, 3, 4, 8, 16, 64)])
-def test_each_size_has_its_seconds_and_the_context_is_empty_again(
+def test_each_size_is_measured_and_the_context_is_empty_afterwards(
     sizes: Sequence[int], recurrent: bool
 ) -> None:
     model = backend(lambda rows, _: 0.010 + 0.001 * rows, recurrent=recurrent)
@@ -228,7 +228,7 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
         assert before.known == {1: 0.5}
 
 
-# --- what is kept
+# --- what is stored
 
 
 class Load:
@@ -252,7 +252,7 @@ def pair(tiny_models: Path) -> SessionOptions:
 
 
 @pytest.mark.parametrize("share_of_others", [0.0, 0.2, 0.4, 1.0])
-def test_what_a_busy_machine_costs_is_kept_for_some_minutes_and_marked(
+def test_costs_of_a_busy_machine_are_marked_and_kept_for_some_minutes(
     share_of_others: float,
     tmp_path: Path,
     pair: SessionOptions,
@@ -346,7 +346,7 @@ def test_a_busy_machine_is_measured_for_a_shorter_time(
     assert sum(busy) <= sum(quiet) / 3
 
 
-def test_what_an_idle_machine_cost_outlives_a_busy_answer(
+def test_costs_of_an_idle_machine_survive_a_busy_answer(
     tmp_path: Path, pair: SessionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "learnt.json"

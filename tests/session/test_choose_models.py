@@ -1,4 +1,4 @@
-"""Which draft a target gets, and what `specgen draft find --save` keeps."""
+"""The choice of a draft for a target, and what `specgen draft find --save` stores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVED = SavedDraft(Path("/models/small.gguf"), date=datetime.date(2025, 1, 31), 
 
 
 @pytest.mark.parametrize("draft", [Path("/models/small.gguf"), Path("small.gguf"), "ngram"])
-def test_what_was_saved_is_read_again(draft: DraftSource) -> None:
+def test_saved_choices_are_read_again(draft: DraftSource) -> None:
     assert saved_draft(TARGET) is None
     saved = dataclasses.replace(SAVED, draft=draft, date=None)
     save_draft(TARGET, saved)
@@ -34,7 +34,7 @@ def test_what_was_saved_is_read_again(draft: DraftSource) -> None:
     assert saved_draft(TARGET) == dataclasses.replace(saved, draft=whole)
 
 
-def test_what_a_later_version_wrote_is_left_alone() -> None:
+def test_files_of_a_later_version_are_left_alone() -> None:
     file = saved_drafts_file()
     save_draft(TARGET, SAVED)
     document = json.loads(file.read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def test_what_was_saved_and_always_works_is_the_only_choice() -> None:
         assert choice.why.startswith(why)
 
 
-def test_a_saved_draft_that_is_gone_is_told_with_what_is_taken_in_its_place() -> None:
+def test_a_missing_saved_draft_is_reported_with_its_replacement() -> None:
     gone = SavedDraft(Path("/nowhere/mine.gguf"))
     for on_disk, taken in ((("small",), "small"), (("tiny",), "tiny"), ((), "ngram")):
         choices = choose(*on_disk, saved=gone)
@@ -159,7 +159,7 @@ def test_the_first_partner_that_is_on_the_disk_is_taken_in_the_files_order() -> 
     assert drafts(choose(pairs=pairs)) == ["ngram"]
 
 
-def test_only_a_file_of_the_models_name_and_size_has_its_partner() -> None:
+def test_only_a_file_with_the_models_name_and_size_gets_its_partner() -> None:
     for other in (FileIdentity("big.gguf", 4001), FileIdentity("bigger.gguf", 4000)):
         assert drafts(choose("small", target=other)) == ["ngram"]
 
@@ -190,7 +190,7 @@ Find = Callable[..., tuple[Path, tuple[DraftChoice, ...], list[str]]]
 
 @pytest.fixture
 def find(big: Path) -> Find:
-    """Finds the target and the drafts, and says what was downloaded."""
+    """Finds the target and the drafts, and reports what was downloaded."""
 
     def found(
         target: str | None,
@@ -228,7 +228,7 @@ def test_a_draft_that_is_named_is_the_only_one_and_needs_no_reason(big: Path, fi
     assert fetched == ["hf:a/b", "hf:c/d:q8_0"]
 
 
-def test_a_pair_has_its_own_draft_whatever_was_saved(big: Path, find: Find) -> None:
+def test_a_pair_uses_its_own_draft_even_if_another_was_saved(big: Path, find: Find) -> None:
     target, choices, fetched = find(None, pair="big-small", saved=SavedDraft("none"))
     assert target == big
     assert choices == (DraftChoice(big.with_name("small.gguf")),)
@@ -240,7 +240,7 @@ def test_a_pair_has_its_own_draft_whatever_was_saved(big: Path, find: Find) -> N
 
 
 def test_the_default_pairs_draft_is_fetched_and_chosen_like_others(big: Path, find: Find) -> None:
-    """Its draft may not pay on this machine: n-grams are there in its place."""
+    """Its draft may not pay on this machine; then n-grams are used instead."""
     target, choices, fetched = find(None)
     assert target == big
     assert drafts(choices) == ["tiny", "ngram"]

@@ -1,6 +1,4 @@
-"""Names of control tokens in messages and in descriptions of tools are plain text, whatever a
-template does.
-"""
+"""Names of control tokens in messages and in tool descriptions are plain text in all templates."""
 
 from __future__ import annotations
 
@@ -269,7 +267,7 @@ def test_a_template_that_fails_on_marks_gets_texts_without_names_only(models: Op
 
 
 def test_a_text_that_is_continued_as_it_is_may_name_control_tokens(models: Opened) -> None:
-    """As in llama.cpp: who gives the whole prompt writes the turns too."""
+    """As in llama.cpp: a user who writes the complete prompt writes its turns, too."""
     loaded = models("chatml")
     prompt = loaded.prompts.of_text("<|im_start|>user\nHi<|im_end|>", chat=False)
     expected = ["<|begin|>", "<|im_start|>", "<|im_end|>"]

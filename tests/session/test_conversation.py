@@ -1,4 +1,4 @@
-"""Conversations: their changes, the room that they take, the file that keeps them, and thoughts."""
+"""Conversations: their changes, their size, the file that stores them, and thoughts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.common import NOW
 from tests.helpers.sessions import opened
 
 
-def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
+def test_a_conversation_is_continued_and_private(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     made = Conversation("s", "text", (Turn("a", "é\n"), Turn("b")))
     save_conversation(file, Conversation())
@@ -47,7 +47,9 @@ def test_a_conversation_goes_on_and_is_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"3", b"[" * 9000, b'{"turns": [{"question": 1}]}', b'{"change": "x"}', b"\xff"]
 )
-def test_what_is_no_conversation_is_told_and_left_alone(tmp_path: Path, damage: bytes) -> None:
+def test_a_file_that_is_not_a_conversation_is_reported_and_left_alone(
+    tmp_path: Path, damage: bytes
+) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(damage)
     with pytest.raises(PromptError, match="not a conversation"):
@@ -102,7 +104,7 @@ class TestThoughts:
         assert split_thought("x", "<think>why") == ("why", "")
 
     @pytest.mark.parametrize("text", _THOUGHTS)
-    def test_each_family_has_marks_of_its_own(self, text: str) -> None:
+    def test_each_family_has_its_own_marks(self, text: str) -> None:
         for size in (1, 3, 1000):
             reader, found = ThoughtReader(), ["", ""]
             pieces = [text[n : n + size] for n in range(0, len(text), size)]
@@ -115,7 +117,9 @@ class TestThoughts:
 
 
 @pytest.mark.parametrize("draft", ["draft", "respelled"])
-def test_neither_target_nor_draft_reads_again_what_was_said(chat_models: Path, draft: str) -> None:
+def test_neither_target_nor_draft_decodes_earlier_turns_again(
+    chat_models: Path, draft: str
+) -> None:
     asked = opened(chat_models / "target.gguf", draft, drafting={"ngram_min": 1})
     with asked as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)

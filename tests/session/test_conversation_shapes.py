@@ -1,4 +1,4 @@
-"""Conversations that were interrupted get a prompt with every message, whatever the template."""
+"""The prompt of an interrupted conversation contains every message, with every template."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_no_messages_are_refused(name: str, messages: list[Message], has_tools: 
         ("UTU", "gpt-oss", ["user: 0", "user: [result of an earlier call]\n1", "user: 2"]),
     ],
 )
-def test_what_a_template_lacks_is_added(letters: str, name: str, turns: list[str]) -> None:
+def test_text_that_a_template_drops_is_added(letters: str, name: str, turns: list[str]) -> None:
     assert summary(fitted_turns(STRICT[name], letters).messages) == turns
 
 
@@ -153,7 +153,7 @@ STORY = "SU|AU|CT|CTU|CU|AAU|ECTU|CTA|U"
 
 
 @pytest.mark.parametrize("name", sorted({*STRICT} - {"Mistral Nemo", "Nemotron"}))
-def test_a_conversation_that_goes_on_keeps_its_beginning(name: str) -> None:
+def test_a_continued_conversation_keeps_its_beginning(name: str) -> None:
     """So that the cache has it. Nemo moves the system message to the last turn in any case, and
     Nemotron the last answer."""
     story = conversation(STORY.replace("|", ""))

@@ -1,4 +1,6 @@
-"""Several answers at once, or one after the other in caches that stay: each is as it is alone."""
+"""Several answers at once, or one after the other with caches that are kept: all are the same as
+alone.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def engine_of(
 
 
 def alone(session: Session, prompts: Sequence[str] = PROMPTS, **changes: Any) -> list[str]:
-    """The answers, each in contexts of its own, plainly."""
+    """The answers without drafts, each in new contexts."""
     options = replace(session.options, draft="none", **changes)
     with Session(options, session.clock, MeasurementStore()) as plain:
         return [answered(plain, prompt, chat=None).text for prompt in prompts]
@@ -177,7 +179,7 @@ def test_with_trees_and_seeds_too(
 def test_an_answer_may_do_without_drafts(
     models: Path, costs: VirtualTime, expected: list[str], drafter: str
 ) -> None:
-    """And the next one drafts again, its draft's cache behind by what was said meanwhile."""
+    """The next answer has drafts again, although the draft's cache lacks the tokens since then."""
     with engine_of(models, costs, 2, drafter=drafter) as (_, engine):
         for wanted in ((True, False), (False, False), (True, True)):
             asked = [engine.insert(PROMPTS[0], draft=drafts) for drafts in wanted]
@@ -190,7 +192,7 @@ def test_an_answer_may_do_without_drafts(
 
 
 def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: VirtualTime) -> None:
-    """Greedy, drawn and constrained answers in the same batches, each as alone with its options."""
+    """Greedy, sampled and constrained answers share batches, and each is as it is alone."""
     grammar = Grammar("gbnf", 'root ::= ("the " | "else ")+')
     free = GenerationOptions(max_tokens=N_TOKENS)
     asked_for = [
@@ -217,11 +219,13 @@ def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: Virtu
     assert all(answer.finished.n_drafted for answer in asked if answer.finished)
 
 
-# --- what is in a cache already
+# --- prefixes in caches
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, kind: str) -> None:
+def test_a_conversation_decodes_only_what_is_new(
+    models: Path, costs: VirtualTime, kind: str
+) -> None:
     with engine_of(models, costs, 2, kind=kind) as (loaded, engine):
         prompt = loaded.prompts.of_text(LONG)
         more = loaded.prompts.of_text(" and so on").tokens
@@ -242,7 +246,7 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
             prompt = Prompt("", tokens)
 
 
-def test_a_slot_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
+def test_a_slot_whose_text_is_continued_is_preferred(models: Path, costs: VirtualTime) -> None:
     with engine_of(models, costs, 2) as (_, engine):
         (first,) = answers(engine, [LONG])
         answers(engine, ["other things"])
@@ -397,7 +401,7 @@ def break_round(engine: Engine) -> set[int]:
     return busy
 
 
-def test_answers_are_asked_for_and_cancelled_from_other_threads(
+def test_answers_can_be_requested_and_cancelled_from_other_threads(
     models: Path, costs: VirtualTime, expected: list[str]
 ) -> None:
     asked: list[tuple[int, Request]] = []
@@ -422,7 +426,7 @@ def test_answers_are_asked_for_and_cancelled_from_other_threads(
     check_texts(asked, expected)
 
 
-def test_what_cannot_be_is_refused(models: Path, costs: VirtualTime) -> None:
+def test_impossible_requests_are_rejected(models: Path, costs: VirtualTime) -> None:
     with engine_of(models, costs) as (loaded, engine):
         wrong: Any = ((0, "give 1 or more"), (2.5, "whole number"), (257, "at once"))
         for n_parallel, said in wrong:
@@ -442,11 +446,11 @@ def test_what_cannot_be_is_refused(models: Path, costs: VirtualTime) -> None:
 @pytest.mark.parametrize(
     ("kind", "knows_costs"), [*((kind, True) for kind in CACHES), ("attention", False)]
 )
-def test_an_answer_goes_on_while_a_long_prompt_is_read(
+def test_an_answer_continues_during_the_prefill_of_a_long_prompt(
     models: Path, costs: VirtualTime, kind: str, knows_costs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt is read between the rounds, or in their batches: then the answer keeps half of its
-    pace.
+    """The prompt is prefilled between the rounds, or in their batches: then the answer keeps half
+    of its speed.
     """
     monkeypatch.setattr(scheduler, "N_PREFILL_ALONGSIDE", 8)
     monkeypatch.setattr(LlamaModel, "has_equal_rows", True)
@@ -470,8 +474,8 @@ def test_an_answer_goes_on_while_a_long_prompt_is_read(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: VirtualTime) -> None:
-    """Prompts are read by turns: the shortest, then the oldest. One that begins like another one
-    waits for it to be read as far as they are the same, and is then not read again.
+    """Prompts take turns: the shortest first, then the oldest. A prompt that shares a prefix with
+    another one waits until that prefix is decoded, and does not decode it again.
     """
     long = "0123456789 is not the cat " * 6
     shorts = [f"{letter} cat" for letter in "abcd"]
@@ -502,7 +506,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: Virtua
 def test_a_cancelled_prefill_ends_in_the_middle_of_a_part(
     models: Path, costs: VirtualTime, kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is free at once, others go on, and the prompt has the same answer the next time."""
+    """Its slot is free at once, others continue, and the prompt gets the same answer next time."""
     monkeypatch.setattr(answer_loop, "N_PREFILL_ALONGSIDE", 4)
     decode, unwanted = llama_cpp.llama_decode, list[Request]()
 
@@ -535,7 +539,7 @@ def test_a_cancelled_prefill_ends_in_the_middle_of_a_part(
 
 
 @pytest.mark.parametrize("has_equal_rows", [True, False])
-def test_pieces_are_short_where_others_may_wait(
+def test_prefill_chunks_are_short_while_others_may_wait(
     models: Path, costs: VirtualTime, has_equal_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each then takes 0.3 s; where a text would depend on it, pieces stay as they are alone."""
@@ -556,8 +560,8 @@ def test_pieces_are_short_where_others_may_wait(
 
 
 def test_the_cost_of_a_prefill_grows_along_the_prompt() -> None:
-    """A piece at the beginning says about how long the whole takes, and pieces at several places
-    say it exactly.
+    """A chunk at the beginning gives a rough estimate of the whole prefill, and chunks at several
+    positions give the exact time.
     """
     costs = PrefillCosts()
     assert costs.seconds(0, 100) == 0.0

@@ -1,4 +1,4 @@
-"""Prompts for texts with a gap: the parts in the order and with the marks that each model knows."""
+"""Prompts for fill-in-the-middle: the parts in each model's order, with its control tokens."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_names_of_control_tokens_in_a_text_are_text(qwen: LlamaModel) -> None:
 
 
 @pytest.mark.parametrize("n_room", [3, 4, 9, 20, 60, 200])
-def test_there_are_no_more_tokens_than_there_is_room_for(qwen: LlamaModel, n_room: int) -> None:
+def test_the_prompt_fits_the_context(qwen: LlamaModel, n_room: int) -> None:
     whole = Gap("the cat is in the house " * 9, " on the mat" * 9, "a.txt", MORE, "zoo")
     found = infill_prompt(qwen, None, whole, n_room)
     assert len(found[0].tokens) <= n_room
@@ -138,7 +138,7 @@ def test_the_first_files_are_left_out_first(qwen: LlamaModel) -> None:
     assert "a dog" not in found[0].text
 
 
-def test_a_draft_with_another_vocabulary_sees_the_gap_in_its_own_way(
+def test_a_draft_with_another_vocabulary_gets_the_gap_in_its_own_format(
     qwen: LlamaModel, folder: Path
 ) -> None:
     plain = model_of(folder, "draft", TinyConfig(tokenizer="spm", add_bos=True))

@@ -1,4 +1,6 @@
-"""Answers that are kept for drafts to learn from: whole, bounded, for their user alone."""
+"""Answers that are kept for drafts to learn from: complete, limited, and readable by their user
+only.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def opened(models: Path, learning: Path | None) -> Session:
     return sessions.opened(models / "target.gguf", "draft", **choices)
 
 
-def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
+def test_a_session_keeps_its_answers_and_continues_if_it_cannot(
     tiny_models: Path, tmp_path: Path
 ) -> None:
     with opened(tiny_models, tmp_path / "kept") as loaded:
@@ -130,7 +132,7 @@ def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
     assert sessions.finished(events).text == finished.text
 
 
-def test_nothing_is_kept_unless_asked_for(tiny_models: Path, tmp_path: Path) -> None:
+def test_nothing_is_kept_by_default(tiny_models: Path, tmp_path: Path) -> None:
     with opened(tiny_models, None) as loaded:
         sessions.answered(loaded, "a cat")
     assert not list(tmp_path.iterdir())
@@ -148,9 +150,7 @@ def taught(folder: Path, draft: Path, weights: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["state", "weights", "gone", "elsewhere"])
-def test_what_was_learnt_and_is_damaged_is_not_used(
-    tiny_models: Path, tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_learnt_draft_is_not_used(tiny_models: Path, tmp_path: Path, damage: str) -> None:
     draft = tiny_models / "draft.gguf"
     taught(tmp_path, draft, tiny_models / "bad.gguf")
     if damage == "state":
@@ -167,7 +167,7 @@ def test_what_was_learnt_and_is_damaged_is_not_used(
         assert sessions.answered(loaded, "a cat").n_accepted > 0
 
 
-def test_another_file_of_a_drafts_name_has_learnt_nothing(tmp_path: Path) -> None:
+def test_another_file_with_a_drafts_name_does_not_get_its_training(tmp_path: Path) -> None:
     draft = tmp_path / "d.gguf"
     draft.write_bytes(b"one")
     taught(tmp_path / "learning", draft, draft)

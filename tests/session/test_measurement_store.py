@@ -1,4 +1,4 @@
-"""What is kept of what was learnt, and what is made of a file that somebody else wrote."""
+"""What the store keeps of measurements, and how it treats files that something else wrote."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def document(file: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-# --- what is kept
+# --- what is stored
 
 
-def test_what_was_learnt_is_there_again(file: Path) -> None:
+def test_measurements_are_restored(file: Path) -> None:
     measurements = opened(file)
     assert known(measurements) == {}
     learn(measurements)
@@ -82,7 +82,7 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
 
 
-def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) -> None:
+def test_everything_that_changes_the_cost_of_a_decode_gets_its_own_table(file: Path) -> None:
     measurements = opened(file)
     learn(measurements)
     measurements.save()
@@ -96,7 +96,7 @@ def test_what_changes_the_cost_of_a_decode_has_a_table_of_its_own(file: Path) ->
             assert each.costs(TARGET, changed, 0).known == {}, name
 
 
-def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file: Path) -> None:
+def test_a_model_is_recognised_by_name_and_size_in_any_folder(tmp_path: Path, file: Path) -> None:
     here = tmp_path / "here" / "m.gguf"
     there = tmp_path / "there" / "m.gguf"
     for path in (here, there):
@@ -110,7 +110,7 @@ def test_a_model_is_known_by_name_and_size_wherever_it_lies(tmp_path: Path, file
     assert known(opened(file), there) == {}
 
 
-def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -> None:
+def test_a_fuller_context_starts_with_the_costs_of_the_nearest_one(file: Path) -> None:
     measurements = opened(file)
     learn(measurements, seconds=1.0)
     learn(measurements, seconds=4.0, n_past=5000)
@@ -136,8 +136,9 @@ def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -
 def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     file: Path, is_kept: bool
 ) -> None:
-    """An answer without drafts sees single rows; what batches cost is measured with the first
-    draft, in an empty context. Before, nothing was drafted then behind long prompts.
+    """An answer without drafts decodes only single rows. The cost of batches is measured with the
+    first draft, in an empty context. In earlier versions, nothing was drafted after long prompts
+    then.
     """
     measurements = opened(file)
     measurements.costs(TARGET, CONTEXT, 2000).observe(1, 2.0)
@@ -165,7 +166,7 @@ def test_a_batch_costs_no_more_than_a_larger_one(file: Path) -> None:
 
 
 def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
-    """Of what they learn at the same moment some may be lost; nobody ever reads half a file."""
+    """Some of what they learn at the same moment may be lost, but nobody ever reads half a file."""
     models = [Path(f"{number}.gguf") for number in range(4)]
 
     def save_often(model: Path) -> None:
@@ -216,7 +217,7 @@ _DAMAGED = (
 
 
 @pytest.mark.parametrize("text", _DAMAGED)
-def test_a_damaged_file_is_as_none_and_written_anew(file: Path, text: bytes) -> None:
+def test_a_damaged_file_is_ignored_and_written_again(file: Path, text: bytes) -> None:
     file.parent.mkdir()
     file.write_bytes(text)
     measurements = opened(file)

@@ -1,4 +1,4 @@
-"""Which of the drafts that were chosen for a target is taken, and what is said about it."""
+"""The choice among several possible drafts of a target, and the messages about it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ SLOW_DRAFT = PairCosts(CHEAP.batch_s, 0.030)
 
 
 class Measured:
-    """Stands for the timing of a model's decodes: says what it is told, and counts how often it
-    is asked. The target's batches are those of the first costs."""
+    """Replaces the timing of a model's decodes: returns given times, and counts the calls. The
+    target's batches are those of the first costs.
+    """
 
     def __init__(self) -> None:
         self.costs: dict[str, PairCosts | Exception] = {}
@@ -110,7 +111,7 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 
-def test_where_batches_are_too_dear_no_other_model_is_tried(
+def test_where_batches_are_too_expensive_no_other_model_is_tried(
     session: Session, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
@@ -163,7 +164,7 @@ def target(tiny_models: Path) -> Path:
     return target
 
 
-def test_run_takes_a_partner_only_if_it_pays(
+def test_run_uses_a_partner_only_if_it_pays(
     target: Path, measured: Measured, specgen: Specgen
 ) -> None:
     def drafted_by(*more: str) -> tuple[str, list[str]]:

@@ -1,5 +1,5 @@
-"""Prefixes that prompts share outlive the process, and so does a prompt cache, and no text changes;
-what came once is not on the disk.
+"""Shared prefixes and prompt caches outlive the process and change no text. Text that was seen only
+once is not stored on disk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _loading_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models read as quickly as a file is loaded."""
+    """Pretend that loading is as quick as decoding, because tiny models decode as quickly as they
+    load.
+    """
     monkeypatch.setattr(prefix_store, "BYTES_PER_S", np.inf)
 
 
@@ -104,7 +106,7 @@ def talked(
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("cache", CACHES)
-def test_what_two_prompts_share_is_not_read_again(
+def test_a_prefix_shared_by_two_prompts_is_not_decoded_again(
     models: Path, tmp_path: Path, cache: str, temperature: float, drafted: bool
 ) -> None:
     target = models / f"{cache}.gguf"
@@ -121,7 +123,9 @@ def test_what_two_prompts_share_is_not_read_again(
 
 
 @pytest.mark.parametrize("architecture", MTP)
-def test_mtp_layers_draft_behind_a_prefix(models: Path, tmp_path: Path, architecture: str) -> None:
+def test_mtp_layers_draft_after_a_restored_prefix(
+    models: Path, tmp_path: Path, architecture: str
+) -> None:
     target = models / f"{architecture}.gguf"
     ended = [answered(target, tmp_path, asked(each), draft="mtp")[0] for each in QUESTIONS]
     plain = [answered(target, None, asked(each), draft="mtp")[0] for each in QUESTIONS]
@@ -158,7 +162,7 @@ def test_a_longer_entry_serves_a_shorter_and_an_edited_prompt(models: Path, tmp_
 
 
 @pytest.mark.parametrize("cache", ["sliding window", "recurrent"])
-def test_a_model_that_cannot_go_back_takes_whole_entries_only(
+def test_a_model_that_cannot_roll_back_uses_complete_entries_only(
     models: Path, tmp_path: Path, cache: str
 ) -> None:
     target = models / f"{cache}.gguf"
@@ -172,7 +176,7 @@ def test_a_model_that_cannot_go_back_takes_whole_entries_only(
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_turn_whose_past_is_written_otherwise_reads_only_what_is_new(
+def test_a_turn_with_a_rewritten_history_decodes_only_what_is_new(
     models: Path, cache: str, drafted: bool
 ) -> None:
     target = models / f"{cache} chat.gguf"
@@ -207,7 +211,7 @@ def test_a_conversation_goes_back_to_an_earlier_turn(models: Path, cache: str) -
 # --- what is stored
 
 
-def test_a_conversation_is_not_stored_and_a_prompt_that_came_once_is_nowhere(
+def test_neither_conversations_nor_prompts_seen_once_are_stored(
     models: Path, tmp_path: Path
 ) -> None:
     target = models / "attention chat.gguf"
@@ -371,7 +375,7 @@ def test_an_entry_that_is_also_in_memory_counts_as_used(models: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("change", ["damage", "cut", "foreign", "old", "settings", "model"])
-def test_what_does_not_fit_is_not_used(models: Path, tmp_path: Path, change: str) -> None:
+def test_entries_that_do_not_fit_are_not_used(models: Path, tmp_path: Path, change: str) -> None:
     target, context = models / "attention.gguf", CONTEXT
     answered(target, tmp_path, SYSTEM, kept="all")
     (entry,) = stored(tmp_path / "prefixes")
@@ -532,7 +536,7 @@ OTHER = "was made with another model or other settings: it will be replaced"
 
 
 def kept_in(file: Path, target: Path, **choices: Any) -> tuple[FinishedEvent, list[str]]:
-    """The answer of a session of its own, and its notices."""
+    """The answer of a new session with this file, and its notices."""
     with session_on(target, None, prompt_cache=file, **choices) as session:
         events = list(generate(session, session.prompts.of_text(PROMPT, chat=False)))
     return finished(events), [event.message for event in events if isinstance(event, NoticeEvent)]
@@ -541,7 +545,7 @@ def kept_in(file: Path, target: Path, **choices: Any) -> tuple[FinishedEvent, li
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
+def test_a_prompt_from_the_store_gives_the_same_text(
     models: Path, tmp_path: Path, cache: str, temperature: float, drafted: bool
 ) -> None:
     target, file = models / f"{cache}.gguf", tmp_path / "kept"
@@ -562,7 +566,7 @@ def test_the_same_text_comes_of_a_prompt_that_is_not_read_again(
 
 
 @pytest.mark.parametrize("change", ["model", "damage"])
-def test_what_does_not_fit_is_made_anew(models: Path, tmp_path: Path, change: str) -> None:
+def test_entries_that_do_not_fit_are_replaced(models: Path, tmp_path: Path, change: str) -> None:
     target, file = models / "attention.gguf", tmp_path / "kept"
     kept_in(file, target)
     if change == "model":

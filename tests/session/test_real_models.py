@@ -54,7 +54,7 @@ def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, draft: str) -
         assert not result.is_defect, result.difference
 
 
-def test_a_draft_reads_a_system_message_that_was_asked_for(smollm2: Path) -> None:
+def test_a_draft_decodes_a_system_message_that_the_user_set(smollm2: Path) -> None:
     with alike(smollm2, "itself") as loaded:
         chat: dict[str, Any] = {"chat": True, "system": "You are a helpful assistant.", "now": NOW}
         found = answered(loaded, PROMPTS[0], **chat)
@@ -96,7 +96,7 @@ def translated(target: Path, draft: Path, temperature: float = 0.0) -> Session:
 
 
 def stray_prompt(session: Session) -> Prompt:
-    """Bytes that are no UTF-8, as a model may well say them: in tokens of single bytes."""
+    """Bytes that are not UTF-8, in tokens of single bytes, as a model may generate them."""
     vocabulary = session.target.vocabulary
     by_bytes = {vocabulary.token_bytes(token): token for token in range(vocabulary.n_tokens)}
     pieces = [bytes((byte,)) for byte in STRAY]

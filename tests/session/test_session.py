@@ -1,4 +1,4 @@
-"""Whole generations on tiny models through llama.cpp."""
+"""Complete answers on tiny models through llama.cpp."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_context_is_as_large_as_needed_and_no_larger_than_trained(models: Pa
 
 
 class Freed:
-    """What llama.cpp is told to free: the models of contexts, and models."""
+    """Records what llama.cpp is told to free: the models of contexts, and models."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.contexts: list[int] = []
@@ -163,7 +163,7 @@ def test_weights_are_freed_after_the_contexts_of_an_abandoned_answer(
 
 @pytest.mark.parametrize("n_events", [1, 5])
 @pytest.mark.parametrize("draft", ["none", "good", "ngram"])
-def test_an_answer_does_not_go_on_in_a_closed_session(
+def test_an_answer_does_not_continue_in_a_closed_session(
     models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, n_events: int
 ) -> None:
     freed = Freed(monkeypatch)
@@ -182,7 +182,7 @@ def test_an_answer_does_not_go_on_in_a_closed_session(
         loaded.prompts.of_text(PROMPT, chat=False)
 
 
-def test_an_answer_goes_on_when_its_draft_is_replaced(
+def test_an_answer_continues_when_its_draft_is_replaced(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)

@@ -1,4 +1,4 @@
-"""Several sequences that share a target: none of them takes from another what is its own."""
+"""Several sequences that share a target do not affect one another."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_shares_of_a_batch_are_all_of_it(
 
 
 class AlwaysRight(NoDrafter):
-    """Knows what the target says, and takes no time."""
+    """Drafts what the target will generate, in no time."""
 
     name = "ngram"
 
@@ -99,8 +99,9 @@ class AlwaysRight(NoDrafter):
 
 @pytest.mark.parametrize("n_sequences", [1, 2, 4, 8])
 def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: int) -> None:
-    """Rows are dear: alone, a batch of five takes 1.6 tokens. If each sequence were charged with
-    the batch of all, it would seem to lose by drafting, and put its drafter aside."""
+    """Rows are expensive: alone, a batch of five takes as long as 1.6 tokens. If each sequence were
+    charged with the whole batch, drafting would seem to lose, and the drafter would be put aside.
+    """
     table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
 
     def seconds(drafters: Cascade | None) -> tuple[float, list[AnswerState], list[float | None]]:
@@ -133,7 +134,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     assert no_gains == [None] * n_sequences
 
 
-# --- what is decoded in common
+# --- shared batches
 
 
 class Counted(FakeBackend):
@@ -238,7 +239,7 @@ def test_a_dead_end_in_a_grammar_ends_only_its_own_answer(place: int, depth: int
             assert generation.finish_reason == "length"
 
 
-def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
+def test_a_faulty_drafter_affects_no_other_answer() -> None:
     """A token that does not exist, in the batch of all, would fail them all."""
     good, other, third = (model_drafter(LANGUAGE, LETTERS)[0] for _ in range(3))
     loud = NonsenseDrafter(other, 1, lambda _draft, _n: Draft.chain([99], "a"))

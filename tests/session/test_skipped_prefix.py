@@ -1,5 +1,5 @@
-"""What draft models are told of a prompt: not what a template puts before every one by itself, and
-a conversation in their own template where they have another vocabulary.
+"""The prompts of draft models: without the turn that a template adds by default, and in their own
+template if they have another vocabulary.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def test_the_templates_own_turn_is_skipped(
     assert "".join(said) == skipped
 
 
-def test_a_draft_with_another_vocabulary_reads_no_such_turn_of_its_own_template(
+def test_a_draft_with_another_vocabulary_skips_the_default_turn_of_its_own_template(
     target: LlamaModel,
 ) -> None:
-    """The target's template stands for the draft's here."""
+    """The target's template is used as the draft's here."""
     prompts = Prompts(target, own_draft=target)
     prompt = prompts.of_text("Hi", now=NOW)
     skipped = set(prompt.skipped_prefix)
@@ -122,7 +122,7 @@ models = folder_with(
         ("broken template", "Be brief.", "<s> Be brief.\n\nHi\n\n"),
     ],
 )
-def test_a_conversation_is_told_in_the_drafts_own_template(
+def test_a_conversation_is_given_to_the_draft_in_its_own_template(
     models: Path, draft: str, system: str | None, expected: str
 ) -> None:
     with opened(models / "target.gguf", draft) as session:

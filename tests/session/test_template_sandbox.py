@@ -1,4 +1,4 @@
-"""Templates of strangers do what templates need, and no more."""
+"""Templates from untrusted files can do what templates need, and no more."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def test_a_template_that_fails_is_one_line(template: str, why: str) -> None:
         ("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
     ],
 )
-def test_what_templates_do(template: str, text: str) -> None:
+def test_features_that_templates_use(template: str, text: str) -> None:
     assert rendered(template) == text

@@ -1,4 +1,4 @@
-"""How much memory the weights of a target may use, and what follows if they do not fit."""
+"""How much memory the weights of a target may use, and what happens if they do not fit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_weights_that_fit_are_not_limited(large: SessionOptions) -> None:
     assert budget_within(with_memory(large, "all"), (), 100 * GB) is ALL_WEIGHTS
 
 
-def test_weights_get_what_the_others_leave(large: SessionOptions) -> None:
+def test_weights_get_the_memory_that_others_leave(large: SessionOptions) -> None:
     alone = budget_within(large, (), 6 * GB).max_bytes
     beside_draft = budget_within(large, (large.draft,), 6 * GB).max_bytes
     beside_contexts = budget_within(large, (), 6 * GB, n_slots=4).max_bytes
@@ -81,7 +81,7 @@ def test_weights_get_what_the_others_leave(large: SessionOptions) -> None:
     assert budget_within(large, (), GB // 10).max_bytes == 0
 
 
-def test_a_prompt_is_read_in_larger_batches_where_memory_allows(large: SessionOptions) -> None:
+def test_a_prompt_is_prefilled_in_larger_batches_where_memory_allows(large: SessionOptions) -> None:
     usual = ContextOptions().n_batch
     assert budget_within(large, (), 3 * GB).n_batch == usual
     more = budget_within(with_memory(large, 9 * GB), (), GB).n_batch
@@ -211,7 +211,7 @@ def test_several_answers_share_the_passes_of_a_streamed_target(
     assert seconds_of(4) < seconds_of(1) / 3
 
 
-def test_the_first_lines_say_what_is_read_from_disk(models: Path, clock: VirtualTime) -> None:
+def test_the_first_lines_show_what_is_read_from_disk(models: Path, clock: VirtualTime) -> None:
     with streamed(models, clock) as session:
         first, *_ = streaming_notes(session)
         assert " of weights, 1 B of memory: " in first

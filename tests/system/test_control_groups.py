@@ -1,4 +1,4 @@
-"""The limits of control groups: simulated files, as containers of all kinds show them."""
+"""The limits of control groups, in simulated files as in all kinds of containers."""
 
 from __future__ import annotations
 

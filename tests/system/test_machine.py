@@ -1,4 +1,4 @@
-"""What this process may use: cores and memory, within the limits of its affinity and its groups."""
+"""The cores and memory that this process may use, within its affinity and control groups."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ print(json.dumps([default_threads(), as_json(look_at_machine())]))
 
 
 def seen_by(*prefix: str, program: str = PROGRAM) -> str:
-    """Return the output of a program in a process of its own."""
+    """Run a program in a separate process, and return its output."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, "-c", program]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout

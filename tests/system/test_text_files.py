@@ -1,4 +1,4 @@
-"""Texts that users wrote: UTF-8 and UTF-16 are read, anything else is one clear error."""
+"""Text files of users: UTF-8 and UTF-16 are supported, anything else is a clear error."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_is_no_text_is_an_error_with_its_line(data: bytes, said: str) -> No
 
 @given(st.binary(max_size=200))
 def test_bytes_are_a_text_without_nuls_or_an_error(data: bytes) -> None:
-    """Whatever a file has: no NUL passes, and what passes is what the file says."""
+    """For any bytes: no NUL passes, and text that passes is the content of the file."""
     try:
         text = decoded(data)
     except SpecgenError:
@@ -106,7 +106,7 @@ def test_bytes_are_a_text_without_nuls_or_an_error(data: bytes) -> None:
     assert encoding_of(data).encode(text) == data
 
 
-# --- each place that reads a text
+# --- all readers of text files
 
 
 @pytest.mark.parametrize("codec", ["utf-16", "utf-16-le"])

@@ -1,4 +1,4 @@
-"""Texts that follow a grammar, with penalties too: the same with and without drafts."""
+"""Texts that follow a grammar, also with penalties: they are the same with and without drafts."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_any_automaton(
             assert plain.generation.answer == oracle(rules, max_tokens=n)
 
 
-# --- what is forced
+# --- forced tokens
 
 
 def test_a_text_that_is_all_forced_needs_no_decode() -> None:

@@ -1,4 +1,6 @@
-"""Grammars: which tokens may come next, states as values, and the messages about invalid ones."""
+"""Grammars: which tokens may come next, states as values, and error messages about invalid
+grammars.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def gbnf_grammar(vocabulary: LlamaVocabulary, gbnf: str) -> LlguidanceGrammar:
 
 
 class Reference:
-    """What llama.cpp allows of the whole vocabulary, as far as the text stays UTF-8."""
+    """The tokens of the whole vocabulary that llama.cpp allows, as long as the text is UTF-8."""
 
     def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
         self.vocabulary = vocabulary

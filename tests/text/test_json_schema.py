@@ -1,4 +1,4 @@
-"""JSON schemas: every text conforms, and what cannot be enforced is refused by name."""
+"""JSON schemas: every text conforms, and unsupported keywords are rejected by name."""
 
 from __future__ import annotations
 
@@ -485,7 +485,7 @@ def test_a_malformed_schema_does_not_crash(schema: dict[str, Any]) -> None:
 
 
 def test_huge_schemas_end(vocabulary: LlamaVocabulary) -> None:
-    """Enforced or refused: with so many values or repetitions, the work has to be bounded."""
+    """They are enforced or rejected: for many values or repetitions, the work must be bounded."""
     many = {"enum": [f"value number {n}" for n in range(5000)]}
     assert json.loads(followed(vocabulary, schema_grammar(json.dumps(many)), 0)) in many["enum"]
     for pattern in ("^(a{1000}){1000}$", "^((a|b|c){1,99}){1,99}x$", "^(a|aa|aaa)*b$" * 50):

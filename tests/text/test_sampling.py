@@ -1,5 +1,5 @@
-"""What holds of any chain of samplers, DRY, and grammars' masks;
-`tests/llama/test_llama_sampling.py` compares with llama.cpp.
+"""Properties of all chains of samplers, DRY, and grammar masks.
+`tests/llama/test_llama_sampling.py` compares samplers with llama.cpp's.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def test_the_names_of_the_samplers() -> None:
 
 
 class Grammar:
-    """Allows a set of tokens and counts how many it was asked about."""
+    """Allows a set of tokens, and counts the tokens that it checks."""
 
     def __init__(self, allowed: BoolArray) -> None:
         self.allowed = allowed

@@ -1,4 +1,4 @@
-"""Writes tiny GGUF models with random weights, for tests and for `specgen doctor`.
+"""Write tiny GGUF models with random weights, for tests and for `specgen doctor`.
 
 Their text makes no sense, but they are complete: a tokenizer that takes any text, a transformer (or
 a state-space model, a mixture of both, or an encoder) that llama.cpp loads and decodes like any

@@ -42,7 +42,7 @@ INFILL_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """What to write. The defaults make a model of 0.5 MB that takes under 1 ms a token."""
+    """The configuration of a model. The default has 0.5 MB and takes less than 1 ms per token."""
 
     #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every other
     #: layer with a sliding window) are transformers, and so is ``gpt2``, which has learned an
@@ -60,11 +60,10 @@ class TinyConfig:
     n_embd: int = 64
     n_layer: int = 2
     n_head: int = 2
-    #: Heads of keys and values; None is as many as `n_head`.
+    #: The number of heads of keys and values; None for `n_head`.
     n_head_kv: int | None = None
     n_ff: int = 128
-    #: Tokens that a layer with a sliding window sees; 0 is no window. For ``gemma3`` and
-    #: ``lfm2``.
+    #: The size of sliding windows in tokens, for ``gemma3`` and ``lfm2``; 0 for no window.
     sliding_window: int = 0
     n_ctx_train: int = 4096
     #: How the matrices are stored; vectors are always f32. Quantised types need dimensions that
@@ -85,24 +84,26 @@ class TinyConfig:
     control_scale: float = 0.0
     #: The same for tokens that are no printable ASCII text: at 0 the text is readable.
     unprintable_scale: float = 1.0
-    #: Begin every prompt with the first control token.
+    #: Whether every prompt begins with the first control token.
     add_bos: bool = True
     #: The name of the rules by which llama.cpp splits texts into words; empty for the
     #: architecture's own.
     pre_tokenizer: str = ""
-    #: More control tokens, behind those that every vocabulary has: `INFILL_TOKENS`, for example.
+    #: Additional control tokens, such as `INFILL_TOKENS`, after those that every vocabulary has.
     control_tokens: tuple[str, ...] = ()
     #: A Jinja template, for example `CHATML_TEMPLATE`.
     chat_template: str | None = None
-    #: A second one for conversations with tools, as some files have it.
+    #: A second template for conversations with tools, which some files have.
     tool_template: str | None = None
     name: str = "tiny"
 
     def draft(self, noise: float, noise_seed: int = 1, *, n_layer: int | None = None) -> TinyConfig:
-        """A model with the same vocabulary that agrees with this one the less, the more noise: with
-        0.01 the two have the same likeliest token nine times in ten, with 0.1 every other time,
-        with 0.3 every seventh, and from 1 on by chance only; with fewer layers and without noise
-        every fifth time.
+        """A model with the same vocabulary that agrees with this one less often, the more noise it
+        has.
+
+        With noise 0.01, the two have the same most likely token nine times in ten, with 0.1 every
+        second time, with 0.3 every seventh, and from 1 on only by chance. With fewer layers and
+        without noise: every fifth time.
         """
         return dataclasses.replace(
             self,

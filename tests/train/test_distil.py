@@ -1,4 +1,4 @@
-"""Fitting a tiny draft to a tiny target: the transformers, the rows, the training, the files."""
+"""Distilling a tiny target into a tiny draft: transformers, rows, training and files."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ LARGE_BLOCKS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
 
 @pytest.mark.parametrize("type_name", [*SMALL_BLOCKS, *LARGE_BLOCKS, "f32", "f16", "bf16"])
 def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
-    """Each block has its own factor, as llama.cpp reads the bytes; nothing else changes."""
+    """Each block has its own factor, as llama.cpp dequantizes it, and nothing else changes."""
     rng = np.random.default_rng(0)
     stored = quantize(rng.normal(0.0, 0.1, (3, 512)).astype(np.float32), type_name)
     size = gguf_weights.block_size([type_name], 512)
@@ -263,7 +263,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fitted(
     draft: Path, texts: list[TrainingText], output: Path, *, stop_after: int = 10**9
 ) -> tuple[Distilled | None, list[int]]:
-    """Train a draft, interrupted after so many steps; also return the reported progress."""
+    """Train a draft, interrupted after this number of steps; also return the reported progress."""
     told: list[int] = []
     budget = Budget(
         counting(),
@@ -274,7 +274,7 @@ def fitted(
 
 
 def agreement_of(draft: Path, texts: list[TrainingText]) -> float:
-    """How often llama.cpp finds the held-back answers' tokens likeliest."""
+    """How often the held-out answers' tokens are the most likely ones in llama.cpp."""
     n_right = 0
     n = 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""Drafts that are their target without some of its layers."""
+"""Drafts made from their target by leaving out layers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_what_cannot_be_cut_is_refused_in_a_line(
 
 
 def harm(left_out: Layers) -> float:
-    """The agreement of a made-up model: each layer does its harm, and neighbours do more."""
+    """The agreement of an invented model: each layer does its own harm, and neighbouring layers do
+    more.
+    """
     found = sum(0.01 + 0.3 * ((7 * layer) % 12 / 12.0) ** 2 for layer in left_out)
     found += sum(0.15 for layer in left_out if layer + 1 in left_out)
     return math.exp(-found)

@@ -1,4 +1,4 @@
-"""Drafts learn from kept answers: what is taken, what is dropped, and what ends the process."""
+"""Drafts that learn from kept answers: which are used or dropped, and when training ends."""
 
 from __future__ import annotations
 
