@@ -291,20 +291,21 @@ async def _error_response(request: HttpRequest, error: Exception) -> Response:
 
     An unexpected exception is a bug: it is logged with its traceback.
     """
-    path = request.url.path
+    scope = request.scope
+    path = scope["path"]
     match error:
         case ClientDisconnect():  # nobody reads this response; the metrics count nginx's status
             return Response(status_code=499)
         case RequestError():
-            return refusal(error, path)
+            return refusal(error, scope)
         case SpecgenError():
-            return refusal(RequestError.of(error), path)
+            return refusal(RequestError.of(error), scope)
         case HTTPException():  # an unknown path or method
             message = f"{request.method} {path}: {error.detail.lower()}"
             request_error = RequestError(error.status_code, message, headers=error.headers)
-            return refusal(request_error, path)
+            return refusal(request_error, scope)
     _log.error("%s failed", path, exc_info=error)
-    return refusal(RequestError(500, "the server failed; its log says how", "bug"), path)
+    return refusal(RequestError(500, "the server failed; its log says how", "bug"), scope)
 
 
 # --- running --------------------------------------------------------------------------------------
