@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen.errors import SpecgenError
 from specgen.serve.formats.chat_completions import read_chat
-from specgen.serve.formats.completions import read_completion
+from specgen.serve.formats.completions import read_completion, read_fim_completion
 from specgen.serve.formats.embeddings import WriteEmbeddings, embedding_response
 from specgen.serve.formats.engine_requests import Reader
 from specgen.serve.formats.fields import Json
@@ -69,6 +69,9 @@ _GENERATION: Mapping[str, Reader] = {
     "/v1/completions": read_completion,
     # Anthropic's.
     "/v1/messages": read_messages,
+    # Mistral's, which editors use for fill-in-the-middle.
+    "/v1/fim/completions": read_fim_completion,
+    "/fim/completions": read_fim_completion,
     # That of llama.cpp's server.
     "/completion": read_llama_cpp_completion,
     "/completions": partial(read_llama_cpp_completion, or_openai=True),
