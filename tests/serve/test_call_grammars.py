@@ -249,6 +249,7 @@ BARE = [
     FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
     '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
     '{{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}}',
+    '<tools>\n{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}\n</tools>',
     ' {"name":"read","parameters":{"path": "a.py", "lines": "x"}} Done.',
     (
         '{"name": "list", "arguments": {}}\n'

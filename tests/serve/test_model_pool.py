@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -303,6 +304,19 @@ def test_unknown_names(files: Path, path: str) -> None:
         assert server.http.post(path, json={"prompt": "x"}).status_code == 400
         assert server.http.get("/props?model=d").status_code == 404
         assert server.http.get("/props?model=a").json()["model_alias"] == "a"
+        assert server.http.get("/v1/models/d").json()["error"] == error
+        assert server.http.get("/v1/models/b").json()["id"] == "b"
+        assert server.loads == []
+
+
+def test_models_that_are_not_loaded_in_anthropics_form(files: Path) -> None:
+    with serving(files) as server:
+        with anthropic.Anthropic(base_url=str(server.http.base_url), api_key="none") as client:
+            models = list(client.models.list())
+            with pytest.raises(anthropic.NotFoundError, match="there are a, b, c"):
+                client.models.retrieve("claude-opus-4-8")
+        assert [model.id for model in models] == list(NAMES)
+        assert {model.max_input_tokens for model in models} == {None}
         assert server.loads == []
 
 

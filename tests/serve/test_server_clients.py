@@ -96,6 +96,35 @@ def test_an_answer_ends_before_a_line_with_less_indentation(server: Running) -> 
         assert (body["content"], body["stop_type"]) == (text, "eos")
 
 
+@pytest.mark.parametrize("prompt", ["the cat is ", ""])
+def test_the_same_gap_in_every_form(server: Running, prompt: str) -> None:
+    """At the beginning of a file, no text is before the gap."""
+    asked: dict[str, Any] = {"prompt": prompt, "suffix": " the house"}
+    gap = {"input_prefix": prompt, "input_suffix": " the house"}
+    middle = server.post("/infill", n_predict=8, **gap).json()["content"]
+    assert middle
+    (choice,) = server.post("/v1/completions", max_tokens=8, **asked).json()["choices"]
+    assert choice["text"] == middle
+    options = {"num_predict": 8}
+    said = server.post("/api/generate", stream=False, options=options, **asked).json()
+    assert said["response"] == middle
+    # Mistral's form, with the fields that Continue sends.
+    asked |= {"model": "codestral-latest", "max_tokens": 8, "stop": ["/src/"], "temperature": 0}
+    whole = server.post("/v1/fim/completions", stream=False, **asked).json()
+    assert whole["object"] == "chat.completion"
+    (choice,) = whole["choices"]
+    assert choice["message"] == {"role": "assistant", "content": middle}
+    chunks = streamed(server, "/fim/completions", **asked)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == middle
+
+
+def test_no_text_at_all(server: Running) -> None:
+    for path in ("/v1/completions", "/v1/fim/completions"):
+        error = server.post(path, prompt="", suffix="").json()["error"]
+        assert (error["param"], error["message"]) == ("prompt", "prompt: it is empty")
+
+
 # --- llama.cpp's own path -------------------------------------------------------------------------
 
 

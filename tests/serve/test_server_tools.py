@@ -346,6 +346,21 @@ def test_a_thread_that_is_not_kept_is_sent_again_whole(server: Running) -> None:
     assert refused.json()["error"]["details"] == {"error_code": "thread_not_found"}
 
 
+def test_models_in_its_form(messaging: anthropic.Anthropic, server: Running) -> None:
+    """Its SDK has the same paths for models as OpenAI's."""
+    listed = messaging.models.list(limit=1, after_id="target")
+    (model,) = listed
+    assert (listed.first_id, listed.last_id, listed.has_more) == ("target", "target", False)
+    # The SDK itself does not check what it receives.
+    assert anthropic.types.ModelInfo.model_validate(model.to_dict()) == model
+    assert (model.id, model.display_name, model.type) == ("target", "target", "model")
+    assert model.max_input_tokens == server.engine.n_ctx
+    for name in ("target", "claude-opus-4-8", "org/claude:latest"):
+        assert messaging.models.retrieve(name) == model
+    found = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").models.retrieve("gpt-6")
+    assert (found.id, found.object) == ("target", "model")
+
+
 def test_keys_and_other_errors(tmp_path: Path) -> None:
     options = ServerOptions(port=0, api_keys=("secret",), limits=Limits(body_bytes=2000))
     with tiny_server(tmp_path, options, chat_template=TEMPLATE) as server:
@@ -366,5 +381,11 @@ def test_keys_and_other_errors(tmp_path: Path) -> None:
         ):
             client.messages.create(model="any", max_tokens=1, messages=MESSAGES)
         assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        with (
+            client_of(server, "wrong") as client,
+            pytest.raises(anthropic.AuthenticationError) as refused,
+        ):
+            client.models.list()
+        assert refused.value.body["type"] == "error"  # type: ignore[index]
         missing = server.http.get("/v1/messages/batches").json()
         assert (missing["type"], missing["error"]["type"]) == ("error", "not_found_error")

@@ -1,4 +1,4 @@
-"""OpenAI's text completions: ``/v1/completions``."""
+"""OpenAI's text completions, ``/v1/completions``, and Mistral's, ``/v1/fim/completions``."""
 
 from __future__ import annotations
 
@@ -88,6 +88,18 @@ def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedReque
     return parsed_completions(parse(CompletionRequest, body), defaults)
 
 
+def read_fim_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
+    """Read a request of Mistral's API for the text in a gap, or without ``suffix`` for more text.
+
+    It is one for text completions, but the answer has the form of a chat completion.
+
+    Raises:
+        BodyError: If a field cannot be honoured.
+    """
+    requests = read_completion(body, defaults)
+    return tuple(replace(request, writer=ChatCompletionWriter) for request in requests)
+
+
 def parsed_completions(
     fields: CompletionRequest,
     defaults: Defaults,
@@ -113,7 +125,8 @@ def parsed_completions(
         other_names = ("messages",) if kind == "prompt" else ()
         unknown = unknown_fields(CompletionRequest, fields.model_extra or {}, other_names)
         raise BodyError("prompt", f"it is missing{unknown}")
-    prompts = prompt_inputs("prompt", fields.prompt).values()
+    # Editors complete at the beginning of a file, too, where no text is before the gap.
+    prompts = prompt_inputs("prompt", fields.prompt, may_be_empty=bool(fields.suffix)).values()
     return tuple(_with_prompt(request, fields, prompt) for prompt in prompts)
 
 
@@ -133,34 +146,40 @@ def _with_prompt(
     return replace(request, text=prompt)
 
 
-def prompt_inputs(field: str, value: Any) -> dict[str, PromptInput]:
+def prompt_inputs(
+    field: str,
+    value: Any,
+    *,
+    may_be_empty: bool = False,
+) -> dict[str, PromptInput]:
     """Return the inputs in a field, by their places in the body.
 
     Args:
         field: The name of the field.
         value: Its value: an input, or a list of inputs.
+        may_be_empty: Whether a text may be empty.
 
     Raises:
-        BodyError: If the field has something else, or an empty text.
+        BodyError: If the field has something else, or an empty text that is not allowed.
     """
     # A list is one input if it has tokens, even with texts among them; booleans are not tokens.
     is_token_list = isinstance(value, list) and any(type(item) is int for item in value)
     if is_token_list or not isinstance(value, list) or not value:
-        return {field: _prompt_input(field, value)}
+        return {field: _prompt_input(field, value, may_be_empty=may_be_empty)}
     inputs: dict[str, PromptInput] = {}
     for number, item in enumerate(value):
         where = f"{field}[{number}]"
-        inputs[where] = _prompt_input(where, item)
+        inputs[where] = _prompt_input(where, item, may_be_empty=may_be_empty)
     return inputs
 
 
-def _prompt_input(where: str, value: Any) -> PromptInput:
+def _prompt_input(where: str, value: Any, *, may_be_empty: bool) -> PromptInput:
     """Return an input if it is a text or tokens; raise `BodyError` if it is neither."""
     if isinstance(value, dict) and list(value) == ["prompt_string"]:
         value = value["prompt_string"]
-    if value == "":
+    if value == "" and not may_be_empty:
         raise BodyError(where, "it is empty")
-    if value and isinstance(value, str):
+    if isinstance(value, str):
         return value
     if value and isinstance(value, list) and all(type(each) in (int, str) for each in value):
         return value

@@ -115,7 +115,7 @@ def read_ollama_generate(body: Json, defaults: Defaults) -> ParsedRequests:
     fields = parse(OllamaGenerateRequest, body)
     if fields.raw and fields.context:
         raise BodyError("context", "with raw, the prompt must contain the whole conversation")
-    if not fields.prompt:
+    if not fields.prompt and not fields.suffix:
         requests = _loading_only(fields, defaults)
     elif fields.raw or fields.suffix:
         text_body = fields.openai_body(prompt=fields.prompt, suffix=fields.suffix)
@@ -240,7 +240,7 @@ def unload_answer(
     answer: Json
     if path == "/api/chat" and not body.get("messages"):
         answer = {"message": {"role": "assistant", "content": ""}}
-    elif path == "/api/generate" and not body.get("prompt"):
+    elif path == "/api/generate" and not body.get("prompt") and not body.get("suffix"):
         answer = {"response": ""}
     else:
         return None

@@ -62,7 +62,7 @@ class AccessCheck:
             if error is None and self._needs_key(scope["method"], path):
                 error = self._key_error(headers)
             if error is not None:
-                app = refusal(error, path)
+                app = refusal(error, scope)
         await app(scope, receive, send)
 
     def _origin_error(self, headers: Headers) -> RequestError | None:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen.errors import SpecgenError
 from specgen.serve.formats.chat_completions import read_chat
-from specgen.serve.formats.completions import read_completion
+from specgen.serve.formats.completions import read_completion, read_fim_completion
 from specgen.serve.formats.embeddings import WriteEmbeddings, embedding_response
 from specgen.serve.formats.engine_requests import Reader
 from specgen.serve.formats.fields import Json
@@ -69,6 +69,9 @@ _GENERATION: Mapping[str, Reader] = {
     "/v1/completions": read_completion,
     # Anthropic's.
     "/v1/messages": read_messages,
+    # Mistral's, which editors use for fill-in-the-middle.
+    "/v1/fim/completions": read_fim_completion,
+    "/fim/completions": read_fim_completion,
     # That of llama.cpp's server.
     "/completion": read_llama_cpp_completion,
     "/completions": partial(read_llama_cpp_completion, or_openai=True),
@@ -291,20 +294,21 @@ async def _error_response(request: HttpRequest, error: Exception) -> Response:
 
     An unexpected exception is a bug: it is logged with its traceback.
     """
-    path = request.url.path
+    scope = request.scope
+    path = scope["path"]
     match error:
         case ClientDisconnect():  # nobody reads this response; the metrics count nginx's status
             return Response(status_code=499)
         case RequestError():
-            return refusal(error, path)
+            return refusal(error, scope)
         case SpecgenError():
-            return refusal(RequestError.of(error), path)
+            return refusal(RequestError.of(error), scope)
         case HTTPException():  # an unknown path or method
             message = f"{request.method} {path}: {error.detail.lower()}"
             request_error = RequestError(error.status_code, message, headers=error.headers)
-            return refusal(request_error, path)
+            return refusal(request_error, scope)
     _log.error("%s failed", path, exc_info=error)
-    return refusal(RequestError(500, "the server failed; its log says how", "bug"), path)
+    return refusal(RequestError(500, "the server failed; its log says how", "bug"), scope)
 
 
 # --- running --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -182,12 +183,21 @@ async def _until_disconnect(receive: Receive) -> None:
 # --- responses ------------------------------------------------------------------------------------
 
 
-def refusal(error: RequestError, path: str) -> JSONResponse:
-    """Return the response with an error, in the form of the API that the path belongs to."""
+def is_for_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for Anthropic's API.
+
+    Its paths for messages are its own. OpenAI's API has the same paths for models, where the
+    header that all of Anthropic's SDKs send tells the two apart.
+    """
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
+
+
+def refusal(error: RequestError, scope: Scope) -> JSONResponse:
+    """Return the response with an error, in the form of the API that the request is for."""
     body = error.body()
-    if path.startswith("/v1/messages"):
+    if is_for_anthropic(scope):
         body = error_body(body)
-    elif path.startswith("/api/"):  # Ollama's
+    elif scope["path"].startswith("/api/"):  # Ollama's
         body = {"error": error.message}
     return JSONResponse(body, error.status, headers=error.headers)
 

@@ -171,7 +171,7 @@ class ModelPool:
         """
         if len(self.models) == 1:
             return next(iter(self.models.values()))
-        pooled = self.named(name) if isinstance(name, str) else None
+        pooled = self._named(name) if isinstance(name, str) else None
         if pooled is not None:
             return pooled
         names = ", ".join(self.models)
@@ -180,7 +180,7 @@ class ModelPool:
         message = f"there is no model {name!r}; there are {names}"
         raise RequestError(404, message, "model_not_found", "model")
 
-    def named(self, name: str) -> PooledModel | None:
+    def _named(self, name: str) -> PooledModel | None:
         """Return the model of a name; None if there is none.
 
         Ollama's clients may add the tag ``latest`` to a name, or leave it out.

@@ -152,7 +152,8 @@ def _trigger_and_opening(
 def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
     """Return a pattern for the beginning of a call that is a JSON object without a mark."""
     names = "|".join(re.escape(literal(function.name)) for function in functions)
-    return rf"\s*(?:```(?:json)?\s*)?(?:\{{\s*)?\{{\s*{literal(name_key)}\s*:\s*(?:{names})"
+    fence = r"(?:(?:```(?:json)?|<tools>)\s*)?"
+    return rf"\s*{fence}(?:\{{\s*)?\{{\s*{literal(name_key)}\s*:\s*(?:{names})"
 
 
 def _ends_within_tag(form: CallForm) -> bool:
@@ -231,11 +232,12 @@ class _CallRules:
         return rule
 
     def bare_call(self, name_key: str) -> list[str]:
-        """Return the rules for a call as a JSON object without a mark, perhaps in a code fence.
+        """Return the rules for a call as a JSON object without a mark, perhaps in a fence.
 
-        The object may be in two braces. `call` must have been called for every function.
+        The fence is that of code, or ``<tools>``, as in the parser. The object may be in two
+        braces. `call` must have been called for every function.
         """
-        fence = '(("```json" | "```") WHITE?)?'
+        fence = '(("```json" | "```" | "<tools>") WHITE?)?'
         key = literal(literal(name_key))
         return [
             f'bare: WHITE? {fence} (bare_object | "{{" WHITE? bare_object WHITE? "}}")',

@@ -18,19 +18,24 @@ from specgen.serve.formats.tool_calls.readers import PairsReader, arguments_read
 from specgen.serve.formats.tool_calls.values import ArgumentsReader
 from specgen.text.overlap import partial_match_length
 
+#: What some models put around calls that are bare JSON objects: the beginnings, with their ends.
+#: Qwen2.5-Coder copies the tags that its chat template puts around the descriptions of tools.
+_FENCES = {"```": "```", "<tools>": "</tools>"}
 #: What may come before a call that is a bare JSON object, up to its bracket. The chat template of
 #: Qwen2.5-Coder shows calls in two braces in its instructions, and the model may copy that.
 _BEFORE_BARE_CALL = re.compile(
-    r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?:\{\s*)?(?=\{\s*[^\s{]|\[\s*\{)"
+    r"\s*(?:<\|python_tag\|>\s*)?(?:(?:```(?:json)?|<tools>)\s*)?"
+    r"(?:\{\s*)?(?=\{\s*[^\s{]|\[\s*\{)"
 )
-#: Any beginning of such a text, while the rest has not arrived.
+#: Any beginning of such a text, while the rest has not arrived. The beginnings of tags are missing.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?"
-    r"(?:`{0,2}|```(?:j|js|jso)|(?:```(?:json)?\s*)?(?:\[\s*|(?:\{\s*){0,2}))"
+    r"(?:`{0,2}|```(?:j|js|jso)|(?:(?:```(?:json)?|<tools>)\s*)?(?:\[\s*|(?:\{\s*){0,2}))"
 )
+#: The tags that may come before a bare call.
+_TAGS_BEFORE_BARE_CALL = (PYTHON_TAG, "<tools>")
 #: The braces after a call in two braces, of which some models write too many.
 _EXTRA_BRACES = re.compile(r"(?:\s*\})*")
-_FENCE = "```"
 #: The characters that some models write between two JSON objects, whatever their template does.
 _BETWEEN_OBJECTS = " \n\t\r,;"
 #: The beginning of an object that names a function.
@@ -94,10 +99,10 @@ class ToolCallParser:
 
     A call is reported when its arguments begin, and its arguments as they arrive. Nothing that was
     reported can be taken back, so broken arguments are mended. An answer may also begin with a bare
-    JSON object, perhaps in a code fence: small models write calls like that, whatever their
-    template says. A call of an unknown function, or one that is broken before its arguments, is
-    content, but may be held back until the end of the answer. White space around calls is left out.
-    The result does not depend on how the text is cut into pieces.
+    JSON object, perhaps in a code fence or in ``<tools>``: small models write calls like that,
+    whatever their template says. A call of an unknown function, or one that is broken before its
+    arguments, is content, but may be held back until the end of the answer. White space around
+    calls is left out. The result does not depend on how the text is cut into pieces.
 
     Args:
         form: The form of the model's calls.
@@ -130,7 +135,7 @@ class ToolCallParser:
         self._open_parts: list[_OpenPart] = []
         #: Whether a call was the last thing that was read.
         self._is_after_call = False
-        #: The fence that ends that call, if it is in a code fence.
+        #: The text that ends that call, if it is in one of `_FENCES`.
         self._closing_fence = ""
         #: Whether that call is in two braces.
         self._has_two_braces = False
@@ -306,10 +311,10 @@ class ToolCallParser:
         text = self._rest
         if self._is_last:
             return self._take(len(text))
-        if self._is_beginning and (
-            _MAY_COME_BEFORE_BARE_CALL.fullmatch(text) or PYTHON_TAG.startswith(text.strip())
-        ):
-            return ""
+        if self._is_beginning:
+            is_tag_begun = any(tag.startswith(text.strip()) for tag in _TAGS_BEFORE_BARE_CALL)
+            if is_tag_begun or _MAY_COME_BEFORE_BARE_CALL.fullmatch(text):
+                return ""
         marks = (self._form.mark, self._form.inner_mark)
         n_partial_mark = max(partial_match_length(text, mark) for mark in marks)
         n_certain = len(text[: len(text) - n_partial_mark].rstrip())
@@ -415,11 +420,12 @@ class ToolCallParser:
             `ABSENT` if there is no call, or it is broken; `UNCLEAR` if more text is needed.
         """
         text = self._rest
-        # The first of several calls decides whether they are in a code fence.
+        # The first of several calls decides whether they are in a fence.
         if not self._is_after_call:
             self._closing_fence = ""
-            if text.lstrip().startswith(_FENCE):
-                self._closing_fence = f"\n{_FENCE}"
+            for opening, closing in _FENCES.items():
+                if text.lstrip().startswith(opening):
+                    self._closing_fence = f"\n{closing}"
             self._has_two_braces = text[:begin].rstrip().endswith("{")
         # If calls are objects, skip the rest of the opening. A bare object has no opening.
         if self._form.keys is not None and not self._is_after_call:
@@ -432,7 +438,7 @@ class ToolCallParser:
         if start == len(text):
             return NoMatch.UNCLEAR
         before = text[:begin].strip()
-        is_bare = before in ("", "{") or _FENCE in before
+        is_bare = before in ("", "{") or any(fence in before for fence in _FENCES)
         may_be_object = self._form.keys is not None or is_bare
         if text[start] in "{[" and may_be_object:
             return self._read_objects(start)

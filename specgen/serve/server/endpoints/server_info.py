@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime, timezone
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -11,6 +12,7 @@ from specgen import __version__
 from specgen.serve.formats.fields import Json
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.capabilities import capabilities_of
+from specgen.serve.server.http import is_for_anthropic
 from specgen.serve.server.jobs import ServedModel
 from specgen.serve.server.model_pool import ModelPool, PooledModel
 from specgen.session.request import Slot
@@ -46,17 +48,33 @@ class ServerInfo:
         """Return a version of Ollama, which its clients compare with the one that they need."""
         return JSONResponse({"version": _OLLAMA_VERSION, "specgen": __version__})
 
-    async def models(self, _request: HttpRequest) -> Response:
-        """Return all models, in OpenAI's form with more fields."""
-        entries = [_model_entry(pooled, self._started) for pooled in self._pool.models.values()]
+    async def models(self, request: HttpRequest) -> Response:
+        """Return all models, in OpenAI's form with more fields, or in Anthropic's.
+
+        Parameters for pages are ignored: all models are on the first page.
+        """
+        pooled_models = self._pool.models.values()
+        if is_for_anthropic(request.scope):
+            entries = [_anthropic_entry(pooled, self._started) for pooled in pooled_models]
+            page = {
+                "data": entries,
+                "first_id": entries[0]["id"],
+                "last_id": entries[-1]["id"],
+                "has_more": False,
+            }
+            return JSONResponse(page)
+        entries = [_model_entry(pooled, self._started) for pooled in pooled_models]
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, request: HttpRequest) -> Response:
-        """Return one model, by its name in the path."""
-        name = request.path_params["model"]
-        pooled = self._pool.named(name)
-        if pooled is None:
-            raise RequestError(404, f"there is no model {name!r}", code="model_not_found")
+        """Return the model that would answer requests for the name in the path.
+
+        Agents look their model up before the first request for an answer. If there is only one
+        model, it answers to any name in both.
+        """
+        pooled = self._pool.find(request.path_params["model"])
+        if is_for_anthropic(request.scope):
+            return JSONResponse(_anthropic_entry(pooled, self._started))
         return JSONResponse(_model_entry(pooled, self._started))
 
     async def metrics(self, _request: HttpRequest) -> Response:
@@ -113,8 +131,8 @@ def _model_entry(pooled: PooledModel, created: int) -> Json:
         "status": {"value": pooled.status, "failed": pooled.failure is not None},
     }
     model = pooled.model
+    n_ctx = _n_ctx(pooled)
     if model is not None:
-        n_ctx = model.engine.n_ctx if isinstance(model, ServedModel) else model.embedder.n_ctx
         entry["capabilities"] = capabilities_of(model.target)
         entry["max_model_len"] = n_ctx
         entry["meta"] = {
@@ -123,6 +141,35 @@ def _model_entry(pooled: PooledModel, created: int) -> Json:
             "n_ctx_train": model.target.n_ctx_train,
         }
     return entry
+
+
+def _anthropic_entry(pooled: PooledModel, created: int) -> Json:
+    """Return a model's entry in Anthropic's form, with all fields that its SDKs declare.
+
+    A field is null if specgen does not know it, or not before the model is loaded.
+    """
+    n_ctx = _n_ctx(pooled)
+    return {
+        "id": pooled.entry.name,
+        "type": "model",
+        "display_name": pooled.entry.name,
+        "created_at": datetime.fromtimestamp(created, timezone.utc).isoformat(),
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "max_input_tokens": n_ctx,
+        "max_tokens": n_ctx,
+        "capabilities": None,
+    }
+
+
+def _n_ctx(pooled: PooledModel) -> int | None:
+    """Return the size of a model's context; None if the model is not loaded."""
+    model = pooled.model
+    if model is None:
+        return None
+    return model.engine.n_ctx if isinstance(model, ServedModel) else model.embedder.n_ctx
 
 
 def _settings(model: ServedModel) -> Json:
