@@ -24,7 +24,7 @@ from tests.helpers.server import Running, running, session_of, wait_until
 from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import CHATML_TEMPLATE
 
-LIMITS = Limits(body_bytes=200_000, prompt_tokens=100, answer_tokens=40, n_waiting=2, client_s=0.5)
+LIMITS = Limits(body_bytes=200_000, prompt_tokens=100, answer_tokens=40, n_waiting=2, client_s=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_a_time_limit_ends_an_answer(model: Path) -> None:
 
 def test_a_client_that_does_not_read(model: Path) -> None:
     """Others are answered meanwhile, and in the end it is let go of, with its answers."""
-    options = ServerOptions(port=0, limits=Limits(client_s=1.0))
+    options = ServerOptions(port=0, limits=Limits(client_s=3.0))
     with (
         running(session_of(model, max_tokens=-1), options, n_parallel=2, n_ctx=8192) as server,
         _connected(server, n_received=4096) as slow,
