@@ -139,6 +139,7 @@ class SamplerOptions(Options):
         -1,
         "--seed -s",
         "Seed of the random numbers; -1 picks one.",
+        aliases="random_seed",
         min=-1,
         max=2**63 - 1,
     )

@@ -119,6 +119,16 @@ def test_the_same_gap_in_every_form(server: Running, prompt: str) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == middle
 
 
+def test_mistrals_name_of_the_seed(server: Running) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 2}
+    wanted = server.post("/v1/completions", seed=7, **asked).json()["choices"][0]["text"]
+    answer = server.post("/v1/fim/completions", random_seed=7, **asked).json()
+    assert answer["choices"][0]["message"]["content"] == wanted
+    assert "warnings" not in answer
+    other = server.post("/v1/fim/completions", random_seed=8, **asked).json()
+    assert other["choices"][0]["message"]["content"] != wanted
+
+
 def test_no_text_at_all(server: Running) -> None:
     for path in ("/v1/completions", "/v1/fim/completions"):
         error = server.post(path, prompt="", suffix="").json()["error"]
