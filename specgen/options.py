@@ -496,9 +496,9 @@ class KernelOptions(Options):
 class Contexts:
     """The context options of the two models, and the kernels that both of them use."""
 
-    #: Those of the target.
+    #: The target's context options.
     target: ContextOptions
-    #: Those of the draft.
+    #: The draft's context options.
     draft: ContextOptions
     #: Which kernels compute on the CPU.
     kernels: KernelOptions = KernelOptions()

@@ -91,7 +91,8 @@ def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedReque
 def read_fim_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     """Read a request of Mistral's API for the text in a gap, or without ``suffix`` for more text.
 
-    It is one for text completions, but the answer has the form of a chat completion.
+    It has the fields of a request for a text completion, but the answer has the form of a chat
+    completion.
 
     Raises:
         BodyError: If a field cannot be honoured.

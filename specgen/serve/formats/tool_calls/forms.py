@@ -24,6 +24,11 @@ _MARKED_ID = re.compile(rf"\[[A-Z_]+\]{ANY}")
 _CONTROL_TOKEN = re.compile(r"\]<\][^<>\s]+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 #: Llama's own mark of a call, which its template does not write.
 PYTHON_TAG: Final = "<|python_tag|>"
+#: Qwen2.5-Coder's chat template puts this tag before the descriptions of tools, and the model may
+#: copy it before its calls.
+TOOLS_TAG: Final = "<tools>"
+#: What may open the fence around a call that is a bare JSON object, as a regular expression.
+OPENING_FENCE: Final = rf"(?:```(?:json)?|{TOOLS_TAG})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from specgen.errors import UsageError
 from specgen.options import Grammar
-from specgen.serve.formats.tool_calls.forms import CallForm
+from specgen.serve.formats.tool_calls.forms import OPENING_FENCE, CallForm
 from specgen.serve.formats.tool_calls.function import Function
 from specgen.serve.formats.tool_calls.values import as_mapping
 from specgen.text.grammar.free_text import ANY
@@ -152,7 +152,7 @@ def _trigger_and_opening(
 def _bare_call_pattern(name_key: str, functions: Sequence[Function]) -> str:
     """Return a pattern for the beginning of a call that is a JSON object without a mark."""
     names = "|".join(re.escape(literal(function.name)) for function in functions)
-    fence = r"(?:(?:```(?:json)?|<tools>)\s*)?"
+    fence = rf"(?:{OPENING_FENCE}\s*)?"
     return rf"\s*{fence}(?:\{{\s*)?\{{\s*{literal(name_key)}\s*:\s*(?:{names})"
 
 
@@ -234,8 +234,8 @@ class _CallRules:
     def bare_call(self, name_key: str) -> list[str]:
         """Return the rules for a call as a JSON object without a mark, perhaps in a fence.
 
-        The fence is that of code, or ``<tools>``, as in the parser. The object may be in two
-        braces. `call` must have been called for every function.
+        The fence is that of a code block, or ``<tools>`` (see `OPENING_FENCE`). The object may be
+        in two braces. `call` must have been called for every function.
         """
         fence = '(("```json" | "```" | "<tools>") WHITE?)?'
         key = literal(literal(name_key))

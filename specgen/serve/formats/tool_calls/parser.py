@@ -11,29 +11,29 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specgen.serve.formats.delta import Delta
-from specgen.serve.formats.tool_calls.forms import PYTHON_TAG, CallForm
+from specgen.serve.formats.tool_calls.forms import OPENING_FENCE, PYTHON_TAG, TOOLS_TAG, CallForm
 from specgen.serve.formats.tool_calls.function import Function
 from specgen.serve.formats.tool_calls.literals import NoMatch, match, skip_space
 from specgen.serve.formats.tool_calls.readers import PairsReader, arguments_reader, read_name
 from specgen.serve.formats.tool_calls.values import ArgumentsReader
 from specgen.text.overlap import partial_match_length
 
-#: What some models put around calls that are bare JSON objects: the beginnings, with their ends.
-#: Qwen2.5-Coder copies the tags that its chat template puts around the descriptions of tools.
-_FENCES = {"```": "```", "<tools>": "</tools>"}
+#: What closes the fence around calls that are bare JSON objects, by what opens it.
+_FENCES = {"```": "```", TOOLS_TAG: "</tools>"}
 #: What may come before a call that is a bare JSON object, up to its bracket. The chat template of
 #: Qwen2.5-Coder shows calls in two braces in its instructions, and the model may copy that.
 _BEFORE_BARE_CALL = re.compile(
-    r"\s*(?:<\|python_tag\|>\s*)?(?:(?:```(?:json)?|<tools>)\s*)?"
+    rf"\s*(?:<\|python_tag\|>\s*)?(?:{OPENING_FENCE}\s*)?"
     r"(?:\{\s*)?(?=\{\s*[^\s{]|\[\s*\{)"
 )
-#: Any beginning of such a text, while the rest has not arrived. The beginnings of tags are missing.
+#: Such a text whose end has not arrived yet. Incomplete tags are recognised separately, with
+#: `_TAGS_BEFORE_BARE_CALL`.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?"
-    r"(?:`{0,2}|```(?:j|js|jso)|(?:(?:```(?:json)?|<tools>)\s*)?(?:\[\s*|(?:\{\s*){0,2}))"
+    rf"(?:`{{0,2}}|```(?:j|js|jso)|(?:{OPENING_FENCE}\s*)?(?:\[\s*|(?:\{{\s*){{0,2}}))"
 )
 #: The tags that may come before a bare call.
-_TAGS_BEFORE_BARE_CALL = (PYTHON_TAG, "<tools>")
+_TAGS_BEFORE_BARE_CALL = (PYTHON_TAG, TOOLS_TAG)
 #: The braces after a call in two braces, of which some models write too many.
 _EXTRA_BRACES = re.compile(r"(?:\s*\})*")
 #: The characters that some models write between two JSON objects, whatever their template does.
