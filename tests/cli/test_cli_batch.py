@@ -87,6 +87,35 @@ def test_answers_are_those_of_run(batch: Batch, parallel: str | None, draft: str
     assert answers(batch.out) == {str(n): text for n, text in enumerate(alone, start=1)}
 
 
+def test_a_prompt_is_echoed_if_it_is_wanted(batch: Batch) -> None:
+    plain = {"prompt": PROMPTS[0], "max_tokens": 5}
+    bodies: dict[str, dict[str, Any]] = {
+        "plain": plain,
+        "echo": {**plain, "echo": True},
+        "likely": {**plain, "echo": True, "logprobs": 1},
+    }
+    url = "/v1/completions"
+    batch.answer([{"custom_id": name, "url": url, "body": body} for name, body in bodies.items()])
+    found = records(batch.out)
+    text = PROMPTS[0] + text_of(found["plain"])
+    assert text_of(found["echo"]) == text
+    assert text_of(found["likely"]) == text
+    body = found["likely"]["response"]["body"]
+    n_tokens = body["usage"]["total_tokens"]
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == n_tokens
+
+
+def test_a_line_controls_its_drafts(batch: Batch) -> None:
+    prompt = {"prompt": PROMPTS[3], "max_tokens": 16}
+    batch.answer([prompt, {**prompt, "speculative": {"draft": False}}], "--policy", "fixed")
+    drafted, plain = (
+        records(batch.out)[name]["response"]["body"]["speculative"] for name in ("1", "2")
+    )
+    assert drafted["n_drafted"] > 0
+    assert plain["draft"] is False
+    assert plain["n_drafted"] == 0
+
+
 def test_requests_in_openai_s_form(batch: Batch) -> None:
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
     chat = {"messages": turns, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, "model": "x"}

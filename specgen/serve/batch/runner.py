@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specgen.errors import PromptError, SpecgenError, UsageError
-from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PrefillEvent
 from specgen.llama.native_context import MAX_SEQUENCES
 from specgen.serve.batch.lines import BatchLine, LineError, Write, result_of, unexpected
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
+from specgen.serve.formats.engine_requests import inserts_of
 from specgen.serve.formats.model_adaptation import for_model
 from specgen.serve.formats.parsed_request import ParsedRequest
 from specgen.session.calibration import calibrate, target_costs
@@ -95,8 +96,8 @@ class _OpenAnswer:
 
     task: _Task
     request: EngineRequest
-    #: The events with the tokens so far.
-    committed_events: list[CommittedEvent] = field(default_factory=list)
+    #: The events so far that have tokens: those of the answer, and of the prompt if it is echoed.
+    events: list[Event] = field(default_factory=list)
 
 
 class BatchRun:
@@ -241,11 +242,8 @@ class BatchRun:
         if not 0 <= generation.max_tokens <= max_tokens:
             generation = replace(generation, max_tokens=max_tokens)
         with self._line_errors(task.line):
-            request = engine.insert(
-                task.prompt,
-                sampling=task.request.sampling,
-                generation=generation,
-            )
+            (insert,) = inserts_of(replace(task.request, generation=generation), task.prompt)
+            request = insert(engine)
             self._open_answers[request.index] = _OpenAnswer(task, request)
 
     def _observe(self, events: Iterable[Event]) -> None:
@@ -253,7 +251,9 @@ class BatchRun:
         for event in events:
             if isinstance(event, CommittedEvent):
                 self.stats.n_tokens += len(event.pieces)
-                self._open_answers[event.sequence].committed_events.append(event)
+                self._open_answers[event.sequence].events.append(event)
+            elif isinstance(event, PrefillEvent):
+                self._open_answers[event.sequence].events.append(event)
             elif isinstance(event, NoticeEvent):
                 self._note(event.message)
 
@@ -297,8 +297,9 @@ class BatchRun:
             model=self._session.target.name,
         )
         writer: AnswerWriter = task.request.writer(context)
-        events: list[Event] = [*answer.committed_events, finished]
-        for event in events:
+        # The chunks of a stream are not needed, only what the writer makes of them in the end.
+        writer.begin(len(task.prompt.tokens))
+        for event in (*answer.events, finished):
             writer.feed(0, event)
         return writer.whole()
 
