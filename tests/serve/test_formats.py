@@ -17,8 +17,10 @@ from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.chat_completions import ChatCompletionWriter, read_chat
 from specgen.serve.formats.completions import CompletionWriter
+from specgen.serve.formats.llama_server import read_llama_cpp_completion
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.model_adaptation import with_call_form
+from specgen.serve.formats.ollama import read_ollama_chat, read_ollama_generate
 from specgen.serve.formats.parsed_request import Defaults, ParsedRequest, RequestKind
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.responses import read_response_request
@@ -607,6 +609,49 @@ def test_ignored_fields_are_mentioned() -> None:
     assert set(fields(responding(**asks))) == unknown
     nothing = {**dict.fromkeys(asks), "store": False}
     assert fields(responding(**nothing)) == []
+
+
+def test_a_known_name_is_never_called_unknown() -> None:
+    twice = chat(max_tokens=3, max_completion_tokens=5)
+    assert twice.generation.max_tokens == 3
+    assert twice.warnings == (
+        "max_completion_tokens: ignored, since the field is also given under another name",
+    )
+    assert responding(reasoning={"summary": "auto"}).warnings == (
+        "reasoning: ignored, since specgen uses none of its fields",
+    )
+
+
+def test_fields_of_llama_cpps_paths_are_not_ignored_silently_on_others() -> None:
+    given: dict[str, Any] = {
+        "n_indent": 4,
+        "n_probs": 2,
+        "response_fields": ["content"],
+        "return_tokens": True,
+        "t_max_predict_ms": 9,
+    }
+    assert fields(read("completion", prompt="x", **given)) == [*given]
+    (own,) = read_llama_cpp_completion({"prompt": "x", **given}, Defaults())
+    assert own.warnings == ()
+    assert (own.generation.n_indent, own.generation.logprobs, own.lines_s) == (4, 2, 0.009)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (read_ollama_chat, {"messages": [{"role": "user", "content": "x"}]}),
+        (read_ollama_generate, {"prompt": "x"}),
+        (read_ollama_generate, {"prompt": "x", "raw": True}),
+    ],
+)
+def test_ollamas_name_of_the_format_is_in_messages(path: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(BodyError) as error:
+        path({**body, "format": {"type": "colour"}}, Defaults())
+    assert error.value.field == "format"
+    assert error.value.message.startswith("format: ")
+    schema = {"type": "array", "uniqueItems": True}
+    (request,) = path({**body, "format": schema}, Defaults())
+    assert request.warnings == ("format: no grammar can enforce uniqueItems",)
 
 
 @pytest.mark.parametrize(

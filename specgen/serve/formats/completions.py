@@ -5,21 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeAlias
-
-from pydantic import Field
+from typing import Any, TypeAlias
 
 from specgen.events import CommittedEvent, Piece, PrefillEvent
 from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.chat_completions import ChatCompletionWriter
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json, parse, unknown_fields
-from specgen.serve.formats.openai_common import (
-    MAX_LOGPROBS,
-    OpenAIRequest,
-    OpenAIWriter,
-    own_logprobs,
-)
+from specgen.serve.formats.openai_common import OpenAIRequest, OpenAIWriter, own_logprobs
 from specgen.serve.formats.parsed_request import (
     NO_DEFAULTS,
     Defaults,
@@ -37,22 +30,7 @@ PromptInput: TypeAlias = str | list[int | str]
 # --- requests -------------------------------------------------------------------------------------
 
 
-class TextRequest(OpenAIRequest):
-    """The fields of all requests about a text; they are llama.cpp's."""
-
-    #: The only fields that a whole response shall have; all if missing.
-    response_fields: list[str] | None = None
-    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
-    t_max_predict_ms: float = 0.0
-    #: The minimum indentation, in characters: the answer ends before a line with less.
-    n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
-    #: The number of likely tokens whose log-probabilities are wanted.
-    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    #: Whether a whole response has the tokens of the answer.
-    return_tokens: bool = False
-
-
-class CompletionRequest(TextRequest):
+class CompletionRequest(OpenAIRequest):
     """The body of a request for text completions."""
 
     #: A text or tokens, or a list of these.

@@ -62,6 +62,7 @@ _SILENTLY_IGNORED = frozenset(
         "cache_prompt",
         "client_metadata",
         "context_management",
+        "eager_input_streaming",
         "guided_decoding_backend",
         "id",
         "id_slot",
@@ -110,11 +111,18 @@ class Fields(BaseModel):
 
         A field of several items of a list gets only one warning.
         """
-        return [
-            f"{name[:100]}: ignored, since specgen has no such field"
-            f"{did_you_mean(name, self.names())}"
-            for name in dict.fromkeys(self.ignored())
-        ]
+        known_names = list(self.names())
+        object_names = set(self.object_names())
+        warnings: list[str] = []
+        for name in dict.fromkeys(self.ignored()):
+            if name in object_names:
+                reason = "specgen uses none of its fields"
+            elif name in known_names:
+                reason = "the field is also given under another name"
+            else:
+                reason = f"specgen has no such field{did_you_mean(name, known_names)}"
+            warnings.append(f"{name[:100]}: ignored, since {reason}")
+        return warnings
 
     @classmethod
     def names(cls) -> Iterator[str]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from specgen.events import CommittedEvent, Event, Piece
 from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.completions import (
     CompletionRequest,
     CompletionWriter,
-    TextRequest,
     parsed_completions,
 )
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Fields, Json, parse
 from specgen.serve.formats.figures import own_figures
-from specgen.serve.formats.openai_common import logprob_entries
+from specgen.serve.formats.openai_common import MAX_LOGPROBS, OpenAIRequest, logprob_entries
 from specgen.serve.formats.parsed_request import (
     NO_DEFAULTS,
     Defaults,
@@ -35,6 +36,25 @@ from specgen.system.files import as_json
 # --- requests -------------------------------------------------------------------------------------
 
 
+class LlamaServerRequest(OpenAIRequest):
+    """The fields of both endpoints that OpenAI's do not have."""
+
+    #: The only fields that a whole response shall have; all if missing.
+    response_fields: list[str] | None = None
+    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
+    t_max_predict_ms: float = 0.0
+    #: The minimum indentation, in characters: the answer ends before a line with less.
+    n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
+    #: The number of likely tokens whose log-probabilities are wanted.
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    #: Whether a whole response has the tokens of the answer.
+    return_tokens: bool = False
+
+
+class LlamaCompletionRequest(LlamaServerRequest, CompletionRequest):
+    """The body of a request for the continuation of texts."""
+
+
 class InfillFile(Fields):
     """Another file of the repository."""
 
@@ -44,7 +64,7 @@ class InfillFile(Fields):
     time: Any = None
 
 
-class InfillRequest(TextRequest):
+class InfillRequest(LlamaServerRequest):
     """The body of a request for the text in a gap."""
 
     #: The text before the gap.
@@ -74,7 +94,7 @@ def read_llama_cpp_completion(
     Raises:
         BodyError: If a field cannot be honoured.
     """
-    fields = parse(CompletionRequest, body)
+    fields = parse(LlamaCompletionRequest, body)
     requests = parsed_completions(fields, defaults)
     is_openai = len(requests) > 1 or fields.n > 1 or requests[0].has_usage_alone
     if or_openai and is_openai:
@@ -102,7 +122,7 @@ def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     return (_as_llama_cpp(fields, replace(request, gap=gap)),)
 
 
-def _as_llama_cpp(fields: TextRequest, request: ParsedRequest) -> ParsedRequest:
+def _as_llama_cpp(fields: LlamaServerRequest, request: ParsedRequest) -> ParsedRequest:
     """Return the request with llama.cpp's own fields, and with its form of answers."""
     generation = replace(request.generation, n_indent=fields.n_indent)
     if fields.n_probs:

@@ -16,8 +16,12 @@ from typing import Any, ClassVar, Literal
 
 from specgen.events import CommittedEvent
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
-from specgen.serve.formats.chat_completions import read_chat
-from specgen.serve.formats.completions import read_completion
+from specgen.serve.formats.chat_completions import ChatCompletionRequest, parsed_chat_completion
+from specgen.serve.formats.completions import (
+    CompletionRequest,
+    parsed_completions,
+    read_completion,
+)
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Fields, Integer, Json, Schema, parse
 from specgen.serve.formats.figures import own_figures
@@ -68,6 +72,18 @@ class OllamaRequest(Fields):
         return body
 
 
+class _ChatInOpenAIForm(ChatCompletionRequest):
+    """A request for a chat, translated into OpenAI's form."""
+
+    form_field: ClassVar[str] = "format"
+
+
+class _CompletionInOpenAIForm(CompletionRequest):
+    """A request for the continuation of a text, translated into OpenAI's form."""
+
+    form_field: ClassVar[str] = "format"
+
+
 class OllamaChatRequest(OllamaRequest):
     """The body of a request for the next turn of a conversation: ``/api/chat``."""
 
@@ -98,7 +114,7 @@ def read_ollama_chat(body: Json, defaults: Defaults) -> ParsedRequests:
     """
     fields = parse(OllamaChatRequest, body)
     if fields.messages:
-        requests = read_chat(fields.openai_body(messages=fields.messages), defaults)
+        requests = _chat(fields.openai_body(messages=fields.messages), defaults)
     else:
         requests = _loading_only(fields, defaults)
     return _for_ollama(requests, answer_field="message")
@@ -119,16 +135,21 @@ def read_ollama_generate(body: Json, defaults: Defaults) -> ParsedRequests:
         requests = _loading_only(fields, defaults)
     elif fields.raw or fields.suffix:
         text_body = fields.openai_body(prompt=fields.prompt, suffix=fields.suffix)
-        requests = read_completion(text_body, defaults)
+        requests = parsed_completions(parse(_CompletionInOpenAIForm, text_body), defaults)
     else:
         chat_body = fields.openai_body(messages=_generate_messages(fields))
-        requests = read_chat(chat_body, defaults)
+        requests = _chat(chat_body, defaults)
     requests = tuple(
         replace(request, earlier_tokens=fields.context, needs_template=False)
         for request in requests
     )
     has_context = bool(fields.prompt) and not fields.raw
     return _for_ollama(requests, answer_field="response", has_context=has_context)
+
+
+def _chat(openai_body: Json, defaults: Defaults) -> ParsedRequests:
+    """Read a request for a chat that was translated into OpenAI's form."""
+    return (parsed_chat_completion(parse(_ChatInOpenAIForm, openai_body), defaults),)
 
 
 def _generate_messages(fields: OllamaGenerateRequest) -> list[Json]:
