@@ -227,7 +227,7 @@ def test_a_guide_becomes_a_grammar() -> None:
     request = chat(guided_json={"uniqueItems": True}, guided_decoding_backend="x")
     assert fields(request) == ["guided_json"]
     excluded = chat(guided_choice=["a"], tools=[tool("a")])
-    with pytest.raises(BodyError, match="excludes tools"):
+    with pytest.raises(BodyError, match="cannot be combined with tools"):
         with_call_form(excluded, TEMPLATE)
 
 
@@ -337,7 +337,7 @@ def test_what_an_agent_sends_as_messages() -> None:
     assert asked.variables == {"enable_thinking": True}
     assert asked.splits_reasoning
     assert asked.warnings == (
-        'tools[1]: ignored, since "web_search_20250305" does not run here',
+        'tools[1]: ignored, since specgen has no tools of type "web_search_20250305"',
         "tools: no grammar can enforce propertyNames of Read",
     )
 
@@ -488,7 +488,7 @@ def test_arguments_are_an_object_which_has_what_was_written_instead(
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ({"grammar": 'root ::= "no"'}, "excludes tools"),
+        ({"grammar": 'root ::= "no"'}, "cannot be combined with tools"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )

@@ -270,7 +270,7 @@ def test_waiting_is_limited_by_the_timeout_of_a_request(files: Path) -> None:
         assert refused.status_code == 503
         error = refused.json()["error"]
         assert error["code"] == "model_not_loaded"
-        assert "the memory is full of models that generate answers" in error["message"]
+        assert "the memory is full, and all loaded models are busy" in error["message"]
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(files: Path) -> None:

@@ -353,7 +353,7 @@ def test_a_pull_of_an_existing_model_succeeds(several: httpx.Client) -> None:
     refused = several.post("/api/pull", json={"model": "llama9"})
     assert refused.status_code == 404
     assert "no model 'llama9'" in refused.json()["error"]
-    assert "downloads none" in refused.json()["error"]
+    assert "does not download models" in refused.json()["error"]
 
 
 @pytest.mark.parametrize(

@@ -380,12 +380,12 @@ def test_a_full_context_is_named(server: Running) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 ENDED: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/chat/completions", {"messages": TURNS}, "the server ends"),
-    ("/v1/completions", {"prompt": "x"}, "the server ends"),
+    ("/v1/chat/completions", {"messages": TURNS}, "the server is shutting down"),
+    ("/v1/completions", {"prompt": "x"}, "the server is shutting down"),
     ("/v1/messages", {"messages": TURNS}, "overloaded_error"),
-    ("/v1/responses", {"input": "x"}, "the server ends"),
-    ("/infill", {"input_prefix": "x"}, "the server ends"),
-    ("/api/chat", {"messages": TURNS}, "the server ends"),
+    ("/v1/responses", {"input": "x"}, "the server is shutting down"),
+    ("/infill", {"input_prefix": "x"}, "the server is shutting down"),
+    ("/api/chat", {"messages": TURNS}, "the server is shutting down"),
 ]
 
 

@@ -135,7 +135,7 @@ class AnswerFormat(Fields):
                 return schema or {"type": "object"}
             case "json_schema":
                 if schema is None:
-                    raise BodyError(where, "it has no schema")
+                    raise BodyError(where, "the schema is missing")
                 return schema
 
 
@@ -256,7 +256,7 @@ class GenerationRequest(OptionFields):
         if not names:
             return None, []
         if len(names) > 1:
-            raise BodyError(names[1], f"{names[0]} is given as well")
+            raise BodyError(names[1], f"it cannot be combined with {names[0]}")
         name = names[0]
         value = possible_grammars[name]
         try:

@@ -112,7 +112,7 @@ def read_infill(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
     """
     fields = parse(InfillRequest, body)
     if fields.n > 1:
-        raise BodyError("n", f"{shown(fields.n)} answers are asked for, but a gap has one")
+        raise BodyError("n", f"give 1, not {shown(fields.n)}: a gap gets one answer")
     gap = Gap(
         prefix=fields.input_prefix + fields.prompt,
         suffix=fields.input_suffix,

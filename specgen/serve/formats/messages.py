@@ -103,7 +103,7 @@ def read_messages(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequest
     """
     fields = parse(MessagesRequest, body)
     if fields.thread == "continue":  # the client then sends the whole conversation
-        what = "this server keeps no threads: send all messages"
+        what = "this server does not store threads: send all messages"
         raise RequestError(404, what, "thread_not_found")
     not_found, definitions = _deferred_tools(fields)
     messages = _messages(fields, definitions)
@@ -171,7 +171,7 @@ def _messages(fields: MessagesRequest, definitions: Mapping[str, str]) -> tuple[
                 definitions,
             )
     if not builder.messages:
-        raise BodyError("messages", "they are empty")
+        raise BodyError("messages", "give at least one that is not empty")
     return tuple(builder.messages)
 
 

@@ -112,7 +112,7 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
     assert form is not None
     assert tools is not None
     if generation.grammar is not None and generation.grammar.form != "json_schema":
-        raise BodyError("grammar", "it excludes tools; use a JSON schema instead")
+        raise BodyError("grammar", "it cannot be combined with tools; use a JSON schema instead")
     if tools.must_call and generation.ignore_eos:
         raise BodyError("ignore_eos", "a text that follows a grammar must be able to end")
     other = generation.grammar

@@ -74,7 +74,7 @@ class RequestError(Exception):
     @staticmethod
     def ending() -> RequestError:
         """Return the error of a request that is cut off because the server shuts down."""
-        return RequestError(503, "the server ends", "ending")
+        return RequestError(503, "the server is shutting down", "ending")
 
     @staticmethod
     def queue_full() -> RequestError:

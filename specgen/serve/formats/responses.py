@@ -109,7 +109,9 @@ def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Parse
     """
     for name in _REFUSED_FIELDS:
         if body.get(name):
-            raise BodyError(name, "this server keeps no conversations: send all items as input")
+            raise BodyError(
+                name, "this server does not store conversations: send all items as input"
+            )
     fields = parse(ResponsesRequest, body)
     warnings = [
         f"include: ignored {shown(part)}, which responses do not have"
@@ -142,7 +144,7 @@ def _messages(fields: ResponsesRequest, warnings: list[str]) -> tuple[Message, .
         _add_item(builder, f"input[{number}]", item, warnings)
     _drop_lone_thoughts(builder)
     if not builder.messages:
-        raise BodyError("input", "it has no messages")
+        raise BodyError("input", "give at least one message")
     return tuple(builder.messages)
 
 
@@ -185,10 +187,12 @@ def _add_item(
         case "function_call_output" | "custom_tool_call_output":
             builder.add_result(item.call_id, text_of(item.output))
         case kind if kind in _REFUSED_ITEMS:
-            reason = f"{shown(kind)} stands for items that this server has not kept: send the items"
+            reason = (
+                f"{shown(kind)} refers to items that this server has not stored: send the items"
+            )
             raise BodyError(f"{where}.type", reason)
         case kind:
-            warnings.append(f"{where}: ignored, since {shown(kind)} does not run here")
+            warnings.append(f"{where}: ignored, since specgen has no items of type {shown(kind)}")
 
 
 def _thought(item: ResponseItem) -> str:

@@ -32,7 +32,7 @@ def read_request(
         raise BodyError("prompt", "several prompts in one request are not supported here")
     request = requests[0]
     if request.gap is not None:
-        raise BodyError("suffix", "it is not supported here")
+        raise BodyError("suffix", "texts with a gap are not supported here")
     if request.n > 1:
         raise BodyError("n", "several answers to one request are not supported here")
     return request

@@ -103,13 +103,15 @@ def functions_of(tools: Sequence[ToolDefinition]) -> tuple[dict[str, Function], 
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         if tool.type not in _RUN_BY_CLIENTS:
-            warnings.append(f"{where}: ignored, since {shown(tool.type)} does not run here")
+            warnings.append(
+                f"{where}: ignored, since specgen has no tools of type {shown(tool.type)}"
+            )
             continue
         if not _NAME.fullmatch(tool.name):
             rule = "is not a name of 1 to 128 characters without spaces, quotes and brackets"
             raise BodyError(f"{where}.name", f"{shown(tool.name)} {rule}")
         if tool.name in functions:
-            raise BodyError(f"{where}.name", f"{shown(tool.name)} is given twice")
+            raise BodyError(f"{where}.name", f"there are two tools named {shown(tool.name)}")
         if tool.format not in ({}, {"type": "text"}):
             warnings.append(f"{where}.format: ignored, the input is a free text")
         schema = _parameters_schema(tool, where)
@@ -130,9 +132,11 @@ def _parameters_schema(tool: ToolDefinition, where: str) -> Schema:
     properties = schema["properties"] or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict):
-        raise BodyError(f"{where}.parameters.properties", f"it is {shown(properties)}")
+        raise BodyError(
+            f"{where}.parameters.properties", f"give an object, not {shown(properties)}"
+        )
     if not isinstance(required, list):
-        raise BodyError(f"{where}.parameters.required", f"it is {shown(required)}")
+        raise BodyError(f"{where}.parameters.required", f"give a list, not {shown(required)}")
     return schema | {"properties": properties}
 
 
@@ -156,7 +160,7 @@ def chosen_tools(
     if choice.type == "none" or (choice.type == "auto" and not functions):
         return None
     if not functions:
-        raise BodyError("tool_choice", f"{shown(choice.type)} needs tools")
+        raise BodyError("tool_choice", f"{shown(choice.type)} requires tools, but there are none")
 
     is_single_function = False
     must_call = choice.type != "auto"
@@ -170,7 +174,7 @@ def chosen_tools(
             names = [tool.name for tool in choice.tools if tool.type in _RUN_BY_CLIENTS]
             must_call = choice.mode == "required"
         case kind:
-            raise BodyError("tool_choice", f"{shown(kind)} is not a choice that specgen knows")
+            raise BodyError("tool_choice", f"{shown(kind)} is not a valid choice")
     for name in names:
         if name not in functions:
             raise BodyError("tool_choice", f"there is no function {shown(name)} among tools")

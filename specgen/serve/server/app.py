@@ -308,7 +308,7 @@ async def _error_response(request: HttpRequest, error: Exception) -> Response:
             request_error = RequestError(error.status_code, message, headers=error.headers)
             return refusal(request_error, scope)
     _log.error("%s failed", path, exc_info=error)
-    return refusal(RequestError(500, "the server failed; its log says how", "bug"), scope)
+    return refusal(RequestError(500, "internal error; see the log of the server", "bug"), scope)
 
 
 # --- running --------------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
         reading = _read_body(request, limits.body_bytes)
         data = await asyncio.wait_for(reading, limits.client_s or None)
     except asyncio.TimeoutError:
-        raise RequestError(408, "the body did not come in time", code="timeout") from None
+        raise RequestError(408, "the body did not arrive in time", code="timeout") from None
     except ClientDisconnect:
-        raise RequestError(400, "the body is cut off") from None
+        raise RequestError(400, "the body is incomplete") from None
     try:
         body = _parse_json(data)
     except (ValueError, RecursionError) as error:

@@ -258,7 +258,7 @@ class ServedModel:
 
     def _ended_error(self) -> BackendError:
         if self.failure is not None:
-            return BackendError("the engine has failed, and the server ends")
+            return BackendError("the engine has failed, and the server is shutting down")
         return BackendError("the engine is closed")
 
     @contextlib.contextmanager

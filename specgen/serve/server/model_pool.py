@@ -267,9 +267,9 @@ class ModelPool:
             self._changed.set()
 
     def _timeout_error(self, pooled: PooledModel) -> RequestError:
-        message = f"{pooled.entry.name} could not be loaded in {self._limits.request_s:g} s"
+        message = f"{pooled.entry.name} could not be loaded within {self._limits.request_s:g} s"
         if self._lacks_room:
-            message += ": the memory is full of models that generate answers"
+            message += ": the memory is full, and all loaded models are busy"
         return RequestError(503, message, "model_not_loaded")
 
     def release(self, pooled: PooledModel) -> None:
@@ -373,7 +373,7 @@ class ModelPool:
             self._refuse(pooled, refusal)
         except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
             _log.exception("%s cannot be loaded", name)
-            message = "the server failed; its log says how"
+            message = "internal error; see the log of the server"
             self._refuse(pooled, RequestError(500, message, code="bug"))
 
     def _lease_to_waiting(self, pooled: PooledModel) -> None:
@@ -471,7 +471,7 @@ class ModelPool:
             raise
         except KeyboardInterrupt:
             if self._is_ending.is_set():
-                raise BackendError("the server ends") from None
+                raise BackendError("the server is shutting down") from None
             raise
         finally:
             pooled.is_loading = False

@@ -171,8 +171,8 @@ def bound_socket(
     except (OSError, OverflowError) as error:
         listening.close()
         raise UsageError(
-            f"{host}, port {port}: cannot listen there: {_reason(error)}",
-            hint="take another --port, or end the program that listens there",
+            f"cannot listen on {host}, port {port}: {_reason(error)}",
+            hint="choose another --port, or stop the program that uses this one",
         ) from error
     return listening
 

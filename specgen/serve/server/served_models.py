@@ -357,7 +357,7 @@ def read_models(
     models = options_of({}).models
     if models.target or models.draft or models.pair:
         raise UsageError(
-            "--models names the models, so --target, --draft and --pair do not go with it"
+            "--models already names the models: leave out --target, --draft and --pair"
         )
     if path.is_dir():
         return _entries_in_folder(path, options_of, loader)
@@ -385,9 +385,13 @@ def _entry_of_table(
     loader: ModelLoader,
 ) -> ModelEntry:
     """Return the model of a table in a TOML file; errors say which table it is."""
+    if not isinstance(table, dict):
+        raise UsageError(
+            f"{path}: {name!r} is not in the table of a model",
+            "begin each model with a line [NAME], and put its settings below that line; settings "
+            "for all models belong on the command line",
+        )
     try:
-        if not isinstance(table, dict):
-            raise UsageError(f'it is no table: begin each model with a line ["{name}"]')
         values = {key: _path_if_file(value, path.parent) for key, value in table.items()}
         model = options_of(values)
         if model.models.target is None and model.models.pair is None:

@@ -41,7 +41,7 @@ async def embed(
         work = asyncio.wait_for(model.embed(request.tokens, request.encoded), limit_s)
         vectors = await while_connected(http_request.receive, work)
     except asyncio.TimeoutError:
-        message = f"the embeddings were not done in {limit_s:g} s"
+        message = f"the embeddings were not finished within {limit_s:g} s"
         raise RequestError(503, message, code="timeout") from None
     n_tokens = sum(len(tokens) for tokens in request.tokens)
     content = write(vectors, n_tokens, model.name, request.warnings)

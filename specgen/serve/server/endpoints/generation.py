@@ -140,12 +140,12 @@ def _check_length(
 ) -> None:
     """Raise `PromptLengthError` if a prompt exceeds the context, or the limit of the server."""
     max_tokens = n_ctx
-    reason = f"but the context has {n_ctx}"
+    limit = f"the context has {n_ctx}"
     if 0 < limits.prompt_tokens < n_ctx:
         max_tokens = limits.prompt_tokens
-        reason = f"at most {max_tokens} are allowed"
+        limit = f"at most {max_tokens} are allowed"
     if n_tokens > max_tokens:
-        message = f"the prompt has {n_tokens} tokens; {reason}"
+        message = f"the prompt has {n_tokens} tokens, but {limit}"
         raise PromptLengthError(message, n_tokens, max_tokens)
 
 
@@ -221,7 +221,7 @@ def _failure(
         return RequestError.of(event)
     if job.is_cut:
         return RequestError.ending()
-    return RequestError(503, f"no token came in {limit_s:g} s", "timeout")
+    return RequestError(503, f"no token was generated within {limit_s:g} s", "timeout")
 
 
 async def _whole(writer: AnswerWriter, chunks: AsyncIterator[Json]) -> Json:

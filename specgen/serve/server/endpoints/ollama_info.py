@@ -86,7 +86,7 @@ async def pull_model(
     try:
         pool.find(body.get("model") or body.get("name"))
     except RequestError as error:
-        hint = "this server downloads none, but 'specgen models pull' does"
+        hint = "this server does not download models, but 'specgen models pull' does"
         message = f"{error.message} ({hint})"
         raise replace(error, message=message) from None
     status = {"status": "success"}
