@@ -229,6 +229,88 @@ def test_pages_from_elsewhere(server: Running) -> None:
     assert "access-control-allow-origin" not in get("/v1/models").headers
 
 
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type",
+}
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://localhost",
+        "http://localhost:5173",
+        "https://localhost:8443",
+        "http://127.0.0.1:3000",
+        "http://127.1.2.3",
+        "http://[::1]:8000",
+    ],
+)
+def test_pages_from_this_machine(server: Running, origin: str) -> None:
+    asked = server.http.options("/v1/chat/completions", headers={"Origin": origin, **PREFLIGHT})
+    assert asked.status_code == 200
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    body = {"prompt": "x", "max_tokens": 1}
+    answered = server.http.post("/v1/completions", json=body, headers={"Origin": origin})
+    assert answered.status_code == 200
+    for response in (asked, answered):
+        assert response.headers["access-control-allow-origin"] == origin
+        assert "Origin" in response.headers["vary"]
+        assert "access-control-allow-credentials" not in response.headers
+    rebound = {"Origin": origin, "Host": "evil.example"}
+    assert server.http.get("/v1/models", headers=rebound).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "http://localhost.evil.example",
+        "http://localhost:5173.evil.example",
+        "http://localhost@evil.example",
+        "http://evil.example/http://localhost",
+        "http://evil-localhost",
+        "http://127.0.0.1.evil.example:80",
+        "http://127.evil.example",
+        "http://[::2]",
+        "http://192.168.1.5:3000",
+        "http://0.0.0.0:3000",
+        "ftp://localhost",
+        "file://localhost",
+        "chrome-extension://abc",
+        "file://",
+        "null",
+        "localhost",
+        "",
+    ],
+)
+def test_pages_from_anywhere_else(server: Running, origin: str) -> None:
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", "/health"),
+        ("POST", "/v1/completions"),
+        ("OPTIONS", "/v1/chat/completions"),
+    ):
+        found = server.http.request(method, path, headers={"Origin": origin, **PREFLIGHT})
+        assert found.status_code == 403, (method, path)
+        assert "--cors-origin" in found.json()["error"]["message"]
+        assert "access-control-allow-origin" not in found.headers
+
+
+def test_a_page_from_this_machine_needs_a_key_if_there_are_keys(model: Path) -> None:
+    with running(session_of(model), ServerOptions(port=0, api_keys=("first",))) as server:
+        origin = {"Origin": "http://localhost:5173"}
+        asked = server.http.options("/v1/models", headers={**origin, **PREFLIGHT})
+        assert asked.status_code == 200
+        with httpx.Client(base_url=server.url) as nobody:
+            refused = nobody.get("/v1/models", headers=origin)
+            assert refused.status_code == 401
+            # Otherwise the page could not read why it was refused.
+            assert refused.headers["access-control-allow-origin"] == origin["Origin"]
+        assert server.http.get("/v1/models", headers=origin).status_code == 200
+
+
 def test_pages_that_are_allowed(model: Path) -> None:
     origin = "https://example.org"
     with running(session_of(model), ServerOptions(port=0, cors_origins=(origin,))) as server:
@@ -241,6 +323,9 @@ def test_pages_that_are_allowed(model: Path) -> None:
         assert "x-stainless-lang" in found.headers["access-control-allow-headers"]
         other = {"Origin": "https://example.com"}
         assert server.http.get("/v1/models", headers=other).status_code == 403
+        refused = server.http.options("/v1/models", headers=other | PREFLIGHT)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "origin_not_allowed"
 
 
 def test_no_response_reveals_a_path(server: Running, model: Path) -> None:

@@ -13,39 +13,41 @@ from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.server.http import refusal
 from specgen.serve.server.options import is_loopback
 
+#: The origins of web pages that a program on this machine serves. No other page can get such an
+#: origin, since these names and addresses always mean the browser's own machine.
+LOCAL_ORIGINS = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 #: Paths that need no key: the health checks, and the page, which asks for the key.
 _OPEN_PATHS = ("/health", "/v1/health", "/")
 
 
-class AccessCheck:
-    """Refuses requests from those who may not use the server.
+class PageCheck:
+    """Refuses requests from web pages that may not use the server.
 
-    - If there are keys, a request needs one of them.
-    - Web pages of other origins are refused unless they are allowed, since any page that a user
-      visits can send requests to this server.
+    - Pages of other origins are refused unless they are from this machine or allowed, since any
+      page that a user visits can send requests to this server.
     - On a loopback address without keys, requests for any other host name are refused, since a page
       can make its own name resolve to this machine (DNS rebinding).
 
     Args:
         app: The application that answers other requests.
-        keys: The API keys; empty if none is needed.
         host: The address that the server listens on.
-        origins: The origins of web pages that are allowed; ``*`` for any.
+        origins: More origins of web pages that are allowed; ``*`` for any.
+        has_keys: Whether requests need a key.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        keys: Sequence[str],
         host: str,
         origins: Sequence[str],
+        *,
+        has_keys: bool,
     ) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
         self._origins = origins
         self._host = host.lower()
         #: Whether a request may be for any host name.
-        self._allows_any_host = bool(keys) or not is_loopback(host)
+        self._allows_any_host = has_keys or not is_loopback(host)
 
     async def __call__(
         self,
@@ -56,11 +58,8 @@ class AccessCheck:
         """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http":
-            path = scope["path"]
             headers = Headers(scope=scope)
             error = self._origin_error(headers) or self._host_error(headers)
-            if error is None and self._needs_key(scope["method"], path):
-                error = self._key_error(headers)
             if error is not None:
                 app = refusal(error, scope)
         await app(scope, receive, send)
@@ -72,7 +71,9 @@ class AccessCheck:
             return None
         if origin.partition("://")[2] == headers.get("host", ""):  # the server's own page
             return None
-        message = f"pages of {origin} may not use this server; --cors-origin lets them"
+        if re.fullmatch(LOCAL_ORIGINS, origin):
+            return None
+        message = f"web pages from {origin} may not use this server; allow them with --cors-origin"
         return RequestError(403, message, "origin_not_allowed")
 
     def _host_error(self, headers: Headers) -> RequestError | None:
@@ -89,6 +90,33 @@ class AccessCheck:
             "--api-key-file, which allows any name (--cors-origin is for pages of other origins)"
         )
         return RequestError(403, message, "host_not_allowed")
+
+
+class KeyCheck:
+    """Refuses requests without a valid key, if there are keys.
+
+    Args:
+        app: The application that answers other requests.
+        keys: The API keys; empty if none is needed.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Pass a request on to the application, or refuse it."""
+        app = self._app
+        if scope["type"] == "http" and self._needs_key(scope["method"], scope["path"]):
+            error = self._key_error(Headers(scope=scope))
+            if error is not None:
+                app = refusal(error, scope)
+        await app(scope, receive, send)
 
     def _needs_key(self, method: str, path: str) -> bool:
         if not self._keys or method == "OPTIONS":

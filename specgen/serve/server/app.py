@@ -40,7 +40,7 @@ from specgen.serve.formats.ollama import (
 )
 from specgen.serve.formats.request_errors import RequestError
 from specgen.serve.formats.responses import read_response_request
-from specgen.serve.server.access import AccessCheck
+from specgen.serve.server.access import LOCAL_ORIGINS, KeyCheck, PageCheck
 from specgen.serve.server.draining_server import DrainingServer
 from specgen.serve.server.endpoints import ollama_info, tokens
 from specgen.serve.server.endpoints.embeddings import embed
@@ -156,18 +156,22 @@ class Server:
 
     def app(self) -> ASGIApp:
         """Return the application, for any ASGI server."""
+        host = self._options.host
+        keys = self._options.api_keys
         origins = self._options.cors_origins
-        middleware = [Middleware(_outermost, metrics=self._pool.metrics)]
-        if origins:
-            cors = Middleware(
+        middleware = [
+            Middleware(_outermost, metrics=self._pool.metrics),
+            Middleware(PageCheck, host, origins, has_keys=bool(keys)),
+            # An allowed page can read the responses, including those that refuse its key.
+            Middleware(
                 CORSMiddleware,
                 allow_origins=origins,
+                allow_origin_regex=LOCAL_ORIGINS,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # client libraries send many headers of their own
-            )
-            middleware.append(cors)
-        access = Middleware(AccessCheck, self._options.api_keys, self._options.host, origins)
-        middleware.append(access)
+            ),
+            Middleware(KeyCheck, keys),
+        ]
         handled_errors = (HTTPException, RequestError, SpecgenError, ClientDisconnect, Exception)
         app = Starlette(
             routes=self._routes(),

@@ -116,8 +116,8 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = _server(
         (),
         "--cors-origin",
-        "Let web pages of this origin (as https://example.org; * is any) use the server; "
-        "may be repeated.",
+        "Let web pages of this origin (as https://example.org; * is any) use the server, in "
+        "addition to those that this machine serves; may be repeated.",
         metavar="ORIGIN",
         show_default="none",
     )
