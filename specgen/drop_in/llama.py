@@ -302,7 +302,8 @@ class Llama:
         )
         if not isinstance(prompt, (str, list, tuple)):
             raise UsageError(f"prompt: give a text or its tokens, not {shown_value(prompt)}")
-        if not prompt:  # llama-cpp-python continues the beginning-of-text token
+        # llama-cpp-python continues the beginning-of-text token.
+        if not prompt and not suffix:
             prompt = [max(0, self.token_bos())]
         body["prompt"] = list(prompt) if isinstance(prompt, tuple) else prompt
         return self._answer(read_completion, body)

@@ -250,6 +250,13 @@ def test_an_empty_prompt_continues_the_beginning_of_text(llama: Llama) -> None:
     assert text_of(llama("", temperature=0.0)) == text_of(wanted)
 
 
+def test_a_gap_may_be_at_the_beginning_of_a_text(llama: Llama) -> None:
+    # The error shows that the suffix is not ignored: this model cannot fill gaps.
+    for prompt in ("", PROMPT):
+        with pytest.raises(UsageError, match="fill-in-the-middle"):
+            llama(prompt, suffix=" the mat", max_tokens=4)
+
+
 def test_a_forgotten_llama_frees_its_model(files: Path) -> None:
     made = opened(files)
     stream = made.create_chat_completion(MESSAGES, stream=True)

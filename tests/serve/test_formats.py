@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.chat_completions import ChatCompletionWriter, read_chat
-from specgen.serve.formats.completions import CompletionWriter
+from specgen.serve.formats.completions import CompletionWriter, read_completion
 from specgen.serve.formats.llama_server import read_llama_cpp_completion
 from specgen.serve.formats.messages import read_messages
 from specgen.serve.formats.model_adaptation import with_call_form
@@ -634,6 +634,22 @@ def test_fields_of_llama_cpps_paths_are_not_ignored_silently_on_others() -> None
     (own,) = read_llama_cpp_completion({"prompt": "x", **given}, Defaults())
     assert own.warnings == ()
     assert (own.generation.n_indent, own.generation.logprobs, own.lines_s) == (4, 2, 0.009)
+
+
+def test_no_field_of_a_text_is_ignored_silently() -> None:
+    (asked,) = read_completion({"prompt": "x", "system": "Be brief."})
+    assert fields(asked) == ["system"]
+    (line,) = (read("prompt", prompt="x", system="Be brief."),)
+    assert (line.messages[0], line.warnings) == (Message("system", "Be brief."), ())
+    (gap,) = read_completion({"prompt": "x", "suffix": "y", "echo": True})
+    assert fields(gap) == ["echo"]
+    with pytest.raises(BodyError, match="suffix: "):
+        read_completion({"prompt": [1, 2], "suffix": "y"})
+    with pytest.raises(BodyError, match="system: with raw"):
+        read_ollama_generate({"prompt": "x", "raw": True, "system": "y"}, Defaults())
+    for chat_or_text in (chat(top_logprobs=2), read("completion", prompt="x", top_logprobs=2)):
+        assert fields(chat_or_text) == ["top_logprobs"]
+    assert fields(chat(top_logprobs=2, logprobs=True)) == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from specgen.serve.formats.parsed_request import (
     Defaults,
     ParsedRequest,
     ParsedRequests,
-    RequestKind,
 )
 from specgen.serve.formats.request_errors import BodyError, shown
 from specgen.session.prompts.infill import Gap
@@ -39,19 +38,27 @@ class CompletionRequest(OpenAIRequest):
     suffix: str = ""
     #: Whether the answer's text begins with the prompt.
     echo: bool = False
-    #: The system message of a line of a batch.
-    system: str | None = None
 
     def with_api_fields(self, request: ParsedRequest) -> ParsedRequest:
         """Return the request with what the fields of text completions ask for."""
         request = super().with_api_fields(request)
-        if not self.echo or self.suffix:
+        if not self.echo:
             return request
+        if self.suffix:
+            warning = "echo: ignored, since a prompt with suffix is not repeated"
+            return replace(request, warnings=(*request.warnings, warning))
         generation = request.generation
         if generation.logprobs is not None:
             # Cached tokens of the prompt would have no log-probabilities.
             generation = replace(generation, prompt_logprobs=True, uses_cache=False)
         return replace(request, generation=generation, echoes=True)
+
+
+class PromptRequest(CompletionRequest):
+    """A line of a batch: a prompt to answer."""
+
+    #: The system message.
+    system: str | None = None
 
 
 def read_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedRequests:
@@ -79,30 +86,26 @@ def read_fim_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedR
     return tuple(replace(request, writer=ChatCompletionWriter) for request in requests)
 
 
-def parsed_completions(
-    fields: CompletionRequest,
-    defaults: Defaults,
-    kind: RequestKind = "completion",
-) -> ParsedRequests:
+def parsed_completions(fields: CompletionRequest, defaults: Defaults) -> ParsedRequests:
     """Return a request for each prompt of a body.
 
     Args:
         fields: The fields of the body.
         defaults: The values of fields that are left out.
-        kind: A ``completion`` continues each prompt, a ``prompt`` answers it.
 
     Raises:
         BodyError: If a field cannot be honoured.
     """
-    if kind == "completion":
-        request = fields.parsed(kind, defaults, CompletionWriter)
-    else:
-        request = fields.parsed(kind, defaults, ChatCompletionWriter)
+    is_line = isinstance(fields, PromptRequest)
+    if is_line:
+        request = fields.parsed("prompt", defaults, ChatCompletionWriter)
         request = replace(request, splits_reasoning=True)
+    else:
+        request = fields.parsed("completion", defaults, CompletionWriter)
     if fields.prompt is None:
         # A line of a batch may be a chat, too.
-        other_names = ("messages",) if kind == "prompt" else ()
-        unknown = unknown_fields(CompletionRequest, fields.model_extra or {}, other_names)
+        other_names = ("messages",) if is_line else ()
+        unknown = unknown_fields(type(fields), fields.model_extra or {}, other_names)
         raise BodyError("prompt", f"it is missing{unknown}")
     # Editors complete at the beginning of a file, too, where no text is before the gap.
     prompts = prompt_inputs("prompt", fields.prompt, may_be_empty=bool(fields.suffix)).values()
@@ -114,10 +117,16 @@ def _with_prompt(
     fields: CompletionRequest,
     prompt: PromptInput,
 ) -> ParsedRequest:
-    """Return the request with a prompt: tokens, a text, or a text with a gap."""
+    """Return the request with a prompt: tokens, a text, or a text with a gap.
+
+    Raises:
+        BodyError: If there is a text after tokens.
+    """
     if not isinstance(prompt, str):
+        if fields.suffix:
+            raise BodyError("suffix", "it needs a prompt that is a text, not tokens")
         return replace(request, tokens=tuple(prompt))
-    if request.kind == "prompt" and fields.system is not None:
+    if isinstance(fields, PromptRequest) and fields.system is not None:
         messages = (Message("system", fields.system), Message("user", prompt))
         return replace(request, kind="chat", messages=messages)
     if fields.suffix:

@@ -129,8 +129,9 @@ def read_ollama_generate(body: Json, defaults: Defaults) -> ParsedRequests:
         BodyError: If a field cannot be honoured.
     """
     fields = parse(OllamaGenerateRequest, body)
-    if fields.raw and fields.context:
-        raise BodyError("context", "with raw, the prompt must contain the whole conversation")
+    for name in ("context", "system"):
+        if fields.raw and getattr(fields, name):
+            raise BodyError(name, "with raw, the prompt must contain the whole conversation")
     if not fields.prompt and not fields.suffix:
         requests = _loading_only(fields, defaults)
     elif fields.raw or fields.suffix:

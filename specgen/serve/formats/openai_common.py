@@ -56,6 +56,9 @@ class OpenAIRequest(GenerationRequest):
             n_logprobs = self.top_logprobs
         elif self.logprobs is not None and self.logprobs is not False:  # a number
             n_logprobs = self.logprobs
+        warnings = request.warnings
+        if self.top_logprobs and self.logprobs is not True:
+            warnings = (*warnings, "top_logprobs: ignored, since logprobs is not true")
         generation = replace(
             request.generation,
             logprobs=n_logprobs,
@@ -65,6 +68,7 @@ class OpenAIRequest(GenerationRequest):
         return replace(
             request,
             generation=generation,
+            warnings=warnings,
             n=self.n,
             has_usage_alone=bool(self.has_usage_alone),
         )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from specgen.serve.formats.chat_completions import read_chat
-from specgen.serve.formats.completions import CompletionRequest, parsed_completions
+from specgen.serve.formats.completions import (
+    CompletionRequest,
+    PromptRequest,
+    parsed_completions,
+)
 from specgen.serve.formats.fields import Json, parse
 from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequest, RequestKind
 from specgen.serve.formats.request_errors import BodyError
@@ -27,7 +31,8 @@ def read_request(
     if kind == "chat":
         requests = read_chat(body, defaults)
     else:
-        requests = parsed_completions(parse(CompletionRequest, body), defaults, kind)
+        form = PromptRequest if kind == "prompt" else CompletionRequest
+        requests = parsed_completions(parse(form, body), defaults)
     if len(requests) > 1:
         raise BodyError("prompt", "several prompts in one request are not supported here")
     request = requests[0]

@@ -176,7 +176,8 @@ class ModelPool:
             return pooled
         names = ", ".join(self.models)
         if name is None:
-            raise RequestError(400, f"name a model: {names}", "invalid_value", "model")
+            message = f"no model is given; there are {names}"
+            raise RequestError(400, message, "invalid_value", "model")
         message = f"there is no model {name!r}; there are {names}"
         raise RequestError(404, message, "model_not_found", "model")
 
