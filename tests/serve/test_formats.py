@@ -381,6 +381,21 @@ def test_parts_that_no_model_can_read_are_named_in_the_text() -> None:
     assert found == [("user", f"{first}\n\na letter"), ("assistant", ""), ("tool", "")]
 
 
+@pytest.mark.parametrize(
+    ("api", "part", "field"),
+    [
+        (chat, {"type": "image_url", "image_url": {"url": "data:..."}}, "image_url"),
+        (chat, {"type": "input_audio", "input_audio": {"data": "aGk="}}, "input_audio"),
+        (chat, {"type": "file", "file": {"file_data": "data:..."}}, "file"),
+        (messaging, {"type": "image", "source": {"type": "base64", "data": "aGk="}}, "source"),
+        (messaging, {"type": "document", "source": {"type": "url", "url": "x"}}, "source"),
+    ],
+)
+def test_a_warning_says_why_a_file_is_left_out(api: Any, part: dict[str, Any], field: str) -> None:
+    asked = api(messages=[{"role": "user", "content": [part, part]}])
+    assert asked.warnings == (f"messages.content.{field}: ignored, since this model reads text",)
+
+
 def test_thoughts_without_an_answer_are_left_out() -> None:
     lone = {"type": "reasoning", "summary": [], "encrypted_content": "another server's!"}
     short = {**lone, "summary": [{"type": "summary_text", "text": "short"}]}

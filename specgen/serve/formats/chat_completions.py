@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, AliasPath, Field
 
-from specgen.errors import did_you_mean
 from specgen.events import Piece
 from specgen.serve.formats.answers import Answer
 from specgen.serve.formats.conversation_builder import (
@@ -149,12 +148,8 @@ def read_conversation(messages: Sequence[Any]) -> tuple[Message, ...]:
         where = f"messages[{number}]"
         if message.images or not all(map(is_text, message.content)):
             raise BodyError(f"{where}.content", "this model reads text only")
-        for name in message.ignored():
-            field = name.rpartition(".")[2]
-            known_names = [*ChatMessage.model_fields, *ChatToolCall.model_fields, "text"]
-            raise BodyError(
-                f"{where}.{name}", f"there is no such field{did_you_mean(field, known_names)}"
-            )
+        for name, reason in message.ignored():
+            raise BodyError(f"{where}.{name}", reason)
     return _messages(fields.messages)
 
 

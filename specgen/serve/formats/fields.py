@@ -111,18 +111,10 @@ class Fields(BaseModel):
 
         A field of several items of a list gets only one warning.
         """
-        known_names = list(self.names())
-        object_names = set(self.object_names())
-        warnings: list[str] = []
-        for name in dict.fromkeys(self.ignored()):
-            if name in object_names:
-                reason = "specgen uses none of its fields"
-            elif name in known_names:
-                reason = "the field is also given under another name"
-            else:
-                reason = f"specgen has no such field{did_you_mean(name, known_names)}"
-            warnings.append(f"{name[:100]}: ignored, since {reason}")
-        return warnings
+        return [
+            f"{name[:100]}: ignored, since {reason}"
+            for name, reason in dict.fromkeys(self.ignored())
+        ]
 
     @classmethod
     def names(cls) -> Iterator[str]:
@@ -142,18 +134,31 @@ class Fields(BaseModel):
                 if isinstance(choice, AliasPath):
                     yield str(choice.path[0])
 
-    def ignored(self) -> Iterator[str]:
-        """Yield the dotted names of ignored fields whose values might have changed the answer."""
+    def ignored(self) -> Iterator[tuple[str, str]]:
+        """Yield the ignored fields whose values might have changed the answer.
+
+        Yields:
+            The dotted name of a field, and the reason.
+        """
         for name, value in (self.model_extra or {}).items():
             if value not in (False, "", [], {}) and name not in _SILENTLY_IGNORED:
-                yield name
+                yield name, self._why_ignored(name)
         for name in type(self).model_fields:
             values = getattr(self, name)
             if not isinstance(values, list):
                 values = [values]
             for value in values:
                 if isinstance(value, Fields):
-                    yield from (f"{name}.{inner}" for inner in value.ignored())
+                    yield from ((f"{name}.{inner}", reason) for inner, reason in value.ignored())
+
+    def _why_ignored(self, name: str) -> str:
+        """Return the reason why a field of this object is ignored."""
+        if name in self.object_names():
+            return "specgen uses none of its fields"
+        known_names = list(self.names())
+        if name in known_names:
+            return "the field is also given under another name"
+        return f"specgen has no such field{did_you_mean(name, known_names)}"
 
 
 def parse(model: type[_MODEL], body: Json) -> _MODEL:
@@ -237,6 +242,12 @@ def unknown_fields(
 # --- contents of messages -------------------------------------------------------------------------
 
 
+#: The fields of the parts of a message that have an image or another file, in all APIs.
+_FILE_FIELDS = frozenset(
+    ["audio", "file", "file_data", "file_id", "file_url", "image_url", "input_audio", "source"]
+)
+
+
 class Part(Fields):
     """A part of a message: a text, or something that this server cannot read, such as an image."""
 
@@ -244,6 +255,11 @@ class Part(Fields):
     text: str | None = None
     #: The text with which a model refused to answer, in place of `text`.
     refusal: str | None = None
+
+    def _why_ignored(self, name: str) -> str:
+        if name in _FILE_FIELDS:
+            return "this model reads text"
+        return super()._why_ignored(name)
 
 
 def _as_parts(value: Any) -> Any:
