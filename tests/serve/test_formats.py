@@ -396,6 +396,29 @@ def test_a_warning_says_why_a_file_is_left_out(api: Any, part: dict[str, Any], f
     assert asked.warnings == (f"messages.content.{field}: ignored, since this model reads text",)
 
 
+def test_texts_within_blocks_are_read() -> None:
+    parts = [{"type": "text", "text": "Rayleigh"}, {"type": "text", "text": "scattering"}]
+    search = {"type": "search_result", "title": "Sky", "source": "https://x", "content": parts}
+    for content in (parts, "Rayleigh\nscattering"):
+        document = {"type": "document", "source": {"type": "content", "content": content}}
+        asked = messaging(messages=[{"role": "user", "content": [search, document]}])
+        text = "Sky\nhttps://x\nRayleigh\nscattering\n\nRayleigh\nscattering"
+        assert asked.messages == (Message("user", text),)
+        assert asked.warnings == ()
+    with pytest.raises(BodyError, match=r"messages\[0\].content\[0\].content: "):
+        messaging(messages=[{"role": "user", "content": [{**search, "content": 3}]}])
+    picture = {"type": "content", "content": [{"type": "image", "source": {}}]}
+    asked = messaging(
+        messages=[{"role": "user", "content": [{"type": "document", "source": picture}]}]
+    )
+    assert asked.messages == (Message("user", LEFT_OUT),)
+    called = {"type": "tool_use", "id": "1", "name": "a", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [search]}
+    turns = [{"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    found = messaging(messages=[USER, *turns]).messages[-1]
+    assert found.content == "Sky\nhttps://x\nRayleigh\nscattering"
+
+
 def test_thoughts_without_an_answer_are_left_out() -> None:
     lone = {"type": "reasoning", "summary": [], "encrypted_content": "another server's!"}
     short = {**lone, "summary": [{"type": "summary_text", "text": "short"}]}

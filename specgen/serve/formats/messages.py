@@ -17,7 +17,7 @@ from specgen.serve.formats.conversation_builder import (
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import AS_PARTS, Fields, Json, Part, parse, text_of
 from specgen.serve.formats.figures import own_figures
-from specgen.serve.formats.generation_request import ChatRequest
+from specgen.serve.formats.generation_request import ChatRequest, as_list
 from specgen.serve.formats.parsed_request import NO_DEFAULTS, Defaults, ParsedRequests
 from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.session.prompts.template import Message
@@ -62,11 +62,32 @@ class ContentBlock(Part):
     @model_validator(mode="before")
     @classmethod
     def _with_text(cls, value: Any) -> Any:
-        """Turn a document block that has plain text into a text block."""
+        """Turn a document that has plain text, or a search result, into a text block."""
         match value:
             case {"source": {"type": "text", **source}}:
-                return {"type": "text", "text": source.get("data")}
-        return value
+                text = source.get("data")
+            case {"source": {"type": "content", "content": content}}:
+                text = _joined(content)
+            case {"type": "search_result", "content": str() | list() as content, **fields}:
+                text = _joined([fields.get("title"), fields.get("source"), *as_list(content)])
+            case _:
+                return value
+        return {"type": "text", "text": text}
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of a list of texts and blocks; anything else is returned as it is."""
+    if not isinstance(content, list):
+        return content
+    parts: list[Part] = []
+    for item in content:
+        if isinstance(item, str):
+            parts.append(Part(text=item))
+        elif isinstance(item, dict):
+            text = item.get("text")
+            kind = str(item.get("type", "text"))
+            parts.append(Part(type=kind, text=text if isinstance(text, str) else None))
+    return text_of(parts)
 
 
 ContentBlocks = Annotated[list[ContentBlock], AS_PARTS]
