@@ -12,7 +12,7 @@ from specgen.text.grammar.schema_parts import (
     only_required,
     only_values,
     property_schema,
-    required,
+    required_names,
     resolved,
     types_of,
 )
@@ -89,7 +89,7 @@ class ChoiceWriter:
                 continue
             # A value does not conform to the other option if a property that it requires is absent.
             # Properties that this option requires too cannot be absent.
-            own_required = required(resolved(self._root, option))
+            own_required = required_names(resolved(self._root, option))
             absences = [
                 {"properties": {name: False}} for name in other_required if name not in own_required
             ]
@@ -121,7 +121,7 @@ class ChoiceWriter:
             return False
         # Two kinds of objects are apart if the values of a required property are apart.
         is_open = id(other) in self._closed_ids
-        for name in required(one) + required(other):
+        for name in required_names(one) + required_names(other):
             if self._n_comparisons_left <= 0:
                 return False
             one_property = property_schema(one, name)
