@@ -163,7 +163,7 @@ class DraftBuilder:
     #: Shows the progress of each step.
     progress: Progress
     #: Called with a sentence about each result.
-    tell: Callable[[str], None]
+    note: Callable[[str], None]
     #: Returns whether the user has asked to stop.
     interrupted: Callable[[], bool]
 
@@ -218,7 +218,7 @@ class DraftBuilder:
         latest_s = ends_s - _MIN_TRAINING_S * len(kinds)
         n_written = self.write_text(text_until_s, self.n_lacking(kinds), latest_s)
         if n_written < self.text_options.n_tokens and not self.interrupted():
-            self.tell(
+            self.note(
                 f"{n_written} tokens to learn from; more time or more --prompts would give more"
             )
         files: list[Path] = []
@@ -259,7 +259,7 @@ class DraftBuilder:
         # probabilities (float16), and a few bytes for the token itself and its prompt.
         token_bytes = 2 * session.target.n_embd + (4 + 2) * N_TOP + 8
         size = human_bytes(options.n_tokens * token_bytes)
-        self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
+        self.note(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
         return write_text(
             session,
@@ -314,7 +314,7 @@ class DraftBuilder:
             result = self._distil(small, text, output, until_s)
         if result is None:
             return None
-        self.tell(f"{output.name}: {result.text}")
+        self.note(f"{output.name}: {result.text}")
         return output
 
     def _distil(
