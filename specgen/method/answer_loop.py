@@ -226,7 +226,7 @@ class AnswerLoop(Loop):
         self,
         answer: AnswerState,
         costs: CostTable,
-        n_cheap: int,
+        n_free_rows: int,
         batch: Batch,
         active: Sequence[AnswerState],
         events: list[Event],
@@ -239,7 +239,8 @@ class AnswerLoop(Loop):
         Args:
             answer: The answer whose prompt is decoded.
             costs: The costs of the target's batches.
-            n_cheap: The number of the prompt's rows that a batch may have whatever `costs` say.
+            n_free_rows: The number of prompt rows that cost a batch nothing, whatever `costs` say:
+                with a streamed target, reading the weights from disk hides their computation.
             batch: The round's batch. Rows of the prompt are added to it.
             active: The answers of the round.
             events: The events of the round. Those of `answer` are added to it.
@@ -250,7 +251,7 @@ class AnswerLoop(Loop):
         n_round_rows = len(batch)
         decode_s_before = self.target.decode_s
         events += self.begin_prefill(answer, self.clock())
-        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs, n_cheap)
+        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs, n_free_rows)
         is_last = False
         if n_prompt_rows_max > 0 and not answer.is_finished:
             is_last = self.add_prefill_chunk(batch, answer, n_prompt_rows_max)
@@ -260,10 +261,10 @@ class AnswerLoop(Loop):
         if n_rows == n_round_rows:  # nothing was added
             return decoded
 
-        # The round pays what its rows would have cost alone, the prefill the rest. Rows that are
-        # cheap in any case cost nothing.
+        # The round pays what its rows would have cost alone, the prefill the rest; if its rows are
+        # free, nothing.
         round_share = n_round_rows / n_rows
-        if n_cheap:
+        if n_free_rows:
             round_share = 1.0
         elif costs:
             round_share = costs.seconds(n_round_rows) / costs.seconds(n_rows)
@@ -280,7 +281,7 @@ class AnswerLoop(Loop):
         self,
         n_round_rows: int,
         costs: CostTable,
-        n_cheap: int,
+        n_free_rows: int,
     ) -> int:
         """Return the maximum number of prompt rows in the batch of a round.
 
@@ -293,7 +294,7 @@ class AnswerLoop(Loop):
             sizes = range(1, n_batch)
             # The number of sizes within the limit, which is also the largest of them.
             n_max = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_round_rows + n))
-        return min(max(n_max, n_cheap), n_batch - n_round_rows)
+        return min(max(n_max, n_free_rows), n_batch - n_round_rows)
 
     def begin_prefill(self, answer: AnswerState, started_s: float) -> list[Event]:
         """Record that a prefill begins, and commit the tokens that a grammar forces at the start.
