@@ -414,12 +414,7 @@ def _decode(path: Path, options: ContextOptions) -> _Decoded:
         batched = rows(0, len(tokens))
         backend.remove(0)
         one_by_one = np.concatenate([rows(start, start + 1) for start in range(len(tokens))])
-        return _Decoded(
-            batched,
-            one_by_one,
-            model.row_exception,
-            model.streamed_bytes,
-        )
+        return _Decoded(batched, one_by_one, model.row_exception, model.streamed_bytes)
 
 
 def _use_stored_packed_weights(path: Path) -> None:

@@ -370,11 +370,7 @@ class PrefixStore:
         path = self._file(tokens)
         name = self._context.backend.model.name
         try:
-            self._folder.mkdir(
-                mode=0o700,
-                parents=True,
-                exist_ok=True,
-            )
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
                 self._delete_leftovers(new.stat().st_mtime - _LEFTOVER_S)
                 if not make_room(stored(self._folder), len(state), self._max_bytes()):

@@ -232,11 +232,7 @@ class SeenPrompts:
 
     def _secret(self) -> bytes:
         """Return the key of the hashes. Without it, they cannot be compared with other texts."""
-        self._folder.mkdir(
-            mode=0o700,
-            parents=True,
-            exist_ok=True,
-        )
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._folder / "secret"
         if not file.exists():
             replace_bytes(file, secrets.token_bytes(32))

@@ -261,14 +261,7 @@ class DraftBuilder:
         size = human_bytes(options.n_tokens * token_bytes)
         self.note(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
-        return write_text(
-            session,
-            options,
-            self.folder,
-            budget,
-            n_min,
-            latest_s,
-        )
+        return write_text(session, options, self.folder, budget, n_min, latest_s)
 
     def _budget(self, until_s: float, label: str) -> Budget:
         return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))
@@ -295,13 +288,7 @@ class DraftBuilder:
 
             output = heads_file(self.cache, self._identity)
             budget = self._budget(until_s, "training heads")
-            result = train_heads(
-                text,
-                target,
-                session.target,
-                output,
-                budget,
-            )
+            result = train_heads(text, target, session.target, output, budget)
         elif kind == "pruned":
             from specgen.train.layer_skip import prune
 

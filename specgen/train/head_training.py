@@ -188,13 +188,7 @@ def _samples(text: TargetText, *, held_back: bool) -> _TrainingSamples:
             samples_of_answers.append(_samples_of(text, index, n))
     if not samples_of_answers:
         empty: NDArray[Any] = np.empty((0, 0), np.float32)
-        return _TrainingSamples(
-            empty,
-            empty,
-            empty,
-            empty,
-            empty,
-        )
+        return _TrainingSamples(empty, empty, empty, empty, empty)
     # Concatenate field by field.
     return _TrainingSamples(*map(np.concatenate, zip(*samples_of_answers, strict=True)))
 

@@ -169,14 +169,7 @@ def learn(
     )
     with locked(folder / "learning.lock", busy):
         _delete_leftovers(folder)
-        return _run_lesson(
-            folder,
-            target,
-            draft,
-            answers,
-            budget,
-            rate,
-        )
+        return _run_lesson(folder, target, draft, answers, budget, rate)
 
 
 def _delete_leftovers(folder: Path) -> None:
