@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from specgen.events import FinishedEvent
     from specgen.measure.benchmark import Figures
+    from specgen.measure.draft_search import Search, Tried
     from specgen.measure.draft_trial import DraftFigures
     from specgen.measure.race import Race
-    from specgen.measure.search import Search, Tried
     from specgen.serve.batch.runner import BatchStats
 
 

@@ -57,15 +57,9 @@ class Threads:
     """Numbers of threads; llama.cpp supports up to 512."""
 
     #: Threads for a single row.
-    n_single: Annotated[
-        int,
-        Field(strict=True, ge=1, le=512),
-    ]
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
     #: Threads for batches.
-    n_batch: Annotated[
-        int,
-        Field(strict=True, ge=1, le=512),
-    ]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
     from specgen.train.distillation import Distilled
     from specgen.train.head_training import TrainedHeads
-    from specgen.train.layer_skip import Pruned
+    from specgen.train.pruning import Pruned
     from specgen.train.target_text import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
@@ -208,7 +208,7 @@ class DraftBuilder:
             SpecgenError: If the text cannot be written, or a draft cannot be made from it.
         """
         if "pruned" in kinds:
-            from specgen.train.layer_skip import check_prunable
+            from specgen.train.pruning import check_prunable
 
             check_prunable(self.session.target)  # before minutes are spent on the text
         started_s = self.clock()
@@ -290,7 +290,7 @@ class DraftBuilder:
             budget = self._budget(until_s, "training heads")
             result = train_heads(text, target, session.target, output, budget)
         elif kind == "pruned":
-            from specgen.train.layer_skip import prune
+            from specgen.train.pruning import prune
 
             output = pruned_file(self.cache, self._identity)
             budget = self._budget(until_s, "judging sets of layers")
