@@ -375,11 +375,7 @@ class _MadeDrafts:
     measurements: MeasurementStore
 
 
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Making:
     """The two long steps of `specgen draft make`, and what they share."""
 
