@@ -17,7 +17,7 @@ MACHINES = x86_64
 # versions: signatures (from which options are made), JSON, tarfile, temporary folders, recursion and messages.
 PYTHONS = 3.10 3.12 3.13
 PORTABLE = tests/cli/test_cli_flags.py tests/cli/test_cli_streams.py tests/text/test_json_schema.py \
-	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_end.py \
+	tests/session/test_template_sandbox.py tests/llama/test_llama_backend.py tests/llama/test_native_failures.py \
 	tests/measure/test_goodness_of_fit.py tests/models tests/project/test_api.py tests/project/test_packaging.py \
 	tests/render tests/serve/test_formats.py tests/serve/test_answers.py tests/serve/test_server_openai.py
 

@@ -229,7 +229,7 @@ class CommittedEvent(_Event, event="committed"):
     reason: str | None = None
     #: The reason in words. Null outside rounds.
     reason_text: str | None = None
-    #: Seconds of drafting. Null outside rounds.
+    #: Seconds of drafting, including specgen's own part of it. Null outside rounds.
     draft_s: float | None = None
     #: Seconds of the target's batch, which parallel answers share. Null outside rounds.
     target_s: float | None = None

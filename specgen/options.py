@@ -658,12 +658,7 @@ def staged(
     if "ngram" in drafts[:-1]:
         raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
     draft = drafts[0] if drafts else None
-    return ModelChoice(
-        target,
-        draft,
-        pair,
-        further_drafts=tuple(drafts[1:]),
-    )
+    return ModelChoice(target, draft, pair, further_drafts=tuple(drafts[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,22 +110,22 @@ def batch(
     for note in islice(notes_on(lines), _MAX_LISTED_LINES):
         output.note(f"{name}: {note}")
     cluster = _ray_cluster(ray, setup.machine, cpus_per_worker, gpus_per_worker)
-    task = _task_of(setup, template, parallel, quiet=output.quiet)
+    plan = _plan_of(setup, template, parallel, quiet=output.quiet)
 
     code = 0
     with _opened_results(
         destination,
         lines,
-        task.settings,
+        plan.settings,
         output,
         retry_errors=retry_errors,
         allow_mixed=allow_mixed,
     ) as results:
         if results.todo:
             if cluster is None:
-                opening = _opened_run(task, results.write, output)
+                opening = _opened_run(plan, results.write, output)
             else:
-                opening = _opened_cluster_run(task, cluster, results.write, output)
+                opening = _opened_cluster_run(plan, cluster, results.write, output)
             code = _answer(opening, results.todo, output)
     if results.failed and not code:
         raise _batch_error(lines, results.failed, is_stream=is_stream)
@@ -297,7 +297,7 @@ def _answer(
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _BatchPlan:
     """How lines are answered, on this machine or by each actor of a cluster."""
 
     #: The session that answers them.
@@ -312,20 +312,20 @@ class _Task:
     parallel: int | None
 
 
-def _task_of(
+def _plan_of(
     setup: Setup,
     template: flags.Template,
     parallel: int | None,
     *,
     quiet: bool,
-) -> _Task:
+) -> _BatchPlan:
     """Find the models, download missing ones, and return how lines are answered with them."""
     from specgen.serve.batch.runner import Prompting
 
     wanted = setup.wanted_session(quiet=quiet)
     wanted = replace(wanted, n_slots=parallel or _STREAMED_PARALLEL)
     now = datetime.datetime.now().astimezone()
-    return _Task(
+    return _BatchPlan(
         wanted,
         setup.machine.kernels,
         Prompting(template.chat, template.system, now),
@@ -336,20 +336,20 @@ def _task_of(
 
 @contextlib.contextmanager
 def _opened_run(
-    task: _Task,
+    plan: _BatchPlan,
     write: Write,
     output: Output,
 ) -> Iterator[BatchRun | RayBatch]:
     """Load the models, and yield the run that answers lines with them."""
     from specgen.serve.batch.runner import BatchRun
 
-    with opened(task.wanted, task.kernels, output) as session:
+    with opened(plan.wanted, plan.kernels, output) as session:
         yield BatchRun(
             session,
-            task.prompting,
+            plan.prompting,
             write,
-            task.settings,
-            parallel=task.parallel,
+            plan.settings,
+            parallel=plan.parallel,
             wall_clock=time.time,
             note=output.note,
         )
@@ -388,7 +388,7 @@ def _changed(options: object, defaults: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened_cluster_run(
-    task: _Task,
+    plan: _BatchPlan,
     cluster: Cluster,
     write: Write,
     output: Output,
@@ -396,7 +396,7 @@ def _opened_cluster_run(
     """Connect to a Ray cluster, and yield the run whose actors load the models."""
     from specgen.serve.batch.on_ray import RayBatch, connected
 
-    job = _actor_job(task, cluster.cpus_per_worker)
+    job = _actor_job(plan, cluster.cpus_per_worker)
     with connected(cluster, verbose=output.verbose > 0) as ray_module:
         yield RayBatch(ray_module, cluster, job, write)
 
@@ -442,16 +442,16 @@ def open_on_node(wanted: WantedSession, kernels: KernelOptions) -> Session:
     return open_session(replace(wanted, options=options), clock=time.perf_counter)
 
 
-def _actor_job(task: _Task, cpus_per_worker: float | None) -> ActorJob:
+def _actor_job(plan: _BatchPlan, cpus_per_worker: float | None) -> ActorJob:
     """Return the job of each actor of a Ray cluster. All paths in it are absolute.
 
     Args:
-        task: How lines are answered.
+        plan: How lines are answered.
         cpus_per_worker: The CPUs of an actor, which limit its threads; None is a whole node.
     """
     from specgen.serve.batch.on_ray import ActorJob
 
-    wanted = _with_absolute_paths(task.wanted)
+    wanted = _with_absolute_paths(plan.wanted)
     options = wanted.options
     if cpus_per_worker is not None:
         n_threads = max(1, int(cpus_per_worker))
@@ -462,14 +462,14 @@ def _actor_job(task: _Task, cpus_per_worker: float | None) -> ActorJob:
         )
     # Each node checks that its file of the target has the same size.
     file_sizes: dict[str, int] = {}
-    if "target_bytes" in task.settings:
-        file_sizes[str(options.target)] = task.settings["target_bytes"]
-    open_session = partial(open_on_node, replace(wanted, options=options), task.kernels)
+    if "target_bytes" in plan.settings:
+        file_sizes[str(options.target)] = plan.settings["target_bytes"]
+    open_session = partial(open_on_node, replace(wanted, options=options), plan.kernels)
     return ActorJob(
         open_session,
-        task.prompting,
-        task.settings,
-        task.parallel,
+        plan.prompting,
+        plan.settings,
+        plan.parallel,
         file_sizes,
     )
 

@@ -44,8 +44,8 @@ from specgen.train.draft_builder import (
 from specgen.train.training_loop import TextOptions, check_library
 
 if TYPE_CHECKING:
+    from specgen.measure.draft_search import Search
     from specgen.measure.prompts import BenchPrompt
-    from specgen.measure.search import Search
     from specgen.options import DraftSource
     from specgen.session.measurement_store import MeasurementStore
     from specgen.system.progress import Progress
@@ -73,7 +73,7 @@ def show_search(
         output: Where the notes are printed.
         as_json: Whether to print JSON instead of the ranking.
     """
-    from specgen.measure.search import advice
+    from specgen.measure.draft_search import advice
     from specgen.render.tables import draft_lines, notes_on_figures, print_draft_table
 
     notes: list[str] = []
@@ -177,7 +177,7 @@ def find(
     the speed-up over plain decoding, and that of the worst prompt; tokens per second; acceptance
     rate; tokens per pass of the target; milliseconds to draft a token, and to begin.
     """
-    from specgen.measure.search import find_candidates, search_drafts
+    from specgen.measure.draft_search import find_candidates, search_drafts
     from specgen.session.open import WantedSession
     from specgen.session.saved_drafts import saved_draft
 
@@ -375,11 +375,7 @@ class _MadeDrafts:
     measurements: MeasurementStore
 
 
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Making:
     """The two long steps of `specgen draft make`, and what they share."""
 
@@ -413,7 +409,7 @@ class _Making:
         Raises:
             UsageError: If there is too little time.
         """
-        from specgen.measure.search import find_candidates
+        from specgen.measure.draft_search import find_candidates
         from specgen.session.calibration import target_costs
         from specgen.session.open import WantedSession, open_session
 
@@ -456,7 +452,7 @@ class _Making:
         Returns:
             The comparison; None if it was interrupted before the first draft.
         """
-        from specgen.measure.search import find_candidates, search_drafts
+        from specgen.measure.draft_search import find_candidates, search_drafts
         from specgen.session.open import WantedSession, open_session
 
         prompts = _held_back_prompts(self.text, made.n_judged)

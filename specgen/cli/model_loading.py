@@ -143,7 +143,7 @@ def use_kernels(wanted: KernelOptions, output: Output) -> None:
 
     From then on, a native crash is reported in one line.
     """
-    from specgen.llama.native_end import report_native_failures
+    from specgen.llama.native_failures import report_native_failures
     from specgen.session.open import start_kernels
     from specgen.system.folders import note_about_folders
 

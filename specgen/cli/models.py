@@ -381,7 +381,7 @@ def _use_values(
         path: The model's first file; None if the model is not on this disk.
         known_problem: Why the model cannot be used, if that is known already.
     """
-    from specgen.session.found_models import ModelUse, use_of
+    from specgen.session.model_use import ModelUse, use_of
 
     use = ModelUse(problem=known_problem)
     if path is not None and not known_problem:

@@ -15,7 +15,7 @@ from specgen.options import ModelChoice
 from specgen.system.machine import is_busy
 
 if TYPE_CHECKING:
-    from specgen.measure.search import Search
+    from specgen.measure.draft_search import Search
     from specgen.session.session import Session
 
 
@@ -35,7 +35,7 @@ def tune(
     check_drafts(wanted.drafting, "tune")
     if models.further_drafts:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
-    from specgen.measure.search import find_candidates, search_drafts
+    from specgen.measure.draft_search import find_candidates, search_drafts
     from specgen.session.choose_models import find_models
     from specgen.session.open import WantedSession
 

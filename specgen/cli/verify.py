@@ -70,7 +70,9 @@ def verify(
     check_choice(sources.drafts[0], "verify")
     if sampling.temperature <= 0.0:
         sampling = replace(sampling, temperature=_DEFAULT_TEMPERATURE)
-    # The session is greedy; for the sampled check, `run_checks` gets the sampling options.
+    ways = ways_to_draft(drafting)
+
+    # 1. Open a greedy session; for the sampled check, `run_checks` gets the sampling options.
     wanted = WantedSession.of(
         sources,
         sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
@@ -78,13 +80,11 @@ def verify(
         generation=replace(answer, max_tokens=trials.max_tokens),
         contexts=machine,
     )
-    ways = ways_to_draft(drafting)
-
     with (
         opened(wanted, machine.kernels, output) as session,
         output.measuring("run") as (progress, stop),
     ):
-        # A prompt fits if the context has room for this many tokens after it, too.
+        # 2. Run the checks. A prompt fits if the context also has room for these tokens after it.
         n_extra_tokens = 1
         if check != "greedy":
             n_extra_tokens += N_SEARCHED
@@ -120,20 +120,26 @@ def verify(
             unequal_rows=session.target.row_exception if session.target.has_kernels else "",
         )
 
-    if as_json:
-        print(json.dumps(report.to_json_object(), ensure_ascii=False))
-    else:
-        from specgen.render.verify_report import print_report
-
-        print_report(report, console_on(sys.stdout))
+    # 3. Report the results.
+    _print_report(report, as_json=as_json)
     if stop():
         return stop.exit_code
     _raise_defect(report)
     return 0
 
 
+def _print_report(report: VerifyReport, *, as_json: bool) -> None:
+    """Print a report for people, or as JSON."""
+    if as_json:
+        print(json.dumps(report.to_json_object(), ensure_ascii=False))
+        return
+    from specgen.render.verify_report import print_report
+
+    print_report(report, console_on(sys.stdout))
+
+
 def _raise_defect(report: VerifyReport) -> None:
-    """Turn the verdict of a report into an exit code.
+    """Raise an error, which gives the exit code, unless the verdict of a report is good.
 
     Raises:
         DefectError: If a check found a defect, or had nothing to check.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.flags import option
@@ -17,6 +18,9 @@ from specgen.serve.server.options import bound_socket, is_loopback
 from specgen.system.processes import left_running
 from specgen.system.quantities import human_bytes
 from specgen.system.worker_probe import probe
+
+if TYPE_CHECKING:
+    from specgen.system.llama_build import Device
 
 #: Listens on all network addresses, which includes the loopback address.
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - with --insecure-network only
@@ -77,7 +81,7 @@ def worker(
     """
     _check_address(host, port, insecure=insecure_network)
     from specgen.llama import default_threads
-    from specgen.llama.kernels.attached import attached, computing
+    from specgen.llama.kernels.attached import attached
     from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.system.folders import cache_folder
 
@@ -100,10 +104,7 @@ def worker(
             "code in it; nothing is encrypted. Use it in a private network only."
         )
     for device in devices.values():
-        offer = f"{device.name}: {device.description}, {human_bytes(device.free_bytes)}"
-        if device.kind == "cpu":
-            offer += f", {computing()}"
-        output.note(f"offering {offer}")
+        output.note(f"offering {_offer(device)}")
 
     # 3. Serve in a thread until a signal comes.
     endpoint = f"{host}:{port}"
@@ -116,19 +117,23 @@ def worker(
             daemon=True,
         )
         serving.start()
-        has_listened = _wait_for_end(
-            serving,
-            stop,
-            host,
-            port,
-            out,
-        )
+        has_listened = _wait_for_end(serving, stop, host, port, out)
     if not stop():
         # The server ended without a signal.
         what = "no longer serves" if has_listened else "cannot listen on"
         raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
     output.note("the worker has ended; programs that use it have lost it")
     return 0
+
+
+def _offer(device: Device) -> str:
+    """Return in words what a device offers, for a CPU with the kernels that it computes with."""
+    from specgen.llama.kernels.attached import computing
+
+    offer = f"{device.name}: {device.description}, {human_bytes(device.free_bytes)}"
+    if device.kind == "cpu":
+        offer += f", {computing()}"
+    return offer
 
 
 def _wait_for_end(

@@ -355,28 +355,42 @@ class CostAwareTree(Tree):
 
         If no number of nodes is expected to save time, none are returned.
         """
-        stop = self._stop
-        acceptances = self._cumulative_acceptances
-        if not stop.values:
+        if not self._stop.values:
             return []
         nodes = [node for node in self._open_nodes() if self._may_be_expanded(node)]
-        nodes.sort(key=acceptances.__getitem__, reverse=True)
+        nodes.sort(key=self._cumulative_acceptances.__getitem__, reverse=True)
+        # Each expanded node takes a cell of the drafter's cache.
+        n_expanded = len(self.confidences) - 1  # without the root
+        n_max = min(self.max_width, self._n_rows_max - n_expanded)
+        nodes = nodes[: max(0, n_max)]
+        return nodes[: self._n_worth_expanding(nodes)]
+
+    @property
+    def _n_rows_max(self) -> int:
+        """The maximum number of drafted rows in the target's batch."""
+        return len(self._stop.extra_s) - 1
+
+    def _n_worth_expanding(self, nodes: Sequence[int]) -> int:
+        """Return how many of these nodes save the most time when decoded in one batch.
+
+        Args:
+            nodes: Nodes that can be expanded, the likeliest first.
+        """
+        stop = self._stop
+        acceptances = self._cumulative_acceptances
         verified = stop.best_nodes(acceptances)
         n_verified = len(verified)
-        n_rows_max = len(stop.extra_s) - 1
+        n_rows_max = self._n_rows_max
         # Once all rows are taken, a new node takes that of the least likely one.
         displaced_s = 0.0
         if n_verified >= n_rows_max:
             displaced_s = acceptances[verified[-1]] * stop.token_s
-        # Each expanded node takes a cell of the drafter's cache.
-        n_expanded = len(self.confidences) - 1  # without the root
-        n_expanded_max = min(self.max_width, n_rows_max - n_expanded)
 
         # Each further node adds an expected gain, but a decode with more rows costs more.
         n_best = 0
         max_saved_s = 0.0
         gain_s = 0.0
-        for n, node in enumerate(nodes[: max(0, n_expanded_max)], start=1):
+        for n, node in enumerate(nodes, start=1):
             # The children of all these nodes compete for the same rows of the target's batch.
             n_rows = max(n_verified + n - 1, self.depths[node] + 1)
             n_rows = min(n_rows, n_rows_max - 1)
@@ -390,7 +404,7 @@ class CostAwareTree(Tree):
             if saved_s > max_saved_s:
                 n_best = n
                 max_saved_s = saved_s
-        return nodes[:n_best]
+        return n_best
 
     def _may_be_expanded(self, node: int) -> bool:
         """Return whether a node is likely enough: the first of its siblings has to reach `p_min`.
@@ -424,7 +438,7 @@ class FixedTree(Tree):
     def _sample_children(self, node: int, source: Distribution) -> None:
         remaining: Distribution | None = source
         for _ in range(self._n_children(node)):
-            if remaining is None:  # all tokens with a probability are drawn
+            if remaining is None:  # all tokens with a probability have been sampled
                 break
             token = remaining.sample(self.request.rng)
             self._add(node, token, remaining.probability(token), remaining)

@@ -290,8 +290,8 @@ class StandaloneDraft(LoadedDraft):
         """Return a drafter that drafts in the model's vocabulary and translates."""
         text = translation.text(request.prompt, request.draft_prompt)
         # A new pipeline: the target's biases and penalties refer to the target's token ids.
-        never = self.model.vocabulary.end_tokens() if request.is_endless else ()
-        sampling = PrefixPipeline(translation.draft_lexicon, never)
+        excluded = self.model.vocabulary.end_tokens() if request.is_endless else ()
+        sampling = PrefixPipeline(translation.draft_lexicon, excluded)
         own = replace(
             request,
             text=TextState(()),

@@ -210,11 +210,11 @@ class PrefixPipeline(SamplingPipeline):
 
     Args:
         lexicon: Finds the draft's tokens with a prefix.
-        never: Tokens that are never chosen.
+        excluded: Tokens that are never chosen.
     """
 
-    def __init__(self, lexicon: Lexicon, never: Sequence[int] = ()) -> None:
-        bias = tuple((token, -math.inf) for token in never)
+    def __init__(self, lexicon: Lexicon, excluded: Sequence[int] = ()) -> None:
+        bias = tuple((token, -math.inf) for token in excluded)
         super().__init__(Sampler(SamplerOptions(logit_bias=bias)), TextState(()))
         self._lexicon = lexicon
         #: The bytes that the draft must begin with; empty for no restriction.

@@ -205,13 +205,7 @@ def write_continuation(
     if not tokens:
         raise PromptError("the prompt is empty")
     rng = np.random.default_rng(seed)
-    for token in generate(
-        target,
-        draft,
-        tokens,
-        rng,
-        temperature=temperature,
-    ):
+    for token in generate(target, draft, tokens, rng, temperature=temperature):
         sys.stdout.buffer.write(vocabulary.token_bytes(token))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")

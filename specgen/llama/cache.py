@@ -78,13 +78,7 @@ class KvCache:
         An `end` of -1 means the end of `source`.
         """
         for sequence in self.with_guards((destination,)):
-            llama_cpp.llama_memory_seq_cp(
-                self._memory,
-                source,
-                sequence,
-                start,
-                end,
-            )
+            llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop the cells of a sequence from position `start` on.
@@ -208,13 +202,7 @@ class KvCache:
         """Let the guard of a sequence, if it has one, share all of its cells again."""
         if sequence in self._guards:
             guard = self._guards[sequence]
-            llama_cpp.llama_memory_seq_cp(
-                self._memory,
-                sequence,
-                guard,
-                0,
-                -1,
-            )
+            llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
 
     # --- checks
 

@@ -153,18 +153,22 @@ class LlamaBackend:
         self._read_layers: tuple[int, ...] = ()
 
         #: The tokens of the sequences, and how they are rolled back.
-        self._sequences: CellSequences | RecurrentSequences
-        if model.has_recurrent_state and not is_mtp:
-            self._sequences = RecurrentSequences(
+        self._sequences = self._new_sequences(size, context.n_snapshots)
+        self.rollback: Rollback = self._sequences.rollback
+
+    def _new_sequences(
+        self, size: ContextSize, n_snapshots: int
+    ) -> CellSequences | RecurrentSequences:
+        """Return empty sequences, with the kind of rollback that the model's cache allows."""
+        if self.model.has_recurrent_state and not size.is_mtp:
+            return RecurrentSequences(
                 self._cache,
                 self.decode_rows,
-                n_sequences=n_sequences,
-                n_rows=n_rows,
-                n_snapshots=context.n_snapshots,
+                n_sequences=size.n_sequences,
+                n_rows=size.n_rows,
+                n_snapshots=n_snapshots,
             )
-        else:
-            self._sequences = CellSequences(self._cache, self.decode_rows, n_sequences)
-        self.rollback: Rollback = self._sequences.rollback
+        return CellSequences(self._cache, self.decode_rows, size.n_sequences)
 
     # --- decoding
 

@@ -28,7 +28,7 @@ from specgen.llama.library import (
     native_devices,
     procedure,
 )
-from specgen.llama.native_end import abort_listeners, watch_aborts
+from specgen.llama.native_failures import abort_listeners, watch_aborts
 from specgen.options import Workers
 from specgen.system.llama_build import LIBRARY, REINSTALL, Device, stamp_of
 from specgen.system.machine import available_memory_bytes, usable_memory

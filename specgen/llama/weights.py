@@ -177,14 +177,7 @@ def lease_weights(
     """
     problem = "" if vocabulary_only else kernel_problem(file)
     kernels = LLAMA_CPP if problem else computing()
-    key = WeightsKey(
-        version_of(file),
-        n_gpu_layers,
-        kernels,
-        vocabulary_only,
-        mtp,
-        workers,
-    )
+    key = WeightsKey(version_of(file), n_gpu_layers, kernels, vocabulary_only, mtp, workers)
     _wait_for_load_ahead(key)
     if key in _loaded:
         return _loaded[key].share()
@@ -202,13 +195,7 @@ def lease_weights(
             LoadSettings(weights_bytes, goes_on, on_packing),
         )
     else:
-        weights = _load_onto_workers(
-            file,
-            key,
-            params,
-            problem,
-            workers,
-        )
+        weights = _load_onto_workers(file, key, params, problem, workers)
     _loaded[key] = weights
     return weights
 
@@ -452,11 +439,7 @@ def load_ahead(file: Path, n_gpu_layers: int) -> Callable[[], None]:
             del _load_ahead_threads[key]
         lease.close()
 
-    thread = threading.Thread(
-        target=load,
-        name="load ahead",
-        daemon=True,
-    )
+    thread = threading.Thread(target=load, name="load ahead", daemon=True)
     _load_ahead_threads[key] = thread
     thread.start()
     return end

@@ -380,10 +380,8 @@ def _decode(path: Path, options: ContextOptions) -> _Decoded:
 
     from specgen.drafters.kinds import refuse_draft
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.llama.kernels.packed_weights import Streaming, keep_packed_weights, streaming_of
     from specgen.method.backend import Batch
     from specgen.session.weights_memory import weights_budget
-    from specgen.system.folders import packed_folder
 
     refuse_draft(path)
     context = replace(options, n_ctx=_N_CTX)
@@ -391,10 +389,7 @@ def _decode(path: Path, options: ContextOptions) -> _Decoded:
     n_tokens = _N_TOKENS
     if budget.max_bytes is not None:
         n_tokens = _N_STREAMED_TOKENS
-        # Nothing is packed here, which would take minutes, but what is packed is used.
-        keep_packed_weights(packed_folder())
-        if streaming_of(path) is not Streaming.STORED:
-            keep_packed_weights(None)
+        _use_stored_packed_weights(path)
     with contextlib.ExitStack() as resources:
         model = LlamaModel(
             path,
@@ -419,12 +414,17 @@ def _decode(path: Path, options: ContextOptions) -> _Decoded:
         batched = rows(0, len(tokens))
         backend.remove(0)
         one_by_one = np.concatenate([rows(start, start + 1) for start in range(len(tokens))])
-        return _Decoded(
-            batched,
-            one_by_one,
-            model.row_exception,
-            model.streamed_bytes,
-        )
+        return _Decoded(batched, one_by_one, model.row_exception, model.streamed_bytes)
+
+
+def _use_stored_packed_weights(path: Path) -> None:
+    """Use the file of a model's packed weights if there is one, but make none: it takes minutes."""
+    from specgen.llama.kernels.packed_weights import Streaming, keep_packed_weights, streaming_of
+    from specgen.system.folders import packed_folder
+
+    keep_packed_weights(packed_folder())
+    if streaming_of(path) is not Streaming.STORED:
+        keep_packed_weights(None)
 
 
 def compared(batched: Logits, one_by_one: Logits) -> str:
@@ -518,37 +518,20 @@ def _add_weights(writer: GGUFWriter) -> None:
     add("token_embd", len(_TOKENS), _N_EMBD)
     add("output", len(_TOKENS), _N_EMBD, 3.0 * unit)
     add_norm("output_norm")
+    #: The matrices of a layer: name, number of rows and of columns, and scale.
+    matrices = [
+        ("attn_q", _N_EMBD, _N_EMBD, 1.4 * unit),
+        ("attn_k", _N_EMBD, _N_EMBD, 1.4 * unit),
+        ("attn_v", _N_EMBD, _N_EMBD, 1.4 * unit),
+        ("attn_output", _N_EMBD, _N_EMBD, 1.4 * unit),
+        ("ffn_gate", _N_FF, _N_EMBD, unit),
+        ("ffn_up", _N_FF, _N_EMBD, unit),
+        ("ffn_down", _N_EMBD, _N_FF, 1.5 / math.sqrt(_N_FF)),
+    ]
     for layer, dtype in enumerate(("Q8_0", "Q4_0")):
         block = f"blk.{layer}"
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(
-                f"{block}.{name}",
-                _N_EMBD,
-                _N_EMBD,
-                1.4 * unit,
-                dtype,
-            )
-        add(
-            f"{block}.ffn_gate",
-            _N_FF,
-            _N_EMBD,
-            unit,
-            dtype,
-        )
-        add(
-            f"{block}.ffn_up",
-            _N_FF,
-            _N_EMBD,
-            unit,
-            dtype,
-        )
-        add(
-            f"{block}.ffn_down",
-            _N_EMBD,
-            _N_FF,
-            1.5 / math.sqrt(_N_FF),
-            dtype,
-        )
+        for name, n_out, n_in, scale in matrices:
+            add(f"{block}.{name}", n_out, n_in, scale, dtype)
         add_norm(f"{block}.attn_norm")
         add_norm(f"{block}.ffn_norm")
 

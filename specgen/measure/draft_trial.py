@@ -197,13 +197,7 @@ def measure_target(
     batch_s = timings.medians_s(n_ctx)
     for size, seconds in batch_s.items():
         session.costs.table().set_seconds(size, seconds)
-    return Baseline(
-        tuple(answers),
-        skipped,
-        n_ctx,
-        batch_s,
-        chat,
-    )
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +310,7 @@ def try_draft(
                 draft.remove(0)
             generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
             states = _states_for_replay(target, prompt.tokens, answer.tokens, generation)
-            replays.append(
-                replay(
-                    generation,
-                    answer,
-                    baseline,
-                    session.clock,
-                    states,
-                )
-            )
+            replays.append(replay(generation, answer, baseline, session.clock, states))
     return summarise(replays)
 
 
@@ -415,13 +401,7 @@ def replay(
         if cascade is not None:
             cascade.observe(result)
         stats.add_round(result)
-    return Replay(
-        len(tokens) - 1,
-        stats,
-        start_s,
-        baseline.token_s,
-        answer.kind,
-    )
+    return Replay(len(tokens) - 1, stats, start_s, baseline.token_s, answer.kind)
 
 
 def _draft_round(generation: AnswerState, clock: Callable[[], float]) -> RoundResult:

@@ -126,24 +126,12 @@ def run_checks(
     Returns:
         The results of the greedy and of the sampled checks, up to the interruption if there is one.
     """
-    steps = _planned_steps(
-        session,
-        prompts,
-        ways,
-        check,
-        n_samples,
-    )
+    steps = _planned_steps(session, prompts, ways, check, n_samples)
     run = RunProgress(steps, progress)
     greedy: list[GreedyResult] = []
     sampled: list[SampledResult] = []
     if check != "sampled":
-        greedy = _greedy_results(
-            session,
-            prompts,
-            ways,
-            run,
-            interrupted,
-        )
+        greedy = _greedy_results(session, prompts, ways, run, interrupted)
     if check != "greedy" and not interrupted():
         session.change_sampling(sampling)
         sampled = _sampled_results(
@@ -167,12 +155,7 @@ def _greedy_results(
     """Compare the answers to all prompts with plain decoding's, with each way to draft."""
     results: list[GreedyResult] = []
     plain = plain_texts(session, prompts, interrupted, run.step(_PLAIN_STEP))
-    check_texts = partial(
-        check_greedy,
-        session,
-        plain=plain,
-        interrupted=interrupted,
-    )
+    check_texts = partial(check_greedy, session, plain=plain, interrupted=interrupted)
     for way, drafting in ways.items():
         session.change_drafting(drafting)
         step = run.step(_step_name("greedy", way))
@@ -313,13 +296,7 @@ def plain_texts(
     """Return the tokens of plain decoding's answers by prompt number; fewer if interrupted."""
     max_tokens = session.options.generation.max_tokens
     limited_prompts = [(prompt, max_tokens) for prompt in prompts.values()]
-    answers = _answers(
-        session,
-        limited_prompts,
-        1,
-        interrupted,
-        draft=False,
-    )
+    answers = _answers(session, limited_prompts, 1, interrupted, draft=False)
     texts: list[list[int]] = []
     for answer in answers:
         texts.append(tokens_of(answer.events))
@@ -493,13 +470,7 @@ def _difference(
     drafted_text = _text_at(session, drafted_tokens, position)
     if position == min(len(plain_tokens), len(drafted_tokens)):
         # One text continues where the other ends: no choice of a token explains that.
-        return Difference(
-            position,
-            plain_text,
-            drafted_text,
-            gap=math.inf,
-            allowed=0.0,
-        )
+        return Difference(position, plain_text, drafted_text, gap=math.inf, allowed=0.0)
 
     answer = plain_tokens[:position]
     state = TextState(prompt, session.settings.grammar)
@@ -548,13 +519,7 @@ def _rows_in_batches(
     """
     rows: list[tuple[int, Logits]] = []
     for n_rows, n_outputs in _batches_of_rounds(session, n_at_once):
-        *_, row = plain_rows(
-            session,
-            prompt,
-            answer,
-            n_rows,
-            n_outputs,
-        )
+        *_, row = plain_rows(session, prompt, answer, n_rows, n_outputs)
         rows.append((n_rows, row))
     return rows
 
@@ -807,13 +772,7 @@ def check_sampled(
     places: list[_Place] = []
     n_total = n_samples + _SAMPLES_PER_SEARCH * len(prompts)
     for n_searched, (number, prompt) in enumerate(prompts.items(), start=1):
-        places += _places(
-            session,
-            number,
-            prompt,
-            seed,
-            interrupted,
-        )
+        places += _places(session, number, prompt, seed, interrupted)
         progress(n_searched * _SAMPLES_PER_SEARCH, n_total)
     if not places or interrupted():
         return None

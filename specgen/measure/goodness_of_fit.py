@@ -71,19 +71,9 @@ def g_test(
         probs = np.append(probs[others], probs[rare].sum())
         observed = np.append(observed[others], observed[rare].sum())
     if n_counted < n_samples:
-        return GTest(
-            math.inf,
-            len(probs),
-            p_value=0.0,
-            n_pooled=len(rare),
-        )
+        return GTest(math.inf, len(probs), p_value=0.0, n_pooled=len(rare))
     if len(probs) == 1:
-        return GTest(
-            0.0,
-            1,
-            p_value=1.0,
-            n_pooled=len(rare),
-        )
+        return GTest(0.0, 1, p_value=1.0, n_pooled=len(rare))
 
     # A cell without samples adds nothing to the statistic: x·ln(x) is 0 at 0.
     is_sampled = observed > 0.0

@@ -112,7 +112,7 @@ class AcceptanceRates:
         """Return the acceptance probability of a token whose confidence is not known yet."""
         return float(np.array(self.curve()) @ self.frequencies())
 
-    def see(self, confidences: Iterable[float]) -> None:
+    def count_steps(self, confidences: Iterable[float]) -> None:
         """Count the confidences of draft steps."""
         # A list, since NumPy is slower for the few numbers of a round.
         seen = self.counts.n_seen.tolist()

@@ -17,82 +17,15 @@ from specgen.method.cost_table import CostTable
 from specgen.method.draft import NO_DRAFT
 from specgen.method.drafter import never
 from specgen.method.loop import DecodedBatch, Loop
+from specgen.method.prefill_costs import PrefillCosts
 from specgen.system.arrays import Logits
 
 #: The maximum number of prompt tokens that are decoded between two rounds of other answers, which
-#: wait meanwhile, or within the batch of a round while the costs of batches are unknown.
+#: wait meanwhile. As long as the costs of batches are unknown, it also limits those that join the
+#: batch of a round.
 N_PREFILL_ALONGSIDE = 32
-#: The weight of a chunk halves each time that this many tokens are decoded after it.
-_HALF_LIFE_TOKENS = 8192
-#: The prior guess of how the time grows along a prompt counts as this many tokens.
-_PRIOR_TOKENS = 128
-#: The position at which a token takes twice as long as at the beginning, in models with 1.5B
-#: parameters.
-_DOUBLING_POSITION = 5000.0
 #: Shorter answers are not compared with plain decoding, because the result would be mostly noise.
 _MIN_COMPARED_TOKENS = 30
-
-
-class PrefillCosts:
-    """What the prefill of prompts costs.
-
-    The later a token is in its prompt, the longer it takes, since attention reads all tokens before
-    it. The seconds per token are a line, flat_s + growth_s * position, fitted to recent chunks
-    by least squares. As long as all chunks had the same position, the slope is a guess
-    (`_DOUBLING_POSITION`).
-    """
-
-    def __init__(self) -> None:
-        # Sums over tokens, in which old chunks fade. The unit of positions is `_DOUBLING_POSITION`.
-        self._n = 0.0
-        self._positions = 0.0
-        self._positions_squared = 0.0
-        self._seconds = 0.0
-        self._seconds_times_position = 0.0
-
-    def observe(
-        self,
-        start: int,
-        n: int,
-        seconds: float,
-    ) -> None:
-        """Learn from a chunk.
-
-        Args:
-            start: The number of tokens before the chunk.
-            n: The number of its tokens.
-            seconds: The time that they took. Chunks without a measured time are ignored.
-        """
-        if n <= 0 or not seconds > 0.0:
-            return
-        position = (start + n / 2) / _DOUBLING_POSITION  # of the chunk's middle
-        decay = 0.5 ** (n / _HALF_LIFE_TOKENS)
-        self._n = decay * self._n + n
-        self._positions = decay * self._positions + n * position
-        self._positions_squared = decay * self._positions_squared + n * position**2
-        self._seconds = decay * self._seconds + seconds
-        self._seconds_times_position = decay * self._seconds_times_position + seconds * position
-
-    def seconds(self, start: int, end: int) -> float:
-        """Return the expected seconds for the tokens from `start` to `end`, exclusive.
-
-        It is 0 while nothing is known.
-        """
-        if not self._n or end <= start:
-            return 0.0
-        # The least-squares slope. The guess is that a token takes twice as long at position 1
-        # as at position 0, so that a token at position -1 would take no time: `_PRIOR_TOKENS`
-        # tokens at position -1 with 0 seconds are added to what was observed.
-        n = self._n + _PRIOR_TOKENS
-        positions = self._positions - _PRIOR_TOKENS
-        positions_squared = self._positions_squared + _PRIOR_TOKENS
-        covariance = n * self._seconds_times_position - positions * self._seconds
-        variance = n * positions_squared - positions**2
-        growth_s = max(0.0, covariance / variance)
-        # The line goes through the mean of the observed tokens.
-        flat_s = max(0.0, (self._seconds - growth_s * self._positions) / self._n)
-        token_s = flat_s + growth_s * (start + end) / 2 / _DOUBLING_POSITION  # at the mean position
-        return (end - start) * token_s
 
 
 class AnswerLoop(Loop):
@@ -226,7 +159,7 @@ class AnswerLoop(Loop):
         self,
         answer: AnswerState,
         costs: CostTable,
-        n_cheap: int,
+        n_free_rows: int,
         batch: Batch,
         active: Sequence[AnswerState],
         events: list[Event],
@@ -239,7 +172,8 @@ class AnswerLoop(Loop):
         Args:
             answer: The answer whose prompt is decoded.
             costs: The costs of the target's batches.
-            n_cheap: The number of the prompt's rows that a batch may have whatever `costs` say.
+            n_free_rows: The number of prompt rows that cost a batch nothing, whatever `costs` say:
+                with a streamed target, reading the weights from disk hides their computation.
             batch: The round's batch. Rows of the prompt are added to it.
             active: The answers of the round.
             events: The events of the round. Those of `answer` are added to it.
@@ -250,7 +184,7 @@ class AnswerLoop(Loop):
         n_round_rows = len(batch)
         decode_s_before = self.target.decode_s
         events += self.begin_prefill(answer, self.clock())
-        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs, n_cheap)
+        n_prompt_rows_max = self._rows_alongside(n_round_rows, costs, n_free_rows)
         is_last = False
         if n_prompt_rows_max > 0 and not answer.is_finished:
             is_last = self.add_prefill_chunk(batch, answer, n_prompt_rows_max)
@@ -260,10 +194,10 @@ class AnswerLoop(Loop):
         if n_rows == n_round_rows:  # nothing was added
             return decoded
 
-        # The round pays what its rows would have cost alone, the prefill the rest. Rows that are
-        # cheap in any case cost nothing.
+        # The round pays what its rows would have cost alone, the prefill the rest; if its rows are
+        # free, nothing.
         round_share = n_round_rows / n_rows
-        if n_cheap:
+        if n_free_rows:
             round_share = 1.0
         elif costs:
             round_share = costs.seconds(n_round_rows) / costs.seconds(n_rows)
@@ -280,7 +214,7 @@ class AnswerLoop(Loop):
         self,
         n_round_rows: int,
         costs: CostTable,
-        n_cheap: int,
+        n_free_rows: int,
     ) -> int:
         """Return the maximum number of prompt rows in the batch of a round.
 
@@ -293,7 +227,7 @@ class AnswerLoop(Loop):
             sizes = range(1, n_batch)
             # The number of sizes within the limit, which is also the largest of them.
             n_max = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_round_rows + n))
-        return min(max(n_max, n_cheap), n_batch - n_round_rows)
+        return min(max(n_max, n_free_rows), n_batch - n_round_rows)
 
     def begin_prefill(self, answer: AnswerState, started_s: float) -> list[Event]:
         """Record that a prefill begins, and commit the tokens that a grammar forces at the start.

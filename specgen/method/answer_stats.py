@@ -90,6 +90,7 @@ class AnswerStats:
         self.n_tokens_by_sequences[result.n_sequences] += n_committed
         self.target_s_by_rows[result.n_rows].append(result.target_s)
         self.target_s += result.target_s / result.n_sequences
+        # Only the model's decodes: the rest of drafting is specgen's own work (`loop_s`).
         self.draft_s += result.model_s
         if len(result.draft):
             self._add_draft(result, result.path[:n_committed])

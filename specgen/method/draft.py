@@ -51,36 +51,16 @@ class Draft:
     #: For the display: what a second draft guessed of this draft, in words (`drafters/staged.py`).
     guesses: str = field(default="", compare=False)
     #: The depth of each node: 0 for the children of the root, 1 for their children, ...
-    depths: Sequence[int] = field(
-        init=False,
-        repr=False,
-        compare=False,
-    )
+    depths: Sequence[int] = field(init=False, repr=False, compare=False)
     #: The rank of each node among its siblings, from 0.
-    ranks: Sequence[int] = field(
-        init=False,
-        repr=False,
-        compare=False,
-    )
+    ranks: Sequence[int] = field(init=False, repr=False, compare=False)
     #: The children of each node, in the order in which they were drafted. `ROOT` is -1, so its
     #: children are the last entry.
-    children: Sequence[Sequence[int]] = field(
-        init=False,
-        repr=False,
-        compare=False,
-    )
+    children: Sequence[Sequence[int]] = field(init=False, repr=False, compare=False)
     #: Whether each node is the only child of the one before.
-    is_chain: bool = field(
-        init=False,
-        repr=False,
-        compare=False,
-    )
+    is_chain: bool = field(init=False, repr=False, compare=False)
     #: Whether any token was sampled at random. No node of such a draft may be left out.
-    is_sampled: bool = field(
-        init=False,
-        repr=False,
-        compare=False,
-    )
+    is_sampled: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -183,13 +163,7 @@ class Draft:
 
 
 #: No draft: the target decodes one token.
-NO_DRAFT = Draft(
-    (),
-    (),
-    (),
-    (),
-    (),
-)
+NO_DRAFT = Draft((), (), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class Proposal:
     #: The seconds of decodes; of a shared batch, the sequence's share.
     model_s: float = 0.0
     #: The seconds of all drafting, including `model_s`.
-    seconds: float = 0.0
+    draft_s: float = 0.0
     #: The decode that the drafter waits for; None once the drafting has ended.
     ask: Ask | None = None
 
@@ -149,7 +149,7 @@ class Proposal:
             self.draft = ended.value
         except Exception as error:  # noqa: BLE001 - even a bug in a drafter
             self.error = error
-        self.seconds += clock() - started_s
+        self.draft_s += clock() - started_s
 
 
 def propose_together(
@@ -227,7 +227,7 @@ def _decode_next(
     for proposal, ask in members:
         share = len(ask.batch) / len(batch)
         proposal.model_s += share * model_s
-        proposal.seconds += share * seconds
+        proposal.draft_s += share * seconds
         end_row = first_row + sum(ask.batch.wants_logits)
         proposal.resume(logits[first_row:end_row], clock)
         first_row = end_row

@@ -167,13 +167,13 @@ class Loop:
         for (answer, result), proposal in zip(drafting_turns, proposals, strict=True):
             started_s = self.clock()
             self._take_proposal(answer, result, proposal)
-            seconds = proposal.seconds + self.clock() - started_s
-            result.draft_s += seconds
+            draft_s = proposal.draft_s + self.clock() - started_s
+            result.draft_s += draft_s
             result.model_s = proposal.model_s
             if _reads_last_state(answer):
                 # Such a drafter (decoder heads) computes without asking for decodes: all of its
                 # drafting counts as time of the model.
-                result.model_s = seconds
+                result.model_s = draft_s
 
     def _take_proposal(
         self,

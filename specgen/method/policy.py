@@ -573,7 +573,7 @@ class CostAwarePolicy:
         self._costs.observe(result.n_rows, result.target_s, result.n_sequences)
         if plan.drafter is not None:
             confidences = [draft.step_confidences for draft in result.proposed]
-            self.acceptance_of(plan.drafter).see(itertools.chain(*confidences))
+            self.acceptance_of(plan.drafter).count_steps(itertools.chain(*confidences))
         judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
         if not len(result.draft):
             self._n_drafting_rounds = 0

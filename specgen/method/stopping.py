@@ -77,11 +77,7 @@ class StoppingRule:
         return draft if len(draft) >= self.n_min else NO_DRAFT
 
 
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostAwareStopping(StoppingRule):
     """Drafts as long as another token is expected to save time: optimal stopping."""
 
@@ -182,11 +178,7 @@ class CostAwareStopping(StoppingRule):
         return rates.acceptance(confidence)
 
 
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FastestRound(CostAwareStopping):
     """Cuts a draft that is already made, so that its round generates the most tokens per second.
 

@@ -394,12 +394,5 @@ def _download_blob(
         blob.parent.mkdir(parents=True, exist_ok=True)
         report(min(size_of(file.partial), file.size_bytes), 0, False)
         token = get_token()  # the client sends it to no other host
-        download_file(
-            url,
-            file.partial,
-            file.sha256,
-            report,
-            file.size_bytes,
-            token,
-        )
+        download_file(url, file.partial, file.sha256, report, file.size_bytes, token)
         file.partial.replace(blob)

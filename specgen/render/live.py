@@ -285,18 +285,8 @@ class LiveRenderer(Renderer):
         cells: list[Cell] = []
         for text in self._rejected:
             if cells:
-                append_cells(
-                    cells,
-                    "  ",
-                    "plain",
-                    join=False,
-                )
-            append_cells(
-                cells,
-                clean_line(text),
-                "rejected",
-                join=False,
-            )
+                append_cells(cells, "  ", "plain", join=False)
+            append_cells(cells, clean_line(text), "rejected", join=False)
         if not cells:
             return "", ""
         room = max(0, columns - last.width)

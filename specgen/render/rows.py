@@ -566,12 +566,7 @@ class Flow:
         # Rejected text is never joined with other text: it is not part of the same word.
         join = not cells or (cells[-1].mark == "rejected") == (mark == "rejected")
         before_first_tab, *others = text.split("\t")
-        append_cells(
-            cells,
-            before_first_tab,
-            mark,
-            join=join,
-        )
+        append_cells(cells, before_first_tab, mark, join=join)
         for part in others:
             column = self._columns_before + _total_width(cells)
             n_spaces = TAB_COLUMNS - column % TAB_COLUMNS

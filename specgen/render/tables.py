@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from specgen.events import FinishedEvent
     from specgen.measure.benchmark import Figures
+    from specgen.measure.draft_search import Search, Tried
     from specgen.measure.draft_trial import DraftFigures
     from specgen.measure.race import Race
-    from specgen.measure.search import Search, Tried
     from specgen.serve.batch.runner import BatchStats
 
 
@@ -289,11 +289,7 @@ def _fitting_columns(columns: Sequence[_Column], width: int) -> list[_Column]:
 
 def _table(first_heading: str, *headings: str) -> Table:
     """Return an empty table: names on the left, which may be wrapped, and figures."""
-    table = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(first_heading, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right", no_wrap=True)

@@ -42,7 +42,7 @@ class DrafterFactory:
     session: Session
     #: Whether each answer works on its own copy of the acceptance statistics, so that it neither
     #: depends on earlier answers nor influences later ones.
-    learns_alone: bool = False
+    learn_alone: bool = False
 
     def new_answer(
         self,
@@ -84,14 +84,12 @@ class DrafterFactory:
                 prompt,
                 text_state,
                 settings,
-                draft_seed,
+                seed=draft_seed,
+                caches=caches,
+                slot=slot,
             )
-            draft_request = replace(draft_request, caches=caches, slot=slot)
-            cascade = self._cascade(
-                draft,
-                draft_request,
-                adds_ngrams=settings.drafting.adds_ngrams,
-            )
+            adds_ngrams = settings.drafting.adds_ngrams
+            cascade = self._cascade(draft, draft_request, adds_ngrams=adds_ngrams)
         generation = settings.generation
         ends = prompt.ends
         if generation.ignore_eos:
@@ -175,14 +173,14 @@ class DrafterFactory:
         mode: str,
     ) -> MutableMapping[str, AcceptanceRates]:
         rates = self.session.measurements.acceptance(target, draft, mode)
-        return copy.deepcopy(rates) if self.learns_alone else rates
+        return copy.deepcopy(rates) if self.learn_alone else rates
 
     def _ngram_counts(self, settings: RequestSettings) -> NgramCounts:
         """Return what was counted of n-grams in answers with these settings."""
         session = self.session
         mode = _sampling_mode(settings)
         counts = session.measurements.ngram_counts(session.options.target, mode)
-        return copy.deepcopy(counts) if self.learns_alone else counts
+        return copy.deepcopy(counts) if self.learn_alone else counts
 
     def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
         """Return the policy that decides how much to draft.
@@ -214,9 +212,22 @@ class DrafterFactory:
         prompt: Prompt,
         text_state: TextState,
         settings: RequestSettings,
+        *,
         seed: np.random.SeedSequence,
+        caches: Sequence[Backend],
+        slot: Slot,
     ) -> DraftRequest:
-        """Return the request to a draft for an answer, still without its contexts and its slot."""
+        """Return the request to a draft for an answer.
+
+        Args:
+            draft: The draft.
+            prompt: The text before the answer.
+            text_state: The text of the answer.
+            settings: The settings of the answer.
+            seed: The seed of the drafts' random numbers.
+            caches: The draft's contexts.
+            slot: The place of the text in them.
+        """
         drafting = settings.drafting
         n_past = len(prompt.tokens)
 
@@ -247,6 +258,8 @@ class DrafterFactory:
             sampling=SamplingPipeline(sampler, text_state),
             rng=np.random.default_rng(seed),
             prompt=prompt.tokens,
+            caches=caches,
+            slot=slot,
             costs=costs_of(draft.cost_key) if draft.cost_key is not None else CostTable(),
             costs_of=costs_of,
             acceptance_of_guesses=acceptance_of_guesses,

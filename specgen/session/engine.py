@@ -285,7 +285,7 @@ class Engine:
         if not self._scheduler.drop(request):
             return None
         finished = interrupted_event(request.index, self._loop.now_s, len(request.prompt.tokens))
-        self._pass_on(request, finished)
+        self._publish(request, finished)
         request.finished = finished
         return finished
 
@@ -420,7 +420,7 @@ class Engine:
                 NoticeEvent(request.index, prompt_event.time_s, text)
                 for text in self.take_notices()
             ]
-            events += self._pass_on(request, prompt_event, *notices)
+            events += self._publish(request, prompt_event, *notices)
         return events
 
     def _measure_again(self) -> None:
@@ -483,12 +483,12 @@ class Engine:
             participants.append(request_to_prefill)
         with self._fail_on_error(participants, raises=True):
             if request_to_prefill is not None:
-                n_cheap = _N_STREAMED_ALONGSIDE if self.target.model.is_streamed else 0
+                n_free_rows = _N_STREAMED_ALONGSIDE if self.target.model.is_streamed else 0
                 decode = functools.partial(
                     self._loop.decode_alongside,
                     request_to_prefill.running,
                     self._session.costs.table(),
-                    n_cheap,
+                    n_free_rows,
                 )
             events = self._loop.round([request.running for request in decoding], decode)
         requests = {request.index: request for request in participants}
@@ -528,7 +528,7 @@ class Engine:
             text = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
         finished = self._summary(request)
-        events = self._pass_on(request, *notices, finished)
+        events = self._publish(request, *notices, finished)
         # This marks the request as done, so its events have to be queued before: another thread
         # may be waiting for them.
         request.finished = finished
@@ -638,7 +638,7 @@ class Engine:
         request.slot = None
         request.answer = None
 
-    def _pass_on(self, request: Request, *events: Event) -> list[Event]:
+    def _publish(self, request: Request, *events: Event) -> list[Event]:
         """Queue events for `stream`, and return them."""
         request.add_events(events)
         return list(events)

@@ -57,23 +57,9 @@ class Threads:
     """Numbers of threads; llama.cpp supports up to 512."""
 
     #: Threads for a single row.
-    n_single: Annotated[
-        int,
-        Field(
-            strict=True,
-            ge=1,
-            le=512,
-        ),
-    ]
+    n_single: Annotated[int, Field(strict=True, ge=1, le=512)]
     #: Threads for batches.
-    n_batch: Annotated[
-        int,
-        Field(
-            strict=True,
-            ge=1,
-            le=512,
-        ),
-    ]
+    n_batch: Annotated[int, Field(strict=True, ge=1, le=512)]
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
@@ -580,12 +566,7 @@ _NGRAM_ROWS = TypeAdapter(list[_NgramRow])
 
 def _ngram_entry(row: _NgramRow) -> tuple[Evidence, float, float]:
     place, length, n_followed, is_unanimous, n_tries, n_hits = row
-    evidence = Evidence(
-        place,
-        length,
-        n_followed,
-        is_unanimous,
-    )
+    evidence = Evidence(place, length, n_followed, is_unanimous)
     return evidence, n_tries, n_hits
 
 

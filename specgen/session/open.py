@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,13 +219,14 @@ def open_session(
     never_drafts = bool(wanted.drafts) and options.draft == "none"
     for note in notes_about(session, options, never_drafts=never_drafts):
         reporter.note(note)
-
-    def note_written_files() -> None:
-        for note in notes_after_closing(session):
-            reporter.note(note)
-
-    session.call_after_close(note_written_files)
+    session.call_after_close(partial(_note_written_files, session, reporter))
     return session
+
+
+def _note_written_files(session: Session, reporter: Reporter) -> None:
+    """Write notes about the files that a session wrote when it was closed."""
+    for note in notes_after_closing(session):
+        reporter.note(note)
 
 
 def _loading_message(target: Path) -> str:

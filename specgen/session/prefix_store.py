@@ -1,10 +1,12 @@
 """Prefixes of prompts on the disk, with the state that the target computed for them.
 
 An entry is a text with the state of a context of the target (`saved_text.py`), which other
-processes can load instead of prefilling the text. Only a prefix that two different prompts share is
-stored, such as an agent's system message and tools (`seen_prompts.py`). The state is copied when
-exactly the prefix has been prefilled, and another thread writes it while the answer is generated.
-(Draft models have no entries: they prefill only the end of a long text.)
+processes can load instead of prefilling the text. By default, two kinds of prefixes are stored:
+what two different prompts share (`seen_prompts.py`), and an agent's instructions (its system
+message and tools), even when they are first seen.
+
+The state is copied when exactly the prefix has been prefilled, and another thread writes it while
+the answer is generated. (Draft models have no entries: they prefill only the end of a long text.)
 """
 
 from __future__ import annotations
@@ -368,11 +370,7 @@ class PrefixStore:
         path = self._file(tokens)
         name = self._context.backend.model.name
         try:
-            self._folder.mkdir(
-                mode=0o700,
-                parents=True,
-                exist_ok=True,
-            )
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new_beside(path) as new:
                 self._delete_leftovers(new.stat().st_mtime - _LEFTOVER_S)
                 if not make_room(stored(self._folder), len(state), self._max_bytes()):

@@ -28,8 +28,8 @@ _N_SCORED_ROWS = 64
 
 #: The likeliest tokens at a position, in descending order, then some others.
 LikelyTokens: TypeAlias = tuple[TokenLogprob, ...]
-#: Makes a context manager in which a batch is decoded.
-Turn: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
+#: Makes a context manager in which a batch is decoded, so that others can decode in between.
+DecodingTurn: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class AnswerScorer:
     #: The number of likeliest tokens at each position.
     n_top: int
     #: Makes a context manager in which each batch is decoded, so that others can take turns.
-    turn: Turn = contextlib.nullcontext
+    turn: DecodingTurn = contextlib.nullcontext
 
     def score(
         self,
@@ -167,7 +167,7 @@ class _TextReader:
         turn: Makes a context manager in which each batch is decoded.
     """
 
-    def __init__(self, context: LlamaBackend, turn: Turn) -> None:
+    def __init__(self, context: LlamaBackend, turn: DecodingTurn) -> None:
         self._context = context
         self._turn = turn
         #: The number of tokens of the text, including those of the batch.

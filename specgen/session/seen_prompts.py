@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,51 @@ class _SeenPrompt:
 _LINE = TypeAdapter(_SeenPrompt)
 
 
+@dataclass(slots=True)
+class _Comparison:
+    """How a prompt relates to earlier ones."""
+
+    #: The name of the prompt: its own, or that of the earlier prompt that it replaces.
+    name: str
+    #: The length of the longest earlier prompt that it continues.
+    n_continued: int = 0
+    #: The length of the longest prefix after which it and an earlier prompt diverge.
+    n_diverged: int = 0
+
+
+def _compared(
+    prompt: _SeenPrompt, hashes: _PrefixHashes, earlier: Iterable[_SeenPrompt]
+) -> _Comparison:
+    """Compare a prompt with earlier ones, the latest of them last.
+
+    Args:
+        prompt: The prompt.
+        hashes: The hashes of its prefixes, also at the lengths of the earlier prompts.
+        earlier: The earlier prompts in the same context.
+    """
+    comparison = _Comparison(prompt.name)
+    for seen in earlier:
+        n_shared = seen.n_shared(hashes)
+        is_own = seen.run == prompt.run
+        is_whole_prompt_shared = n_shared == prompt.n
+        continues_seen = n_shared == seen.n and (is_own or not is_whole_prompt_shared)
+        is_same_conversation = is_own and prompt.subject and prompt.subject == seen.subject
+        if continues_seen:
+            comparison.n_continued = max(comparison.n_continued, n_shared)
+            if is_own:
+                # The entry of this prompt replaces that of the prompt it continues.
+                comparison.name = seen.name
+        elif not is_same_conversation:
+            # The last token is never loaded, so that its logits are computed.
+            n_diverged = min(n_shared, prompt.n - 1)
+            comparison.n_diverged = max(comparison.n_diverged, n_diverged)
+        elif n_shared > seen.n // 2:
+            # A later turn, before which the client or the template changed earlier ones. (A
+            # request of another kind, such as one for a title, shares less.)
+            comparison.name = seen.name
+    return comparison
+
+
 class SeenPrompts:
     """The prompts that this and other processes prefilled in contexts with the same key."""
 
@@ -147,44 +192,20 @@ class SeenPrompts:
         own_places = {n, *marks}
         lengths = {seen.n for seen in earlier if seen.n <= n}
         hashes = _PrefixHashes.of(tokens, own_places | lengths, secret)
-        subject_hash = _subject_hash(subject, secret)
-
-        name = secrets.token_hex(8)
-        #: The length of the longest earlier prompt that this one continues.
-        n_continued = 0
-        #: The length of the longest prefix after which this prompt and an earlier one diverge.
-        n_diverged = 0
-        for seen in earlier:
-            n_shared = seen.n_shared(hashes)
-            is_own = seen.run == self._run
-            is_whole_prompt_shared = n_shared == n
-            continues_seen = n_shared == seen.n and (is_own or not is_whole_prompt_shared)
-            is_same_conversation = is_own and subject_hash and subject_hash == seen.subject
-            if continues_seen:
-                n_continued = max(n_continued, n_shared)
-                if is_own:
-                    # The entry of this prompt replaces that of the prompt it continues.
-                    name = seen.name
-            elif not is_same_conversation:
-                # The last token is never loaded, so that its logits are computed.
-                n_diverged = max(n_diverged, min(n_shared, n - 1))
-            elif n_shared > seen.n // 2:
-                # A later turn, before which the client or the template changed earlier ones. (A
-                # request of another kind, such as one for a title, shares less.)
-                name = seen.name
-
-        self._append(
-            _SeenPrompt(
-                name,
-                self._context_key,
-                self._run,
-                subject_hash,
-                n,
-                {place: hashes.at_places[place] for place in own_places},
-                hashes.of_blocks,
-            )
+        prompt = _SeenPrompt(
+            name=secrets.token_hex(8),
+            key=self._context_key,
+            run=self._run,
+            subject=_subject_hash(subject, secret),
+            n=n,
+            hashes={place: hashes.at_places[place] for place in own_places},
+            blocks=hashes.of_blocks,
         )
-        return n_diverged if n_diverged > n_continued else 0
+        comparison = _compared(prompt, hashes, earlier)
+        self._append(replace(prompt, name=comparison.name))
+        if comparison.n_diverged > comparison.n_continued:
+            return comparison.n_diverged
+        return 0
 
     def _latest(self) -> list[_SeenPrompt]:
         """Return the latest prompts, the last one last. A large file is shortened to them."""
@@ -211,11 +232,7 @@ class SeenPrompts:
 
     def _secret(self) -> bytes:
         """Return the key of the hashes. Without it, they cannot be compared with other texts."""
-        self._folder.mkdir(
-            mode=0o700,
-            parents=True,
-            exist_ok=True,
-        )
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._folder / "secret"
         if not file.exists():
             replace_bytes(file, secrets.token_bytes(32))

@@ -42,12 +42,7 @@ def read_speed(
     with contextlib.suppress(OSError):
         descriptor = os.open(file, os.O_RDONLY | direct)
         try:
-            return _speed_of(
-                descriptor,
-                clock,
-                max_bytes,
-                max_s,
-            )
+            return _speed_of(descriptor, clock, max_bytes, max_s)
         finally:
             os.close(descriptor)
     return None

@@ -210,10 +210,5 @@ def _terminal_of(stream: TextIO) -> Console | None:
         return None
     from rich.console import Console
 
-    console = Console(
-        file=stream,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
+    console = Console(file=stream, markup=False, emoji=False, highlight=False)
     return None if console.is_dumb_terminal else console

@@ -88,12 +88,7 @@ def probe(endpoint: str, timeout_s: float) -> WorkerInfo:
 def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
     """Ask a connected worker about itself; raise `OSError` if it does not follow the protocol."""
     capabilities = bytes(_CAPABILITIES_BYTES)
-    hello = _call(
-        stream,
-        _HELLO,
-        capabilities,
-        n_expected=4 + _CAPABILITIES_BYTES,
-    )
+    hello = _call(stream, _HELLO, capabilities, n_expected=4 + _CAPABILITIES_BYTES)
     # The answer begins with a byte each for the major, minor and patch version.
     protocol = ".".join(str(number) for number in hello[:3])
 
@@ -101,12 +96,7 @@ def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
     round_trip_s = math.inf
     for _ in range(_N_PINGS):
         started_s = time.perf_counter()
-        count = _call(
-            stream,
-            _DEVICE_COUNT,
-            b"",
-            n_expected=4,
-        )
+        count = _call(stream, _DEVICE_COUNT, b"", n_expected=4)
         round_trip_s = min(round_trip_s, time.perf_counter() - started_s)
         (n_devices,) = struct.unpack("<I", count)
 

@@ -266,13 +266,7 @@ def hidden_states(
         # The same for all heads of a token: float32[n_rows, n_columns, 1, head_size / 2].
         angles = positions[:, :, None, None] * layer_frequencies
         mask = is_visible & (distances < window)
-        return _layer(
-            shape,
-            layer,
-            states,
-            mask,
-            angles,
-        ), None
+        return _layer(shape, layer, states, mask, angles), None
 
     # To save memory, only the outputs of matrices are stored for the backward pass. Everything
     # else is recomputed, above all the attention scores, which would take the most memory.
@@ -297,15 +291,7 @@ def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
     Returns:
         float32[n_layer, head_size / 2].
     """
-    exponents = (
-        -np.arange(
-            0,
-            shape.head_size,
-            2,
-            dtype=np.float32,
-        )
-        / shape.head_size
-    )
+    exponents = -np.arange(0, shape.head_size, 2, dtype=np.float32) / shape.head_size
     bases = np.array(shape.rope_bases, np.float32)[:, None]
     frequencies = bases**exponents / np.array(shape.rope_factors, np.float32)[:, None]
     if divisors is None:
@@ -327,13 +313,7 @@ def _layer(
     """
     is_gemma = shape.architecture == "gemma3"
     inputs = _rms_norm(shape, states, layer["attn_norm.weight"])
-    added = _attention(
-        shape,
-        layer,
-        inputs,
-        mask,
-        angles,
-    )
+    added = _attention(shape, layer, inputs, mask, angles)
     if is_gemma:
         added = _rms_norm(shape, added, layer["post_attention_norm.weight"])
     states = states + added

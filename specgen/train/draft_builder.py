@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.session.session import Session
     from specgen.train.distillation import Distilled
     from specgen.train.head_training import TrainedHeads
-    from specgen.train.layer_skip import Pruned
+    from specgen.train.pruning import Pruned
     from specgen.train.target_text import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
@@ -163,7 +163,7 @@ class DraftBuilder:
     #: Shows the progress of each step.
     progress: Progress
     #: Called with a sentence about each result.
-    tell: Callable[[str], None]
+    note: Callable[[str], None]
     #: Returns whether the user has asked to stop.
     interrupted: Callable[[], bool]
 
@@ -208,7 +208,7 @@ class DraftBuilder:
             SpecgenError: If the text cannot be written, or a draft cannot be made from it.
         """
         if "pruned" in kinds:
-            from specgen.train.layer_skip import check_prunable
+            from specgen.train.pruning import check_prunable
 
             check_prunable(self.session.target)  # before minutes are spent on the text
         started_s = self.clock()
@@ -218,7 +218,7 @@ class DraftBuilder:
         latest_s = ends_s - _MIN_TRAINING_S * len(kinds)
         n_written = self.write_text(text_until_s, self.n_lacking(kinds), latest_s)
         if n_written < self.text_options.n_tokens and not self.interrupted():
-            self.tell(
+            self.note(
                 f"{n_written} tokens to learn from; more time or more --prompts would give more"
             )
         files: list[Path] = []
@@ -259,16 +259,9 @@ class DraftBuilder:
         # probabilities (float16), and a few bytes for the token itself and its prompt.
         token_bytes = 2 * session.target.n_embd + (4 + 2) * N_TOP + 8
         size = human_bytes(options.n_tokens * token_bytes)
-        self.tell(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
+        self.note(f"up to {options.n_tokens} tokens of text, {size}, in {self.folder}")
         budget = self._budget(until_s, f"{session.options.target.name} writes")
-        return write_text(
-            session,
-            options,
-            self.folder,
-            budget,
-            n_min,
-            latest_s,
-        )
+        return write_text(session, options, self.folder, budget, n_min, latest_s)
 
     def _budget(self, until_s: float, label: str) -> Budget:
         return Budget(self.clock, until_s, self.interrupted, partial(self.progress, label))
@@ -295,15 +288,9 @@ class DraftBuilder:
 
             output = heads_file(self.cache, self._identity)
             budget = self._budget(until_s, "training heads")
-            result = train_heads(
-                text,
-                target,
-                session.target,
-                output,
-                budget,
-            )
+            result = train_heads(text, target, session.target, output, budget)
         elif kind == "pruned":
-            from specgen.train.layer_skip import prune
+            from specgen.train.pruning import prune
 
             output = pruned_file(self.cache, self._identity)
             budget = self._budget(until_s, "judging sets of layers")
@@ -314,7 +301,7 @@ class DraftBuilder:
             result = self._distil(small, text, output, until_s)
         if result is None:
             return None
-        self.tell(f"{output.name}: {result.text}")
+        self.note(f"{output.name}: {result.text}")
         return output
 
     def _distil(

@@ -90,7 +90,7 @@ class TrainedHeads:
         )
 
 
-class _Samples(NamedTuple):
+class _TrainingSamples(NamedTuple):
     """Positions in answers, one in each row, and what followed them."""
 
     #: The target's hidden states at these positions: float32[n, n_embd].
@@ -179,7 +179,7 @@ def train_heads(
     )
 
 
-def _samples(text: TargetText, *, held_back: bool) -> _Samples:
+def _samples(text: TargetText, *, held_back: bool) -> _TrainingSamples:
     """Return samples of all answers that are held back, or of all others."""
     samples_of_answers = []
     for index, answer in enumerate(text.answers):
@@ -188,22 +188,16 @@ def _samples(text: TargetText, *, held_back: bool) -> _Samples:
             samples_of_answers.append(_samples_of(text, index, n))
     if not samples_of_answers:
         empty: NDArray[Any] = np.empty((0, 0), np.float32)
-        return _Samples(
-            empty,
-            empty,
-            empty,
-            empty,
-            empty,
-        )
+        return _TrainingSamples(empty, empty, empty, empty, empty)
     # Concatenate field by field.
-    return _Samples(*map(np.concatenate, zip(*samples_of_answers, strict=True)))
+    return _TrainingSamples(*map(np.concatenate, zip(*samples_of_answers, strict=True)))
 
 
 def _samples_of(
     text: TargetText,
     index: int,
     n: int,
-) -> _Samples:
+) -> _TrainingSamples:
     """Return samples of the first `n` positions of `text.answers[index]`."""
     hidden = text.hidden(index).astype(np.float32)
     tokens = np.array(text.answers[index].tokens, np.int32)
@@ -213,7 +207,7 @@ def _samples_of(
         """Return, for each position, the values from `first` to N_AHEAD positions later."""
         return np.stack([values[k : k + n] for k in range(first, 1 + N_AHEAD)], axis=1)
 
-    return _Samples(
+    return _TrainingSamples(
         hidden=hidden[:n],
         tokens=ahead(tokens, 0),
         next_hidden=hidden[1 : 1 + n],
@@ -270,8 +264,8 @@ class _HeadTrainer:
         self,
         target: Path,
         tokens: NDArray[np.int32],
-        learnt: _Samples,
-        judged: _Samples,
+        learnt: _TrainingSamples,
+        judged: _TrainingSamples,
         n_vocab: int,
     ) -> None:
         self._rng = np.random.default_rng(0)

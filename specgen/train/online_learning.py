@@ -47,7 +47,7 @@ from specgen.train.training_loop import Budget, Schedule, check_library
 if TYPE_CHECKING:
     from specgen.session.engine import Engine
     from specgen.session.session import Session
-    from specgen.train.distillation import Score
+    from specgen.train.distillation import Score, Trainer
 
 #: The highest learning rate of Adam.
 RATE = 6e-3
@@ -169,14 +169,7 @@ def learn(
     )
     with locked(folder / "learning.lock", busy):
         _delete_leftovers(folder)
-        return _run_lesson(
-            folder,
-            target,
-            draft,
-            answers,
-            budget,
-            rate,
-        )
+        return _run_lesson(folder, target, draft, answers, budget, rate)
 
 
 def _delete_leftovers(folder: Path) -> None:
@@ -200,25 +193,13 @@ def _run_lesson(
     rate: float,
 ) -> Lesson | None:
     """Train the draft, judge the result, and record what to use; see `learn`, which locks."""
-    from specgen.train.distillation import Trainer, fit
+    from specgen.train.distillation import fit
 
     started_s = budget.clock()
     learning, judging = split(answers)
     learnt_rows, judged_rows = _packed_answers(target, draft, learning, judging)
-
-    # 1. Start from the original weights or those in use, whichever agree better.
-    trainer = Trainer(draft, learnt_rows, judged_rows)
-    original_score = trainer.before
-    in_use_score: Score | None = None
     former_weights = learnt_weights(folder, draft)
-    if former_weights is not None:
-        with contextlib.suppress(ModelFileError):  # damaged weights are ignored, as in loading
-            former = Trainer(former_weights, learnt_rows, judged_rows)
-            in_use_score = former.before
-            if in_use_score.agreement > original_score.agreement:
-                trainer = former
-
-    # 2. Train.
+    start = _best_start(draft, former_weights, learnt_rows, judged_rows)
     schedule = Schedule(
         learnt_rows.n_rows,
         n_batch=1,
@@ -230,12 +211,12 @@ def _run_lesson(
         patience=_PATIENCE,
     )
     with write_errors(folder), new_beside(folder / "weights.gguf") as written:
-        fitted = fit(trainer, schedule, budget, written)
+        fitted = fit(start.trainer, schedule, budget, written)
         if fitted is None:
             return None
         state, new_score = fitted
-
-        # 3. Record which weights to use from now on.
+        original_score = start.original_score
+        in_use_score = start.in_use_score
         lesson = Lesson(
             n_answers=len(learning),
             n_judging=len(judging),
@@ -247,17 +228,42 @@ def _run_lesson(
             n_steps=state.n_steps,
             seconds=budget.clock() - started_s,
         )
-        _adopt(
-            lesson,
-            folder,
-            draft,
-            written,
-            answers[-1].number,
-        )
+        _adopt(lesson, folder, draft, written, answers[-1].number)
     if lesson.outcome != "kept" and former_weights is not None:
         with contextlib.suppress(OSError):  # a later lesson deletes it
             former_weights.unlink()
     return lesson
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The weights from which a lesson starts, and how well the draft predicted before it."""
+
+    #: Trains the original weights or those in use, whichever agree better.
+    trainer: Trainer
+    #: The score of the original weights.
+    original_score: Score
+    #: The score of the weights in use; None if there were none, or if they are damaged.
+    in_use_score: Score | None = None
+
+
+def _best_start(
+    draft: Path,
+    weights_in_use: Path | None,
+    learnt_rows: PackedRows,
+    judged_rows: PackedRows,
+) -> _Start:
+    """Judge the original weights and those in use, and start from the better ones."""
+    from specgen.train.distillation import Trainer
+
+    original = Trainer(draft, learnt_rows, judged_rows)
+    if weights_in_use is not None:
+        with contextlib.suppress(ModelFileError):  # damaged weights are ignored, as in loading
+            in_use = Trainer(weights_in_use, learnt_rows, judged_rows)
+            is_better = in_use.before.agreement > original.before.agreement
+            trainer = in_use if is_better else original
+            return _Start(trainer, original.before, in_use.before)
+    return _Start(original, original.before)
 
 
 def _outcome(
@@ -429,7 +435,7 @@ class Learner:
     Args:
         session: The models, and the folder of kept answers; without a folder, nothing is learnt.
         engine: The engine that generates the answers, whose draft is reloaded.
-        tell: Called with a sentence about each lesson.
+        note: Called with a sentence about each lesson.
         command: The command that starts the process; the task is added as the last argument.
     """
 
@@ -437,12 +443,12 @@ class Learner:
         self,
         session: Session,
         engine: Engine,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._target = session.options.target
         self._engine = engine
-        self._tell = tell
+        self._note = note
         self._command = command
         #: The process of the current lesson; None between lessons.
         self._child: subprocess.Popen[bytes] | None = None
@@ -461,7 +467,7 @@ class Learner:
         if draft.learns is None:
             # A free draft, which costs no time, has no weights: no need to mention it.
             if not draft.is_free:
-                self._tell_why_not(f"{draft.name} cannot learn")
+                self._note_why_not(f"{draft.name} cannot learn")
             return
         self._folder = folder
         #: The file of the draft's original weights.
@@ -472,10 +478,10 @@ class Learner:
             check_library()
             self._is_on = True
         except UsageError as error:
-            self._tell_why_not(f"{error.message} ({error.hint})")
+            self._note_why_not(f"{error.message} ({error.hint})")
 
-    def _tell_why_not(self, reason: str) -> None:
-        self._tell(f"answers are kept, but not learnt from: {reason}")
+    def _note_why_not(self, reason: str) -> None:
+        self._note(f"answers are kept, but not learnt from: {reason}")
 
     def __enter__(self) -> Learner:
         return self
@@ -528,7 +534,7 @@ class Learner:
                 self._set_running(may_run)
         except (SpecgenError, OSError, ValueError, TypeError) as error:
             self._is_on = False
-            self._tell(f"learning has ended: {error}")
+            self._note(f"learning has ended: {error}")
 
     @property
     def _n_new(self) -> int:
@@ -590,12 +596,12 @@ class Learner:
         # Try again after more answers if, for example, another process is learning.
         if child.returncode == UsageError.exit_code:
             self._not_before = last_number(self._folder) + NEW_ANSWERS
-            self._tell(f"{self._draft.name} has not learnt: {error}")
+            self._note(f"{self._draft.name} has not learnt: {error}")
             return
         if child.returncode != 0:
             raise OutputError(error or f"its process ended with code {child.returncode}")
         lesson = Lesson(**json.loads(result))
-        self._tell(f"{self._draft.name} {lesson.text}")
+        self._note(f"{self._draft.name} {lesson.text}")
 
     def _finish_process(self, child: subprocess.Popen[bytes]) -> tuple[bytes, str]:
         """Return the standard output of a process, and the last line of its standard error."""

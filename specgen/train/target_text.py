@@ -187,14 +187,7 @@ def write_text(
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
     with locked(folder / "lock", busy):
-        return _TextWriter(
-            session,
-            options,
-            folder,
-            budget,
-            n_min,
-            latest_s,
-        ).write()
+        return _TextWriter(session, options, folder, budget, n_min, latest_s).write()
 
 
 class _TextWriter:

@@ -97,7 +97,7 @@ def judged(acceptance: AcceptanceRates, truth: dict[float, float], n: int, seed:
     confidences = list(truth)
     for index in rng.integers(0, len(confidences), n):
         confidence = confidences[index]
-        acceptance.see([confidence])
+        acceptance.count_steps([confidence])
         acceptance.judge(confidence, accepted=bool(rng.random() < truth[confidence]))
 
 

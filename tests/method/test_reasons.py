@@ -77,7 +77,7 @@ def first_trial(policy: Policy, asked: Offer) -> RoundPlan:
 def wrong_chances() -> AcceptanceRates:
     acceptance = AcceptanceRates()
     for _ in range(400):
-        acceptance.see([0.9])
+        acceptance.count_steps([0.9])
         acceptance.judge(0.9, accepted=False)
     return acceptance
 

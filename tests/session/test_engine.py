@@ -21,9 +21,10 @@ from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, P
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
 from specgen.method import answer_loop
-from specgen.method.answer_loop import AnswerLoop, PrefillCosts
+from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Batch
+from specgen.method.prefill_costs import PrefillCosts
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, TreeShape
 from specgen.session import scheduler
 from specgen.session.calibration import calibrate

@@ -52,7 +52,7 @@ def judge(
     acceptance = measurements.acceptance(TARGET, draft, mode)
     model = acceptance.setdefault("model", AcceptanceRates("model"))
     for _ in range(n):
-        model.see([0.5])
+        model.count_steps([0.5])
         model.judge(0.5, accepted=True)
 
 

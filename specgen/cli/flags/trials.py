@@ -56,11 +56,7 @@ class Trials:
 TRIALS = group(Trials)
 
 
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The options of commands that compare drafts and print a ranking."""
 

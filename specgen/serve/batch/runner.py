@@ -80,7 +80,7 @@ class BatchStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _PreparedLine:
     """A line that can be answered."""
 
     line: BatchLine
@@ -94,7 +94,7 @@ class _Task:
 class _OpenAnswer:
     """An answer that is being generated."""
 
-    task: _Task
+    prepared: _PreparedLine
     request: EngineRequest
     #: The events so far that have tokens: those of the answer, and of the prompt if it is echoed.
     events: list[Event] = field(default_factory=list)
@@ -154,17 +154,17 @@ class BatchRun:
             interrupted: Returns whether to stop. Unfinished answers are not written then.
         """
         self.stats.n_lines = len(lines)
-        tasks = deque(self._prepare(lines, interrupted))
+        prepared_lines = deque(self._prepare(lines, interrupted))
         yield self.stats
-        if not tasks or interrupted():
+        if not prepared_lines or interrupted():
             return
         calibrate(self._session, interrupted)
-        with self._open_engine(tasks, interrupted) as engine:
+        with self._open_engine(prepared_lines, interrupted) as engine:
             self._n_parallel = engine.n_parallel
             try:
-                while (tasks or self._open_answers) and not interrupted():
-                    while tasks and len(self._open_answers) < engine.n_parallel:
-                        self._insert(engine, tasks.popleft())
+                while (prepared_lines or self._open_answers) and not interrupted():
+                    while prepared_lines and len(self._open_answers) < engine.n_parallel:
+                        self._insert(engine, prepared_lines.popleft())
                     try:
                         self._observe(engine.step())
                     finally:
@@ -173,9 +173,11 @@ class BatchRun:
             finally:
                 self._session.measurements.save()
 
-    def _open_engine(self, tasks: Sequence[_Task], interrupted: Callable[[], bool]) -> Engine:
+    def _open_engine(
+        self, prepared_lines: Sequence[_PreparedLine], interrupted: Callable[[], bool]
+    ) -> Engine:
         """Open an engine for the given number of answers at once, or for the fastest that fits."""
-        n_ctx = max(task.n_ctx for task in tasks)
+        n_ctx = max(prepared.n_ctx for prepared in prepared_lines)
         if self._parallel is not None:
             return Engine(
                 self._session,
@@ -183,7 +185,7 @@ class BatchRun:
                 n_ctx=n_ctx,
                 interrupted=interrupted,
             )
-        n_parallel = _fastest_parallel(self._session, len(tasks), interrupted)
+        n_parallel = _fastest_parallel(self._session, len(prepared_lines), interrupted)
         return Engine.largest(
             self._session,
             n_parallel=n_parallel,
@@ -191,12 +193,14 @@ class BatchRun:
             interrupted=interrupted,
         )
 
-    def _prepare(self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]) -> list[_Task]:
+    def _prepare(
+        self, lines: Iterable[BatchLine], interrupted: Callable[[], bool]
+    ) -> list[_PreparedLine]:
         """Return the lines that can be answered, and write the errors of the others.
 
         They are in the order in which they are answered, with similar prompts together.
         """
-        tasks: list[_Task] = []
+        prepared_lines: list[_PreparedLine] = []
         for line in lines:
             if interrupted():
                 break
@@ -204,18 +208,18 @@ class BatchRun:
                 self._fail(line, line.request)
                 continue
             with self._line_errors(line):
-                tasks.append(self._task(line, line.request))
-        for notice in dict.fromkeys(task.prompt.notice for task in tasks):
+                prepared_lines.append(self._prepared(line, line.request))
+        for notice in dict.fromkeys(prepared.prompt.notice for prepared in prepared_lines):
             if notice:
                 self._note(notice)
-        order = order_by_prefix([task.prompt.tokens for task in tasks])
-        return [tasks[number] for number in order]
+        order = order_by_prefix([prepared.prompt.tokens for prepared in prepared_lines])
+        return [prepared_lines[number] for number in order]
 
-    def _task(self, line: BatchLine, request: ParsedRequest) -> _Task:
+    def _prepared(self, line: BatchLine, request: ParsedRequest) -> _PreparedLine:
         request = for_model(request, self._session.target)
         prompt = self._prompting.prompt(self._session, request)
         n_ctx = self._session.context_size(len(prompt.tokens), request.generation.max_tokens)
-        return _Task(line, request, prompt, n_ctx)
+        return _PreparedLine(line, request, prompt, n_ctx)
 
     @contextlib.contextmanager
     def _line_errors(self, line: BatchLine) -> Iterator[None]:
@@ -232,19 +236,20 @@ class BatchRun:
         except Exception as error:  # noqa: BLE001 - it ends this line, not the batch
             self._fail(line, unexpected(error, line.number))
 
-    def _insert(self, engine: Engine, task: _Task) -> None:
+    def _insert(self, engine: Engine, prepared: _PreparedLine) -> None:
         """Begin the answer to a line."""
         # All answers share a context that fits the largest one. To get the same text as from
         # `specgen run`, each ends where its own context would be full: at one token more than fit,
         # since the last token is not decoded.
-        generation = task.request.generation
-        max_tokens = task.n_ctx + 1 - len(task.prompt.tokens)
+        generation = prepared.request.generation
+        max_tokens = prepared.n_ctx + 1 - len(prepared.prompt.tokens)
         if not 0 <= generation.max_tokens <= max_tokens:
             generation = replace(generation, max_tokens=max_tokens)
-        with self._line_errors(task.line):
-            (insert,) = inserts_of(replace(task.request, generation=generation), task.prompt)
+        with self._line_errors(prepared.line):
+            limited_request = replace(prepared.request, generation=generation)
+            (insert,) = inserts_of(limited_request, prepared.prompt)  # a line has one answer
             request = insert(engine)
-            self._open_answers[request.index] = _OpenAnswer(task, request)
+            self._open_answers[request.index] = _OpenAnswer(prepared, request)
 
     def _observe(self, events: Iterable[Event]) -> None:
         """Keep the events with tokens, and pass on notices."""
@@ -266,13 +271,13 @@ class BatchRun:
                 continue
             del self._open_answers[index]
             if request.failure is not None:
-                self._fail(answer.task.line, _line_error(request.failure))
+                self._fail(answer.prepared.line, _line_error(request.failure))
             elif request.finished is not None and request.finished.finish_reason != "interrupted":
                 self._write_answer(answer, request.finished)
 
     def _write_answer(self, answer: _OpenAnswer, finished: FinishedEvent) -> None:
         """Write a finished answer, or the error if its response cannot be made."""
-        line = answer.task.line
+        line = answer.prepared.line
         #: None if the error was written instead.
         result: dict[str, Any] | None = None
         with self._line_errors(line):
@@ -288,17 +293,17 @@ class BatchRun:
 
     def _body(self, answer: _OpenAnswer, finished: FinishedEvent) -> dict[str, Any]:
         """Return the body of the response that the server would send."""
-        task = answer.task
+        prepared = answer.prepared
         context = AnswerContext(
-            [task.request],
-            prompts=[task.prompt.text],
-            identity=task.line.identity,
+            [prepared.request],
+            prompts=[prepared.prompt.text],
+            identity=prepared.line.identity,
             created=int(self._wall_clock()),
             model=self._session.target.name,
         )
-        writer: AnswerWriter = task.request.writer(context)
+        writer: AnswerWriter = prepared.request.writer(context)
         # The chunks of a stream are not needed, only what the writer makes of them in the end.
-        writer.begin(len(task.prompt.tokens))
+        writer.begin(len(prepared.prompt.tokens))
         for event in (*answer.events, finished):
             writer.feed(0, event)
         return writer.whole()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specgen.serve.formats.request_errors import BodyError
-from specgen.session.prompts.answered_calls import Turns
+from specgen.session.prompts.answered_calls import AnsweredMessages
 from specgen.session.prompts.conversation_shapes import paragraphs, result_as_text
 from specgen.session.prompts.template import Message, Role, ToolCall
 
@@ -27,10 +27,10 @@ class ConversationBuilder:
     def __init__(self) -> None:
         #: The messages so far.
         self.messages: list[Message] = []
-        #: The turns before the last result.
-        self._turns = Turns()
-        #: The number of messages in them.
-        self._n_messages_in_turns = 0
+        #: The messages before the last result, with their calls.
+        self._answered = AnsweredMessages()
+        #: How many of `messages` were added to them.
+        self._n_answered = 0
 
     def add_result(
         self,
@@ -97,10 +97,10 @@ class ConversationBuilder:
 
     def _call_of(self, result: Message) -> ToolCall | None:
         """Return the call to which a result belongs; None if it is no longer there."""
-        for message in self.messages[self._n_messages_in_turns :]:
-            self._turns.add(message)
-        self._n_messages_in_turns = len(self.messages)
-        answered = self._turns.call_of(result)
+        for message in self.messages[self._n_answered :]:
+            self._answered.add(message)
+        self._n_answered = len(self.messages)
+        answered = self._answered.call_of(result)
         return None if answered is None else answered.call
 
     def _open_turn(self, role: Role) -> Message:

@@ -1,4 +1,4 @@
-"""The unit in which an answer is passed on."""
+"""The unit in which an answer is passed on: a part of a thought, of the content or of a call."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from specgen.serve.server.model_pool import ModelEntry
 from specgen.serve.server.options import N_PARALLEL, ServedOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
-from specgen.session.found_models import why_not_loadable
 from specgen.session.measurement_store import MeasurementStore
+from specgen.session.model_use import why_not_loadable
 from specgen.session.open import (
     Reporter,
     WantedSession,

@@ -19,8 +19,8 @@ class AnsweredCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A message, and the results of its calls. A result without a call is a turn of its own."""
+class AnsweredMessage:
+    """A message, and the results of its calls. A result without a call is such a message, too."""
 
     #: The message.
     message: Message
@@ -28,12 +28,12 @@ class Turn:
     calls: list[AnsweredCall]
 
 
-class Turns:
-    """The turns of a conversation, to which messages are added in their order."""
+class AnsweredMessages:
+    """The messages of a conversation, added in order, with each result assigned to its call."""
 
     def __init__(self) -> None:
-        #: The turns so far.
-        self.turns: list[Turn] = []
+        #: The messages so far, without results that belong to a call.
+        self.messages: list[AnsweredMessage] = []
 
     def add(self, message: Message) -> None:
         """Add a result to its call, which may be long before it, or any other message."""
@@ -44,27 +44,27 @@ class Turns:
             answered.results.append(message)
         else:
             calls = [AnsweredCall(call, []) for call in message.tool_calls]
-            self.turns.append(Turn(message, calls))
+            self.messages.append(AnsweredMessage(message, calls))
 
     def call_of(self, result: Message) -> AnsweredCall | None:
         """Return the call to which a result belongs; None if it is not in the conversation.
 
-        It is in the last turn with a call of that id and name. Several calls of a turn may have no
-        ids, as those of Ollama's clients: their results come in the order of the calls.
+        It is in the last message with a call of that id and name. Several calls of a message may
+        have no ids, as those of Ollama's clients: their results come in the order of the calls.
         """
-        for turn in reversed(self.turns):
-            calls = [each for each in turn.calls if _may_answer(result, each.call)]
+        for answered in reversed(self.messages):
+            calls = [call for call in answered.calls if _may_answer(result, call.call)]
             if calls:
                 return min(calls, key=_n_results)
         return None
 
 
-def turns_of(messages: Iterable[Message]) -> list[Turn]:
-    """Return the turns of a conversation."""
-    turns = Turns()
+def answered_messages(messages: Iterable[Message]) -> list[AnsweredMessage]:
+    """Return the messages of a conversation, each with the results of its calls."""
+    answered = AnsweredMessages()
     for message in messages:
-        turns.add(message)
-    return turns.turns
+        answered.add(message)
+    return answered.messages
 
 
 def _may_answer(result: Message, call: ToolCall) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from specgen.session.prompts.answered_calls import turns_of
+from specgen.session.prompts.answered_calls import answered_messages
 from specgen.session.prompts.sandbox import to_json
 from specgen.session.prompts.template import Message, ToolCall
 
@@ -96,19 +96,15 @@ def _with_text_arguments(message: Message) -> Message:
 def _with_single_calls(messages: Messages) -> Messages:
     """Give each call a turn of its own, followed by its results, for Llama 3's template."""
     new_messages: Messages = []
-    for turn in turns_of(messages):
-        content = turn.message.content
-        for answered in turn.calls:
-            single_call = replace(
-                turn.message,
-                content=content,
-                tool_calls=(answered.call,),
-            )
+    for answered in answered_messages(messages):
+        content = answered.message.content
+        for call in answered.calls:
+            single_call = replace(answered.message, content=content, tool_calls=(call.call,))
             new_messages.append(single_call)
-            new_messages += answered.results
+            new_messages += call.results
             content = ""  # only the first of them has the text
-        if not turn.calls:
-            new_messages.append(turn.message)
+        if not answered.calls:
+            new_messages.append(answered.message)
     return new_messages
 
 
@@ -172,11 +168,11 @@ def _with_paired_results(messages: Messages) -> Messages:
     A result without a call becomes a message of the user's.
     """
     new_messages: Messages = []
-    for turn in turns_of(messages):
-        new_messages.append(_with_result_in_text(turn.message))
-        for answered in turn.calls:
-            cancelled = _cancelled_result(answered.call)
-            new_messages += answered.results or [cancelled]
+    for answered in answered_messages(messages):
+        new_messages.append(_with_result_in_text(answered.message))
+        for call in answered.calls:
+            cancelled = _cancelled_result(call.call)
+            new_messages += call.results or [cancelled]
     return new_messages
 
 

@@ -17,7 +17,7 @@ from specgen.text.grammar.schema_parts import (
     int_keyword,
     parts,
     properties,
-    required,
+    required_names,
     same_value_parts,
 )
 
@@ -58,7 +58,7 @@ def _lists_all_properties(root: Part, part: Part) -> bool:
         return False
     named_properties: set[str] = set()
     for same_value_part in same_value_parts(root, [part]).values():
-        named_properties.update(properties(same_value_part), required(same_value_part))
+        named_properties.update(properties(same_value_part), required_names(same_value_part))
     return named_properties <= listed.keys()
 
 

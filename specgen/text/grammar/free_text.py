@@ -274,13 +274,7 @@ def _free_text_start(
             bare = LlguidanceGrammar(vocabulary, grammar, _BARE_RULES)
     except UsageError:
         return TextUpToMark(vocabulary, {}).plain
-    return _TextWithCalls(
-        grammar,
-        vocabulary,
-        thoughts,
-        marked,
-        bare,
-    ).start
+    return _TextWithCalls(grammar, vocabulary, thoughts, marked, bare).start
 
 
 class _TextWithCalls:

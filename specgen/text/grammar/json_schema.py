@@ -29,7 +29,7 @@ from specgen.text.grammar.schema_parts import (
     only_required,
     parts,
     properties,
-    required,
+    required_names,
 )
 from specgen.text.grammar.schema_size import check_size
 
@@ -209,8 +209,8 @@ def _leave_out_property_counts(part: Part, left_out: list[str]) -> None:
 
     It does not count listed properties that are optional.
     """
-    n_required = len(required(part))
-    has_optional = not properties(part).keys() <= set(required(part))
+    n_required = len(required_names(part))
+    has_optional = not properties(part).keys() <= set(required_names(part))
     min_properties = int_keyword(part, "minProperties")
     max_properties = part.get("maxProperties")
     is_limited = max_properties is not None or min_properties > n_required

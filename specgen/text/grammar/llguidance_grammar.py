@@ -117,12 +117,7 @@ class LlguidanceGrammar:
         limits = LLParserLimits(step_max_items=max_items, max_items_in_row=max_items)
         with _translated_panics(UsageError, _CANNOT_FOLLOW):
             own = self.tokenizer.own
-            matcher = LLMatcher(
-                own,
-                _compiled_text(source),
-                log_level=0,
-                limits=limits,
-            )
+            matcher = LLMatcher(own, _compiled_text(source), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(_CANNOT_FOLLOW + _first_line(matcher.get_error()))
         # The first mask is computed here, where only this request waits for it, and not in a round

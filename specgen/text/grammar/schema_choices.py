@@ -12,7 +12,7 @@ from specgen.text.grammar.schema_parts import (
     only_required,
     only_values,
     property_schema,
-    required,
+    required_names,
     resolved,
     types_of,
 )
@@ -55,11 +55,11 @@ class ChoiceWriter:
         else:
             exclusive = [self._exclusive(index, options) for index in range(len(options))]
         if "anyOf" not in part:
-            _replace_keyword(part, "oneOf", "anyOf", exclusive)
+            _replace_one_of(part, "anyOf", exclusive)
         else:
             # The schema has an `anyOf` already, so the choice becomes one more part of its `allOf`.
             all_of = [*as_list(part.get("allOf")), {"anyOf": exclusive}]
-            _replace_keyword(part, "oneOf", "allOf", all_of)
+            _replace_one_of(part, "allOf", all_of)
 
     def _drop_redundant_type(self, part: Part) -> None:
         """Remove a type that all options have, which llguidance would merge into each of them."""
@@ -89,7 +89,7 @@ class ChoiceWriter:
                 continue
             # A value does not conform to the other option if a property that it requires is absent.
             # Properties that this option requires too cannot be absent.
-            own_required = required(resolved(self._root, option))
+            own_required = required_names(resolved(self._root, option))
             absences = [
                 {"properties": {name: False}} for name in other_required if name not in own_required
             ]
@@ -121,7 +121,7 @@ class ChoiceWriter:
             return False
         # Two kinds of objects are apart if the values of a required property are apart.
         is_open = id(other) in self._closed_ids
-        for name in required(one) + required(other):
+        for name in required_names(one) + required_names(other):
             if self._n_comparisons_left <= 0:
                 return False
             one_property = property_schema(one, name)
@@ -138,14 +138,9 @@ def _have_different_values(one: Part, other: Part) -> bool:
     return bool(values and other_values) and values.isdisjoint(other_values)
 
 
-def _replace_keyword(
-    part: Part,
-    old: str,
-    new: str,
-    value: Any,
-) -> None:
-    """Replace the keyword `old` with `new` at the same position; an existing `new` is replaced."""
-    keywords = {new if keyword == old else keyword: given for keyword, given in part.items()}
+def _replace_one_of(part: Part, new: str, value: Any) -> None:
+    """Replace ``oneOf`` with the keyword `new`, at the same position and in place of any `new`."""
+    keywords = {new if keyword == "oneOf" else keyword: given for keyword, given in part.items()}
     keywords[new] = value
     part.clear()
     part.update(keywords)

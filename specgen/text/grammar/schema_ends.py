@@ -11,7 +11,7 @@ from specgen.text.grammar.schema_parts import (
     parts,
     properties,
     referenced,
-    required,
+    required_names,
     types_of,
 )
 
@@ -70,7 +70,7 @@ class _Endings:
         needed: list[Any] = []
         if type_name == "object":
             by_name = properties(part)
-            needed = [by_name.get(name) for name in required(part)]
+            needed = [by_name.get(name) for name in required_names(part)]
         elif type_name == "array":
             n_items = int_keyword(part, "minItems")
             first_items = as_list(part.get("prefixItems"))

@@ -146,7 +146,7 @@ def properties(part: Part) -> Part:
     return given if isinstance(given, dict) else {}
 
 
-def required(schema: Any) -> list[str]:
+def required_names(schema: Any) -> list[str]:
     """Return the names of the required properties."""
     if not isinstance(schema, dict):
         return []
@@ -160,7 +160,7 @@ def only_required(schema: Any) -> list[str]:
     """
     if not isinstance(schema, dict) or schema.keys() - {"title", "description"} != {"required"}:
         return []
-    return required(schema)
+    return required_names(schema)
 
 
 def property_schema(

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from specgen.errors import UsageError
-from specgen.text.grammar.schema_parts import Part, properties, required
+from specgen.text.grammar.schema_parts import Part, properties, required_names
 
 #: The maximum number of parts in a schema: its values, the characters of its patterns with
 #: repetitions written out, and a tenth of each `multipleOf`. For larger schemas llguidance takes
@@ -66,7 +66,7 @@ def _values_within(schema: Part) -> Iterator[tuple[str, Any]]:
 
 
 def _check_optional_properties(part: Part) -> None:
-    if len(properties(part)) - len(required(part)) > _MAX_OPTIONAL:
+    if len(properties(part)) - len(required_names(part)) > _MAX_OPTIONAL:
         raise UsageError(
             f"the JSON schema is too large: an object has more than {_MAX_OPTIONAL} optional "
             "properties"

@@ -46,12 +46,7 @@ class Candidates(NamedTuple):
     @classmethod
     def whole(cls, scores: Scores) -> Candidates:
         """Return the candidates of a whole row of logits."""
-        return cls(
-            scores,
-            None,
-            len(scores),
-            is_ranked=False,
-        )
+        return cls(scores, None, len(scores), is_ranked=False)
 
     def take(
         self,
@@ -74,12 +69,7 @@ class Candidates(NamedTuple):
         """Return the n best candidates, if the candidates are ranked."""
         assert self.is_ranked
         assert self.token_ids is not None
-        return Candidates(
-            self.scores[:n],
-            self.token_ids[:n],
-            n,
-            is_ranked=True,
-        )
+        return Candidates(self.scores[:n], self.token_ids[:n], n, is_ranked=True)
 
     def ids(self) -> TokenArray:
         """Return the token ids, int64[m]."""
@@ -135,12 +125,7 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
     if not len(kept):
         raise NoTokenAllowedError
     # The scores keep the type of the row, so that samplers compute as they do with a whole row.
-    return Candidates(
-        scores[kept],
-        kept,
-        len(scores),
-        is_ranked=False,
-    )
+    return Candidates(scores[kept], kept, len(scores), is_ranked=False)
 
 
 def allowed_top_k(

@@ -22,8 +22,8 @@ from specgen.models.registry import load_registry
 from specgen.models.stored_models import stored_models
 from specgen.session.calibration import PairCosts, break_even
 from specgen.session.choose_models import name_of
-from specgen.session.found_models import problem_with
 from specgen.session.measurement_store import Threads
+from specgen.session.model_use import problem_with
 from specgen.session.open import DRAFT_ERRORS
 from specgen.session.saved_drafts import saved_draft
 from specgen.system.files import as_json

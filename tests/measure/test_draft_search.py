@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.measure.draft_trial import Baseline, DraftFigures, TrialAnswer
-from specgen.measure.prompts import given_prompts
-from specgen.measure.search import (
+from specgen.measure.draft_search import (
     Search,
     Tried,
     advice,
     by_speedup,
     search_drafts,
 )
+from specgen.measure.draft_trial import Baseline, DraftFigures, TrialAnswer
+from specgen.measure.prompts import given_prompts
 from specgen.options import ContextOptions, DraftOptions, DraftSource
 from specgen.render.tables import print_draft_table
 from specgen.session.calibration import is_pair_measured, known_costs, measure_costs

@@ -11,7 +11,7 @@ import pytest
 from specgen.cli import app
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import file_check
-from specgen.llama.native_end import summarize_assertion
+from specgen.llama.native_failures import summarize_assertion
 from specgen.system.files import KeptResults
 from specgen.system.folders import cache_folder
 from tests.helpers.cli import ended
@@ -19,7 +19,7 @@ from tests.helpers.tiny import with_a_token_twice
 
 TRUNCATED = """
 import mmap, sys
-from specgen.llama.native_end import report_native_failures
+from specgen.llama.native_failures import report_native_failures
 report_native_failures(sys.stdout.flush)
 print("what was said so far")
 with open(sys.argv[1], "r+b") as file:
@@ -31,7 +31,7 @@ with open(sys.argv[1], "r+b") as file:
 NO_MEMORY = """
 import ctypes, resource
 from specgen.llama.library import ggml
-from specgen.llama.native_end import report_native_failures
+from specgen.llama.native_failures import report_native_failures
 report_native_failures()
 class Parameters(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]

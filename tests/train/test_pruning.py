@@ -19,7 +19,7 @@ from specgen.llama.library import llama_cpp
 from specgen.options import ContextOptions
 from specgen.session.engine import generate
 from specgen.system.arrays import Logits
-from specgen.train.layer_skip import (
+from specgen.train.pruning import (
     Judge,
     Layers,
     Pruned,

@@ -493,14 +493,7 @@ def _candidates(
 
     def sample_layers(n: int, probs: _Floats | None = None) -> Layers:
         """Draw `n` different layers, uniformly unless `probs` are given."""
-        return frozenset(
-            rng.choice(
-                layers,
-                n,
-                replace=False,
-                p=probs,
-            ).tolist()
-        )
+        return frozenset(rng.choice(layers, n, replace=False, p=probs).tolist())
 
     # `^` toggles layers: it leaves out those that were kept, and keeps those that were left out.
     best_sets = sorted(speedups, key=speedups.__getitem__, reverse=True)[:_N_BEST]

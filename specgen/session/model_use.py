@@ -1,4 +1,4 @@
-"""Whether the models on this disk can be used, and how: the draft, and the memory."""
+"""How a model on this disk would be used: whether it can be, with which draft, and its memory."""
 
 from __future__ import annotations
 

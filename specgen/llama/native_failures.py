@@ -1,4 +1,4 @@
-"""The report to the user if native code ends the process: one line, a hint, and an exit code."""
+"""Failures of native code that end the process: a report of one line, a hint, and an exit code."""
 
 from __future__ import annotations
 
