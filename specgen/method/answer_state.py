@@ -252,6 +252,9 @@ class AnswerState:
 
         Returns:
             The events of the draft and its verdict, if there was a draft, then that of the tokens.
+
+        Raises:
+            BackendError: If no token can follow the accepted ones, or the grammar fails.
         """
         round_number = 0 if result is None else self.stats.n_rounds + 1
         target_kind: TokenKind = "plain"
@@ -278,6 +281,8 @@ class AnswerState:
             if self.finish_reason is not None:
                 break
         if self.finish_reason is None:
+            if verdict.failure is not None:
+                raise verdict.failure
             token = verdict.next_token
             piece = Piece(token, self.commit(token), target_kind, "target")
             pieces.append(self._with_logprobs(piece, logits[row]))

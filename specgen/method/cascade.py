@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Drafter, Drafting, HiddenStateSink, ready
+from specgen.method.drafter import Drafter, Drafting, HiddenStateSink
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.text_state import TextState
 
@@ -77,10 +77,13 @@ class Cascade:
         plan: RoundPlan,
         n_drafted: int = 0,
     ) -> Drafting:
-        """Draft as planned, after `look_up` in the same round; see `Drafter.propose`."""
+        """Draft as planned, after `look_up` in the same round; see `Drafter.propose`.
+
+        This is a generator, so that an error of the drafter is always raised while it drafts.
+        """
         if self.model is None or plan.n_max < 1:
-            return ready(plan.found)
-        return self.model.propose(context, plan, n_drafted)
+            return plan.found
+        return (yield from self.model.propose(context, plan, n_drafted))
 
     def observe(self, result: RoundResult) -> None:
         """Tell the drafters the result of the last round."""

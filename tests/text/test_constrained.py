@@ -426,6 +426,21 @@ def test_a_dead_end_that_only_the_draft_reaches_does_no_harm(verifier: VerifierN
             assert done.summary.n_drafted > 20
 
 
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_dead_end_beyond_the_end_of_an_answer_does_no_harm(verifier: VerifierName) -> None:
+    """The draft goes on after a stop string, to where nothing is allowed any more."""
+    whole = run(grammar(words(0, 9), 9))
+    for end in range(1, 8):
+        rules = grammar({**words(0, end + 1), end + 1: {}})
+        stop = (whole.summary.text[end - 1 : end],)
+        if stop[0] in whole.summary.text[: end - 1]:
+            continue
+        own = VERIFIERS[verifier].make()
+        done = run(rules, "perfect", stop=stop, n_draft=9, verifier=own)
+        assert done.generation.answer == whole.generation.answer[:end]
+        assert (done.summary.finish_reason, done.summary.stopped_by) == ("stop", *stop)
+
+
 # --- on tiny models of every kind of cache
 
 
