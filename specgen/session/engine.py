@@ -337,7 +337,8 @@ class Engine:
             events = self._begin_next()
             for request in self._scheduler.busy:
                 if request.is_cancelled:  # free its slot at once
-                    request.running.finish("interrupted")
+                    rest = request.running.interrupt(self._loop.now_s)
+                    events += self._pass_on(request, *rest)
                     events += self._complete(request)
             request_to_prefill = self._scheduler.next_prefill()
             if request_to_prefill is None:
@@ -375,7 +376,7 @@ class Engine:
                     self.step()
                 except WorkerLostError:
                     if request.state == "decoding":
-                        request.running.finish("interrupted")
+                        yield from request.running.interrupt(self._loop.now_s)
                         yield request.running.finished_event(self._loop.now_s, None)
                     raise
         finally:

@@ -426,6 +426,26 @@ def test_answers_can_be_requested_and_cancelled_from_other_threads(
     check_texts(asked, expected)
 
 
+@pytest.mark.parametrize("n_tokens", [1, 5, 9])
+def test_a_cancelled_answer_has_the_text_that_was_held_back(
+    models: Path, costs: VirtualTime, expected: list[str], n_tokens: int
+) -> None:
+    """The whole text so far might have become a stop string."""
+    options = GenerationOptions(max_tokens=N_TOKENS, stop=(expected[0] + "?",))
+    with engine_of(models, costs, drafter="ngram") as (loaded, engine):
+        request = engine.insert(PROMPTS[0], generation=options)
+        while request.answer is None or request.answer.n_answer < n_tokens:
+            engine.step()
+        engine.cancel(request)
+        events = list(engine.stream(request))
+        summary = finished(events)
+        pieces = map(loaded.target.vocabulary.token_bytes, summary.token_ids)
+        text = b"".join(pieces).decode()
+    shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
+    assert summary.finish_reason == "interrupted"
+    assert summary.text == shown == text
+
+
 def test_impossible_requests_are_rejected(models: Path, costs: VirtualTime) -> None:
     with engine_of(models, costs) as (loaded, engine):
         wrong: Any = ((0, "give 1 or more"), (2.5, "whole number"), (257, "at once"))
