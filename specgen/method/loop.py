@@ -251,6 +251,7 @@ class Loop:
         end: int,
     ) -> None:
         """Decode an answer's tokens from `start` to `end`, exclusive, without logits."""
+        decode_s_before = self.target.decode_s
         while start < end:
             batch_end = min(end, start + self.target.n_batch)
             batch = Batch()
@@ -258,6 +259,8 @@ class Loop:
                 batch.add(answer.tokens[position], position, (answer.branches.first,), False)
             self.decode_text(answer, batch)
             start = batch_end
+        # The time of a round's batch does not include this one.
+        answer.stats.target_s += self.target.decode_s - decode_s_before
 
     def _decode_and_time(
         self,

@@ -218,6 +218,8 @@ class RoundResult:
     pending_rows: range = range(1)
     #: The exception that a drafter raised.
     error: Exception | None = None
+    #: How many of the `committed` tokens the grammar forced, whether or not they were drafted.
+    n_forced: int = 0
 
 
 class Policy(Protocol):
@@ -597,9 +599,11 @@ class CostAwarePolicy:
         drafted_by = plan.drafter
         if drafted_by is None and len(plan.found):
             drafted_by = plan.found.origins[0]
-        # All drafters get their share of time; the one that drafted settles the round.
+        # All drafters get their share of time; the one that drafted settles the round. Plain
+        # decoding would have got forced tokens without a decode.
+        n_plain_decodes = max(1, n_tokens - result.n_forced)
         for origin, rates in self._text_rates.items():
-            n_saved = n_tokens - charged_s / plain_s if origin == drafted_by else 0.0
+            n_saved = n_plain_decodes - charged_s / plain_s if origin == drafted_by else 0.0
             CreditGate(rates.counts).settle(n_tokens, n_saved)
 
         self._recent.add(round_s, n_tokens, plain_s)

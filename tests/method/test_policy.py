@@ -463,6 +463,19 @@ def test_a_draft_that_pays_in_no_text_costs_next_to_nothing_in_the_long_run(
     assert np.mean(texts.ratios[8:]) > 0.97
 
 
+@pytest.mark.parametrize("n_forced", [0, 1, 8])
+def test_a_drafter_earns_nothing_for_tokens_that_the_grammar_forced(n_forced: int) -> None:
+    """Each round takes two and a half plain decodes for the one token that was not forced."""
+    policy = cost_aware()
+    for _ in range(4):
+        plan = RoundPlan("model", drafter="model")
+        round_result = result(chain(0.9, 0.9), 0, target_s=1.5, draft_s=1.0, plan=plan)
+        round_result.committed += (5,) * n_forced
+        round_result.n_forced = n_forced
+        policy.observe(round_result)
+    assert planned(policy).reason == "put aside"
+
+
 def test_the_draft_models_prefill_is_weighed_against_the_rest_of_the_answer() -> None:
     confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
     world = World(CURVES["flat"], 0.1, confidences, rights)

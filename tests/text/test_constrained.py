@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ from specgen.errors import NoTokenAllowedError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
+from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
+from specgen.method.cost_table import CostTable
 from specgen.method.draft import ROOT
 from specgen.method.drafter import Drafter
 from specgen.method.text_state import TextState
@@ -24,7 +26,14 @@ from specgen.method.verifiers import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
+from tests.helpers.fake_generations import (
+    PROMPT,
+    Clock,
+    Setup,
+    Timed,
+    model_drafter,
+    ngram_drafter,
+)
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.helpers.sessions import answered, finished, opened, write_models
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
@@ -388,6 +397,57 @@ def test_the_speed_does_not_count_what_was_forced_before_the_prompt_was_decoded(
     assert stats.time_to_first_token_s < stats.start_s
     expected = 3 / (stats.wall_s - stats.start_s)
     assert done.summary.tokens_per_s == pytest.approx(expected)
+
+
+def timed(
+    kind: str | None, n_forced: int, costs: CostTable, n_batch: int
+) -> tuple[AnswerState, FinishedEvent]:
+    """An answer with forced text, whose decodes take the time of a cost table and nothing else."""
+    setup = setup_of(
+        rounds_of(n_forced),
+        kind,
+        SamplerOptions(),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0),
+        options=GenerationOptions(max_tokens=120),
+        n_batch=n_batch,
+    )
+    backend = Timed(setup.backend(), costs)
+    loop = AnswerLoop(cast(Backend, backend), lambda: backend.decode_s)
+    generation = setup.generation()
+    for _ in loop.run(generation):
+        pass
+    return generation, loop.finish(generation, costs)
+
+
+#: A row costs a tenth of what the first one does.
+LINEAR = {n: 0.9 + 0.1 * n for n in range(1, 65)}
+
+
+@pytest.mark.parametrize("n_forced", [1, 2, 3, 8])
+def test_the_estimated_speed_up_does_not_count_what_plain_decoding_gets_for_free(
+    n_forced: int,
+) -> None:
+    costs = CostTable(LINEAR)
+    _, plain = timed(None, n_forced, costs, 64)
+    _, fast = timed("good", n_forced, costs, 64)
+    assert plain.token_ids == fast.token_ids
+    assert plain.tokens_per_s is not None
+    assert fast.tokens_per_s is not None
+    assert fast.n_accepted > 0
+    assert fast.plain_tokens_per_s == pytest.approx(plain.tokens_per_s, rel=0.05)
+    actual = fast.tokens_per_s / plain.tokens_per_s
+    assert fast.estimated_speedup == pytest.approx(actual, rel=0.05)
+    assert fast.estimated_whole_speedup == pytest.approx(plain.wall_s / fast.wall_s, rel=0.05)
+
+
+@pytest.mark.parametrize("n_forced", [3, 18, 45])
+@pytest.mark.parametrize("kind", [None, "good"])
+def test_the_target_s_time_includes_forced_text_that_is_decoded_separately(
+    kind: str | None, n_forced: int
+) -> None:
+    generation, summary = timed(kind, n_forced, CostTable(LINEAR), 20)
+    assert summary.target_s == pytest.approx(generation.stats.wall_s)
+    assert summary.loop_s == pytest.approx(0.0, abs=1e-6)
 
 
 # --- dead ends
