@@ -48,6 +48,8 @@ class Cascade:
     ) -> Draft:
         """Begin a round: return what the free drafter finds, as far as the grammar allows it.
 
+        A sampled draft is returned unchanged.
+
         Args:
             context: The committed tokens, then `n_drafted` drafted ones.
             n_max: The maximum number of tokens to find.
@@ -67,7 +69,9 @@ class Cascade:
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
         text_state = self.text_state
-        if text_state is not None and text_state.has_grammar:
+        # Tokens that were sampled must not be left out. The verifier rejects those that the grammar
+        # forbids.
+        if text_state is not None and text_state.has_grammar and not found.is_sampled:
             found = text_state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 

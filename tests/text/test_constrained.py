@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,22 +20,25 @@ from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
 from specgen.method.cost_table import CostTable
-from specgen.method.draft import ROOT
+from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter
 from specgen.method.text_state import TextState
 from specgen.method.verifiers import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     PROMPT,
     Clock,
+    NoDrafter,
     Setup,
     Timed,
     model_drafter,
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.goodness_of_fit import LEVEL, p_value
 from tests.helpers.sessions import answered, finished, opened, write_models
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
 from tests.tiny import Architecture, TinyConfig
@@ -448,6 +452,46 @@ def test_the_target_s_time_includes_forced_text_that_is_decoded_separately(
     generation, summary = timed(kind, n_forced, CostTable(LINEAR), 20)
     assert summary.target_s == pytest.approx(generation.stats.wall_s)
     assert summary.loop_s == pytest.approx(0.0, abs=1e-6)
+
+
+class UniformDrafter(NoDrafter):
+    """Samples a token from all of them, also those that the grammar forbids, without a decode."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        source = Distribution(np.arange(N_VOCAB), np.full(N_VOCAB, 1.0 / N_VOCAB))
+        return Draft.chain([source.sample(self._rng)], "uniform", distributions=[source])
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_sampled_draft_is_not_cut_by_the_grammar(is_free: bool) -> None:
+    """A forbidden token that is left out, instead of rejected, would bias the next one."""
+    row = (0.3 * LANGUAGE((1,))).astype(np.float32)
+    drafters = iter(range(1000))
+
+    def cascade(state: TextState) -> Cascade:
+        drafter = UniformDrafter(next(drafters))
+        if is_free:
+            return Cascade(free=drafter, text_state=state)
+        return Cascade(model=drafter, text_state=state)
+
+    def second_token(seed: int) -> int:
+        setup = Setup(
+            language=lambda _text: row,
+            drafter=cascade,
+            sampler=UNFILTERED,
+            grammar=grammar({0: dict.fromkeys(range(4), 0)}).start,
+            seed=seed,
+            options=GenerationOptions(max_tokens=3),
+        )
+        return setup.run()[0].answer[1]
+
+    counts = Counter((second_token(seed),) for seed in range(1000))
+    probs = np.exp(row[:4].astype(np.float64))
+    probs /= probs.sum()
+    assert p_value(counts, {(token,): probs.item(token) for token in range(4)}) > LEVEL
 
 
 # --- dead ends
