@@ -369,8 +369,7 @@ class Loop:
             answer.hidden_states.keep_states(kept_states, answer.tokens, n_decoded)
 
         answer.stats.add_round(result)
-        answer.policy.observe(result)
-        events += self._tell_drafters(answer, result)
+        events += self._learn(answer, result)
         return events
 
     def verify(
@@ -411,15 +410,17 @@ class Loop:
             return replace(verdict, failure=failures[verdict.path[-1]])
         return verdict
 
-    def _tell_drafters(self, answer: AnswerState, result: RoundResult) -> list[Event]:
-        """Let the drafters learn from a round.
+    def _learn(self, answer: AnswerState, result: RoundResult) -> list[Event]:
+        """Let the policy and the drafters learn from a round.
 
-        If a drafter failed in this round or fails now, the answer goes on without drafting.
+        If a drafter failed in this round, or nothing can be learnt from what it returned, the
+        answer goes on without drafting.
 
         Returns:
             A notice of the failure; empty without one.
         """
         try:
+            answer.policy.observe(result)
             if result.error is not None:
                 raise result.error
             if answer.cascade is not None:

@@ -306,11 +306,22 @@ class AskingDrafter(NoDrafter):
         return NO_DRAFT
 
 
-@pytest.mark.parametrize("wrong", [PlainErrorDrafter, AskingDrafter])
+class WordyDrafter(NoDrafter):
+    """Gives its confidence in words, which the policy cannot learn from."""
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        return Draft.chain([1], "wordy", step_confidences=cast(list[float], ["quite sure"]))
+
+
+@pytest.mark.parametrize("wrong", [PlainErrorDrafter, AskingDrafter, WordyDrafter])
 def test_a_drafter_that_breaks_its_interface_affects_no_other_answer(
     wrong: type[NoDrafter],
 ) -> None:
-    setups = [Setup(drafter=each) for each in (model_drafter(LANGUAGE, LETTERS)[0], wrong())]
+    flat = CostTable(dict.fromkeys(range(1, 18), 1.0))
+    setups = [
+        Setup(drafter=each, policy=lambda options: CostAwarePolicy(options, flat))
+        for each in (model_drafter(LANGUAGE, LETTERS)[0], wrong())
+    ]
     generations = finished(setups)
     plain, _ = Setup().run()
     assert [generation.tokens for generation in generations] == [plain.tokens] * 2
