@@ -38,7 +38,7 @@ from tests.helpers.fake_generations import (
     ngram_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
-from tests.helpers.goodness_of_fit import LEVEL, p_value
+from tests.helpers.goodness_of_fit import LEVEL, Cell, p_value
 from tests.helpers.sessions import answered, finished, opened, write_models
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
 from tests.tiny import Architecture, TinyConfig
@@ -477,7 +477,7 @@ def test_a_sampled_draft_is_not_cut_by_the_grammar(is_free: bool) -> None:
             return Cascade(free=drafter, text_state=state)
         return Cascade(model=drafter, text_state=state)
 
-    def second_token(seed: int) -> int:
+    def second_token(seed: int) -> Cell:
         setup = Setup(
             language=lambda _text: row,
             drafter=cascade,
@@ -486,9 +486,9 @@ def test_a_sampled_draft_is_not_cut_by_the_grammar(is_free: bool) -> None:
             seed=seed,
             options=GenerationOptions(max_tokens=3),
         )
-        return setup.run()[0].answer[1]
+        return (setup.run()[0].answer[1],)
 
-    counts = Counter((second_token(seed),) for seed in range(1000))
+    counts = Counter(second_token(seed) for seed in range(1000))
     probs = np.exp(row[:4].astype(np.float64))
     probs /= probs.sum()
     assert p_value(counts, {(token,): probs.item(token) for token in range(4)}) > LEVEL
