@@ -51,6 +51,7 @@ class DrafterFactory:
         caches: Sequence[Backend],
         seed: int,
         request: Request | None = None,
+        branches: Branches | None = None,
     ) -> AnswerState:
         """Return the state of an answer before its prompt is prefilled.
 
@@ -61,6 +62,8 @@ class DrafterFactory:
             seed: The seed of all random numbers.
             request: Supplies the settings, the slot and the number of the answer. None stands for
                 an answer with the session's settings in the only slot.
+            branches: The sequences of the answer in the target's cache. None stands for those of
+                the only slot.
         """
         session = self.session
         settings = session.settings
@@ -108,16 +111,11 @@ class DrafterFactory:
             sampling=SamplingPipeline(settings.sampler, text_state),
             text_state=text_state,
             rng=np.random.default_rng(target_seed),
-            branches=self._target_branches(slot),
+            branches=branches or Branches(n_branches=session.n_branches_max),
             index=index,
             hidden_states=cascade.hidden_states if cascade is not None else None,
             ends=ends,
         )
-
-    def _target_branches(self, slot: Slot) -> Branches:
-        """Return the sequences of a slot in the target's cache, as `slot.branches` does."""
-        n_branches = self.session.n_branches_max
-        return Branches(slot.number * n_branches, n_branches)
 
     def _cascade(
         self,

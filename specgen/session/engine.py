@@ -409,6 +409,7 @@ class Engine:
                 self.draft_caches,
                 request.seed,
                 request,
+                slot.branches(self.target),
             )
             answer.n_loaded = plan.n_loaded
             answer.prefill_stops = plan.stops

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specgen.errors import BackendError, PromptError, UsageError
+from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
@@ -444,6 +444,20 @@ def test_a_cancelled_answer_has_the_text_that_was_held_back(
     shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
     assert summary.finish_reason == "interrupted"
     assert summary.text == shown == text
+
+
+def test_answers_are_the_same_after_a_draft_that_could_branch_cannot_be_loaded_again(
+    models: Path, costs: VirtualTime, expected: list[str]
+) -> None:
+    """The slots stay where they are in the target's cache."""
+    with engine_of(models, costs, 3) as (loaded, engine):
+        assert loaded.n_branches_max > 1
+        assert answers(engine, PROMPTS) == expected
+        loaded.draft_source = models / "missing.gguf"
+        with pytest.raises(ModelFileError, match="no such file"):
+            engine.reload_draft()
+        for _ in range(2):
+            assert answers(engine, PROMPTS) == expected
 
 
 def test_impossible_requests_are_rejected(models: Path, costs: VirtualTime) -> None:
