@@ -415,6 +415,7 @@ class CostAwarePolicy:
         """
         self.n_max = options.n_max
         self._p_min = options.stops_below
+        self._n_min = options.min_tokens
         self._costs = costs
         self._shared_rates = {} if acceptance is None else acceptance
         #: The acceptance rates in this text, by origin.
@@ -445,6 +446,7 @@ class CostAwarePolicy:
             extra_s=[seconds - rows_s[0] for seconds in rows_s],
             next_s=offer.price.next_s,
             p_min=self._p_min,
+            n_min=self._n_min,
         )
         found_plan = self._plan_found(offer.found, stop)
         if offer.drafter is None:
@@ -467,6 +469,7 @@ class CostAwarePolicy:
             token_s=stop.token_s,
             extra_s=stop.extra_s,
             p_min=stop.p_min,
+            n_min=stop.n_min,
             plain_s=self._costs.seconds_each(1),
         )
         best_part = fastest.cut(found)
@@ -520,7 +523,8 @@ class CostAwarePolicy:
                 plan,
                 reason="trial",
                 n_max=min(plan.n_max, _TRIAL_TOKENS),
-                stop=StoppingRule(needs_confidence=True),  # drafts all of these tokens
+                # Drafts all of these tokens.
+                stop=StoppingRule(n_min=self._n_min, needs_confidence=True),
             )
             return trial, _NO_GAIN
 

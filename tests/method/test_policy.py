@@ -217,6 +217,18 @@ def test_short_fixed_drafts_are_dropped() -> None:
     assert len(cut(policy, chain(0.1, 0.1, 0.1))) == 3
 
 
+def test_costs_drop_short_drafts_too() -> None:
+    policy = CostAwarePolicy(DraftOptions(min_tokens=3), CostTable(FLAT))
+    assert cut(policy, chain(0.9, 0.9)) is NO_DRAFT
+    assert len(cut(policy, chain(0.9, 0.9, 0.9))) == 3
+    assert len(cut(policy, drawn(0.9, 0.9))) == 2
+    for n_found, reason in ((2, "acceptance"), (3, "found")):
+        found = chain(*[0.9] * n_found, origin="ngram")
+        plan = planned(policy, found, drafter=None)
+        assert plan.reason == reason
+        assert len(plan.found) == (n_found if reason == "found" else 0)
+
+
 # --- an adapting bound
 
 
