@@ -9,7 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
+from specgen.drafters.interface import (
+    Drafter,
+    Drafting,
+    DraftRequest,
+    Key,
+    LoadedDraft,
+    Price,
+    RoundPlan,
+)
 from specgen.drafters.ngram_counts import NgramCounts
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.answer_state import AnswerState
@@ -32,6 +40,29 @@ _PER_TOKEN_SAMPLERS: tuple[SamplerName, ...] = ("penalties", "dry")
 #: The number of likeliest tokens that are considered at each position of a tree. Less likely ones
 #: are hardly ever worth a row of the target's batch.
 _N_GUESSES = 8
+
+
+class _FailedDrafter(Drafter):
+    """Stands for a drafter that could not be made: it fails in its first round, with the error."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self._name = name
+        self._error = error
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def price(self, n_context: int) -> Price:
+        raise self._error
+
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        raise self._error
 
 
 @dataclass(frozen=True)
@@ -131,7 +162,10 @@ class DrafterFactory:
             request: The answer to draft for.
             adds_ngrams: Whether n-grams draft in addition to a drafter that decodes.
         """
-        drafter = draft.drafter(request)
+        try:
+            drafter = draft.drafter(request)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            drafter = _FailedDrafter(draft.origin, error)
         if draft.is_free:
             return Cascade(free=drafter, text_state=request.text)
         if not adds_ngrams:

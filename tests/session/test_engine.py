@@ -16,8 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from specgen.drafters.interface import Drafter, DraftRequest
 from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
-from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    Event,
+    FinishedEvent,
+    NoticeEvent,
+    PromptEvent,
+)
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
 from specgen.method import answer_loop
@@ -458,6 +466,29 @@ def test_answers_are_the_same_after_a_draft_that_could_branch_cannot_be_loaded_a
             engine.reload_draft()
         for _ in range(2):
             assert answers(engine, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_a_draft_that_cannot_begin_an_answer_ends_drafting_but_not_the_answer(
+    models: Path,
+    costs: VirtualTime,
+    expected: list[str],
+    drafter: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_request: DraftRequest) -> Drafter:
+        raise KeyError("a bug")
+
+    with engine_of(models, costs, 2, drafter=drafter) as (loaded, engine):
+        assert loaded.draft is not None
+        monkeypatch.setattr(loaded.draft, "drafter", broken)
+        requests = [engine.insert(prompt) for prompt in PROMPTS[:3]]
+        events = list(engine.run())
+        assert [request.text for request in requests] == expected[:3]
+    notices = [event for event in events if isinstance(event, NoticeEvent)]
+    assert [notice.sequence for notice in notices] == [0, 1, 2]
+    assert all("drafting failed" in notice.message for notice in notices)
+    assert all("broken" in str(notice.detail) for notice in notices)
 
 
 def test_impossible_requests_are_rejected(models: Path, costs: VirtualTime) -> None:
