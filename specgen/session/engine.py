@@ -527,7 +527,7 @@ class Engine:
         try:
             self._keep(request.prompt, answer.tokens)
         except OutputError as error:  # the answer itself has not failed
-            text = f"the answer is not kept for the draft to learn from: {error.message}"
+            text = f"the answer is not kept for the draft: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
         finished = self._summary(request)
         events = self._pass_on(request, *notices, finished)
@@ -572,9 +572,10 @@ class Engine:
             tokens: All tokens of the text: those of the prompt, then those of the answer.
 
         Raises:
-            OutputError: If the answer cannot be written for learning.
+            OutputError: If the draft cannot store the text, or the answer cannot be written for
+                learning.
         """
-        self._session.ngrams.keep_text(tokens)
+        self._session.keep_text(tokens)
         folder = self._session.options.learning
         if folder is None:
             return

@@ -491,6 +491,38 @@ def test_a_draft_that_cannot_begin_an_answer_ends_drafting_but_not_the_answer(
     assert all("broken" in str(notice.detail) for notice in notices)
 
 
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_every_draft_may_keep_finished_texts(
+    models: Path, costs: VirtualTime, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Sequence[int]] = []
+    with engine_of(models, costs, drafter=drafter) as (loaded, engine):
+        monkeypatch.setattr(loaded.draft, "keep_text", kept.append)
+        requests = [engine.insert(prompt) for prompt in PROMPTS[:2]]
+        list(engine.run())
+    assert len(kept) == 2
+    for text, request in zip(kept, requests, strict=True):
+        assert request.finished is not None
+        n_prompt = len(request.prompt.tokens)
+        assert tuple(text[:n_prompt]) == request.prompt.tokens
+        assert tuple(text[n_prompt:])[: request.finished.n_tokens] == request.finished.token_ids
+
+
+def test_a_draft_that_cannot_keep_a_text_does_not_fail_the_answer(
+    models: Path, costs: VirtualTime, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_tokens: Sequence[int]) -> None:
+        raise KeyError("a bug")
+
+    with engine_of(models, costs) as (loaded, engine):
+        monkeypatch.setattr(loaded.draft, "keep_text", broken)
+        request = engine.insert(PROMPTS[0])
+        events = list(engine.run())
+    assert request.text == expected[0]
+    (notice,) = (event for event in events if isinstance(event, NoticeEvent))
+    assert "KeyError('a bug')" in notice.message
+
+
 def test_impossible_requests_are_rejected(models: Path, costs: VirtualTime) -> None:
     with engine_of(models, costs) as (loaded, engine):
         wrong: Any = ((0, "give 1 or more"), (2.5, "whole number"), (257, "at once"))
