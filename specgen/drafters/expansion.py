@@ -325,8 +325,6 @@ class CostAwareTree(Tree):
     nodes are kept that are worth a row of the target's batch.
     """
 
-    #: The rank of each node among its siblings; 0 for the likeliest.
-    _ranks: list[int] = field(default_factory=list, init=False)
     #: The estimated probability that each node, and all nodes before it on its path, are accepted.
     _cumulative_acceptances: list[float] = field(default_factory=list, init=False)
 
@@ -340,13 +338,17 @@ class CostAwareTree(Tree):
         tokens: list[int],
         probabilities: list[float],
     ) -> None:
-        """Add the likeliest token, and others if they are likely enough."""
+        """Add the likeliest token, and others if they are likely enough.
+
+        If the likeliest one does not reach `p_min`, none is added.
+        """
         parent_acceptance = 1.0 if node == ROOT else self._cumulative_acceptances[node]
         self.confidences.append(probabilities[0])
+        if probabilities[0] < self._stop.p_min:
+            return
         for rank, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
             if rank == 0 or probability >= _MIN_PROBABILITY:
                 self._add(node, token, probability)
-                self._ranks.append(rank)
                 acceptance = self._stop.rates(self._stop.origin, rank).acceptance(probability)
                 self._cumulative_acceptances.append(parent_acceptance * acceptance)
 
@@ -357,8 +359,8 @@ class CostAwareTree(Tree):
         """
         if not self._stop.values:
             return []
-        nodes = [node for node in self._open_nodes() if self._may_be_expanded(node)]
-        nodes.sort(key=self._cumulative_acceptances.__getitem__, reverse=True)
+        acceptances = self._cumulative_acceptances
+        nodes = sorted(self._open_nodes(), key=acceptances.__getitem__, reverse=True)
         # Each expanded node takes a cell of the drafter's cache.
         n_expanded = len(self.confidences) - 1  # without the root
         n_max = min(self.max_width, self._n_rows_max - n_expanded)
@@ -405,13 +407,6 @@ class CostAwareTree(Tree):
                 n_best = n
                 max_saved_s = saved_s
         return n_best
-
-    def _may_be_expanded(self, node: int) -> bool:
-        """Return whether a node is likely enough: the first of its siblings has to reach `p_min`.
-
-        Siblings after the first are less likely, and are limited by their expected gain alone.
-        """
-        return self._ranks[node] > 0 or (self.probabilities[node] or 0.0) >= self._stop.p_min
 
     def _draft(self) -> Draft:
         """Return the draft with only those nodes that are worth a row of the target's batch."""

@@ -18,6 +18,8 @@ from specgen.errors import ModelFileError, UsageError
 from specgen.options import DraftSource
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from specgen.drafters.interface import (
         DraftKind,
         DraftSetup,
@@ -127,6 +129,23 @@ def _import_kind(module: str) -> DraftKind:
 
 @cache
 def _kinds_of_packages() -> tuple[DraftKind, ...]:
+    """Return the kinds of other packages.
+
+    Raises:
+        UsageError: If one of them cannot be imported.
+    """
     from importlib.metadata import entry_points
 
-    return tuple(point.load() for point in entry_points(group=GROUP))
+    return tuple(map(_load_kind, entry_points(group=GROUP)))
+
+
+def _load_kind(point: EntryPoint) -> DraftKind:
+    try:
+        kind: DraftKind = point.load()
+    except Exception as error:  # whatever another package raises
+        package = point.dist.name if point.dist is not None else point.module
+        raise UsageError(
+            f"the kind of draft {point.name!r} cannot be imported: {error!r}",
+            hint=f"update or uninstall the package {package}",
+        ) from error
+    return kind

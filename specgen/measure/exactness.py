@@ -420,14 +420,11 @@ def _answers(
             engine.insert(prompt, generation=replace(options, max_tokens=max_tokens), draft=draft)
             for prompt, max_tokens in limited_prompts
         ]
-        n_yielded = 0
-        for _ in engine.run():
-            # A later request may finish first; it then waits for the ones before it.
-            while n_yielded < len(requests) and requests[n_yielded].is_done:
-                request = requests[n_yielded]
-                _raise_failure(request)
-                yield request
-                n_yielded += 1
+        for request in requests:
+            while not request.is_done:  # a failure may come without an event
+                engine.step()
+            _raise_failure(request)
+            yield request
 
 
 def _raise_failure(request: Request) -> None:

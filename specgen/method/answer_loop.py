@@ -183,7 +183,10 @@ class AnswerLoop(Loop):
         """
         n_round_rows = len(batch)
         decode_s_before = self.target.decode_s
-        events += self.begin_prefill(answer, self.clock())
+        try:
+            events += self.begin_prefill(answer, self.clock())
+        except BackendError as error:  # the grammar fails in the text that it forces
+            answer.failure = error
         n_prompt_rows_max = self._rows_alongside(n_round_rows, costs, n_free_rows)
         is_last = False
         if n_prompt_rows_max > 0 and not answer.is_finished:
@@ -206,7 +209,7 @@ class AnswerLoop(Loop):
         started_s = self.clock() - prefill_s
         try:
             events += self.finish_prefill_chunk(answer, last_logits, prefill_s, started_s)
-        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+        except BackendError as error:  # the grammar goes no further, or a logit is not a number
             answer.failure = error
         return DecodedBatch(decoded.logits, decoded.hidden, prefill_s)
 

@@ -155,6 +155,9 @@ class AnswerState:
     is_started: bool = False
     #: The number of the answer's tokens. An end token that ended it does not count.
     n_answer: int = 0
+    #: The number of committed tokens that the grammar forced, whether or not they were drafted.
+    #: (`AnswerStats.n_forced` only counts those that were not.)
+    _n_certain: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = self.text_state.tokens
@@ -215,6 +218,8 @@ class AnswerState:
         If the token ends the answer, `finish_reason` is set. Tokens are added one at a time, so
         that the answer ends at the same token with and without a draft.
         """
+        if self.text_state.forced() is not None:
+            self._n_certain += 1
         self.text_state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
             self.finish("stop", self.vocabulary.token_text(token))
@@ -252,6 +257,9 @@ class AnswerState:
 
         Returns:
             The events of the draft and its verdict, if there was a draft, then that of the tokens.
+
+        Raises:
+            BackendError: If no token can follow the accepted ones, or the grammar fails.
         """
         round_number = 0 if result is None else self.stats.n_rounds + 1
         target_kind: TokenKind = "plain"
@@ -268,6 +276,7 @@ class AnswerState:
                 round_number,
             )
 
+        n_certain_before = self._n_certain
         pieces: list[Piece] = []
         row = 0  # of the logits from which the next token was chosen
         for node in verdict.path:
@@ -278,11 +287,15 @@ class AnswerState:
             if self.finish_reason is not None:
                 break
         if self.finish_reason is None:
+            if verdict.failure is not None:
+                raise verdict.failure
             token = verdict.next_token
             piece = Piece(token, self.commit(token), target_kind, "target")
             pieces.append(self._with_logprobs(piece, logits[row]))
         if self.text_state.has_grammar:
             pieces += self._commit_forced()
+        if result is not None:
+            result.n_forced = self._n_certain - n_certain_before
         return [*events, self._committed_event(pieces, now_s, round_number, result)]
 
     def take_forced(self, now_s: float) -> list[Event]:

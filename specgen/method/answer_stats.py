@@ -47,8 +47,11 @@ class AnswerStats:
     time_to_first_token_s: float | None = None
     #: The number of tokens that were committed in rounds, without forced ones.
     n_round_tokens: int = 0
-    #: The same, by the number of sequences that shared the round.
-    n_tokens_by_sequences: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    #: The same with forced ones.
+    n_round_tokens_in_all: int = 0
+    #: The number of decodes that plain decoding would need for the tokens of rounds, by the number
+    #: of sequences that shared the round: one for each token that the grammar left open.
+    n_plain_decodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     #: The value of `wall_s` at the end of the prefill, with the first token committed.
     start_s: float = 0.0
     #: The number of the answer's tokens at that moment.
@@ -87,7 +90,8 @@ class AnswerStats:
         self.n_rounds += 1
         self.n_round_tokens += n_committed
         self.rounds_by_tokens[max(0, n_committed - 1)] += 1
-        self.n_tokens_by_sequences[result.n_sequences] += n_committed
+        self.n_round_tokens_in_all += len(result.committed)
+        self.n_plain_decodes[result.n_sequences] += len(result.committed) - result.n_forced
         self.target_s_by_rows[result.n_rows].append(result.target_s)
         self.target_s += result.target_s / result.n_sequences
         # Only the model's decodes: the rest of drafting is specgen's own work (`loop_s`).
@@ -203,10 +207,13 @@ class AnswerStats:
     def priced_token_s(self, costs: CostTable) -> float | None:
         """Return the estimated seconds per token without drafting; None if nothing was measured.
 
-        Each token is priced as its sequence's share of a batch with one row for each sequence of
-        its round, then corrected for how fast the machine was during this answer.
+        Without drafting, the target would decode once for each token that the grammar did not
+        force. (Forced tokens are only rows of the next batch, even if they were drafted here.) Each
+        decode is priced as its sequence's share of the batch, then corrected for how fast the
+        machine was during this answer.
         """
-        if not costs or not self.n_round_tokens:
+        n_decodes = sum(self.n_plain_decodes.values())
+        if not costs or not n_decodes:
             return None
         # The seconds of this answer's decodes, according to the table and in fact.
         expected_s = sum(
@@ -215,7 +222,17 @@ class AnswerStats:
         )
         observed_s = sum(map(sum, self.target_s_by_rows.values()))
         # The seconds of the same tokens without drafting, according to the table.
+        n_rows_each = self.n_round_tokens_in_all / n_decodes
         plain_s = sum(
-            n_tokens * costs.seconds(n) / n for n, n_tokens in self.n_tokens_by_sequences.items()
+            n_decodes_shared * _mean_batch_s(costs, n * n_rows_each) / n
+            for n, n_decodes_shared in self.n_plain_decodes.items()
         )
-        return observed_s / expected_s * plain_s / self.n_round_tokens
+        return observed_s / expected_s * plain_s / self.n_round_tokens_in_all
+
+
+def _mean_batch_s(costs: CostTable, mean_n_rows: float) -> float:
+    """Return the expected seconds of batches that have `mean_n_rows` rows on average."""
+    n_rows = math.floor(mean_n_rows)
+    share_of_larger = mean_n_rows - n_rows
+    smaller_s = (1.0 - share_of_larger) * costs.seconds(n_rows)
+    return smaller_s + share_of_larger * costs.seconds(n_rows + 1)

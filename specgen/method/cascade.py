@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specgen.errors import BackendError
 from specgen.method.draft import NO_DRAFT, Draft
-from specgen.method.drafter import Drafter, Drafting, HiddenStateSink, ready
+from specgen.method.drafter import Drafter, Drafting, HiddenStateSink
 from specgen.method.policy import RoundPlan, RoundResult
 from specgen.method.text_state import TextState
 
@@ -48,6 +48,8 @@ class Cascade:
     ) -> Draft:
         """Begin a round: return what the free drafter finds, as far as the grammar allows it.
 
+        A sampled draft is returned unchanged.
+
         Args:
             context: The committed tokens, then `n_drafted` drafted ones.
             n_max: The maximum number of tokens to find.
@@ -67,7 +69,9 @@ class Cascade:
         else:
             raise BackendError(f"{self.free.name} asks for a decode")
         text_state = self.text_state
-        if text_state is not None and text_state.has_grammar:
+        # Tokens that were sampled must not be left out. The verifier rejects those that the grammar
+        # forbids.
+        if text_state is not None and text_state.has_grammar and not found.is_sampled:
             found = text_state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 
@@ -77,10 +81,13 @@ class Cascade:
         plan: RoundPlan,
         n_drafted: int = 0,
     ) -> Drafting:
-        """Draft as planned, after `look_up` in the same round; see `Drafter.propose`."""
+        """Draft as planned, after `look_up` in the same round; see `Drafter.propose`.
+
+        This is a generator, so that an error of the drafter is always raised while it drafts.
+        """
         if self.model is None or plan.n_max < 1:
-            return ready(plan.found)
-        return self.model.propose(context, plan, n_drafted)
+            return plan.found
+        return (yield from self.model.propose(context, plan, n_drafted))
 
     def observe(self, result: RoundResult) -> None:
         """Tell the drafters the result of the last round."""

@@ -144,7 +144,10 @@ class Proposal:
         started_s = clock()
         self.ask = None
         try:
-            self.ask = next(self.drafting) if logits is None else self.drafting.send(logits)
+            ask = next(self.drafting) if logits is None else self.drafting.send(logits)
+            if not isinstance(ask, Ask):
+                raise BackendError(f"the drafter asked for {ask!r}, which is not a decode")
+            self.ask = ask
         except StopIteration as ended:
             self.draft = ended.value
         except Exception as error:  # noqa: BLE001 - even a bug in a drafter
@@ -265,21 +268,31 @@ def invalid_draft_error(
     draft: object,
     n_max: int,
     n_vocab: int,
+    n_branches: int,
 ) -> BackendError | None:
-    """Return an error if a drafter did not return a draft that can be decoded.
+    """Return an error if a drafter did not return a draft that can be decoded and verified.
 
-    Decoding anything else would fail for all answers in the batch.
+    Anything else would fail for all answers in the batch.
 
     Args:
         draft: What the drafter returned.
         n_max: The maximum number of tokens.
         n_vocab: The size of the vocabulary.
+        n_branches: The maximum number of branches.
 
     Returns:
         The error; None if this is a draft of at most `n_max` tokens of the vocabulary.
     """
     tokens: Sequence[object] = draft.tokens if isinstance(draft, Draft) else [draft]
     are_tokens = all(isinstance(t, (int, np.integer)) and 0 <= t < n_vocab for t in tokens)
-    if isinstance(draft, Draft) and are_tokens and len(tokens) <= n_max:
-        return None
-    return BackendError(f"the drafter proposed nonsense: {[*tokens]}, {n_max} at most")
+    if not isinstance(draft, Draft) or not are_tokens or len(tokens) > n_max:
+        return BackendError(f"the drafter proposed nonsense: {[*tokens]}, {n_max} at most")
+    n_leaves = len(draft.paths())
+    if n_leaves > n_branches:
+        return BackendError(f"the drafter proposed {n_leaves} branches, {n_branches} at most")
+    for token, source in zip(draft.tokens, draft.distributions, strict=True):
+        if source is not None and not source.probability(token) > 0.0:
+            return BackendError(
+                f"the drafter proposed token {token}, which its distribution does not have"
+            )
+    return None

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from specgen.errors import BackendError, NoTokenAllowedError, SpecgenError
+from specgen.errors import BackendError, SpecgenError
 from specgen.events import Event, NoticeEvent, ReasonName
 from specgen.method.backend import Backend, Batch
-from specgen.method.draft import ROOT, Draft, keep_path, pack
+from specgen.method.draft import NO_DRAFT, ROOT, Draft, keep_path, pack
 from specgen.method.drafter import (
     Clock,
     Drafting,
@@ -96,8 +96,8 @@ class Loop:
             learn     how much was accepted, and how long it took
 
         The drafts of all answers are packed into one batch, and verified one by one. If an answer's
-        grammar allows no token, or its logits are not numbers, it ends with a `failure`, and the
-        others go on.
+        grammar allows no token or fails, or its logits are not numbers, it ends with a `failure`,
+        and the others go on.
 
         Args:
             answers: The answers. Their prompts have to be decoded.
@@ -166,7 +166,12 @@ class Loop:
         proposals = propose_together(draftings, self.clock, self._interrupted)
         for (answer, result), proposal in zip(drafting_turns, proposals, strict=True):
             started_s = self.clock()
-            self._take_proposal(answer, result, proposal)
+            try:
+                self._take_proposal(answer, result, proposal)
+            except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+                result.draft = NO_DRAFT
+                result.plan = replace(result.plan, reason="failed")
+                result.error = error
             draft_s = proposal.draft_s + self.clock() - started_s
             result.draft_s += draft_s
             result.model_s = proposal.model_s
@@ -181,17 +186,21 @@ class Loop:
         result: RoundResult,
         proposal: Proposal,
     ) -> None:
-        """Cut a proposal down to the draft that is verified, or record why there is none."""
+        """Cut a proposal down to the draft that is verified, or record why there is none.
+
+        Raises:
+            Exception: If the drafter failed, or made a draft that cannot be verified.
+        """
         plan = result.plan
         proposed = proposal.draft
-        result.error = proposal.error or invalid_draft_error(
+        error = proposal.error or invalid_draft_error(
             proposed,
             plan.n_tokens_max,
             self.target.n_vocab,
+            answer.branches.n_branches,
         )
-        if result.error is not None:
-            result.plan = replace(plan, reason="failed")
-            return
+        if error is not None:
+            raise error
         allowed = proposed
         # A sampled draft was sampled within the grammar, and must not be cut.
         if answer.text_state.has_grammar and not proposed.is_sampled:
@@ -242,6 +251,7 @@ class Loop:
         end: int,
     ) -> None:
         """Decode an answer's tokens from `start` to `end`, exclusive, without logits."""
+        decode_s_before = self.target.decode_s
         while start < end:
             batch_end = min(end, start + self.target.n_batch)
             batch = Batch()
@@ -249,6 +259,8 @@ class Loop:
                 batch.add(answer.tokens[position], position, (answer.branches.first,), False)
             self.decode_text(answer, batch)
             start = batch_end
+        # The time of a round's batch does not include this one.
+        answer.stats.target_s += self.target.decode_s - decode_s_before
 
     def _decode_and_time(
         self,
@@ -335,16 +347,16 @@ class Loop:
         n_before = len(answer.tokens)
         try:
             verdict = self.verify(answer, draft, logits)
-        except BackendError as error:  # the grammar allows no token, or a logit is not a number
+            events = answer.commit_verdict(
+                draft,
+                verdict,
+                logits,
+                self.now_s,
+                result,
+            )
+        except BackendError as error:  # the grammar goes no further, or a logit is not a number
             answer.failure = error
             return []
-        events = answer.commit_verdict(
-            draft,
-            verdict,
-            logits,
-            self.now_s,
-            result,
-        )
         result.path = verdict.path
         result.committed = tuple(answer.tokens[n_before:])
 
@@ -357,8 +369,7 @@ class Loop:
             answer.hidden_states.keep_states(kept_states, answer.tokens, n_decoded)
 
         answer.stats.add_round(result)
-        answer.policy.observe(result)
-        events += self._tell_drafters(answer, result)
+        events += self._learn(answer, result)
         return events
 
     def verify(
@@ -375,10 +386,11 @@ class Loop:
             logits: The logits at the root and at each node, float32[1 + n, n_vocab].
 
         Raises:
-            BackendError: If the grammar allows no token, or a logit is not a number.
+            BackendError: If the grammar allows no token after the text, or a logit there is not a
+                number. If that is so after an accepted node, it becomes the verdict's `failure`.
         """
-        #: Nodes after which the grammar allows no token.
-        dead_ends: set[int] = set()
+        #: Why no token can follow a node, for nodes of which that is so.
+        failures: dict[int, BackendError] = {}
 
         def target(node: int) -> Distribution:
             """Return the target's distribution after a node."""
@@ -387,26 +399,28 @@ class Loop:
                 return Distribution.certain(draft.tokens[node])
             try:
                 return answer.sampling.distribution(logits[node + 1], draft.tokens_to(node))
-            except NoTokenAllowedError:
+            except BackendError as error:
                 if node == ROOT:
                     raise
-                dead_ends.add(node)  # an error only if the node is accepted
+                failures[node] = error  # matters only if the node is accepted
                 return Distribution.certain(draft.tokens[node])
 
         verdict = answer.verifier.verify(draft, target, answer.rng)
-        if verdict.path and verdict.path[-1] in dead_ends:
-            raise NoTokenAllowedError
+        if verdict.path and verdict.path[-1] in failures:
+            return replace(verdict, failure=failures[verdict.path[-1]])
         return verdict
 
-    def _tell_drafters(self, answer: AnswerState, result: RoundResult) -> list[Event]:
-        """Let the drafters learn from a round.
+    def _learn(self, answer: AnswerState, result: RoundResult) -> list[Event]:
+        """Let the policy and the drafters learn from a round.
 
-        If a drafter failed in this round or fails now, the answer goes on without drafting.
+        If a drafter failed in this round, or nothing can be learnt from what it returned, the
+        answer goes on without drafting.
 
         Returns:
             A notice of the failure; empty without one.
         """
         try:
+            answer.policy.observe(result)
             if result.error is not None:
                 raise result.error
             if answer.cascade is not None:

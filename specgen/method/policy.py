@@ -218,6 +218,8 @@ class RoundResult:
     pending_rows: range = range(1)
     #: The exception that a drafter raised.
     error: Exception | None = None
+    #: How many of the `committed` tokens the grammar forced, whether or not they were drafted.
+    n_forced: int = 0
 
 
 class Policy(Protocol):
@@ -413,6 +415,7 @@ class CostAwarePolicy:
         """
         self.n_max = options.n_max
         self._p_min = options.stops_below
+        self._n_min = options.min_tokens
         self._costs = costs
         self._shared_rates = {} if acceptance is None else acceptance
         #: The acceptance rates in this text, by origin.
@@ -443,6 +446,7 @@ class CostAwarePolicy:
             extra_s=[seconds - rows_s[0] for seconds in rows_s],
             next_s=offer.price.next_s,
             p_min=self._p_min,
+            n_min=self._n_min,
         )
         found_plan = self._plan_found(offer.found, stop)
         if offer.drafter is None:
@@ -465,6 +469,7 @@ class CostAwarePolicy:
             token_s=stop.token_s,
             extra_s=stop.extra_s,
             p_min=stop.p_min,
+            n_min=stop.n_min,
             plain_s=self._costs.seconds_each(1),
         )
         best_part = fastest.cut(found)
@@ -518,7 +523,8 @@ class CostAwarePolicy:
                 plan,
                 reason="trial",
                 n_max=min(plan.n_max, _TRIAL_TOKENS),
-                stop=StoppingRule(needs_confidence=True),  # drafts all of these tokens
+                # Drafts all of these tokens.
+                stop=StoppingRule(n_min=self._n_min, needs_confidence=True),
             )
             return trial, _NO_GAIN
 
@@ -597,9 +603,11 @@ class CostAwarePolicy:
         drafted_by = plan.drafter
         if drafted_by is None and len(plan.found):
             drafted_by = plan.found.origins[0]
-        # All drafters get their share of time; the one that drafted settles the round.
+        # All drafters get their share of time; the one that drafted settles the round. Plain
+        # decoding would have got forced tokens without a decode.
+        n_plain_decodes = max(1, n_tokens - result.n_forced)
         for origin, rates in self._text_rates.items():
-            n_saved = n_tokens - charged_s / plain_s if origin == drafted_by else 0.0
+            n_saved = n_plain_decodes - charged_s / plain_s if origin == drafted_by else 0.0
             CreditGate(rates.counts).settle(n_tokens, n_saved)
 
         self._recent.add(round_s, n_tokens, plain_s)

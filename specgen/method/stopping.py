@@ -129,7 +129,8 @@ class CostAwareStopping(StoppingRule):
         """
         if draft.is_sampled:
             return draft
-        return draft.only(self.best_nodes(self.cumulative_acceptances(draft)))
+        best_part = draft.only(self.best_nodes(self.cumulative_acceptances(draft)))
+        return best_part if len(best_part) >= self.n_min else NO_DRAFT
 
     def best_nodes(self, cumulative_acceptances: Sequence[float]) -> list[int]:
         """Return the nodes that are best together, the likeliest first: those that save most time.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
+from specgen.errors import BackendError
 from specgen.method.draft import ROOT, Draft
 from specgen.system.arrays import ProbArray
 from specgen.text.sampling.distribution import Distribution
@@ -40,6 +41,8 @@ class Verdict:
     path: tuple[int, ...]
     #: The target's own token after the path.
     next_token: int
+    #: Why no token can follow the path, if none can. It is no error if the answer ends on the path.
+    failure: BackendError | None = None
 
 
 class Verifier(Protocol):

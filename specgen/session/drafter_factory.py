@@ -9,7 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.interface import DraftRequest, Key, LoadedDraft
+from specgen.drafters.interface import (
+    Drafter,
+    Drafting,
+    DraftRequest,
+    Key,
+    LoadedDraft,
+    Price,
+    RoundPlan,
+)
 from specgen.drafters.ngram_counts import NgramCounts
 from specgen.method.acceptance import AcceptanceRates
 from specgen.method.answer_state import AnswerState
@@ -34,6 +42,29 @@ _PER_TOKEN_SAMPLERS: tuple[SamplerName, ...] = ("penalties", "dry")
 _N_GUESSES = 8
 
 
+class _FailedDrafter(Drafter):
+    """Stands for a drafter that could not be made: it fails in its first round, with the error."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self._name = name
+        self._error = error
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def price(self, n_context: int) -> Price:
+        raise self._error
+
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
+        raise self._error
+
+
 @dataclass(frozen=True)
 class DrafterFactory:
     """Makes the state of each answer, with its drafter and its policy."""
@@ -51,6 +82,7 @@ class DrafterFactory:
         caches: Sequence[Backend],
         seed: int,
         request: Request | None = None,
+        branches: Branches | None = None,
     ) -> AnswerState:
         """Return the state of an answer before its prompt is prefilled.
 
@@ -61,6 +93,8 @@ class DrafterFactory:
             seed: The seed of all random numbers.
             request: Supplies the settings, the slot and the number of the answer. None stands for
                 an answer with the session's settings in the only slot.
+            branches: The sequences of the answer in the target's cache. None stands for those of
+                the only slot.
         """
         session = self.session
         settings = session.settings
@@ -106,16 +140,11 @@ class DrafterFactory:
             sampling=SamplingPipeline(settings.sampler, text_state),
             text_state=text_state,
             rng=np.random.default_rng(target_seed),
-            branches=self._target_branches(slot),
+            branches=branches or Branches(n_branches=session.n_branches_max),
             index=index,
             hidden_states=cascade.hidden_states if cascade is not None else None,
             ends=ends,
         )
-
-    def _target_branches(self, slot: Slot) -> Branches:
-        """Return the sequences of a slot in the target's cache, as `slot.branches` does."""
-        n_branches = self.session.n_branches_max
-        return Branches(slot.number * n_branches, n_branches)
 
     def _cascade(
         self,
@@ -131,7 +160,10 @@ class DrafterFactory:
             request: The answer to draft for.
             adds_ngrams: Whether n-grams draft in addition to a drafter that decodes.
         """
-        drafter = draft.drafter(request)
+        try:
+            drafter = draft.drafter(request)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            drafter = _FailedDrafter(draft.origin, error)
         if draft.is_free:
             return Cascade(free=drafter, text_state=request.text)
         if not adds_ngrams:

@@ -337,7 +337,8 @@ class Engine:
             events = self._begin_next()
             for request in self._scheduler.busy:
                 if request.is_cancelled:  # free its slot at once
-                    request.running.finish("interrupted")
+                    rest = request.running.interrupt(self._loop.now_s)
+                    events += self._publish(request, *rest)
                     events += self._complete(request)
             request_to_prefill = self._scheduler.next_prefill()
             if request_to_prefill is None:
@@ -375,7 +376,7 @@ class Engine:
                     self.step()
                 except WorkerLostError:
                     if request.state == "decoding":
-                        request.running.finish("interrupted")
+                        yield from request.running.interrupt(self._loop.now_s)
                         yield request.running.finished_event(self._loop.now_s, None)
                     raise
         finally:
@@ -408,6 +409,7 @@ class Engine:
                 self.draft_caches,
                 request.seed,
                 request,
+                slot.branches(self.target),
             )
             answer.n_loaded = plan.n_loaded
             answer.prefill_stops = plan.stops
@@ -525,7 +527,7 @@ class Engine:
         try:
             self._keep(request.prompt, answer.tokens)
         except OutputError as error:  # the answer itself has not failed
-            text = f"the answer is not kept for the draft to learn from: {error.message}"
+            text = f"the answer is not kept for the draft: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
         finished = self._summary(request)
         events = self._publish(request, *notices, finished)
@@ -570,9 +572,10 @@ class Engine:
             tokens: All tokens of the text: those of the prompt, then those of the answer.
 
         Raises:
-            OutputError: If the answer cannot be written for learning.
+            OutputError: If the draft cannot store the text, or the answer cannot be written for
+                learning.
         """
-        self._session.ngrams.keep_text(tokens)
+        self._session.keep_text(tokens)
         folder = self._session.options.learning
         if folder is None:
             return

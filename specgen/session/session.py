@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specgen.drafters.interface import ContextSpec, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
-from specgen.errors import PairError, PromptError, SpecgenError
+from specgen.errors import OutputError, PairError, PromptError, SpecgenError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.cuda_graphs import GraphCostTable, replays_graphs
 from specgen.llama.file_check import check_file
@@ -297,6 +297,21 @@ class Session:
         """
         self.options = replace(self.options, sampler=sampling)
         self.settings = self.settings.changed(self.target, sampling)
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        """Let n-grams and the draft store a finished text for later answers.
+
+        Raises:
+            OutputError: If the draft fails to.
+        """
+        self.ngrams.keep_text(tokens)
+        draft = self.draft
+        if draft is None or draft is self.ngrams:
+            return
+        try:
+            draft.keep_text(tokens)
+        except Exception as error:
+            raise OutputError(f"{draft.name}: {error!r}") from error
 
     # --- the models -------------------------------------------------------------------------------
 

@@ -1,11 +1,14 @@
-"""A grammar for tests on the fake backend: a finite automaton over token ids."""
+"""Grammars for tests on the fake backend: a finite automaton over token ids, and one that fails."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from specgen.errors import BackendError
 from specgen.system.arrays import BoolArray, TokenArray
 from specgen.text.grammar.base import GrammarState
 
@@ -69,3 +72,30 @@ class FakeState(GrammarState):
 
     def _allowed(self) -> Mapping[int, int]:
         return self.grammar.rules.get(self.state, {})
+
+
+@dataclass(frozen=True)
+class FailingState(GrammarState):
+    """A state whose grammar fails after a few tokens, as llguidance does if it grows too large."""
+
+    state: GrammarState
+    #: The number of tokens that can still be followed.
+    n_left: int
+    #: The method that fails then.
+    fails_in: Literal["allows", "after", "forced"]
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        self._check("allows")
+        return self.state.allows(token_ids)
+
+    def after(self, token_id: int) -> GrammarState:
+        self._check("after")
+        return FailingState(self.state.after(token_id), self.n_left - 1, self.fails_in)
+
+    def forced(self) -> int | None:
+        self._check("forced")
+        return self.state.forced()
+
+    def _check(self, method: str) -> None:
+        if self.n_left == 0 and method == self.fails_in:
+            raise BackendError("the grammar cannot be followed any further")

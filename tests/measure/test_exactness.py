@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import specgen.method.loop
+from specgen.errors import BackendError
 from specgen.llama import LlamaBackend
 from specgen.measure.exactness import (
     N_AT_ONCE,
@@ -274,6 +275,27 @@ def test_rounding_in_batches_is_not_a_defect_but_a_bug_is_still_found(
             assert difference.allowed > 0.0
         plant(monkeypatch, "wrong-row")
         assert any(result.is_defect for result in greedy(loaded))
+
+
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+def test_an_answer_that_fails_in_its_last_round_is_an_error(
+    models: Path, monkeypatch: pytest.MonkeyPatch, n_at_once: int
+) -> None:
+    """It fails without an event, and no request comes after it."""
+    decode = LlamaBackend.decode
+
+    def broken(backend: LlamaBackend, batch: Batch) -> Logits:
+        logits = decode(backend, batch)
+        if sum(batch.wants_logits) > 1 and max(batch.positions) > n_prompt + 10:
+            logits[:] = np.nan
+        return logits
+
+    with opened(models, 1, EAGER, temperature=0.0) as loaded:
+        prompts = {1: loaded.prompts.of_text(PROMPT, chat=False)}
+        n_prompt = len(prompts[1].tokens)
+        monkeypatch.setattr(LlamaBackend, "decode", broken)
+        with pytest.raises(BackendError, match="largest logit is nan"):
+            list(check_greedy(loaded, prompts, n_at_once=n_at_once))
 
 
 def test_movement_ignores_a_constant_added_to_all_logits() -> None:

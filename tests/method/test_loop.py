@@ -31,6 +31,7 @@ from specgen.method.drafter import Drafter
 from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.arrays import Logits
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.fake_generations import (
@@ -215,6 +216,12 @@ NONSENSE: dict[str, Callable[[Draft, int], object]] = {
         (1, 2), (1, 0), ("a",) * 2, (None,) * 2, (None,) * 2
     ),
     "needs 2 of each of its fields": lambda _draft, _n_max: Draft((1, 2), (-1,), (), (), ()),
+    "2 branches, 1 at most": lambda _draft, _n_max: Draft(
+        (1, 2), (-1, -1), ("a",) * 2, (None,) * 2, (None,) * 2
+    ),
+    "token 1, which its distribution does not have": lambda _draft, _n_max: Draft.chain(
+        [1], "model", distributions=[Distribution.certain(2)]
+    ),
 }
 
 
@@ -223,7 +230,7 @@ def test_a_drafter_with_a_bug_ends_drafting_and_not_the_answer(said: str) -> Non
     wrong = NONSENSE.get(said)
     drafter = DeafDrafter(good()) if wrong is None else NonsenseDrafter(good(), 2, wrong)
     plain, _ = Setup().run()
-    fast, events = Setup(drafter=drafter).run()
+    fast, events = Setup(drafter=drafter, n_branches=1).run()
     assert fast.tokens == plain.tokens
     notices = [event for event in events if isinstance(event, NoticeEvent)]
     assert len(notices) == 1

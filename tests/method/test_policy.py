@@ -217,6 +217,18 @@ def test_short_fixed_drafts_are_dropped() -> None:
     assert len(cut(policy, chain(0.1, 0.1, 0.1))) == 3
 
 
+def test_costs_drop_short_drafts_too() -> None:
+    policy = CostAwarePolicy(DraftOptions(min_tokens=3), CostTable(FLAT))
+    assert cut(policy, chain(0.9, 0.9)) is NO_DRAFT
+    assert len(cut(policy, chain(0.9, 0.9, 0.9))) == 3
+    assert len(cut(policy, drawn(0.9, 0.9))) == 2
+    for n_found, reason in ((2, "acceptance"), (3, "found")):
+        found = chain(*[0.9] * n_found, origin="ngram")
+        plan = planned(policy, found, drafter=None)
+        assert plan.reason == reason
+        assert len(plan.found) == (n_found if reason == "found" else 0)
+
+
 # --- an adapting bound
 
 
@@ -461,6 +473,19 @@ def test_a_draft_that_pays_in_no_text_costs_next_to_nothing_in_the_long_run(
         texts.go_on(0.25, seed)
     assert np.mean(texts.ratios[:8]) > 0.93
     assert np.mean(texts.ratios[8:]) > 0.97
+
+
+@pytest.mark.parametrize("n_forced", [0, 1, 8])
+def test_a_drafter_earns_nothing_for_tokens_that_the_grammar_forced(n_forced: int) -> None:
+    """Each round takes two and a half plain decodes for the one token that was not forced."""
+    policy = cost_aware()
+    for _ in range(4):
+        plan = RoundPlan("model", drafter="model")
+        round_result = result(chain(0.9, 0.9), 0, target_s=1.5, draft_s=1.0, plan=plan)
+        round_result.committed += (5,) * n_forced
+        round_result.n_forced = n_forced
+        policy.observe(round_result)
+    assert planned(policy).reason == "put aside"
 
 
 def test_the_draft_models_prefill_is_weighed_against_the_rest_of_the_answer() -> None:

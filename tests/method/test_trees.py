@@ -543,6 +543,30 @@ def test_where_each_row_costs_a_token_nothing_branches() -> None:
     assert not any(branched)
 
 
+@pytest.mark.parametrize("p_min", [0.3, 0.6])
+def test_a_tree_by_costs_stops_where_its_most_likely_token_is_too_unlikely(p_min: float) -> None:
+    language = random_language(N_VOCAB, seed=5, scale=2.0)
+    drafter, _ = tree_drafter(language, WORDS, "auto", n_ctx=512, costs=draft_costs())
+    setup = Setup(
+        language,
+        WORDS,
+        drafter=drafter,
+        drafting=replace(BY_COST, p_min=p_min),
+        policy=by_cost,
+        n_branches=LARGEST_TREE,
+    )
+    _, events = setup.run()
+    drafts = [event.nodes for event in events if isinstance(event, DraftedEvent)]
+    assert drafts
+    for nodes in drafts:
+        likeliest: dict[int, float] = {}
+        for node in nodes:
+            assert node.probability is not None
+            best_so_far = likeliest.get(node.parent, 0.0)
+            likeliest[node.parent] = max(best_so_far, node.probability)
+        assert min(likeliest.values()) >= p_min
+
+
 @pytest.mark.parametrize("shape", ["auto", "1,1,1,1", "2x4"])
 def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     is_auto = shape == "auto"

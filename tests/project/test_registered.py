@@ -18,6 +18,7 @@ import pytest
 from specgen import drafters
 from specgen.drafters.autoregressive import ModelDrafter
 from specgen.drafters.kinds import ANY_FILE, KINDS, find_kind, kinds
+from specgen.errors import UsageError
 from specgen.events import DraftedEvent
 from specgen.method import verifiers as verify
 from specgen.method.drafter import Drafter
@@ -136,6 +137,22 @@ def test_a_separate_package_can_provide_a_drafter(tmp_path: Path) -> None:
     assert finished["n_accepted"] > 0
     unknown = specgen(tmp_path, *run, "--draft", f"phrases:{phrases}")
     assert unknown.returncode != 0
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    about = tmp_path / "broken_draft-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-draft\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[specgen.drafts]\nbroken = broken_draft:KIND\n")
+    (tmp_path / "broken_draft.py").write_text("import no_such_module\n")
+    target = write_tiny_model(tmp_path / "target.gguf", TinyConfig())
+    draft = write_tiny_model(tmp_path / "draft.gguf", TinyConfig())
+    result = specgen(tmp_path, "run", "-m", target, "-md", draft, "-n", "4", "the cat")
+    assert result.returncode == UsageError.exit_code
+    assert "Traceback" not in result.stderr
+    assert "'broken' cannot be imported" in result.stderr
+    assert "no_such_module" in result.stderr
+    assert "uninstall the package broken-draft" in result.stderr
 
 
 def test_every_kind_of_draft_has_registered_cases() -> None:

@@ -16,8 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specgen.errors import BackendError, PromptError, UsageError
-from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
+from specgen.drafters.interface import Drafter, DraftRequest
+from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    Event,
+    FinishedEvent,
+    NoticeEvent,
+    PromptEvent,
+)
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.library import llama_cpp
 from specgen.method import answer_loop
@@ -425,6 +433,95 @@ def test_answers_can_be_requested_and_cancelled_from_other_threads(
             thread.join()
     assert sorted(answer.index for _, answer in asked) == list(range(32))
     check_texts(asked, expected)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5, 9])
+def test_a_cancelled_answer_has_the_text_that_was_held_back(
+    models: Path, costs: VirtualTime, expected: list[str], n_tokens: int
+) -> None:
+    """The whole text so far might have become a stop string."""
+    options = GenerationOptions(max_tokens=N_TOKENS, stop=(expected[0] + "?",))
+    with engine_of(models, costs, drafter="ngram") as (loaded, engine):
+        request = engine.insert(PROMPTS[0], generation=options)
+        while request.answer is None or request.answer.n_answer < n_tokens:
+            engine.step()
+        engine.cancel(request)
+        events = list(engine.stream(request))
+        summary = finished(events)
+        pieces = map(loaded.target.vocabulary.token_bytes, summary.token_ids)
+        text = b"".join(pieces).decode()
+    shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
+    assert summary.finish_reason == "interrupted"
+    assert summary.text == shown == text
+
+
+def test_answers_are_the_same_after_a_draft_that_could_branch_cannot_be_loaded_again(
+    models: Path, costs: VirtualTime, expected: list[str]
+) -> None:
+    """The slots stay where they are in the target's cache."""
+    with engine_of(models, costs, 3) as (loaded, engine):
+        assert loaded.n_branches_max > 1
+        assert answers(engine, PROMPTS) == expected
+        loaded.draft_source = models / "missing.gguf"
+        with pytest.raises(ModelFileError, match="no such file"):
+            engine.reload_draft()
+        for _ in range(2):
+            assert answers(engine, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_a_draft_that_cannot_begin_an_answer_ends_drafting_but_not_the_answer(
+    models: Path,
+    costs: VirtualTime,
+    expected: list[str],
+    drafter: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_request: DraftRequest) -> Drafter:
+        raise KeyError("a bug")
+
+    with engine_of(models, costs, 2, drafter=drafter) as (loaded, engine):
+        assert loaded.draft is not None
+        monkeypatch.setattr(loaded.draft, "drafter", broken)
+        requests = [engine.insert(prompt) for prompt in PROMPTS[:3]]
+        events = list(engine.run())
+        assert [request.text for request in requests] == expected[:3]
+    notices = [event for event in events if isinstance(event, NoticeEvent)]
+    assert [notice.sequence for notice in notices] == [0, 1, 2]
+    assert all("drafting failed" in notice.message for notice in notices)
+    assert all("broken" in str(notice.detail) for notice in notices)
+
+
+@pytest.mark.parametrize("drafter", ["draft", "ngram"])
+def test_every_draft_may_keep_finished_texts(
+    models: Path, costs: VirtualTime, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Sequence[int]] = []
+    with engine_of(models, costs, drafter=drafter) as (loaded, engine):
+        monkeypatch.setattr(loaded.draft, "keep_text", kept.append)
+        requests = [engine.insert(prompt) for prompt in PROMPTS[:2]]
+        list(engine.run())
+    assert len(kept) == 2
+    for text, request in zip(kept, requests, strict=True):
+        assert request.finished is not None
+        n_prompt = len(request.prompt.tokens)
+        assert tuple(text[:n_prompt]) == request.prompt.tokens
+        assert tuple(text[n_prompt:])[: request.finished.n_tokens] == request.finished.token_ids
+
+
+def test_a_draft_that_cannot_keep_a_text_does_not_fail_the_answer(
+    models: Path, costs: VirtualTime, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_tokens: Sequence[int]) -> None:
+        raise KeyError("a bug")
+
+    with engine_of(models, costs) as (loaded, engine):
+        monkeypatch.setattr(loaded.draft, "keep_text", broken)
+        request = engine.insert(PROMPTS[0])
+        events = list(engine.run())
+    assert request.text == expected[0]
+    (notice,) = (event for event in events if isinstance(event, NoticeEvent))
+    assert "KeyError('a bug')" in notice.message
 
 
 def test_impossible_requests_are_rejected(models: Path, costs: VirtualTime) -> None:

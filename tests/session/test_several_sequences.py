@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, cast
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend, Batch
 from specgen.method.cascade import Cascade
 from specgen.method.cost_table import CostTable
-from specgen.method.draft import Draft
-from specgen.method.drafter import Drafter, Drafting, ready
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import Ask, Drafter, Drafting, ready
 from specgen.method.policy import CostAwarePolicy, RoundPlan
+from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.system.arrays import Logits
 from tests.helpers.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
@@ -35,9 +37,10 @@ from tests.helpers.fake_generations import (
     Timed,
     draft_request,
     model_drafter,
+    ngram_drafter,
     read_prompt,
 )
-from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.fake_grammar import FailingState, FakeGrammar
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -237,6 +240,92 @@ def test_a_dead_end_in_a_grammar_ends_only_its_own_answer(place: int, depth: int
             assert generation.failure is None
             assert generation.tokens == alone.tokens
             assert generation.finish_reason == "length"
+
+
+@pytest.mark.parametrize("drafter", [None, "model", "ngram"])
+@pytest.mark.parametrize("fails_in", ["allows", "after", "forced"])
+@pytest.mark.parametrize("n_followed", [2, 3, 7])
+def test_a_grammar_that_fails_ends_only_its_own_answer(
+    n_followed: int, fails_in: Literal["allows", "after", "forced"], drafter: str | None
+) -> None:
+    makers: dict[str | None, Callable[[TextState], Drafter] | None] = {
+        None: None,
+        "model": lambda state: model_drafter(LANGUAGE, LETTERS, state=state)[0],
+        "ngram": lambda _state: ngram_drafter(),
+    }
+    free = FakeGrammar({0: dict.fromkeys(range(N_VOCAB), 0)})
+    setups = [
+        Setup(
+            prompt=prompt,
+            grammar=FailingState(free.start, n_followed, fails_in) if number == 1 else None,
+            drafter=makers[drafter],
+            options=GenerationOptions(max_tokens=24),
+        )
+        for number, prompt in enumerate([(3, 1, 4), (1, 5, 9, 2), (6,)])
+    ]
+    first, failed, last = finished(setups)
+    assert "any further" in str(failed.failure)
+    assert len(failed.answer) <= n_followed
+    for generation, setup in ((first, setups[0]), (last, setups[2])):
+        alone = Setup(prompt=setup.prompt, options=setup.options).run()[0]
+        assert generation.failure is None
+        assert generation.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("n_forced", [1, 4])
+def test_a_grammar_that_fails_in_forced_text_does_not_end_the_round_beside_it(
+    n_forced: int,
+) -> None:
+    forced = FakeGrammar({state: {5: state + 1} for state in range(9)})
+    options = GenerationOptions(max_tokens=24)
+    setups = [
+        Setup(options=options),
+        Setup(options=options, grammar=FailingState(forced.start, n_forced, "forced")),
+    ]
+    loop = AnswerLoop(setups[0].backend(2), Clock())
+    running, failing = (setup.generation(index) for index, setup in enumerate(setups))
+    read_prompt(loop, running)
+    loop.round([running], partial(loop.decode_alongside, failing, CostTable(), 0))
+    assert "any further" in str(failing.failure)
+    finish(loop, [running])
+    assert running.tokens == Setup(options=options).run()[0].tokens
+
+
+class PlainErrorDrafter(NoDrafter):
+    """Raises an error before it makes a generator."""
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        raise ZeroDivisionError("a bug")
+
+
+class AskingDrafter(NoDrafter):
+    """Asks for something that is not a decode."""
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        yield cast(Ask, "a decode, please")
+        return NO_DRAFT
+
+
+class WordyDrafter(NoDrafter):
+    """Gives its confidence in words, which the policy cannot learn from."""
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        return Draft.chain([1], "wordy", step_confidences=cast(list[float], ["quite sure"]))
+
+
+@pytest.mark.parametrize("wrong", [PlainErrorDrafter, AskingDrafter, WordyDrafter])
+def test_a_drafter_that_breaks_its_interface_affects_no_other_answer(
+    wrong: type[NoDrafter],
+) -> None:
+    flat = CostTable(dict.fromkeys(range(1, 18), 1.0))
+    setups = [
+        Setup(drafter=each, policy=lambda options: CostAwarePolicy(options, flat))
+        for each in (model_drafter(LANGUAGE, LETTERS)[0], wrong())
+    ]
+    generations = finished(setups)
+    plain, _ = Setup().run()
+    assert [generation.tokens for generation in generations] == [plain.tokens] * 2
+    assert [generation.why_undrafted for generation in generations] == ["off", "failed"]
 
 
 def test_a_faulty_drafter_affects_no_other_answer() -> None:

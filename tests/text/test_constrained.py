@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -16,16 +17,28 @@ from specgen.errors import NoTokenAllowedError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
+from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
-from specgen.method.draft import ROOT
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter
 from specgen.method.text_state import TextState
 from specgen.method.verifiers import MatchVerifier
 from specgen.options import DraftOptions, GenerationOptions, Grammar, SamplerOptions, VerifierName
+from specgen.text.sampling.distribution import Distribution
 from tests.helpers.common import EXACT, UNFILTERED
 from tests.helpers.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
+from tests.helpers.fake_generations import (
+    PROMPT,
+    Clock,
+    NoDrafter,
+    Setup,
+    Timed,
+    model_drafter,
+    ngram_drafter,
+)
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.goodness_of_fit import LEVEL, Cell, p_value
 from tests.helpers.sessions import answered, finished, opened, write_models
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
 from tests.tiny import Architecture, TinyConfig
@@ -390,6 +403,97 @@ def test_the_speed_does_not_count_what_was_forced_before_the_prompt_was_decoded(
     assert done.summary.tokens_per_s == pytest.approx(expected)
 
 
+def timed(
+    kind: str | None, n_forced: int, costs: CostTable, n_batch: int
+) -> tuple[AnswerState, FinishedEvent]:
+    """An answer with forced text, whose decodes take the time of a cost table and nothing else."""
+    setup = setup_of(
+        rounds_of(n_forced),
+        kind,
+        SamplerOptions(),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0),
+        options=GenerationOptions(max_tokens=120),
+        n_batch=n_batch,
+    )
+    backend = Timed(setup.backend(), costs)
+    loop = AnswerLoop(cast(Backend, backend), lambda: backend.decode_s)
+    generation = setup.generation()
+    for _ in loop.run(generation):
+        pass
+    return generation, loop.finish(generation, costs)
+
+
+#: A row costs a tenth of what the first one does.
+LINEAR = {n: 0.9 + 0.1 * n for n in range(1, 65)}
+
+
+@pytest.mark.parametrize("n_forced", [1, 2, 3, 8])
+def test_the_estimated_speed_up_does_not_count_what_plain_decoding_gets_for_free(
+    n_forced: int,
+) -> None:
+    costs = CostTable(LINEAR)
+    _, plain = timed(None, n_forced, costs, 64)
+    _, fast = timed("good", n_forced, costs, 64)
+    assert plain.token_ids == fast.token_ids
+    assert plain.tokens_per_s is not None
+    assert fast.tokens_per_s is not None
+    assert fast.n_accepted > 0
+    assert fast.plain_tokens_per_s == pytest.approx(plain.tokens_per_s, rel=0.05)
+    actual = fast.tokens_per_s / plain.tokens_per_s
+    assert fast.estimated_speedup == pytest.approx(actual, rel=0.05)
+    assert fast.estimated_whole_speedup == pytest.approx(plain.wall_s / fast.wall_s, rel=0.05)
+
+
+@pytest.mark.parametrize("n_forced", [3, 18, 45])
+@pytest.mark.parametrize("kind", [None, "good"])
+def test_the_target_s_time_includes_forced_text_that_is_decoded_separately(
+    kind: str | None, n_forced: int
+) -> None:
+    generation, summary = timed(kind, n_forced, CostTable(LINEAR), 20)
+    assert summary.target_s == pytest.approx(generation.stats.wall_s)
+    assert summary.loop_s == pytest.approx(0.0, abs=1e-6)
+
+
+class UniformDrafter(NoDrafter):
+    """Samples a token from all of them, also those that the grammar forbids, without a decode."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+        source = Distribution(np.arange(N_VOCAB), np.full(N_VOCAB, 1.0 / N_VOCAB))
+        return Draft.chain([source.sample(self._rng)], "uniform", distributions=[source])
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_sampled_draft_is_not_cut_by_the_grammar(is_free: bool) -> None:
+    """A forbidden token that is left out, instead of rejected, would bias the next one."""
+    row = (0.3 * LANGUAGE((1,))).astype(np.float32)
+    drafters = iter(range(1000))
+
+    def cascade(state: TextState) -> Cascade:
+        drafter = UniformDrafter(next(drafters))
+        if is_free:
+            return Cascade(free=drafter, text_state=state)
+        return Cascade(model=drafter, text_state=state)
+
+    def second_token(seed: int) -> Cell:
+        setup = Setup(
+            language=lambda _text: row,
+            drafter=cascade,
+            sampler=UNFILTERED,
+            grammar=grammar({0: dict.fromkeys(range(4), 0)}).start,
+            seed=seed,
+            options=GenerationOptions(max_tokens=3),
+        )
+        return (setup.run()[0].answer[1],)
+
+    counts = Counter(second_token(seed) for seed in range(1000))
+    probs = np.exp(row[:4].astype(np.float64))
+    probs /= probs.sum()
+    assert p_value(counts, {(token,): probs.item(token) for token in range(4)}) > LEVEL
+
+
 # --- dead ends
 
 
@@ -424,6 +528,21 @@ def test_a_dead_end_that_only_the_draft_reaches_does_no_harm(verifier: VerifierN
             done = run(rules, drafter, sampler, language=preferring(-60.0), verifier=own)
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_dead_end_beyond_the_end_of_an_answer_does_no_harm(verifier: VerifierName) -> None:
+    """The draft goes on after a stop string, to where nothing is allowed any more."""
+    whole = run(grammar(words(0, 9), 9))
+    for end in range(1, 8):
+        rules = grammar({**words(0, end + 1), end + 1: {}})
+        stop = (whole.summary.text[end - 1 : end],)
+        if stop[0] in whole.summary.text[: end - 1]:
+            continue
+        own = VERIFIERS[verifier].make()
+        done = run(rules, "perfect", stop=stop, n_draft=9, verifier=own)
+        assert done.generation.answer == whole.generation.answer[:end]
+        assert (done.summary.finish_reason, done.summary.stopped_by) == ("stop", *stop)
 
 
 # --- on tiny models of every kind of cache

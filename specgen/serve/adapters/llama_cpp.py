@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel
 
-from specgen.errors import BackendError, SpecgenError, UsageError
+from specgen.errors import BackendError, OutputError, SpecgenError, UsageError
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import kernel_problem
 from specgen.method.answer_state import AnswerState
@@ -184,7 +184,8 @@ class SpecgenDraft(LlamaDraftModel):
     def _end_text(self) -> None:
         """End the current text, which n-gram drafts may use from now on."""
         if self._answer is not None:
-            self.session.ngrams.keep_text(self._answer.tokens)
+            with contextlib.suppress(OutputError):  # the text itself is complete
+                self.session.keep_text(self._answer.tokens)
         self._answer = None
         self._pending = None
 
