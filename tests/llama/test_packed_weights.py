@@ -14,10 +14,11 @@ import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import packed_weights
-from specgen.llama.kernels.packed_weights import keep_packed_weights
+from specgen.llama.kernels.packed_weights import keep_packed_weights, kept_bytes
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.open import Reporter, WantedSession, open_session
 from specgen.system.arrays import Logits
+from specgen.system.files import make_room
 from tests.helpers import rows
 from tests.helpers.cli import Cli
 from tests.helpers.packed_folder import Disk, files, folder
@@ -120,6 +121,19 @@ def test_the_least_recently_used_makes_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(total=most, free=most))
     decoded(models[2])
     assert [path.name[0] for path in files(folder)] == ["a", "c"]
+
+
+def test_files_that_vanish_are_left_out(folder: Path, model_file: Path) -> None:
+    """As when another process deletes or renames one after the folder was listed."""
+    folder.mkdir()
+    gone = folder / "gone.packed"
+    gone.symlink_to(folder / "nowhere")
+    assert kept_bytes(folder) == 0
+    decoded(model_file)
+    (kept,) = [path for path in files(folder) if path != gone]
+    assert kept_bytes(folder) == kept.stat().st_size
+    assert make_room([gone, kept], n_bytes=1, max_bytes=1)
+    assert files(folder) == [gone]
 
 
 @pytest.mark.parametrize(
