@@ -428,6 +428,12 @@ SIGNALS = tuple(
 )
 
 
+def _is_hangup_ignored(number: int) -> bool:
+    """Return whether this is the signal of a closed terminal, and `nohup` lets us ignore it."""
+    is_hangup = number == getattr(signal, "SIGHUP", None)
+    return is_hangup and signal.getsignal(number) == signal.SIG_IGN
+
+
 class Interrupt:
     """A context manager in which the first signal only sets a flag: a decode cannot be stopped.
 
@@ -461,7 +467,8 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         self._first_signal = None
         for number in SIGNALS:
-            self._former_handlers[number] = signal.signal(number, self._on_signal)
+            if not _is_hangup_ignored(number):
+                self._former_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
