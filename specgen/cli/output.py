@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -400,16 +399,21 @@ def say(text: str) -> None:
     lines = text.split("\n")
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
-        lines = [
-            textwrap.fill(
-                line,
-                columns,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for line in lines
-        ]
+        lines = [_wrapped(line, columns) for line in lines]
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _wrapped(line: str, columns: int) -> str:
+    """Return a line, broken between words to fit a terminal of this width."""
+    from wcwidth import wrap  # unlike textwrap, it knows that some characters take two columns
+
+    rows = wrap(
+        line,
+        columns,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(rows)
 
 
 def say_error(message: str, hint: str | None) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
-from tests.helpers.cli import ended, models_of, spawn
+from tests.helpers.cli import ended, models_of, on_terminal, rest_of, spawn
 from tests.helpers.common import ROOT
 
 pytestmark = [
@@ -177,3 +178,13 @@ def test_with_nohup_an_answer_goes_on_after_the_terminal_was_closed(tiny_models:
             process.kill()
     assert process.returncode == 0, err
     assert first + rest == ended(*arguments).stdout.encode()
+
+
+def test_a_message_with_wide_characters_is_broken_between_words() -> None:
+    words = ["千问模型"] * 15
+    name = f"{' '.join(words)}.gguf"
+    with on_terminal(["run", "-m", name, "hi"]) as (process, terminal):
+        lines = rest_of(terminal).decode().splitlines()
+        assert process.wait(60) == 4
+    assert all(cell_len(line) <= 100 for line in lines)
+    assert " ".join(lines).startswith(f"error: {name}: no such file")
