@@ -160,6 +160,21 @@ def test_the_command_line_chooses(
     assert "are stored in" not in cli("run", "-m", str(model_file), *options).err
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_folder_that_cannot_be_written_is_not_called_full(
+    cli: Cli, tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(free=1000))
+    options = ("--draft", "none", "-n", "4", "--raw")
+    assert "too little disk space" in cli("run", "-m", str(model_file), *options).err
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("SPECGEN_CACHE", str(blocked / "cache"))
+    notes = cli("run", "-m", str(model_file), *options).err
+    assert "cannot be written, so nothing is kept" in notes
+    assert "too little disk space" not in notes
+
+
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_a_note_appears_only_after_weights_were_written(
     folder: Path, tmp_path: Path, model_file: Path, is_writable: bool
