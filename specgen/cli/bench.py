@@ -177,7 +177,7 @@ def bench(
 
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     task = f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens"
-    less = "fewer prompts (-N 1) or tokens (-n 32) take less time"
+    less = "fewer prompts (-N) or tokens (-n) take less time"
     output.note(f"{task} by: {names}; {less}")
     with log_shown(output), output.measuring() as (progress, stop):
         runs = measure(

@@ -97,7 +97,7 @@ def _show_section(
         return
     table = Table.grid(padding=(0, 2))
     for label, text in lines:
-        table.add_row("", label, Text(text))
+        table.add_row("", label, Text(text, overflow="fold"))  # paths are shown in full
     console.print(table)
 
 

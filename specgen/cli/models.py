@@ -335,10 +335,19 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows under headings, in columns as wide as their longest cells."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    for row in (headings, *rows):
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+    """Print rows under headings, in columns as wide as their longest cells.
+
+    Names of files may have any characters: those that control the terminal are replaced, and some
+    take two columns.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    from specgen.render.rows import clean_line
+
+    lines = [tuple(map(clean_line, row)) for row in (headings, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = map(set_cell_size, line, widths)
         print("  ".join(cells).rstrip())
 
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -400,16 +399,21 @@ def say(text: str) -> None:
     lines = text.split("\n")
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
-        lines = [
-            textwrap.fill(
-                line,
-                columns,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for line in lines
-        ]
+        lines = [_wrapped(line, columns) for line in lines]
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _wrapped(line: str, columns: int) -> str:
+    """Return a line, broken between words to fit a terminal of this width."""
+    from wcwidth import wrap  # unlike textwrap, it knows that some characters take two columns
+
+    rows = wrap(
+        line,
+        columns,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(rows)
 
 
 def say_error(message: str, hint: str | None) -> None:
@@ -426,6 +430,12 @@ def say_error(message: str, hint: str | None) -> None:
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
+
+
+def _is_hangup_ignored(number: int) -> bool:
+    """Return whether this is the signal of a closed terminal, and `nohup` lets us ignore it."""
+    is_hangup = number == getattr(signal, "SIGHUP", None)
+    return is_hangup and signal.getsignal(number) == signal.SIG_IGN
 
 
 class Interrupt:
@@ -461,7 +471,8 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         self._first_signal = None
         for number in SIGNALS:
-            self._former_handlers[number] = signal.signal(number, self._on_signal)
+            if not _is_hangup_ignored(number):
+                self._former_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

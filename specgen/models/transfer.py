@@ -21,6 +21,8 @@ from specgen.system.quantities import human_bytes
 #: being checked (True) or downloaded (False).
 Report = Callable[[int, int, bool], None]
 
+#: The HTTP status of a request for what follows the end of a file.
+_RANGE_NOT_SATISFIABLE = 416
 _DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
@@ -57,10 +59,11 @@ def download_file(
         path.unlink()
     while True:
         kept_bytes = size_of(path)
-        _append_rest(url, path, headers, report, size_bytes)
+        has_rest = _append_rest(url, path, headers, report, size_bytes)
         if sha256 is None:
-            return
-        if file_sha256(path, lambda done_bytes: report(done_bytes, size_bytes, True)) == sha256:
+            if has_rest:
+                return
+        elif file_sha256(path, lambda done_bytes: report(done_bytes, size_bytes, True)) == sha256:
             return
         path.unlink()
         if kept_bytes == 0:
@@ -77,21 +80,32 @@ def _append_rest(
     headers: dict[str, str],
     report: Report,
     size_bytes: int,
-) -> None:
-    """Append to a file what is missing of it; its parameters are those of `download_file`."""
+) -> bool:
+    """Append to a file what is missing of it; its parameters are those of `download_file`.
+
+    Returns:
+        False if the server has no more than the file, which may be complete, or of another version.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
 
     kept_bytes = size_of(path)
     with path.open("r+b" if kept_bytes else "wb") as file, requests_to(url):
         file.seek(0, os.SEEK_END)
-        http_get(
-            url,
-            file,
-            resume_size=kept_bytes,
-            headers=headers,
-            expected_size=size_bytes or None,
-            tqdm_class=_reporting_to(report, size_bytes),
-        )
+        try:
+            http_get(
+                url,
+                file,
+                resume_size=kept_bytes,
+                headers=headers,
+                expected_size=size_bytes or None,
+                tqdm_class=_reporting_to(report, size_bytes),
+            )
+        except HfHubHTTPError as error:
+            if kept_bytes and error.response.status_code == _RANGE_NOT_SATISFIABLE:
+                return False
+            raise
+    return True
 
 
 def _reporting_to(report: Report, size_bytes: int) -> Any:

@@ -33,9 +33,10 @@ _SIGNS = {
     "plain": "·",
     "forced": "=",
 }
+#: Its lines fit into 80 columns.
 _LEGEND = (
-    "✓ accepted  ✗ rejected\n"
-    "→ corrected: the target's token instead  + bonus: its token after an accepted draft\n"
+    "✓ accepted  ✗ rejected  → corrected: the target's token instead\n"
+    "+ bonus: the target's token after an accepted draft\n"
     "· plain: without a draft  = forced: the only token that the grammar allows"
 )
 _VERBOSE_LEGEND = "\n41|3: probabilities in percent, by draft and target"
@@ -82,7 +83,10 @@ class RoundsRenderer(Renderer):
                 legend = _LEGEND
                 if self._verbose:
                     legend += _VERBOSE_LEGEND
-                self._print(self._faint(f"{legend}\n{_HEADING}"))
+                # On a narrow terminal, it is broken between words.
+                is_whole = not self._console.is_terminal
+                self._console.print(self._faint(legend), soft_wrap=is_whole)
+                self._print(self._faint(_HEADING))
             self._print_round(round_events)
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)

@@ -13,6 +13,7 @@ from specgen.options import ContextOptions, DraftOptions, SessionOptions
 from specgen.session.prompts import template_of
 from specgen.session.session import Session
 from specgen.session.streaming_notes import streaming_notes
+from specgen.system.files import is_writable
 from specgen.system.folders import cache_folder, packed_folder
 from specgen.system.machine import usable_threads
 from specgen.system.quantities import human_bytes
@@ -86,6 +87,8 @@ def _kernel_notes(model: LlamaModel) -> Iterator[str]:
 
 def _disk_notes(session: Session) -> Iterator[str]:
     """Yield a note if packed weights find no room on the disk: once per version of specgen."""
+    if not is_writable(packed_folder()):  # `note_about_folders` has said so
+        return
     for model in session.models:
         packed = model.loaded.packed
         if packed is not None and packed.lacks_room:

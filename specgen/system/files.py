@@ -219,21 +219,25 @@ def make_room(
     """Delete the least recently used files until a new one fits.
 
     Args:
-        files: The existing files. A file is used when its time is updated.
+        files: The existing files. A file is used when its time is updated. Other processes may
+            delete files meanwhile.
         n_bytes: The size of the new file.
         max_bytes: The maximum total size of all files, the new one included.
 
     Returns:
         Whether it fits. A new file larger than `max_bytes` cannot fit, so nothing is deleted then.
     """
-    oldest_first = sorted(files, key=lambda path: path.stat().st_mtime)
     if n_bytes > max_bytes:
         return False
-    excess_bytes = sum(path.stat().st_size for path in oldest_first) + n_bytes - max_bytes
-    for path in oldest_first:
+    statuses: dict[Path, os.stat_result] = {}
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            statuses[path] = path.stat()
+    excess_bytes = sum(status.st_size for status in statuses.values()) + n_bytes - max_bytes
+    for path in sorted(statuses, key=lambda path: statuses[path].st_mtime):
         if excess_bytes <= 0:
             break
-        excess_bytes -= path.stat().st_size
+        excess_bytes -= statuses[path].st_size
         path.unlink(missing_ok=True)
     return True
 

@@ -11,10 +11,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number of at least 0.01 with three significant digits."""
-    if value >= 100:
+    """Return a number with three digits, or more if it is 1000 or larger."""
+    # From 9.995 on, two decimals would be rounded to "10.00", which has four digits.
+    if value >= 99.95:
         return f"{value:.0f}"
-    if value >= 10:
+    if value >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}"
 

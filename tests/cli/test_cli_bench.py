@@ -78,7 +78,7 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     assert all(" without drafts" in gain and gain.endswith(" in 3 answers)") for gain in gains)
     assert note.startswith(
         "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer "
-        "prompts (-N 1)"
+        "prompts (-N) or tokens (-n)"
     )
     found = rows(outcome)
     assert {len(row) for row in found} == {N_COLUMNS}

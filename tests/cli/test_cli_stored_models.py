@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.cells import cell_len
 
 import specgen as package
 from specgen.cli.flags import model_names
@@ -188,6 +189,20 @@ def test_the_list_shows_where_a_model_is_and_how_to_use_it(
     assert ["ollama:tiny:1b", "Ollama", size, "kB", "yes", "n-grams"] in rows
     own = {name: value for name, value in stores.state().items() if name in before}
     assert own == before, "nothing in the stores changes"
+
+
+def test_the_list_has_straight_columns_and_no_control_characters(
+    specgen: Specgen, stores: Stores, content: bytes
+) -> None:
+    for name in ("千问模型", "esc\x1b[31mred", "two\nlines", "plain"):
+        stores.add_to_lm_studio(f"{name}.gguf", content)
+    result = specgen("models", "list")
+    assert result.code == 0, result.err
+    assert "\x1b" not in result.out
+    lines = [line for line in result.out.splitlines() if line.startswith("lmstudio:")]
+    assert len(lines) == 4
+    starts = {cell_len(line[: line.index("LM Studio")]) for line in lines}
+    assert len(starts) == 1
 
 
 def test_a_known_model_in_another_programs_store_is_used_and_not_downloaded(

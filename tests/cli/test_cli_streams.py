@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
-from tests.helpers.cli import ended, spawn
+from tests.helpers.cli import ended, models_of, on_terminal, rest_of, spawn
 from tests.helpers.common import ROOT
 
 pytestmark = [
@@ -159,3 +160,31 @@ def test_a_second_ctrl_c_ends_an_answer_whose_drafter_hangs(tiny_models: Path) -
     assert shown
     assert plain.startswith(shown)
     assert len(shown) < len(plain) - 1
+
+
+def test_with_nohup_an_answer_goes_on_after_the_terminal_was_closed(tiny_models: Path) -> None:
+    arguments = ["run", *models_of(tiny_models, draft="none"), "--ignore-eos", "-n", "300", PROMPT]
+
+    def ignore_hangups() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+
+    with spawn(*arguments, preexec_fn=ignore_hangups, bufsize=0) as process:
+        try:
+            assert process.stdout is not None
+            first = process.stdout.read(1)
+            process.send_signal(signal.SIGHUP)
+            rest, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert first + rest == ended(*arguments).stdout.encode()
+
+
+def test_a_message_with_wide_characters_is_broken_between_words() -> None:
+    words = ["千问模型"] * 15
+    name = f"{' '.join(words)}.gguf"
+    with on_terminal(["run", "-m", name, "hi"]) as (process, terminal):
+        lines = rest_of(terminal).decode().splitlines()
+        assert process.wait(60) == 4
+    assert all(cell_len(line) <= 100 for line in lines)
+    assert " ".join(lines).startswith(f"error: {name}: no such file")

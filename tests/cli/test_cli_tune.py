@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specgen.measure import search
+from specgen.measure import draft_search
 from specgen.measure.draft_trial import try_draft
 from specgen.system import machine
 from specgen.system.folders import measurements_file
@@ -114,7 +114,7 @@ def test_ctrl_c_shows_the_results_so_far_and_keeps_nothing(
             os.kill(os.getpid(), signal.SIGINT)
         return try_draft(*arguments, **named)
 
-    monkeypatch.setattr(search, "try_draft", try_and_stop)
+    monkeypatch.setattr(draft_search, "try_draft", try_and_stop)
     result = tune("--draft", "draft", "--json")
     assert result.code == 130
     assert result.err.endswith("interrupted: not everything was measured, nothing was kept\n")

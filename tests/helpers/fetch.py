@@ -138,6 +138,8 @@ def _serve(web: WebServer, handler: BaseHTTPRequestHandler) -> None:
         _send(handler, fault, 302, {**resource.headers, "Location": resource.location})
     elif start is None or not web.knows_ranges:
         _send(handler, fault, 200, resource.headers, resource.content)
+    elif start >= len(resource.content):
+        _send(handler, fault, 416, {"Content-Range": f"bytes */{len(resource.content)}"})
     else:
         size = len(resource.content)
         place = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}

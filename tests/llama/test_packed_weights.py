@@ -14,10 +14,11 @@ import pytest
 
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import packed_weights
-from specgen.llama.kernels.packed_weights import keep_packed_weights
+from specgen.llama.kernels.packed_weights import keep_packed_weights, kept_bytes
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.open import Reporter, WantedSession, open_session
 from specgen.system.arrays import Logits
+from specgen.system.files import make_room
 from tests.helpers import rows
 from tests.helpers.cli import Cli
 from tests.helpers.packed_folder import Disk, files, folder
@@ -122,6 +123,19 @@ def test_the_least_recently_used_makes_room(
     assert [path.name[0] for path in files(folder)] == ["a", "c"]
 
 
+def test_files_that_vanish_are_left_out(folder: Path, model_file: Path) -> None:
+    """As when another process deletes or renames one after the folder was listed."""
+    folder.mkdir()
+    gone = folder / "gone.packed"
+    gone.symlink_to(folder / "nowhere")
+    assert kept_bytes(folder) == 0
+    decoded(model_file)
+    (kept,) = [path for path in files(folder) if path != gone]
+    assert kept_bytes(folder) == kept.stat().st_size
+    assert make_room([gone, kept], n_bytes=1, max_bytes=1)
+    assert files(folder) == [gone]
+
+
 @pytest.mark.parametrize(
     "disk", [Disk(total=1000), Disk(free=1000)], ids=["small disk", "full disk"]
 )
@@ -144,6 +158,21 @@ def test_the_command_line_chooses(
     assert bool(files(place)) == (choice == "auto")
     assert (f"are stored in {place}" in result.err) == (choice == "auto")
     assert "are stored in" not in cli("run", "-m", str(model_file), *options).err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_folder_that_cannot_be_written_is_not_called_full(
+    cli: Cli, tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(free=1000))
+    options = ("--draft", "none", "-n", "4", "--raw")
+    assert "too little disk space" in cli("run", "-m", str(model_file), *options).err
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("SPECGEN_CACHE", str(blocked / "cache"))
+    notes = cli("run", "-m", str(model_file), *options).err
+    assert "cannot be written, so nothing is kept" in notes
+    assert "too little disk space" not in notes
 
 
 @pytest.mark.parametrize("is_writable", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_the_command_shows_what_it_found(capsys: pytest.CaptureFixture[str]) -> 
     assert out.count("  ok  ") >= 2
     assert "\x1b" not in out
     assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_a_long_path_is_shown_in_full_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("a" * 40) / ("b" * 40)
+    monkeypatch.setenv("SPECGEN_DATA", str(folder))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich, this is a terminal
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run_cli() == 0
+    out, _ = capsys.readouterr()
+    words = re.sub(r"\x1b\[[0-9;]*m", "", out).split()
+    assert str(folder) in "".join(words)
 
 
 def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed(

