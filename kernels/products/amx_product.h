@@ -334,8 +334,7 @@ struct AmxProducts {
                 const EqualTiles tiles(n_columns);
                 tile_state.use(tiles.columns, Tiles::words_of_tile);
                 float results[most_columns][16];
-                auto zero = Avx512::zero();
-                asm("" : "+v"(zero));  // or GCC calls memset: 5% more time for 96 columns of Q4_K
+                const auto zero = Avx512::opaque_zero();
                 for (int n = 0; n < n_columns; n++) Avx512::store(results[n], zero);
                 Tiles::run(static_cast<const uint8_t *>(group), static_cast<const int32_t *>(tile),
                            n_inputs, tiles, results);

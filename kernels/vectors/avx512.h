@@ -34,6 +34,13 @@ struct Avx512 {
     // --- constants: the same number in all lanes ---
 
     static Floats zero() { return _mm512_setzero_ps(); }
+    // Zeros that GCC does not recognise: to store known zeros, it calls memset, which takes 5% more
+    // time for 96 columns of Q4_K with tiles.
+    static Floats opaque_zero() {
+        Floats zeros = zero();
+        asm("" : "+v"(zeros));
+        return zeros;
+    }
     static Ints zero_ints() { return _mm512_setzero_si512(); }
     static Floats all(float value) { return _mm512_set1_ps(value); }
     static Ints all_ints(int value) { return _mm512_set1_epi32(value); }
