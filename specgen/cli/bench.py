@@ -115,12 +115,7 @@ def bench(
         min=1,
         show_default="all",
     ),
-    n_rounds: int = _contest(
-        1,
-        "--repeat",
-        "How often to go through all prompts.",
-        min=1,
-    ),
+    n_rounds: int = _contest(1, "--repeat", "How often to go through all prompts.", min=1),
     trials: Trials = TRIALS.without("--count").with_default("--max-tokens", 128),
     json_file: Path | None = option(
         None,
@@ -166,14 +161,7 @@ def bench(
     options = trial_options(alone(path), trials.max_tokens, machine, drafting)
     options = replace(options, sampler=sampling)
     unique_temperatures = list(dict.fromkeys(temperatures))
-    entries = entries_of(
-        options,
-        stages,
-        policies,
-        trees,
-        unique_temperatures,
-        open_measurements(),
-    )
+    entries = entries_of(options, stages, policies, trees, unique_temperatures, open_measurements())
 
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     task = f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens"
@@ -229,11 +217,7 @@ def _prompts(
     return first_of_each(prompts, n_per_category)
 
 
-def _show(
-    runs: Runs,
-    document: dict[str, object],
-    json_file: Path | None,
-) -> None:
+def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
     """Print the results, as a table, lines or JSON, and write them to the file of --json."""
     from specgen.render.tables import bench_lines, print_bench_tables
 

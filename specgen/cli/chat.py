@@ -98,13 +98,7 @@ def chat(
             engine = stack.enter_context(_opened_engine(session, stop, output))
             stack.callback(session.measurements.save)
             now = datetime.datetime.now().astimezone()
-            talk = Chat(
-                session,
-                engine,
-                conversation,
-                session_file,
-                now=now,
-            )
+            talk = Chat(session, engine, conversation, session_file, now=now)
             stack.callback(talk.keep)
             learner = stack.enter_context(Learner(session, engine, engine.notify))
 
@@ -122,11 +116,7 @@ def chat(
 
 
 @contextlib.contextmanager
-def _opened_engine(
-    session: Session,
-    stop: Interrupt,
-    output: Output,
-) -> Iterator[Engine]:
+def _opened_engine(session: Session, stop: Interrupt, output: Output) -> Iterator[Engine]:
     """Open the engine of a session, with the notices for the user, and the costs of drafting."""
     from specgen.session.calibration import calibrate
     from specgen.session.engine import Engine
@@ -206,13 +196,7 @@ class _Dialogue:
     if the command cannot be carried out, and `EOFError` to end the conversation.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        learner: Learner,
-        stop: Interrupt,
-        output: Output,
-    ) -> None:
+    def __init__(self, chat: Chat, learner: Learner, stop: Interrupt, output: Output) -> None:
         self._chat = chat
         self._learner = learner
         self._stop = stop
@@ -481,12 +465,7 @@ def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
     leaving = _Leaving()
     while True:
-        print(
-            "> ",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("> ", end="", file=sys.stderr, flush=True)
         try:
             line = stream.readline()
         except KeyboardInterrupt:  # the terminal has dropped what was typed

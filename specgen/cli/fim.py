@@ -69,12 +69,7 @@ def fim(
     Drafts also come from repetitions of the text around the gap, and of other files of the project.
     """
     setup = replace(setup, answer=output.needs(setup.answer))
-    file_gap = _find_gap(
-        place,
-        prefix_file,
-        suffix_file,
-        in_place=in_place,
-    )
+    file_gap = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
     context = {str(path): read_input(path) for path in context_files or ()}
     if not file_gap.prefix and not file_gap.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")

@@ -60,12 +60,7 @@ def _complete_names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_NAME = argument(
-    "NAME",
-    "A model or a pair.",
-    REQUIRED,
-    autocompletion=_complete_names,
-)
+_NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_complete_names)
 _name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
 _NAME_OR_REPO = _name_or_repo(
     help="A model or a pair, or a model on the hub.", autocompletion=_complete_names

@@ -132,12 +132,7 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
 # --- the disk -------------------------------------------------------------------------------------
 
 
-def announcement(
-    name: str,
-    left_bytes: int,
-    whole_bytes: int,
-    terms: str,
-) -> str:
+def announcement(name: str, left_bytes: int, whole_bytes: int, terms: str) -> str:
     """Return the notice before a download, with its size and its licence."""
     size = human_bytes(whole_bytes)
     if left_bytes < whole_bytes:

@@ -42,11 +42,7 @@ def new_beside(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
-    descriptor, name = tempfile.mkstemp(
-        dir=path.parent,
-        prefix=f"{path.name}.",
-        suffix=NEW,
-    )
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
     os.close(descriptor)
     new = Path(name)
     try:

@@ -112,12 +112,7 @@ def rough_gain_text(speedup: float, why: str) -> str:
     return f"about {text}" if is_gain(speedup) else text
 
 
-def measured_gain(
-    speedup: float,
-    worst: float,
-    best: float,
-    n_answers: int,
-) -> str:
+def measured_gain(speedup: float, worst: float, best: float, n_answers: int) -> str:
     """Return a measured mean speed-up, with its range over the answers."""
     spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
     return gain_text(speedup, speedup, spread)

@@ -207,12 +207,7 @@ class CompletionWriter(OpenAIWriter):
             chunks.append(self._echo(number, text, event.pieces))
         return chunks + super()._write_progress(number, event)
 
-    def _echo(
-        self,
-        number: int,
-        text: str,
-        pieces: Sequence[Piece],
-    ) -> Json:
+    def _echo(self, number: int, text: str, pieces: Sequence[Piece]) -> Json:
         """Return a chunk with a part of the prompt, and count that part to the answer's text."""
         chunk = self._chunk(number, {"content": text})
         if pieces:

@@ -338,18 +338,8 @@ class ChatRequest(GenerationRequest):
         variables = self._template_variables()
         functions, tool_warnings = functions_of(self.tools)
         tools = chosen_tools(functions, self.tool_choice, is_parallel=self.parallel_tool_calls)
-        request = self.parsed(
-            "chat",
-            defaults,
-            writer,
-            [*warnings, *tool_warnings],
-        )
-        return replace(
-            request,
-            messages=messages,
-            tools=tools,
-            variables=variables,
-        )
+        request = self.parsed("chat", defaults, writer, [*warnings, *tool_warnings])
+        return replace(request, messages=messages, tools=tools, variables=variables)
 
     def _template_variables(self) -> dict[str, Any]:
         """Return the variables of the chat template; ``chat_template_kwargs`` overrides the others.

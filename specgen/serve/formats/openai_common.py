@@ -218,12 +218,7 @@ class OpenAIWriter(AnswerWriter):
             self._add_logprobs(number, chunks[0], event.pieces)
         return chunks
 
-    def _add_logprobs(
-        self,
-        number: int,
-        chunk: Json,
-        pieces: Sequence[Piece],
-    ) -> None:
+    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
         """Add the log-probabilities of pieces to a chunk, and to those of the whole answer."""
         logprobs = self._logprobs_of(number, pieces)
         chunk["choices"][0]["logprobs"] = logprobs

@@ -124,12 +124,7 @@ class ParsedRequest:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
-        return prompts.of_text(
-            self.text,
-            chat=chat,
-            system=system,
-            now=now,
-        )
+        return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
         """Render the prompt of a chat, perhaps with the beginning of the answer."""
@@ -144,12 +139,7 @@ class ParsedRequest:
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
             messages = messages[:-1]
-        prompt = prompts.of_messages(
-            messages,
-            now=now,
-            tools=tools,
-            variables=self.variables,
-        )
+        prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
         if not self.splits_reasoning:
             prompt = replace(prompt, thoughts=None)
         if continues:

@@ -195,11 +195,7 @@ class ServedModel:
         #: The jobs that have open answers.
         self._jobs: list[Job] = []
         self._is_closing = False
-        self._thread = threading.Thread(
-            target=self._run,
-            name="specgen-engine",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="specgen-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

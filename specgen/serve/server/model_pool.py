@@ -434,13 +434,7 @@ class ModelPool:
         model: LoadedModel
         n_waiting = self._limits.n_waiting
         if isinstance(opened, Embedder):
-            model = ServedEmbedder(
-                name,
-                opened,
-                pooled.metrics,
-                n_waiting,
-                self._turns,
-            )
+            model = ServedEmbedder(name, opened, pooled.metrics, n_waiting, self._turns)
         else:
             model = ServedModel(
                 name,

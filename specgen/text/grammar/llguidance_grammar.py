@@ -143,11 +143,7 @@ class LlguidanceGrammar:
         return _State(self, matcher) if n_taken == len(tokens) else None
 
 
-def _whole_grammar(
-    grammar: Grammar,
-    rules: str,
-    vocabulary: Vocabulary,
-) -> Grammar:
+def _whole_grammar(grammar: Grammar, rules: str, vocabulary: Vocabulary) -> Grammar:
     """Return the grammar of the whole text: `grammar` with `rules` around it, if there are any."""
     if grammar.form == "gbnf":
         lark = GbnfReader(grammar.text, vocabulary).read()
@@ -375,12 +371,7 @@ def problem_following(grammar: Grammar) -> str:
     if is_refused:
         return "; ".join(messages)
     limits = LLParserLimits(step_lexer_fuel=_TRIAL_FUEL)
-    matcher = LLMatcher(
-        LLTokenizer("byte"),
-        _compiled_text(grammar),
-        log_level=0,
-        limits=limits,
-    )
+    matcher = LLMatcher(LLTokenizer("byte"), _compiled_text(grammar), log_level=0, limits=limits)
     for step in range(_TRIAL_BYTES):
         words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))

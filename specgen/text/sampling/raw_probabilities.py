@@ -37,13 +37,7 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
         row = ctypes.c_float.from_buffer(logits.data)
         token_ids = _TokenBuffer()
         scores = _ScoreBuffer()
-        total = native_likeliest(
-            ctypes.addressof(row),
-            len(logits),
-            n,
-            token_ids,
-            scores,
-        )
+        total = native_likeliest(ctypes.addressof(row), len(logits), n, token_ids, scores)
         if 0.0 < total < math.inf:  # otherwise a logit is not finite; NumPy finds out below
             likeliest_ids = [token_id for token_id in token_ids[:n] if token_id >= 0]
             return likeliest_ids, _probabilities(scores[: len(likeliest_ids)], total)
@@ -104,11 +98,7 @@ def likely_tokens(
     )
 
 
-def token_logprob(
-    token_id: int,
-    logprob: float,
-    vocabulary: Vocabulary,
-) -> TokenLogprob:
+def token_logprob(token_id: int, logprob: float, vocabulary: Vocabulary) -> TokenLogprob:
     """Return a token with its text and bytes. Invalid UTF-8 is written as escapes."""
     data = vocabulary.token_bytes(token_id)
     text = data.decode("utf-8", "backslashreplace") or vocabulary.token_text(token_id)
