@@ -274,13 +274,12 @@ def call_object(call: Delta) -> Json:
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-def own_logprobs(piece: Piece) -> list[TokenLogprob]:
-    """Return the entry of a piece's token among its likely tokens.
-
-    Returns:
-        A list of that entry, which is empty if the token was forced.
-    """
-    return [top for top in piece.top_logprobs if top.token_id == piece.token_id]
+def own_logprob(piece: Piece) -> TokenLogprob | None:
+    """Return the entry of a piece's token among its likely tokens; None if the token was forced."""
+    for top in piece.top_logprobs:
+        if top.token_id == piece.token_id:
+            return top
+    return None
 
 
 def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
@@ -292,10 +291,10 @@ def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
     """
     entries: list[Json] = []
     for piece in pieces:
-        top_entries = [logprob_entry(top) for top in piece.top_logprobs[:n_top]]
-        entries.extend(
-            {**logprob_entry(own), "top_logprobs": top_entries} for own in own_logprobs(piece)
-        )
+        own = own_logprob(piece)
+        if own is not None:
+            top_entries = [logprob_entry(top) for top in piece.top_logprobs[:n_top]]
+            entries.append({**logprob_entry(own), "top_logprobs": top_entries})
     return entries
 
 
