@@ -41,7 +41,7 @@ class LlamaServerRequest(OpenAIRequest):
 
     #: The only fields that a whole response shall have; all if missing.
     response_fields: list[str] | None = None
-    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
+    #: The time after which an answer ends as soon as it has a line break; 0 for no limit.
     t_max_predict_ms: float = 0.0
     #: The minimum indentation, in characters: the answer ends before a line with less.
     n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -135,7 +135,7 @@ def _as_llama_cpp(fields: LlamaServerRequest, request: ParsedRequest) -> ParsedR
         generation=generation,
         has_usage_alone=False,  # in llama.cpp's form, the last chunk of each answer has the usage
         writer=writer,
-        lines_s=fields.t_max_predict_ms / 1000.0,
+        time_limit_s=fields.t_max_predict_ms / 1000.0,
     )
 
 

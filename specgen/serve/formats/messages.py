@@ -239,7 +239,7 @@ def _result_text(block: ContentBlock, definitions: Mapping[str, str]) -> str:
 class MessagesWriter(BlockWriter):
     """Writes one message, whole or as events."""
 
-    alive = {"type": "ping"}
+    keep_alive_event = {"type": "ping"}
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
@@ -259,7 +259,7 @@ class MessagesWriter(BlockWriter):
             "stop_sequence": None,
             "usage": _usage(n_prompt_tokens, 0, 0),
         }
-        return [{"type": "message_start", "message": message}, dict(self.alive)]
+        return [{"type": "message_start", "message": message}, dict(self.keep_alive_event)]
 
     def fail(self, error: Json) -> list[Json]:
         """Return the last event of a failed answer."""

@@ -288,7 +288,7 @@ class OllamaWriter(AnswerWriter):
             the next request can go on.
     """
 
-    form: ClassVar[Literal["lines"]] = "lines"
+    stream_format: ClassVar[Literal["lines"]] = "lines"
 
     def __init__(
         self,

@@ -91,8 +91,8 @@ class ParsedRequest:
     #: Whether the last chunk of a stream has the usage and nothing else.
     has_usage_alone: bool = False
     speculative: SpeculativeWishes = field(default_factory=SpeculativeWishes)
-    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
-    lines_s: float = 0.0
+    #: The time after which an answer ends as soon as it has a line break; 0 for no limit.
+    time_limit_s: float = 0.0
 
     def prompt(
         self,

@@ -62,7 +62,13 @@ async def generate(
     end = partial(model.cancel, job)
     chunks = _chunks(writer, job, end, limits.request_s, streams=streams)
     if streams:
-        return EventStream(chunks, end, limits.client_s, form=writer.form, alive=writer.alive)
+        return EventStream(
+            chunks,
+            end,
+            limits.client_s,
+            stream_format=writer.stream_format,
+            keep_alive_event=writer.keep_alive_event,
+        )
     return JSONResponse(await while_connected(http_request.receive, _whole(writer, chunks)))
 
 
