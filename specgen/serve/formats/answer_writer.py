@@ -134,11 +134,11 @@ class AnswerWriter(ABC):
         finished = [answer.finished for answer in answers if answer.finished is not None]
         n_reasoning = sum(answer.n_reasoning_tokens for answer in answers)
         figures = answer_figures(finished, n_reasoning, self._first.n)
-        wishes = self._first.speculative
+        settings = self._first.speculative
         figures["speculative"] |= {
-            "draft": wishes.draft,
-            "max": wishes.max,
-            "verifier": wishes.verifier,
+            "draft": settings.draft,
+            "max": settings.max,
+            "verifier": settings.verifier,
         }
         warnings = list(self._first.warnings)
         warnings += (

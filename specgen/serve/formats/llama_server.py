@@ -96,7 +96,7 @@ def read_llama_cpp_completion(
     """
     fields = parse(LlamaCompletionRequest, body)
     requests = parsed_completions(fields, defaults)
-    is_openai = len(requests) > 1 or fields.n > 1 or requests[0].has_usage_alone
+    is_openai = len(requests) > 1 or fields.n > 1 or requests[0].has_usage_chunk
     if or_openai and is_openai:
         return requests
     return tuple(_as_llama_cpp(fields, request) for request in requests)
@@ -133,7 +133,7 @@ def _as_llama_cpp(fields: LlamaServerRequest, request: ParsedRequest) -> ParsedR
     return replace(
         request,
         generation=generation,
-        has_usage_alone=False,  # in llama.cpp's form, the last chunk of each answer has the usage
+        has_usage_chunk=False,  # in llama.cpp's form, the last chunk of each answer has the usage
         writer=writer,
         time_limit_s=fields.t_max_predict_ms / 1000.0,
     )

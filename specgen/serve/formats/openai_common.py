@@ -41,7 +41,7 @@ class OpenAIRequest(GenerationRequest):
         ),
     ] = 1
     #: Whether a stream ends with a chunk that has the usage and nothing else.
-    has_usage_alone: bool | None = Field(
+    has_usage_chunk: bool | None = Field(
         None, validation_alias=AliasPath("stream_options", "include_usage")
     )
     #: llama.cpp: whether a prefix of the prompt may come from the cache.
@@ -70,7 +70,7 @@ class OpenAIRequest(GenerationRequest):
             generation=generation,
             warnings=warnings,
             n=self.n,
-            has_usage_alone=bool(self.has_usage_alone),
+            has_usage_chunk=bool(self.has_usage_chunk),
         )
 
 
@@ -232,7 +232,7 @@ class OpenAIWriter(AnswerWriter):
             return chunks
         # The last chunk of the last answer has the figures.
         figures = self._figures()
-        if self._first.has_usage_alone:
+        if self._first.has_usage_chunk:
             chunks.append({**chunks[-1], "choices": []})
         else:  # clients that did not ask for the usage would count it twice
             figures = own_figures(figures)

@@ -33,8 +33,8 @@ class Defaults:
 NO_DEFAULTS = Defaults()
 
 
-class SpeculativeWishes(Fields):
-    """A request's settings of speculative decoding; None keeps the server's setting."""
+class SpeculativeSettings(Fields):
+    """How a request sets speculative decoding; None keeps the server's setting."""
 
     #: Whether to draft at all.
     draft: bool = True
@@ -89,8 +89,8 @@ class ParsedRequest:
     #: Whether the answer's text begins with the prompt.
     echoes: bool = False
     #: Whether the last chunk of a stream has the usage and nothing else.
-    has_usage_alone: bool = False
-    speculative: SpeculativeWishes = field(default_factory=SpeculativeWishes)
+    has_usage_chunk: bool = False
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
     #: The time after which an answer ends as soon as it has a line break; 0 for no limit.
     time_limit_s: float = 0.0
 

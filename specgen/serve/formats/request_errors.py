@@ -72,7 +72,7 @@ class RequestError(Exception):
         return request_error
 
     @staticmethod
-    def ending() -> RequestError:
+    def shutting_down() -> RequestError:
         """Return the error of a request that is cut off because the server shuts down."""
         return RequestError(503, "the server is shutting down", "ending")
 

@@ -27,7 +27,7 @@ from specgen.session.prompts.template import Message
 
 #: Fields that refer to something stored at OpenAI, which this server does not have.
 _REFUSED_FIELDS = ("conversation", "previous_response_id", "prompt")
-#: Types of items that do the same.
+#: Types of items that refer to something stored at OpenAI.
 _REFUSED_ITEMS = ("item_reference", "compaction", "compaction_summary", "context_compaction")
 #: The only value of ``include`` that specgen supports: thoughts in a form that clients send back
 #: without reading it.

@@ -483,7 +483,7 @@ class ServedEmbedder:
             vectors: list[_T] = []
             for tokens in texts:
                 if self._is_ending:
-                    raise RequestError.ending()
+                    raise RequestError.shutting_down()
                 vector = await loop.run_in_executor(self._thread, self._embed, tokens, encoded)
                 vectors.append(vector)
             return vectors

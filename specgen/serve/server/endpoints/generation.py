@@ -195,7 +195,7 @@ def _failure(event: Event | SpecgenError, job: Job, limit_s: float) -> RequestEr
     if isinstance(event, SpecgenError):
         return RequestError.of(event)
     if job.is_cut:
-        return RequestError.ending()
+        return RequestError.shutting_down()
     return RequestError(503, f"no token was generated within {limit_s:g} s", "timeout")
 
 
