@@ -71,7 +71,7 @@ def chat(
     go to standard output. The message /help lists the commands, such as /undo and /save.
     """
     # 1. Read what the options name.
-    answer = output.needs(setup.answer)
+    answer = output.with_logprobs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
     files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())

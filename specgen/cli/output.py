@@ -115,7 +115,7 @@ class Output:
         view = LoadingView(self)
         return Reporter(self.note, view.status, view.packing, shows_log=self.verbose > 0)
 
-    def needs(self, answer: GenerationOptions) -> GenerationOptions:
+    def with_logprobs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the log-probabilities that this output shows.
 
         Raises:
