@@ -22,7 +22,7 @@ from pathlib import Path
 
 from specgen.llama import LlamaModel
 from specgen.measure.prompts import NOW, read_prompts
-from specgen.system.machine import look_at_machine
+from specgen.system.machine import describe_machine
 from specgen.train.distillation import RATE, distil
 from specgen.train.draft_builder import OWN_PROMPTS
 from specgen.train.target_text import TargetText, TrainingText, training_texts
@@ -61,7 +61,7 @@ def main() -> None:
         "n_tokens_learnt": _n_tokens(texts, is_held_back=False),
         "n_tokens_judged": _n_tokens(texts, is_held_back=True),
         **dataclasses.asdict(agreement),
-        "cpu": look_at_machine().cpu,
+        "cpu": describe_machine().cpu,
     }
     print(json.dumps(figures))
 

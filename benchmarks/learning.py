@@ -55,7 +55,7 @@ from specgen.session.open import open_measurements
 from specgen.session.session import Session
 from specgen.system.files import as_json
 from specgen.system.folders import cache_folder
-from specgen.system.machine import look_at_machine
+from specgen.system.machine import describe_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
 
@@ -216,7 +216,7 @@ def main() -> None:
             for policy in arguments.policy
         }
     document = {
-        "machine": as_json(look_at_machine()),
+        "machine": as_json(describe_machine()),
         "kernels": computing(),
         "target": target.name,
         "draft": draft.name,

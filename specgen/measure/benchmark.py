@@ -684,13 +684,13 @@ def to_json_object(
         command: The command line that was run.
     """
     from specgen.llama import build
-    from specgen.system.machine import look_at_machine
+    from specgen.system.machine import describe_machine
 
     return {
         "specgen": __version__,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
-        "machine": as_json(look_at_machine()),
+        "machine": as_json(describe_machine()),
         "llama_cpp": as_json(build()),
         "kernels": runs.kernels,
         "is_interrupted": runs.is_interrupted,

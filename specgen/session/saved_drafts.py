@@ -18,7 +18,7 @@ from specgen.drafters.kinds import is_word
 from specgen.errors import UsageError
 from specgen.models.files import FileIdentity
 from specgen.options import DraftSource
-from specgen.system.files import correct, named_path, replace_json, write_errors
+from specgen.system.files import correction_hint, named_path, replace_json, write_errors
 from specgen.system.folders import config_folder
 from specgen.system.quantities import measured_gain
 
@@ -112,7 +112,7 @@ def _read() -> dict[str, Any]:
 
 def _damaged(problem: str) -> UsageError:
     path = saved_drafts_file()
-    return UsageError(f"{path}: {problem}", correct(path))
+    return UsageError(f"{path}: {problem}", correction_hint(path))
 
 
 def _key(target: FileIdentity) -> str:

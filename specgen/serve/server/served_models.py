@@ -47,7 +47,7 @@ from specgen.session.weights_memory import (
     trained_context,
     weights_bytes,
 )
-from specgen.system.files import correct, named_file, read_toml
+from specgen.system.files import correction_hint, named_file, read_toml
 from specgen.system.folders import cache_folder
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
@@ -377,7 +377,7 @@ def _entry_of_table(
         return loader.entry(name, model)
     except SpecgenError as error:
         message = f"{path}: [{name}]: {error.message}"
-        raise type(error)(message, error.hint or correct(path)) from error
+        raise type(error)(message, error.hint or correction_hint(path)) from error
 
 
 def _path_if_file(value: Any, folder: Path) -> Any:
