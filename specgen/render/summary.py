@@ -89,18 +89,18 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     """
     length = counted(finished.n_tokens, "token")
     if finished.finish_reason != "stop":
-        length += f" ({_end(finished)})"
+        length += f" ({_why_it_ended(finished)})"
     line = _joined(": ", f"{length} in {seconds_text(finished.wall_s)}", _speed(finished))
     gain = ""
     if draft != "none" and finished.n_rounds:
-        gain = _gain_clause(finished)
+        gain = _speedup_clause(finished)
     before = ""
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
         before = f"before that: {_startup_times(finished)}"
     return _joined("; ", line, gain, before)
 
 
-def _gain_clause(finished: FinishedEvent) -> str:
+def _speedup_clause(finished: FinishedEvent) -> str:
     """Return the speed-up in words; empty if it is not known."""
     speedups = _speedup_range(finished)
     if speedups is None:
@@ -133,9 +133,9 @@ def summary_items(
     items["time"] = _time_shares(finished)
     if kernels is not None and kernels != "llama.cpp":  # llama.cpp's are not worth mentioning
         items["kernels"] = kernels
-    items["gain"] = _gain(finished, draft) or ""
+    items["gain"] = _speedup_details(finished, draft) or ""
     if finished.finish_reason == "stop":  # other reasons are in the first line
-        items["end"] = _end(finished)
+        items["end"] = _why_it_ended(finished)
     return ((label, text) for label, text in items.items() if text)
 
 
@@ -262,7 +262,7 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
     )
 
 
-def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
+def _speedup_details(finished: FinishedEvent, draft: str | None) -> str | None:
     """Return details about the speed-up, and advice if drafts made the answer slower.
 
     Args:
@@ -288,7 +288,7 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
     return ", ".join(parts)
 
 
-def _end(finished: FinishedEvent) -> str:
+def _why_it_ended(finished: FinishedEvent) -> str:
     """Return why the answer ended, in words."""
     if finished.finish_reason == "length":
         return "cut off: -n allows more"
