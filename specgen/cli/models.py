@@ -222,10 +222,10 @@ def path(*, name: str = _NAME_OR_REPO) -> None:
 
     If a model has several files, it is the first one.
     """
-    print(*on_disk(name), sep="\n")
+    print(*paths_on_disk(name), sep="\n")
 
 
-def on_disk(name: str) -> list[Path]:
+def paths_on_disk(name: str) -> list[Path]:
     """Return the first file of a model, or of each model of a pair.
 
     Args:
