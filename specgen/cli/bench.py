@@ -25,8 +25,8 @@ from specgen.measure.benchmark import (
     entries_of,
     figures_of,
     find_drafts,
-    gains,
     measure,
+    speedup_sentences,
     to_json_object,
 )
 from specgen.measure.prompts import (
@@ -242,7 +242,7 @@ def _notes(runs: Runs) -> list[str]:
 
     notes: list[str] = []
     if runs.error is None and not runs.is_interrupted:
-        notes += gains(figures_of(runs.results))
+        notes += speedup_sentences(figures_of(runs.results))
     for failure in runs.failures:
         if failure.contender == PLAIN:  # without it, the prompt has nothing to compare with
             omission = f"prompt {failure.prompt} was left out"

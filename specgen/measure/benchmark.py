@@ -24,7 +24,7 @@ from specgen.method.drafter import never
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.choose_models import find_models
 from specgen.system.files import as_json, named_path
-from specgen.system.quantities import measured_gain
+from specgen.system.quantities import measured_speedup
 
 if TYPE_CHECKING:
     from specgen.session.measurement_store import MeasurementStore
@@ -653,7 +653,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
     return first, third
 
 
-def gains(figures: Sequence[Figures]) -> Iterator[str]:
+def speedup_sentences(figures: Sequence[Figures]) -> Iterator[str]:
     """Yield a sentence with the speed-up of each contender that drafts."""
     for each in figures:
         if each.contender == PLAIN:
@@ -661,7 +661,7 @@ def gains(figures: Sequence[Figures]) -> Iterator[str]:
         worst = each.worst_speedup
         best = each.best_speedup
         if each.speedup and worst and best:
-            gain = measured_gain(each.speedup, worst, best, each.n_answers)
+            gain = measured_speedup(each.speedup, worst, best, each.n_answers)
             at = f" at temperature {each.temperature:g}" if each.temperature else ""
             yield f"{each.contender}{at}: {gain}"
 

@@ -33,7 +33,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.system.quantities import is_gain, measured_gain
+from specgen.system.quantities import is_gain, measured_speedup
 from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class DraftFigures:
     @property
     def gain(self) -> str:
         """The speed-up and its range in words."""
-        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
+        return measured_speedup(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
 
     @property
     def is_gain(self) -> bool:

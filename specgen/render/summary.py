@@ -15,9 +15,9 @@ from specgen.render.streams import say
 from specgen.system.machine import ROUGH, busy_text, is_busy
 from specgen.system.quantities import (
     counted,
-    gain_text,
-    rough_gain_text,
+    rough_speedup_text,
     seconds_text,
+    speedup_text,
     three_digits,
     times_text,
 )
@@ -106,8 +106,8 @@ def _speedup_clause(finished: FinishedEvent) -> str:
     if speedups is None:
         return "" if finished.n_drafted else "nothing was drafted"
     if finished.estimate_is_rough:
-        return rough_gain_text(statistics.fmean(speedups), ROUGH)
-    return gain_text(*speedups)
+        return rough_speedup_text(statistics.fmean(speedups), ROUGH)
+    return speedup_text(*speedups)
 
 
 def summary_items(
@@ -282,7 +282,7 @@ def _speedup_details(finished: FinishedEvent, draft: str | None) -> str | None:
         parts.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s without drafts")
     if finished.estimate:
         parts.append(f"estimated {finished.estimate}")
-    if gain_text(*speedups).startswith("slower") and not finished.estimate_is_rough:
+    if speedup_text(*speedups).startswith("slower") and not finished.estimate_is_rough:
         ngrams = "" if draft == "ngram" else ", `--draft ngram`"
         parts.append(f"try `--draft none`{ngrams} or a smaller `--draft-max`")
     return ", ".join(parts)
