@@ -422,7 +422,7 @@ class _Making:
             left_s = self.ends_s - time.monotonic()
             plan = plan_time(left_s, costs, n_drafts, self.text, n_missing, len(self.kinds))
             if plan.needed_s > left_s:
-                raise _too_short(plan, self.minutes, self.kinds)
+                raise _too_short_error(plan, self.minutes, self.kinds)
             self.output.note(_plan_note(plan, self.minutes))
             files = builder.make(self.kinds, self.small_model, plan)
         if files is None:
@@ -525,7 +525,7 @@ def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
     return given_prompts(evenly_chosen(held_back, n_prompts))
 
 
-def _too_short(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
+def _too_short_error(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
     """Return the error for --minutes that are less than a plan needs."""
     needed_min = plan.needed_s / 60.0
     hint = f"give --minutes {math.ceil(needed_min) + 1} or more"

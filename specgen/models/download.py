@@ -29,7 +29,7 @@ from specgen.models.transfer import (
     check_room,
     download_file,
     lock_download,
-    no_folder,
+    no_folder_error,
     writing_below,
 )
 from specgen.options import SourceChoice
@@ -165,7 +165,7 @@ def fetch_reference(
             return _use_cache(reference, error, progress)
         names = hub.choose(listing.sizes, reference)
         if names is None:
-            raise _unknown(reference, listing.sizes)
+            raise _unknown_error(reference, listing.sizes)
         files = [_hub_file(HubSource(repo, name)) for name in names]
         path = _fetch_files(files, f"{repo}/{names[0]}", listing.licence, progress)
         layers = hub.mtp_layers_for(names[0], listing.sizes)
@@ -205,7 +205,7 @@ def _use_cache(reference: HubReference, error: FetchError, progress: ProgressVie
     return path
 
 
-def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
+def _unknown_error(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
     """Return the error for a reference to no model, which suggests the repository's models."""
     models = hub.models_among(names)
     if not models:
@@ -300,7 +300,7 @@ def _writing_to_cache() -> Iterator[None]:
     warnings.filterwarnings("ignore", module="huggingface_hub")
     cache = hub.cache_of_hub()
     if cache == NOWHERE:  # huggingface_hub would make a folder with the name "~"
-        raise no_folder("HF_HOME")
+        raise no_folder_error("HF_HOME")
     with writing_below(cache, "HF_HOME"):
         yield
 

@@ -47,7 +47,7 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
     if len(data) > limits.body_bytes > 0 and len(data) - _image_size(body) > limits.body_bytes:
-        raise _too_large(f"{limits.body_bytes} bytes besides images")
+        raise _too_large_error(f"{limits.body_bytes} bytes besides images")
     return body
 
 
@@ -89,20 +89,20 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     announced_size = request.headers.get("content-length", "")
     is_number = announced_size.isascii() and announced_size.isdigit()
     if is_number and int(announced_size) > max_bytes_with_images:
-        raise _too_large(f"{max_bytes_with_images} bytes")
+        raise _too_large_error(f"{max_bytes_with_images} bytes")
     data = bytearray()
     n_checked = 0  # the bytes whose images were found
     n_text_bytes = 0  # those among them that belong to no image
     async for chunk in request.stream():
         data += chunk
         if len(data) > max_bytes_with_images:
-            raise _too_large(f"{max_bytes_with_images} bytes")
+            raise _too_large_error(f"{max_bytes_with_images} bytes")
         # The stream ends with an empty chunk.
         if len(data) - n_checked >= _BLOCK_BYTES or not chunk:
             n_text_bytes += len(_ENCODED_RUN.sub(b"", data[n_checked:]))
             n_checked = len(data)
         if n_text_bytes > max_bytes:
-            raise _too_large(f"{max_bytes} bytes besides images")
+            raise _too_large_error(f"{max_bytes} bytes besides images")
     return bytes(data)
 
 
@@ -121,7 +121,7 @@ def _image_size(body: Any) -> int:
     return n_characters
 
 
-def _too_large(size: str) -> RequestError:
+def _too_large_error(size: str) -> RequestError:
     message = f"the body has more than {size}; the server's option --limit-body allows more"
     return RequestError(413, message, code="request_too_large")
 

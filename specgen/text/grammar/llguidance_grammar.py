@@ -254,7 +254,7 @@ class _State(GrammarState):
             with _translated_panics(BackendError, _CANNOT_GO_ON):
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
-                raise _failure(matcher)
+                raise _matcher_error(matcher)
             n_digits = self._n_digits_after(token_id)
             self._children[token_id] = _State(self._grammar, matcher, n_digits=n_digits)
         return self._children[token_id]
@@ -313,7 +313,7 @@ class _State(GrammarState):
         with _translated_panics(BackendError, _CANNOT_GO_ON):
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise _failure(matcher)
+            raise _matcher_error(matcher)
         bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
         allowed = bits.view(np.bool_)
         if not matcher.is_accepting():  # if nothing else is allowed, llguidance allows the end
@@ -395,7 +395,7 @@ def _translated_panics(kind: type[SpecgenError], message: str = "") -> Iterator[
         raise kind(message + _first_line(str(error))) from error
 
 
-def _failure(matcher: LLMatcher) -> BackendError:
+def _matcher_error(matcher: LLMatcher) -> BackendError:
     return BackendError(_CANNOT_GO_ON + _first_line(matcher.get_error()))
 
 

@@ -17,7 +17,7 @@ from specgen.text.sampling import samplers
 from specgen.text.sampling.candidates import Allows, Candidates, allowed, allowed_top_k
 from specgen.text.sampling.distribution import Distribution
 from specgen.text.sampling.dry import DryBreakers
-from specgen.text.sampling.raw_probabilities import not_finite
+from specgen.text.sampling.raw_probabilities import not_finite_error
 from specgen.text.sampling.steps import (
     Adjustment,
     Exclusion,
@@ -133,7 +133,7 @@ class Sampler:
         if top == -np.inf and self._adjustments:
             raise BackendError("the logit biases and penalties leave no token to choose")
         if not math.isfinite(top):
-            raise not_finite(top)
+            raise not_finite_error(top)
         # Greedy: the best token that the grammar allows. It is usually the best of all.
         if self._takes_best:
             if allows is not None and not allows(np.array([best_id]))[0]:

@@ -48,7 +48,7 @@ def numpy_likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     """Compute `likeliest` without the kernel library."""
     top = float(logits.max())
     if not math.isfinite(top):
-        raise not_finite(top)
+        raise not_finite_error(top)
     token_ids = best(logits, n)
     total = float(np.exp(logits - np.float32(top)).sum())
     return token_ids.tolist(), _probabilities(logits[token_ids].tolist(), total)
@@ -105,7 +105,7 @@ def token_logprob(token_id: int, logprob: float, vocabulary: Vocabulary) -> Toke
     return TokenLogprob(token_id, text, logprob, tuple(data))
 
 
-def not_finite(logit: float) -> BackendError:
+def not_finite_error(logit: float) -> BackendError:
     """Return the error for a row whose largest logit is infinite or not a number."""
     return BackendError(
         f"the model's largest logit is {logit}: the file is damaged, or this build of llama.cpp "
