@@ -38,7 +38,7 @@ def worker(
     memory: int | None = option(
         None,
         "--memory",
-        "The most memory to offer on each device; it decides the worker's share of a model.",
+        "The maximum memory to offer on each device, which decides the worker's share of a model.",
         min=1,
         metavar="MIB",
         show_default="all that is free",
