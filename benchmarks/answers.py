@@ -17,7 +17,7 @@ from typing import Any
 
 from specgen.events import FinishedEvent
 from specgen.measure.prompts import (
-    NOW,
+    FIXED_NOW,
     BenchPrompt,
     evenly_chosen,
     first_of_each,
@@ -136,7 +136,7 @@ def opened(
 
 def format_prompt(session: Session, prompt: str) -> Prompt:
     """The prompt in the model's chat template, or unchanged if the model has none."""
-    return session.prompts.of_text(prompt, now=NOW)
+    return session.prompts.of_text(prompt, now=FIXED_NOW)
 
 
 def answer(session: Session, prompt: str | Prompt) -> FinishedEvent:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.llama import LlamaModel
-from specgen.measure.prompts import NOW, read_prompts
-from specgen.system.machine import look_at_machine
+from specgen.measure.prompts import FIXED_NOW, read_prompts
+from specgen.system.machine import describe_machine
 from specgen.train.distillation import RATE, distil
 from specgen.train.draft_builder import OWN_PROMPTS
 from specgen.train.target_text import TargetText, TrainingText, training_texts
@@ -46,7 +46,7 @@ def main() -> None:
     with contextlib.closing(target), contextlib.closing(draft):
         prompts = read_prompts(arguments.prompts or OWN_PROMPTS)
         text = TargetText(arguments.text, prompts)
-        texts = training_texts(text, target, draft, NOW)
+        texts = training_texts(text, target, draft, FIXED_NOW)
     texts = _first(texts, arguments.tokens)
     budget = Budget(
         time.monotonic, time.monotonic() + 60.0 * arguments.minutes, progress=_show_progress
@@ -61,7 +61,7 @@ def main() -> None:
         "n_tokens_learnt": _n_tokens(texts, is_held_back=False),
         "n_tokens_judged": _n_tokens(texts, is_held_back=True),
         **dataclasses.asdict(agreement),
-        "cpu": look_at_machine().cpu,
+        "cpu": describe_machine().cpu,
     }
     print(json.dumps(figures))
 

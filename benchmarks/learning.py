@@ -43,7 +43,7 @@ from specgen.events import FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels
 from specgen.llama.kernels.attached import computing
 from specgen.measure.draft_trial import Baseline, Replay, TrialAnswer, replay
-from specgen.measure.prompts import NOW
+from specgen.measure.prompts import FIXED_NOW
 from specgen.models.files import identify, learning_folder
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
@@ -55,7 +55,7 @@ from specgen.session.open import open_measurements
 from specgen.session.session import Session
 from specgen.system.files import as_json
 from specgen.system.folders import cache_folder
-from specgen.system.machine import look_at_machine
+from specgen.system.machine import describe_machine
 from specgen.train.online_learning import Lesson, learn
 from specgen.train.training_loop import Budget
 
@@ -216,7 +216,7 @@ def main() -> None:
             for policy in arguments.policy
         }
     document = {
-        "machine": as_json(look_at_machine()),
+        "machine": as_json(describe_machine()),
         "kernels": computing(),
         "target": target.name,
         "draft": draft.name,
@@ -318,7 +318,7 @@ def _replay(arms: dict[str, SessionOptions], requests: Sequence[str]) -> dict[st
             replayed[arm] = []
             for answer in answers:
                 context.remove(0)
-                formatted = loaded.prompts.of_text(answer.prompt, now=NOW)
+                formatted = loaded.prompts.of_text(answer.prompt, now=FIXED_NOW)
                 generation = DrafterFactory(loaded).new_answer(formatted, n_ctx, (context,), 0)
                 replayed[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.answers import command_line, parser_of, write_json
 from specgen.events import CommittedEvent, FinishedEvent
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
-from specgen.measure.prompts import NOW
+from specgen.measure.prompts import FIXED_NOW
 from specgen.options import DraftSource, GenerationOptions, SessionOptions
 from specgen.session.calibration import calibrate
 from specgen.session.engine import Engine
@@ -90,7 +90,7 @@ def answer(engine: Engine, session: Session, source: DraftSource, text: str) -> 
         session.draft_source = source
         engine.reload_draft()
         calibrate(session)
-    prompt = session.prompts.of_text(text, now=NOW)
+    prompt = session.prompts.of_text(text, now=FIXED_NOW)
     first_s = 0.0
     figures: dict[str, Any] = {"n_prompt": len(prompt.tokens), "short_tokens_per_s": 0.0}
     for event in engine.stream(engine.insert(prompt, draft=source != "none")):

@@ -59,7 +59,7 @@ from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.llama.mtp_layers import why_no_mtp
 from specgen.measure.benchmark import Contender, Outcome, Runs, contender_of, figures_of, take_turns
-from specgen.measure.prompts import NOW, BenchPrompt
+from specgen.measure.prompts import FIXED_NOW, BenchPrompt
 from specgen.options import DraftSource
 from specgen.render.tables import bench_lines
 from specgen.session.session import Session
@@ -188,7 +188,7 @@ class PeerContender:
         self._loaded = session
 
     def answer(self, prompt: str) -> Outcome:
-        formatted = self._loaded.prompts.of_text(prompt, chat=None, now=NOW)
+        formatted = self._loaded.prompts.of_text(prompt, chat=None, now=FIXED_NOW)
         vocabulary = self._loaded.target.vocabulary
         # llama.cpp adds this token to the prompt, even if the prompt begins with it.
         bos = ""
@@ -346,7 +346,7 @@ class EngineContender:
         )
 
     def _tokens_of(self, prompt: str) -> tuple[int, ...]:
-        return tuple(self._loaded.prompts.of_text(prompt, now=NOW).tokens)
+        return tuple(self._loaded.prompts.of_text(prompt, now=FIXED_NOW).tokens)
 
 
 def engines_of(

@@ -30,7 +30,7 @@ from benchmarks.peers import PeerError, run_program
 from specgen.llama import default_threads
 from specgen.llama.kernels.admission import choose_kernels, wanted_in
 from specgen.measure.benchmark import Contender, Outcome, contender_of
-from specgen.measure.prompts import NOW
+from specgen.measure.prompts import FIXED_NOW
 from specgen.session.session import Session
 from specgen.system.folders import cache_folder
 
@@ -70,7 +70,7 @@ def answer_by_lookup(session: Session, n_drafted_max: int, prompt: str) -> Outco
     options = session.options
     job = LookupJob(
         target=str(options.target),
-        prompt=session.prompts.of_text(prompt, now=NOW).tokens,
+        prompt=session.prompts.of_text(prompt, now=FIXED_NOW).tokens,
         n_tokens=options.generation.max_tokens,
         n_threads=options.target_context.n_threads or default_threads(),
         n_drafted_max=n_drafted_max,

@@ -51,7 +51,7 @@ from specgen.errors import SpecgenError
 from specgen.llama import build
 from specgen.session.choose_models import find_target
 from specgen.system.files import as_json, path_of
-from specgen.system.machine import look_at_machine
+from specgen.system.machine import describe_machine
 
 PLAIN = "plain"
 #: The second answer of plain decoding.
@@ -572,7 +572,7 @@ def _circumstances() -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command_line("spec_bench", sys.argv[1:]),
         "commit": commit_of(_TOP),
-        "machine": as_json(look_at_machine()),
+        "machine": as_json(describe_machine()),
         "llama_cpp": as_json(build()),
     }
 

@@ -52,12 +52,7 @@ class PromptError(SpecgenError, exit_code=3):
 class PromptLengthError(PromptError):
     """The prompt has more tokens (`n_tokens`) than the context or a limit allows (`n_most`)."""
 
-    def __init__(
-        self,
-        message: str,
-        n_tokens: int,
-        n_most: int,
-    ) -> None:
+    def __init__(self, message: str, n_tokens: int, n_most: int) -> None:
         super().__init__(message)
         self.n_tokens = n_tokens
         self.n_most = n_most
@@ -139,12 +134,7 @@ def did_you_mean(name: str, known_names: Iterable[str]) -> str:
         A question after a space, such as `` (did you mean max_tokens?)``; "" if no known name is
         similar.
     """
-    similar_names = difflib.get_close_matches(
-        name,
-        list(known_names),
-        n=1,
-        cutoff=_MIN_SIMILARITY,
-    )
+    similar_names = difflib.get_close_matches(name, list(known_names), n=1, cutoff=_MIN_SIMILARITY)
     if not similar_names:
         return ""
     return f" (did you mean {similar_names[0]}?)"

@@ -213,8 +213,8 @@ def _user_error(error: Any) -> SpecgenError | None:
     )
 
 
-def _giver_of(parameter: Any, context: Any) -> str:
-    """Return what gave a parameter its value: a variable, an option, or an argument."""
+def _source_of(parameter: Any, context: Any) -> str:
+    """Return where a parameter got its value from: a variable, an option, or an argument."""
     source = None if context is None else context.get_parameter_source(parameter.name)
     if source is not None and source.name == "ENVIRONMENT":
         return str(parameter.envvar)
@@ -223,14 +223,14 @@ def _giver_of(parameter: Any, context: Any) -> str:
 
 def _usage_error(error: Any) -> UsageError:
     """Return one of Typer's errors in our words, with the wrong value and a hint."""
-    message = " ".join(error.format_message().split())  # in one line
+    message = " ".join(error.format_message().split())  # on one line
     why = reason(error)
     context = getattr(error, "ctx", None)
     command = "specgen" if context is None else context.command_path
     hint = f"see `{command} --help`"
     unknown_command = _UNKNOWN_COMMAND.match(message)
     if why is not None:
-        message = f"{_giver_of(error.param, context)}: {why}"
+        message = f"{_source_of(error.param, context)}: {why}"
     elif type(error).__name__ == "NoSuchOption":
         names = [name for option in error.ctx.command.params for name in option.opts]
         message = f"{error.message}{did_you_mean(error.option_name, names)}"

@@ -335,11 +335,7 @@ def _plan_of(
 
 
 @contextlib.contextmanager
-def _opened_run(
-    plan: _BatchPlan,
-    write: Write,
-    output: Output,
-) -> Iterator[BatchRun | RayBatch]:
+def _opened_run(plan: _BatchPlan, write: Write, output: Output) -> Iterator[BatchRun | RayBatch]:
     """Load the models, and yield the run that answers lines with them."""
     from specgen.serve.batch.runner import BatchRun
 
@@ -465,13 +461,7 @@ def _actor_job(plan: _BatchPlan, cpus_per_worker: float | None) -> ActorJob:
     if "target_bytes" in plan.settings:
         file_sizes[str(options.target)] = plan.settings["target_bytes"]
     open_session = partial(open_on_node, replace(wanted, options=options), plan.kernels)
-    return ActorJob(
-        open_session,
-        plan.prompting,
-        plan.settings,
-        plan.parallel,
-        file_sizes,
-    )
+    return ActorJob(open_session, plan.prompting, plan.settings, plan.parallel, file_sizes)
 
 
 def _with_threads(context: ContextOptions, n_threads: int) -> ContextOptions:

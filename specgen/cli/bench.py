@@ -25,8 +25,8 @@ from specgen.measure.benchmark import (
     entries_of,
     figures_of,
     find_drafts,
-    gains,
     measure,
+    speedup_sentences,
     to_json_object,
 )
 from specgen.measure.prompts import (
@@ -115,12 +115,7 @@ def bench(
         min=1,
         show_default="all",
     ),
-    n_rounds: int = _contest(
-        1,
-        "--repeat",
-        "How often to go through all prompts.",
-        min=1,
-    ),
+    n_rounds: int = _contest(1, "--repeat", "How often to go through all prompts.", min=1),
     trials: Trials = TRIALS.without("--count").with_default("--max-tokens", 128),
     json_file: Path | None = option(
         None,
@@ -166,14 +161,7 @@ def bench(
     options = trial_options(alone(path), trials.max_tokens, machine, drafting)
     options = replace(options, sampler=sampling)
     unique_temperatures = list(dict.fromkeys(temperatures))
-    entries = entries_of(
-        options,
-        stages,
-        policies,
-        trees,
-        unique_temperatures,
-        open_measurements(),
-    )
+    entries = entries_of(options, stages, policies, trees, unique_temperatures, open_measurements())
 
     names = ", ".join(dict.fromkeys(entry.name for entry in entries))
     task = f"{counted(len(prompts), 'prompt')}, each answered with up to {trials.max_tokens} tokens"
@@ -229,11 +217,7 @@ def _prompts(
     return first_of_each(prompts, n_per_category)
 
 
-def _show(
-    runs: Runs,
-    document: dict[str, object],
-    json_file: Path | None,
-) -> None:
+def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
     """Print the results, as a table, lines or JSON, and write them to the file of --json."""
     from specgen.render.tables import bench_lines, print_bench_tables
 
@@ -258,7 +242,7 @@ def _notes(runs: Runs) -> list[str]:
 
     notes: list[str] = []
     if runs.error is None and not runs.is_interrupted:
-        notes += gains(figures_of(runs.results))
+        notes += speedup_sentences(figures_of(runs.results))
     for failure in runs.failures:
         if failure.contender == PLAIN:  # without it, the prompt has nothing to compare with
             omission = f"prompt {failure.prompt} was left out"

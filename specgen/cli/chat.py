@@ -71,7 +71,7 @@ def chat(
     go to standard output. The message /help lists the commands, such as /undo and /save.
     """
     # 1. Read what the options name.
-    answer = output.needs(setup.answer)
+    answer = output.with_logprobs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
     files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
@@ -98,13 +98,7 @@ def chat(
             engine = stack.enter_context(_opened_engine(session, stop, output))
             stack.callback(session.measurements.save)
             now = datetime.datetime.now().astimezone()
-            talk = Chat(
-                session,
-                engine,
-                conversation,
-                session_file,
-                now=now,
-            )
+            talk = Chat(session, engine, conversation, session_file, now=now)
             stack.callback(talk.keep)
             learner = stack.enter_context(Learner(session, engine, engine.notify))
 
@@ -122,11 +116,7 @@ def chat(
 
 
 @contextlib.contextmanager
-def _opened_engine(
-    session: Session,
-    stop: Interrupt,
-    output: Output,
-) -> Iterator[Engine]:
+def _opened_engine(session: Session, stop: Interrupt, output: Output) -> Iterator[Engine]:
     """Open the engine of a session, with the notices for the user, and the costs of drafting."""
     from specgen.session.calibration import calibrate
     from specgen.session.engine import Engine
@@ -206,13 +196,7 @@ class _Dialogue:
     if the command cannot be carried out, and `EOFError` to end the conversation.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        learner: Learner,
-        stop: Interrupt,
-        output: Output,
-    ) -> None:
+    def __init__(self, chat: Chat, learner: Learner, stop: Interrupt, output: Output) -> None:
         self._chat = chat
         self._learner = learner
         self._stop = stop
@@ -449,18 +433,18 @@ _ALIASES = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}
 # --- messages, from a person at a terminal or from a pipe
 
 
-class _Leaving:
-    """Ctrl-C at an empty prompt: the first tells how to leave, and the next one leaves."""
+class _CtrlC:
+    """Ctrl-C at an empty prompt: the first prints how to leave, and the next one leaves."""
 
     def __init__(self) -> None:
         self._was_told = False
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Note that something was typed, so that the next Ctrl-C is a first one."""
         self._was_told = False
 
-    def interrupted(self, line_end: str = "") -> bool:
-        """Return whether to leave; if not, tell how to, after `line_end`."""
+    def leaves(self, line_end: str = "") -> bool:
+        """Handle a Ctrl-C: return whether to leave; if not, print how to, after `line_end`."""
         if self._was_told:
             return True
         self._was_told = True
@@ -479,23 +463,18 @@ def _messages(are_typed: bool) -> Iterator[str]:
 
 def _prompted(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines that a person types at a terminal without escape codes, as in Emacs."""
-    leaving = _Leaving()
+    ctrl_c = _CtrlC()
     while True:
-        print(
-            "> ",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("> ", end="", file=sys.stderr, flush=True)
         try:
             line = stream.readline()
         except KeyboardInterrupt:  # the terminal has dropped what was typed
-            if leaving.interrupted(line_end="\n"):
+            if ctrl_c.leaves(line_end="\n"):
                 return
             continue
         if not line:
             return
-        leaving.begin_again()
+        ctrl_c.reset()
         yield line
 
 
@@ -544,20 +523,20 @@ def typed_messages() -> Iterator[str]:
             # Answers may go into a pipe; what is typed must be visible even then.
             output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
-    leaving = _Leaving()
+    ctrl_c = _CtrlC()
     while True:
         try:
             with _ending_by_signals(session):
                 message = session.prompt()
         except KeyboardInterrupt:
             if session.default_buffer.text:
-                leaving.begin_again()
-            elif leaving.interrupted():
+                ctrl_c.reset()
+            elif ctrl_c.leaves():
                 return
             continue
         except EOFError:
             return
-        leaving.begin_again()
+        ctrl_c.reset()
         if message.strip():
             yield message
 

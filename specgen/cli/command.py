@@ -27,12 +27,7 @@ class Command(typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options into the help."""
-        write_options(
-            self,
-            ctx,
-            formatter,
-            shows_all=ctx.meta.get("asks_for_all_help", False),
-        )
+        write_options(self, ctx, formatter, shows_all=ctx.meta.get("asks_for_all_help", False))
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the end of the help."""

@@ -38,7 +38,7 @@ def doctor(
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
-    from specgen.cli.models import on_disk
+    from specgen.cli.models import paths_on_disk
     from specgen.measure.diagnosis import diagnose
     from specgen.models.registry import load_registry
     from specgen.session.choose_models import find_model
@@ -46,7 +46,7 @@ def doctor(
     path = None
     if model is not None:
         # The name of a model that is not on this disk is an error: nothing is downloaded.
-        path = find_model(model, load_registry(), lambda name: on_disk(name)[0])
+        path = find_model(model, load_registry(), lambda name: paths_on_disk(name)[0])
     endpoints = () if rpc is None else endpoints_of(rpc)
     console = Console(stderr=True)
     if console.is_terminal:
@@ -81,11 +81,7 @@ def _show(report: DoctorReport, console: Console) -> None:
     _show_section("Checks", checks, console)
 
 
-def _show_section(
-    heading: str,
-    lines: Sequence[tuple[Text, str]],
-    console: Console,
-) -> None:
+def _show_section(heading: str, lines: Sequence[tuple[Text, str]], console: Console) -> None:
     """Print a heading, and lines with a label each."""
     from rich.table import Table
     from rich.text import Text

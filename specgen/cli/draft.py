@@ -207,12 +207,7 @@ def find(
             interrupted=stop,
             progress=progress,
         )
-    _save_and_show(
-        search,
-        output,
-        save=save,
-        as_json=wanted.as_json,
-    )
+    _save_and_show(search, output, save=save, as_json=wanted.as_json)
     return stop.exit_code
 
 
@@ -352,12 +347,7 @@ def make(
         search = making.compare(made)
 
     # 3. Save the fastest one.
-    saved = _save_and_show(
-        search,
-        output,
-        save=save,
-        as_json=as_json,
-    )
+    saved = _save_and_show(search, output, save=save, as_json=as_json)
     if saved is not None and kind is None:
         _delete_all_but(saved, made.files, output)
     return stop.exit_code
@@ -430,16 +420,9 @@ class _Making:
             )
             n_missing = builder.n_lacking(self.kinds)
             left_s = self.ends_s - time.monotonic()
-            plan = plan_time(
-                left_s,
-                costs,
-                n_drafts,
-                self.text,
-                n_missing,
-                len(self.kinds),
-            )
+            plan = plan_time(left_s, costs, n_drafts, self.text, n_missing, len(self.kinds))
             if plan.needed_s > left_s:
-                raise _too_short(plan, self.minutes, self.kinds)
+                raise _too_short_error(plan, self.minutes, self.kinds)
             self.output.note(_plan_note(plan, self.minutes))
             files = builder.make(self.kinds, self.small_model, plan)
         if files is None:
@@ -471,11 +454,7 @@ class _Making:
             )
 
 
-def _delete_all_but(
-    best: DraftSource,
-    files: Sequence[Path],
-    output: Output,
-) -> None:
+def _delete_all_but(best: DraftSource, files: Sequence[Path], output: Output) -> None:
     """Delete the drafts that were made, except for the best draft if it is one of them."""
     for file in files:
         if file != best:
@@ -546,11 +525,7 @@ def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
     return given_prompts(evenly_chosen(held_back, n_prompts))
 
 
-def _too_short(
-    plan: TimePlan,
-    minutes: float,
-    kinds: Sequence[Kind],
-) -> UsageError:
+def _too_short_error(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
     """Return the error for --minutes that are less than a plan needs."""
     needed_min = plan.needed_s / 60.0
     hint = f"give --minutes {math.ceil(needed_min) + 1} or more"
@@ -582,12 +557,7 @@ def learn(
         "The draft model that learns.",
         show_default="the one that `specgen run` uses for this target",
     ),
-    minutes: float = option(
-        10.0,
-        "--minutes",
-        "Train for at most this long.",
-        min=0.1,
-    ),
+    minutes: float = option(10.0, "--minutes", "Train for at most this long.", min=0.1),
     as_json: bool = flags.JSON_REPORT,
     output: Output = flags.loudness.without("--verbose"),
 ) -> int:
@@ -620,11 +590,7 @@ def learn(
     return 0
 
 
-def _draft_model(
-    target: str,
-    draft: str | None,
-    output: Output,
-) -> Path:
+def _draft_model(target: str, draft: str | None, output: Output) -> Path:
     """Return the first draft for a target that is a model: only those learn.
 
     Raises:

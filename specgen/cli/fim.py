@@ -68,13 +68,8 @@ def fim(
     The model must be trained for fill-in-the-middle, like Qwen2.5-Coder, StarCoder2 and Codestral.
     Drafts also come from repetitions of the text around the gap, and of other files of the project.
     """
-    setup = replace(setup, answer=output.needs(setup.answer))
-    file_gap = _find_gap(
-        place,
-        prefix_file,
-        suffix_file,
-        in_place=in_place,
-    )
+    setup = replace(setup, answer=output.with_logprobs(setup.answer))
+    file_gap = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
     context = {str(path): read_input(path) for path in context_files or ()}
     if not file_gap.prefix and not file_gap.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")

@@ -65,13 +65,13 @@ _HINTS_BY_NAMES = {
     ),
     "--no-jinja": "--chat-template replaces the model's own template; --raw uses none",
     "--log-file -lv --verbosity --log-verbosity --log-colors --log-prefix": (
-        "-v and -vv say more on standard error; `2> FILE` keeps it"
+        "-v and -vv print more on standard error; `2> FILE` keeps it"
     ),
     "--keep --context-shift": "an answer ends where the context is full: -c N makes it larger",
-    "--spec-type": "--draft says what drafts: a model, mtp, ngram or heads",
+    "--spec-type": "--draft chooses the kind of draft: a model, mtp, ngram or heads",
     "-mu --model-url": "download it, or name it with -hf USER/REPO:QUANT",
     "--api-key": "--api-key-file FILE: other users of the machine can see options",
-    "-to --timeout": "--limit-time SECONDS is the most that an answer may take",
+    "-to --timeout": "--limit-time SECONDS limits the time of an answer",
     "--ssl-key-file --ssl-cert-file": "put a proxy with TLS in front of it",
     "--offline": "the variable HF_HUB_OFFLINE=1 does so",
     # Listed here so that -bf is not read as -b with the value "f".

@@ -128,12 +128,7 @@ def opened(
     use_kernels(kernels, output)
     with (
         log_shown(output),
-        open_session(
-            wanted,
-            output.reporter,
-            clock=time.perf_counter,
-            check=check,
-        ) as session,
+        open_session(wanted, output.reporter, clock=time.perf_counter, check=check) as session,
     ):
         yield session
 
@@ -174,12 +169,7 @@ def log_shown(output: Output) -> Iterator[None]:
             lines = [line for line in text.splitlines() if _RELEVANT_LINE.search(line)]
             text = "".join(f"{line}\n" for line in lines if line not in shown)
             shown.update(lines)
-        print(
-            text,
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(text, end="", file=sys.stderr, flush=True)
 
     session_log = logging.getLogger("specgen.session")
     handler = logging.StreamHandler()

@@ -60,12 +60,7 @@ def _complete_names(incomplete: str) -> list[str]:
     return model_names(incomplete) + pair_names(incomplete)
 
 
-_NAME = argument(
-    "NAME",
-    "A model or a pair.",
-    REQUIRED,
-    autocompletion=_complete_names,
-)
+_NAME = argument("NAME", "A model or a pair.", REQUIRED, autocompletion=_complete_names)
 _name_or_repo = partial(argument, "NAME|USER/REPO[:QUANT]", default=REQUIRED)
 _NAME_OR_REPO = _name_or_repo(
     help="A model or a pair, or a model on the hub.", autocompletion=_complete_names
@@ -227,10 +222,10 @@ def path(*, name: str = _NAME_OR_REPO) -> None:
 
     If a model has several files, it is the first one.
     """
-    print(*on_disk(name), sep="\n")
+    print(*paths_on_disk(name), sep="\n")
 
 
-def on_disk(name: str) -> list[Path]:
+def paths_on_disk(name: str) -> list[Path]:
     """Return the first file of a model, or of each model of a pair.
 
     Args:

@@ -113,14 +113,9 @@ class Output:
         from specgen.session.open import Reporter
 
         view = LoadingView(self)
-        return Reporter(
-            self.note,
-            view.status,
-            view.packing,
-            shows_log=self.verbose > 0,
-        )
+        return Reporter(self.note, view.status, view.packing, shows_log=self.verbose > 0)
 
-    def needs(self, answer: GenerationOptions) -> GenerationOptions:
+    def with_logprobs(self, answer: GenerationOptions) -> GenerationOptions:
         """Return the options of an answer, with the log-probabilities that this output shows.
 
         Raises:
@@ -149,12 +144,7 @@ class Output:
         from specgen.events import FinishedEvent, PromptEvent
         from specgen.render.live import LiveRenderer
 
-        renderer = self.renderer(
-            sys.stdout,
-            sys.stderr,
-            os.environ,
-            in_chat=in_chat,
-        )
+        renderer = self.renderer(sys.stdout, sys.stderr, os.environ, in_chat=in_chat)
         shown: list[Event] = []
         with contextlib.closing(events), renderer:
             for event in events:
@@ -166,12 +156,7 @@ class Output:
         finished = next((event for event in shown if isinstance(event, FinishedEvent)), None)
         if prompt is not None and finished is not None and self.has_summary:
             has_colours = isinstance(renderer, LiveRenderer) and self.show != "none"
-            self._print_summary(
-                prompt,
-                finished,
-                has_colours=has_colours,
-                in_chat=in_chat,
-            )
+            self._print_summary(prompt, finished, has_colours=has_colours, in_chat=in_chat)
         return finished
 
     def _print_summary(
@@ -251,13 +236,7 @@ class Output:
                 encoding=encoding,
                 is_terminal=True,
             )
-        return live.LiveRenderer(
-            console,
-            self.show,
-            notice,
-            thinks=thinks,
-            folds=in_chat,
-        )
+        return live.LiveRenderer(console, self.show, notice, thinks=thinks, folds=in_chat)
 
     def _ends_line(self, stdout: TextIO, stderr: TextIO) -> bool:
         """Return whether to add a line break after an answer, if `stdout` is not a terminal."""
@@ -339,12 +318,7 @@ def show_answer(
     uncounted_s = process_age_s() - sum(session.setup_s.values())
     session.setup_s["starting_s"] = max(0.0, uncounted_s)
     with Interrupt() as interrupt:
-        events = generate(
-            session,
-            prompt,
-            interrupted=interrupt,
-            status=output.status,
-        )
+        events = generate(session, prompt, interrupted=interrupt, status=output.status)
         finished = output.show_events(events)
     session.measurements.save()
     # A signal that comes after the last token changes nothing.
@@ -407,12 +381,7 @@ def _wrapped(line: str, columns: int) -> str:
     """Return a line, broken between words to fit a terminal of this width."""
     from wcwidth import wrap  # unlike textwrap, it knows that some characters take two columns
 
-    rows = wrap(
-        line,
-        columns,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    rows = wrap(line, columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(rows)
 
 

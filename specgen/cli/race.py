@@ -133,22 +133,12 @@ def _replay(race: Race) -> None:
     else:
         sys.stdout.flush()  # so that earlier output comes first
         with Interrupt() as skipped:
-            replay(
-                race,
-                console,
-                clock=time.monotonic,
-                sleep=time.sleep,
-                interrupted=skipped,
-            )
+            replay(race, console, clock=time.monotonic, sleep=time.sleep, interrupted=skipped)
     if not race.is_interrupted:
         print(race.verdict)
 
 
-def _write_files(
-    race: Race,
-    svg_file: Path | None,
-    html_file: Path | None,
-) -> None:
+def _write_files(race: Race, svg_file: Path | None, html_file: Path | None) -> None:
     """Write the picture and the page that the user asked for."""
     from specgen.events import to_json_object
     from specgen.measure.race import CONDITIONS

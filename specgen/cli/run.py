@@ -26,7 +26,7 @@ def run(
     The answer goes to standard output, everything else to standard error. On a terminal, colours
     show which tokens were drafted and accepted.
     """
-    setup = replace(setup, answer=output.needs(setup.answer))
+    setup = replace(setup, answer=output.with_logprobs(setup.answer))
     text = question.read(output.note)
     if template.chat is not False:
         from specgen.session.prompts.thoughts import showing_thoughts

@@ -65,7 +65,7 @@ def serve(
     ),
     server: ServerOptions = server,
     limits: Limits = limits,
-    model: Callable[..., ModelSetup] = later(model_setup),
+    make_setup: Callable[..., ModelSetup] = later(model_setup),
     output: Output = flags.loudness,
 ) -> int:
     """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
@@ -83,17 +83,14 @@ def serve(
 
     # 1. Decide which models the command line names.
     stop = Interrupt()
-    default_setup = model()
+    default_setup = make_setup()
     stored = {} if models is not None else _models_on_disk(default_setup, server)
-    if memory is not None and models is None and not stored:
-        raise UsageError("--memory needs --models: a single model stays loaded")
-    if server.alias is not None and models is not None:
-        raise UsageError("--alias names a single model; with --models, each has its own name")
-    naming = _NamedModels(
+    _check_model_options(models, stored, memory, server)
+    selection = _ModelSelection(
         source=models,
         stored=stored,
-        default=default_setup,
-        model=model,
+        default_setup=default_setup,
+        make_setup=make_setup,
         alias=server.alias or "",
         memory=memory,
         learns_across=learn_across,
@@ -114,7 +111,7 @@ def serve(
 
         # 3. Find the models. A single one is loaded before the first request.
         stack.enter_context(log_shown(output))
-        found = naming.find()
+        found = selection.find()
         pool = stack.enter_context(
             ModelPool(found.entries, limits, found.memory_bytes, output.note)
         )
@@ -158,6 +155,26 @@ def _models_on_disk(setup: ModelSetup, server: ServerOptions) -> dict[str, Path]
     return servable_models(load_registry())
 
 
+def _check_model_options(
+    models: Path | None,
+    stored: Mapping[str, Path],
+    memory: int | None,
+    server: ServerOptions,
+) -> None:
+    """Raise `UsageError` if an option does not fit the number of models.
+
+    Args:
+        models: The value of --models.
+        stored: The models on this disk that are served if the user names none.
+        memory: The value of --memory.
+        server: The options of the server, with --alias.
+    """
+    if memory is not None and models is None and not stored:
+        raise UsageError("--memory needs --models: a single model stays loaded")
+    if server.alias is not None and models is not None:
+        raise UsageError("--alias names a single model; with --models, each has its own name")
+
+
 @dataclass(frozen=True, slots=True)
 class _FoundModels:
     """The models that are served."""
@@ -171,7 +188,7 @@ class _FoundModels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _NamedModels:
+class _ModelSelection:
     """Which models the command line names, and how they are opened."""
 
     #: The value of --models: a TOML file or a folder; None without it.
@@ -179,9 +196,9 @@ class _NamedModels:
     #: The models on this disk, by their names in requests; empty if the user named a model.
     stored: Mapping[str, Path]
     #: The options of the command line.
-    default: ModelSetup
-    #: Returns the options of the command line, except for those that are given as keywords.
-    model: Callable[..., ModelSetup]
+    default_setup: ModelSetup
+    #: Returns the options of the command line; keywords replace some of them.
+    make_setup: Callable[..., ModelSetup]
     #: The name of a single model in requests; empty for the name of its file.
     alias: str
     #: The value of --memory in bytes; None for the default.
@@ -199,7 +216,7 @@ class _NamedModels:
         Raises:
             SpecgenError: If a model cannot be served.
         """
-        kernels = self.default.setup.machine.kernels
+        kernels = self.default_setup.setup.machine.kernels
         if self.source is None and not self.stored:
             single = self._single()
             use_kernels(kernels, self.output)
@@ -219,7 +236,7 @@ class _NamedModels:
         from specgen.serve.server.served_models import ModelLoader
 
         loader = ModelLoader(self.output.reporter, self.learns_across, self.stop)
-        return loader.entry(self.alias, self.default.served(quiet=self.output.quiet))
+        return loader.entry(self.alias, self.default_setup.served(quiet=self.output.quiet))
 
     def _several(self, memory_bytes: float) -> list[ModelEntry]:
         """Return the models of --models, or else those on this disk, and print their names.
@@ -248,7 +265,7 @@ class _NamedModels:
     def _options_of(self, table: Mapping[str, Any]) -> ServedOptions:
         """Return the options of a model in the file of --models."""
         changes = options_in(table, without=_SERVER_WIDE_OPTIONS)
-        return self.model(**changes).served(quiet=self.output.quiet)
+        return self.make_setup(**changes).served(quiet=self.output.quiet)
 
 
 def _memory_for_models(given: int | None, output: Output) -> float:

@@ -33,23 +33,12 @@ _POLL_S = 0.1
 @flags.takes_options
 def worker(
     *,
-    host: str = option(
-        "127.0.0.1",
-        "--host",
-        "The address to listen on.",
-        metavar="ADDRESS",
-    ),
-    port: int = option(
-        50052,
-        "--port",
-        "The port.",
-        min=1,
-        max=65535,
-    ),
+    host: str = option("127.0.0.1", "--host", "The address to listen on.", metavar="ADDRESS"),
+    port: int = option(50052, "--port", "The port.", min=1, max=65535),
     memory: int | None = option(
         None,
         "--memory",
-        "The most memory to offer on each device; it decides the worker's share of a model.",
+        "The maximum memory to offer on each device, which decides the worker's share of a model.",
         min=1,
         metavar="MIB",
         show_default="all that is free",
@@ -167,12 +156,7 @@ def _wait_for_end(
     return is_listening
 
 
-def _check_address(
-    host: str,
-    port: int,
-    *,
-    insecure: bool,
-) -> None:
+def _check_address(host: str, port: int, *, insecure: bool) -> None:
     """Check the address to listen on.
 
     Raises:

@@ -65,12 +65,7 @@ class DflashDrafter(HiddenStateDrafter):
         prefill_s = self._costs.seconds_each(n_prefill) if n_prefill else 0.0
         return Price(block_s, 0.0, prefill_s)
 
-    def _grow(
-        self,
-        draft: Expansion,
-        context: Sequence[int],
-        n_decoded: int,
-    ) -> Drafting:
+    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
         """Decode a block after the text, and grow a draft from its logits."""
         yield from self._fill_cache(context, n_decoded)
         n_tokens = draft.n_levels_max

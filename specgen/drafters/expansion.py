@@ -332,12 +332,7 @@ class CostAwareTree(Tree):
         assert isinstance(self.plan.stop, CostAwareStopping)
         self._stop = self.plan.stop
 
-    def _add_likeliest(
-        self,
-        node: int,
-        tokens: list[int],
-        probabilities: list[float],
-    ) -> None:
+    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
         """Add the likeliest token, and others if they are likely enough.
 
         If the likeliest one does not reach `p_min`, none is added.
@@ -420,12 +415,7 @@ class FixedTree(Tree):
     The children are the likeliest tokens, or tokens that are sampled without replacement.
     """
 
-    def _add_likeliest(
-        self,
-        node: int,
-        tokens: list[int],
-        probabilities: list[float],
-    ) -> None:
+    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
         n_children = self._n_children(node)
         for token, probability in zip(tokens[:n_children], probabilities, strict=False):
             self._add(node, token, probability)
@@ -457,12 +447,7 @@ class IndependentWalks(Tree):
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
         self.n_levels_max = min(self.n_levels_max, self.n_max // len(self.walks))
 
-    def _add_likeliest(
-        self,
-        node: int,
-        tokens: list[int],
-        probabilities: list[float],
-    ) -> None:
+    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
         self._add(node, tokens[0], probabilities[0])
 
     def _sample_children(self, node: int, source: Distribution) -> None:

@@ -209,12 +209,7 @@ class HiddenStateDrafter(Drafter):
         n_rows = self._caches[0].n_missing(n_decoded) if self._caches else 1
         return self._costs.price_of_draft(n_rows, N_ROUND_ROWS, n_context - 1 - n_decoded)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        plan: RoundPlan,
-        n_drafted: int = 0,
-    ) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Draft after the text, if the target's states are known that the draft reads.
 
         The rows of drafted tokens are dropped from the cache afterwards, because they read the
@@ -250,12 +245,7 @@ class HiddenStateDrafter(Drafter):
             self.hidden_states.forget(n_read)
 
     @abstractmethod
-    def _grow(
-        self,
-        draft: Expansion,
-        context: Sequence[int],
-        n_decoded: int,
-    ) -> Drafting:
+    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
         """Grow a draft after the text, of which the target has decoded `n_decoded` tokens."""
 
     def _drop_drafted(self) -> None:
@@ -270,12 +260,7 @@ class HiddenStateDrafter(Drafter):
         """
         return min(self.hidden_states.n_decoded, n_context - 1)
 
-    def _decode_token(
-        self,
-        token: int,
-        position: int,
-        state: Hidden,
-    ) -> Decoding:
+    def _decode_token(self, token: int, position: int, state: Hidden) -> Decoding:
         """Decode a token with the state before it; return the logits, float32[1, n_vocab]."""
         batch = Batch()
         batch.add(token, position, (self._branches.first,), True)
@@ -301,12 +286,7 @@ class LayerDrafter(HiddenStateDrafter):
         self._cache = HiddenStateCache(backend, request, self.hidden_states, self.n_skipped)
         self._caches = [self._cache]
 
-    def _grow(
-        self,
-        draft: Expansion,
-        context: Sequence[int],
-        n_decoded: int,
-    ) -> Drafting:
+    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
         """Decode the rows of the text that the cache lacks, and grow a draft after them."""
         n_skipped = self._cache.n_skipped
         rows = yield from self._cache.catch_up(context, n_decoded)
@@ -367,12 +347,7 @@ class HiddenStateDraft(LoadedDraft):
     reads_all_rows = True
     origin = "mtp"
 
-    def __init__(
-        self,
-        name: str,
-        key: Key,
-        setup: DraftSetup,
-    ) -> None:
+    def __init__(self, name: str, key: Key, setup: DraftSetup) -> None:
         super().__init__(name, key)
         self.cost_key = key
         self._target = setup.target

@@ -149,12 +149,7 @@ class CacheSlot:
             backend.remove(own.first)
             return 0
 
-    def _share_cells(
-        self,
-        backend: Backend,
-        tokens: Sequence[int],
-        n_redecoded: int,
-    ) -> int:
+    def _share_cells(self, backend: Backend, tokens: Sequence[int], n_redecoded: int) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
         slots = [CacheSlot(number, self.n) for number in range(self.n)]

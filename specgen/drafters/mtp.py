@@ -71,12 +71,7 @@ class MtpChainDrafter(HiddenStateDrafter):
             prefill_s=len(self._caches) * one_layer.prefill_s,
         )
 
-    def _grow(
-        self,
-        draft: Expansion,
-        context: Sequence[int],
-        n_decoded: int,
-    ) -> Drafting:
+    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
         """Grow a draft, using a further layer for each token."""
         #: The state after the last row of each layer that was used so far.
         states: list[Hidden] = []
@@ -155,9 +150,4 @@ def _open(source: DraftSource, setup: DraftSetup) -> MtpDraft:
     return MtpDraft(setup, source if isinstance(source, Path) else None)
 
 
-KIND = DraftKind(
-    "mtp",
-    matches=_matches,
-    open=_open,
-    suits=lambda target: not target.why_no_mtp,
-)
+KIND = DraftKind("mtp", matches=_matches, open=_open, suits=lambda target: not target.why_no_mtp)

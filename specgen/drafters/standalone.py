@@ -172,12 +172,7 @@ class StandaloneDraft(LoadedDraft):
             # These n-grams search the text of the answer only, whatever the options say.
             return LoadedNgrams(replace(setup, drafting=DraftOptions()))
         # The other model drafts chains, token by token, in the same vocabulary.
-        drafting = replace(
-            setup.drafting,
-            tree=TreeShape("off"),
-            mask="off",
-            translate="off",
-        )
+        drafting = replace(setup.drafting, tree=TreeShape("off"), mask="off", translate="off")
         second_setup = replace(
             setup,
             target=self.model,
@@ -262,12 +257,7 @@ class StandaloneDraft(LoadedDraft):
         if self.mask is not None:
             backend = request.caches[0]
             n_shared = self._n_shared_tokens
-            return ParallelDrafter(
-                backend,
-                request,
-                mask=self.mask,
-                n_shared_tokens=n_shared,
-            )
+            return ParallelDrafter(backend, request, mask=self.mask, n_shared_tokens=n_shared)
         return self._model_drafter(request)
 
     def _model_drafter(self, request: DraftRequest) -> ModelDrafter:
@@ -277,12 +267,7 @@ class StandaloneDraft(LoadedDraft):
         guesser = self._guesser(request)
         if guesser is None or backend.rollback != "cells":
             return ModelDrafter(backend, request, n_shared_tokens=n_shared)
-        return StagedDrafter(
-            backend,
-            request,
-            n_shared_tokens=n_shared,
-            guesser=guesser,
-        )
+        return StagedDrafter(backend, request, n_shared_tokens=n_shared, guesser=guesser)
 
     def _translated_drafter(
         self, request: DraftRequest, translation: Translation

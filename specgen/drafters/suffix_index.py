@@ -265,12 +265,7 @@ class SuffixArray(SuffixIndex):
         tokens = join_texts(texts)
         # Each row is the bytes of `MAX_MATCH` tokens, overlapping its neighbours by all but one
         # token. With the highest byte of each token first, rows compare as the tokens do.
-        rows = np.ndarray(
-            len(tokens),
-            f"S{4 * MAX_MATCH}",
-            _backwards(tokens),
-            strides=(4,),
-        )
+        rows = np.ndarray(len(tokens), f"S{4 * MAX_MATCH}", _backwards(tokens), strides=(4,))
         return cls(tokens, rows.argsort(kind="stable").astype(np.int32))
 
     def __len__(self) -> int:
@@ -312,12 +307,7 @@ class SuffixArray(SuffixIndex):
         key = self._key(len(wanted))
         data = _as_bytes(wanted)
         first = bisect_left(self._place_at, data, key=key)
-        end = bisect_right(
-            self._place_at,
-            data,
-            lo=first,
-            key=key,
-        )
+        end = bisect_right(self._place_at, data, lo=first, key=key)
         step = max(1, math.ceil((end - first) / MAX_PLACES))
         places: list[int] = []
         for backward_index in self._place_at[first:end:step].tolist():
@@ -346,12 +336,7 @@ class SuffixArray(SuffixIndex):
         Raises:
             OSError: If the file cannot be written.
         """
-        save_arrays(
-            path,
-            tokens=self.tokens,
-            places=self._order,
-            made_of=made_of,
-        )
+        save_arrays(path, tokens=self.tokens, places=self._order, made_of=made_of)
 
     @classmethod
     def load(cls, path: Path, made_of: IntArray = _NOTHING) -> SuffixArray | None:

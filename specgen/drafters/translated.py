@@ -282,12 +282,7 @@ class TranslatedDrafter(Drafter):
         n_new = n_context - self.text.n_followed
         return self.inner.price(len(self.text.tokens) + n_new)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        plan: RoundPlan,
-        n_drafted: int = 0,
-    ) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         """Follow the text, let the inner drafter draft, and translate its draft."""
         text = self.text
         text.follow(context, self.drafted)

@@ -328,12 +328,7 @@ class Llama:
             UsageError: If an argument is invalid or cannot be honoured.
             PromptError: If the prompt is too long, or refused by the chat template.
         """
-        body = body_of(
-            ChatCompletionRequest,
-            CHAT_DEFAULTS,
-            arguments,
-            next_seed=self._next_seed(),
-        )
+        body = body_of(ChatCompletionRequest, CHAT_DEFAULTS, arguments, next_seed=self._next_seed())
         if not isinstance(messages, Iterable):
             raise UsageError(f"messages: give a list of messages, not {shown_value(messages)}")
         body["messages"] = list(messages)
@@ -432,12 +427,7 @@ class Llama:
             return found, n_tokens
         return found
 
-    def _embeddings(
-        self,
-        texts: Sequence[str],
-        *,
-        truncate: bool,
-    ) -> tuple[list[Hidden], int]:
+    def _embeddings(self, texts: Sequence[str], *, truncate: bool) -> tuple[list[Hidden], int]:
         """Return the embedding of each text, float32[n_embd], and the number of all tokens."""
         embedder = self._embedder
         if embedder is None:
@@ -468,12 +458,7 @@ class LlamaTokenizer:
         self.tokenize = llama.tokenize
         self.detokenize = llama.detokenize
 
-    def encode(
-        self,
-        text: str,
-        add_bos: bool = True,
-        special: bool = True,
-    ) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, special: bool = True) -> list[int]:
         """Return the tokens of a text."""
         return self.tokenize(text.encode(), add_bos, special)
 

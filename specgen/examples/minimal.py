@@ -146,14 +146,7 @@ def generate(
     max_length = min(len(prompt) + max_tokens, target.n_ctx + 1)
     while len(text) < max_length:
         n_room = max_length - len(text) - 1  # without the token that the target adds
-        new_tokens = speculative_round(
-            target,
-            draft,
-            text,
-            min(n_draft, n_room),
-            temperature,
-            rng,
-        )
+        new_tokens = speculative_round(target, draft, text, min(n_draft, n_room), temperature, rng)
         for token in new_tokens:
             if target.vocabulary.is_end(token):
                 return
@@ -217,29 +210,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("target", type=Path, help="the GGUF file of the model to sample from")
     parser.add_argument("draft", type=Path, help="a smaller model with the same vocabulary")
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0 is greedy (default)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the random numbers",
-    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     given = parser.parse_args(arguments)
     try:
         start_kernels(KernelOptions())
         with opened(given.target) as target, opened(given.draft) as draft:
-            write_continuation(
-                target,
-                draft,
-                given.prompt,
-                given.temperature,
-                given.seed,
-            )
+            write_continuation(target, draft, given.prompt, given.temperature, given.seed)
     except SpecgenError as error:
         sys.exit(f"error: {error}")
 

@@ -74,12 +74,7 @@ class Embedder:
                 n_sequences=1,
                 pooling=self.model.pooling,
             )
-            self._handle = open_context(
-                self.model,
-                options,
-                size,
-                n_rollback=0,
-            ).handle
+            self._handle = open_context(self.model, options, size, n_rollback=0).handle
             resources.callback(self.model.call, llama_cpp.llama_free, self._handle)
             self._resources = resources.pop_all()
         #: llama.cpp's pointer to the KV cache; null for encoders.

@@ -28,10 +28,7 @@ _ADAPTER = FileKind(
     "a LoRA adapter, not a model",
     "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
 )
-_MMPROJ = FileKind(
-    "an encoder of images or sound (mmproj)",
-    "give the model that it belongs to",
-)
+_MMPROJ = FileKind("an encoder of images or sound (mmproj)", "give the model that it belongs to")
 _IMATRIX = FileKind(
     "an importance matrix (imatrix), which is for quantizing a model",
     "give the model that it belongs to",

@@ -221,13 +221,7 @@ class MtpContext(HiddenStateContext):
         """
         if model.why_no_mtp:
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
-        super().__init__(
-            model,
-            None,
-            options,
-            size,
-            clock,
-        )
+        super().__init__(model, None, options, size, clock)
         compute_frequent_tokens(self)
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
         #: The contexts of all layers, if this is the first layer's.
@@ -236,13 +230,7 @@ class MtpContext(HiddenStateContext):
             chain_size = replace(size, n_branches=1)
             try:
                 for other in range(1, model.n_mtp_layers):
-                    context = MtpContext(
-                        model,
-                        options,
-                        chain_size,
-                        clock,
-                        layer=other,
-                    )
+                    context = MtpContext(model, options, chain_size, clock, layer=other)
                     self.layers += (context,)
             except SpecgenError:
                 self.close()
@@ -340,13 +328,7 @@ class DflashContext(HiddenStateContext):
         size: DraftContextSize,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(
-            model,
-            target,
-            options,
-            size,
-            clock,
-        )
+        super().__init__(model, target, options, size, clock)
         #: The draft.
         self.draft = model
         is_causal = model.metadata("dflash.attention.causal") == "true"
@@ -425,13 +407,7 @@ class AssistantContext(HiddenStateContext):
             n_branches=target.n_sequences // size.n_slots,
         )
         options = replace(options, n_batch=_MAX_ASSISTANT_ROWS * size.n_slots)
-        super().__init__(
-            model,
-            target,
-            options,
-            size,
-            clock,
-        )
+        super().__init__(model, target, options, size, clock)
         compute_frequent_tokens(self)
 
     def _layout(self, model: AssistantModel, _size: DraftContextSize) -> RowLayout:

@@ -57,11 +57,7 @@ _log_lines: collections.deque[str] = collections.deque(maxlen=200)
 _log_sinks: list[LogSink] = []
 
 
-def _on_log(
-    _level: int,
-    text: bytes,
-    _user_data: ctypes.c_void_p,
-) -> None:
+def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     line = text.decode("utf-8", "replace")
     _log_lines.append(line)
     show_log(line)
@@ -159,11 +155,7 @@ def native_folder() -> Path:
     return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
 
 
-def set_layer_input(
-    context: Any,
-    layer: int,
-    wanted: bool,
-) -> None:
+def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
     """Let a context keep the input of a layer, for `layer_input`; or not any more.
 
     llama.cpp ends the process unless the architecture is in `paired_drafts.HOOKED`.

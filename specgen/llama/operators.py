@@ -351,13 +351,7 @@ def metadata_context() -> Iterator[Any]:
     """
     size = MAX_TENSORS * native.ggml_tensor_overhead()
     size += native.ggml_graph_overhead_custom(MAX_TENSORS, False)
-    context = native.ggml_init(
-        GgmlInitParams(
-            mem_size=size,
-            mem_buffer=None,
-            no_alloc=True,
-        )
-    )
+    context = native.ggml_init(GgmlInitParams(mem_size=size, mem_buffer=None, no_alloc=True))
     if not context:
         raise BackendError("GGML could not make a context")
     try:
@@ -366,11 +360,7 @@ def metadata_context() -> Iterator[Any]:
         native.ggml_free(context)
 
 
-def new_tensor(
-    context: Any,
-    type_: int,
-    shape: Sequence[int],
-) -> Any:
+def new_tensor(context: Any, type_: int, shape: Sequence[int]) -> Any:
     """Create a tensor without data. GGML orders dimensions the other way round: last one first."""
     dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
     return native.ggml_new_tensor(context, type_, len(shape), dimensions)
@@ -394,11 +384,7 @@ def _check_size(tensor: Any, data: NDArray[Any]) -> None:
         raise BackendError(f"a tensor of {n_bytes} bytes, an array of {data.nbytes}")
 
 
-def _allocate(
-    resources: ExitStack,
-    context: Any,
-    buffer_type: Any,
-) -> Any:
+def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
     """Allocate the data of all tensors of a context in one buffer, which `resources` frees.
 
     Raises:

@@ -199,11 +199,7 @@ class _TensorPlacement(ctypes.Structure):
     _fields_ = (("pattern", _TEXT), ("buffer_type", _POINTER))
 
 
-def _place_layers(
-    params: Any,
-    devices: Sequence[int],
-    workers: Workers,
-) -> list[Any]:
+def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
     """Set in `params` which device gets which layers.
 
     Returns:
@@ -271,11 +267,7 @@ class RemoteCalls:
             abort_listeners.append(_on_abort)
         watch_aborts()
         _open.append(self)
-        self._thread = threading.Thread(
-            target=self._work,
-            name="remote calls",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -410,11 +402,7 @@ def _limit_memory(device: int, limit: int) -> None:
     functions = _DeviceFunctions.from_address(device)
     get_memory = ctypes.cast(functions.memory, _GET_MEMORY)
 
-    def get_limited_memory(
-        asked: int,
-        free: Any,
-        total: Any,
-    ) -> None:
+    def get_limited_memory(asked: int, free: Any, total: Any) -> None:
         get_memory(asked, free, total)
         free[0] = min(limit, free[0])
         total[0] = min(limit, total[0])
@@ -452,10 +440,4 @@ def serve_devices(
     )
     folder = None if cache is None else os.fsencode(cache)
     device_list = (_POINTER * len(devices))(*devices)
-    start_server(
-        endpoint.encode(),
-        folder,
-        n_threads,
-        len(devices),
-        device_list,
-    )
+    start_server(endpoint.encode(), folder, n_threads, len(devices), device_list)

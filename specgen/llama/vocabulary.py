@@ -123,14 +123,7 @@ class LlamaVocabulary:
 
     def infill_tokens(self) -> dict[str, int]:
         """Return the fill-in-the-middle tokens by llama.cpp's names; -1 for a missing one."""
-        return self._by_role(
-            "fim_pre",
-            "fim_suf",
-            "fim_mid",
-            "fim_pad",
-            "fim_rep",
-            "fim_sep",
-        )
+        return self._by_role("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 
     def _by_role(self, *roles: str) -> dict[str, int]:
         return {role: getattr(llama_cpp, f"llama_vocab_{role}")(self.handle) for role in roles}
@@ -165,13 +158,7 @@ class LlamaVocabulary:
 
     # --- from text to tokens
 
-    def tokenize(
-        self,
-        text: str,
-        *,
-        add_special: bool,
-        parse_special: bool,
-    ) -> list[int]:
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """See `Vocabulary.tokenize`.
 
         Raises:
@@ -195,12 +182,7 @@ class LlamaVocabulary:
             )
         return _with_stack(min(longest_line, _MAX_STACKED_LINE) * _FRAME_BYTES, tokenize)
 
-    def _tokenize(
-        self,
-        data: bytes,
-        add_special: bool,
-        parse_special: bool,
-    ) -> list[int]:
+    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         """Let llama.cpp tokenize a text in UTF-8, with a buffer that is large enough."""
         # Hardly any text has more tokens than bytes; a few are added around it (`add_special`).
         capacity = max(_DEFAULT_CAPACITY, len(data) + 8)

@@ -236,12 +236,7 @@ def _load_here(
     return weights
 
 
-def _load_packed(
-    weights: LoadedWeights,
-    file: Path,
-    params: Any,
-    settings: LoadSettings,
-) -> None:
+def _load_packed(weights: LoadedWeights, file: Path, params: Any, settings: LoadSettings) -> None:
     """Load weights with their file of packed weights, if they have one or get one."""
     packed = packed_weights_of(
         file,
@@ -264,12 +259,7 @@ def _load_packed(
     weights.streamed_bytes = packed.streamed_bytes
 
 
-def _load_unpacked(
-    weights: LoadedWeights,
-    file: Path,
-    params: Any,
-    settings: LoadSettings,
-) -> None:
+def _load_unpacked(weights: LoadedWeights, file: Path, params: Any, settings: LoadSettings) -> None:
     """Load weights without a file of packed weights.
 
     Those that fit into memory are packed there, if the kernels compute. The others stay in the

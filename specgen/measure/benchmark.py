@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from specgen import __version__
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.measure.prompts import NOW, BenchPrompt
+from specgen.measure.prompts import FIXED_NOW, BenchPrompt
 from specgen.method.drafter import never
 from specgen.options import DraftSource, PolicyName, SessionOptions, TreeShape, staged
 from specgen.session.choose_models import find_models
 from specgen.system.files import as_json, named_path
-from specgen.system.quantities import measured_gain
+from specgen.system.quantities import measured_speedup
 
 if TYPE_CHECKING:
     from specgen.session.measurement_store import MeasurementStore
@@ -119,24 +119,33 @@ def entries_of(
     for name, (draft, *further) in _by_name(drafts).items():
         options = replace(base, draft=draft, further_drafts=tuple(further))
         options = _with_threads(options, measurements)
-        for tree in trees:
-            # A tree of fixed shape needs no policy, so all of them would do the same.
-            policies_of_tree = policies[:1] if tree.is_fixed else policies
-            for policy in policies_of_tree:
-                # The name only mentions what differs between entries.
-                name_parts = [name]
-                if len(policies) > 1 and not tree.is_fixed:
-                    name_parts.append(policy)
-                if len(trees) > 1:
-                    name_parts.append(f"tree {tree}")
-                drafting = replace(base.drafting, policy=policy, tree=tree)
-                entries.append(Entry(", ".join(name_parts), replace(options, drafting=drafting)))
+        entries += _entries_of_draft(name, options, policies, trees)
     samplers = [replace(base.sampler, temperature=temperature) for temperature in temperatures]
     return [
         replace(entry, options=replace(entry.options, sampler=sampler))
         for sampler in samplers
         for entry in entries
     ]
+
+
+def _entries_of_draft(
+    name: str,
+    options: SessionOptions,
+    policies: Sequence[PolicyName],
+    trees: Sequence[TreeShape],
+) -> Iterator[Entry]:
+    """Yield a draft with every policy and tree; the names have only what differs between them."""
+    for tree in trees:
+        # A tree of fixed shape needs no policy, so all of them would do the same.
+        policies_of_tree = policies[:1] if tree.is_fixed else policies
+        for policy in policies_of_tree:
+            name_parts = [name]
+            if len(policies) > 1 and not tree.is_fixed:
+                name_parts.append(policy)
+            if len(trees) > 1:
+                name_parts.append(f"tree {tree}")
+            drafting = replace(options.drafting, policy=policy, tree=tree)
+            yield Entry(", ".join(name_parts), replace(options, drafting=drafting))
 
 
 def without_drafts(options: SessionOptions) -> SessionOptions:
@@ -246,7 +255,7 @@ def contender_of(
     """
 
     def answer(text: str) -> Outcome:
-        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+        prompt = session.prompts.of_text(text, chat=chat, now=FIXED_NOW)
         *earlier_events, finished = answer_events(session, prompt, interrupted)
         assert isinstance(finished, FinishedEvent), "the last event of a generation"
         notices = [event.message for event in earlier_events if isinstance(event, NoticeEvent)]
@@ -284,7 +293,7 @@ def warm_up(
     interrupted: Callable[[], bool] = never,
 ) -> None:
     """Generate the first tokens of an answer, so that the next one finds everything loaded."""
-    prompt = session.prompts.of_text(_WARM_UP_PROMPT, chat=chat, now=NOW)
+    prompt = session.prompts.of_text(_WARM_UP_PROMPT, chat=chat, now=FIXED_NOW)
     for event in answer_events(session, prompt, interrupted):
         if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP_TOKENS:
             break
@@ -345,6 +354,8 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
+    """One prompt, or the warm-up, that one contender has to answer."""
+
     #: Who answers.
     contender: Contender
     #: The prompt to answer; None for the warm-up.
@@ -653,7 +664,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
     return first, third
 
 
-def gains(figures: Sequence[Figures]) -> Iterator[str]:
+def speedup_sentences(figures: Sequence[Figures]) -> Iterator[str]:
     """Yield a sentence with the speed-up of each contender that drafts."""
     for each in figures:
         if each.contender == PLAIN:
@@ -661,7 +672,7 @@ def gains(figures: Sequence[Figures]) -> Iterator[str]:
         worst = each.worst_speedup
         best = each.best_speedup
         if each.speedup and worst and best:
-            gain = measured_gain(each.speedup, worst, best, each.n_answers)
+            gain = measured_speedup(each.speedup, worst, best, each.n_answers)
             at = f" at temperature {each.temperature:g}" if each.temperature else ""
             yield f"{each.contender}{at}: {gain}"
 
@@ -684,13 +695,13 @@ def to_json_object(
         command: The command line that was run.
     """
     from specgen.llama import build
-    from specgen.system.machine import look_at_machine
+    from specgen.system.machine import describe_machine
 
     return {
         "specgen": __version__,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
-        "machine": as_json(look_at_machine()),
+        "machine": as_json(describe_machine()),
         "llama_cpp": as_json(build()),
         "kernels": runs.kernels,
         "is_interrupted": runs.is_interrupted,

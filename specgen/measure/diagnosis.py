@@ -26,7 +26,7 @@ from specgen.llama.kernels.admission import KernelStatus
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.files import as_json, named_file, scratch_folder
 from specgen.system.llama_build import REBUILD, REINSTALL, REQUIRED_VERSION, Build, Device
-from specgen.system.machine import Machine, look_at_machine
+from specgen.system.machine import Machine, describe_machine
 from specgen.system.processes import ChildDiedError, ChildError, ask_child
 from specgen.system.quantities import human_bytes
 
@@ -79,7 +79,7 @@ class DoctorReport:
     """All results of `specgen doctor`."""
 
     #: The machine and its Python.
-    machine: Machine = field(default_factory=look_at_machine)
+    machine: Machine = field(default_factory=describe_machine)
     #: The version of specgen.
     version: str = __version__
     #: None if llama.cpp could not be loaded.
@@ -246,8 +246,8 @@ def explained(error: ChildError) -> BackendError:
         signal = error.signal_name
         if signal:
             message = f"llama.cpp died of {signal} ({error.description.lower()})"
-        if error.last_words:
-            message += f": {error.last_words}"
+        if error.last_stderr_line:
+            message += f": {error.last_stderr_line}"
         hint = _SIGNAL_HINTS.get(signal, hint)
     return BackendError(message, hint)
 

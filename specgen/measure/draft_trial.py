@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specgen.errors import BackendError, PromptError
-from specgen.measure.prompts import NOW, BenchPrompt
+from specgen.measure.prompts import FIXED_NOW, BenchPrompt
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
 from specgen.method.answer_stats import AnswerStats
@@ -33,7 +33,7 @@ from specgen.session.calibration import (
 )
 from specgen.session.drafter_factory import DrafterFactory
 from specgen.system.arrays import Hidden
-from specgen.system.quantities import is_gain, measured_gain
+from specgen.system.quantities import is_gain, measured_speedup
 from specgen.train.target_text import read_answer
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class DraftFigures:
     @property
     def gain(self) -> str:
         """The speed-up and its range in words."""
-        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
+        return measured_speedup(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
 
     @property
     def is_gain(self) -> bool:
@@ -305,7 +305,7 @@ def try_draft(
             progress(len(replays), len(baseline.answers))
             if interrupted():
                 return None
-            prompt = session.prompts.of_text(answer.prompt, chat=baseline.chat, now=NOW)
+            prompt = session.prompts.of_text(answer.prompt, chat=baseline.chat, now=FIXED_NOW)
             for draft in drafts:
                 draft.remove(0)
             generation = DrafterFactory(session).new_answer(prompt, baseline.n_ctx, drafts, 0)
@@ -339,7 +339,7 @@ def _states_for_replay(
     if hidden_states is None:
         return None
     if hidden_states.reads_all_rows:
-        read_states(target, (*prompt, *answer), hidden_states)
+        store_states(target, (*prompt, *answer), hidden_states)
         return None
     pieces = read_answer(target, prompt, answer)
     states = np.concatenate([hidden.copy() for _, hidden in pieces])
@@ -498,7 +498,7 @@ def fitting_prompts(
     prompts: dict[int, Prompt] = {}
     errors: dict[int, PromptError] = {}
     for number, text in texts:
-        prompt = session.prompts.of_text(text, chat=chat, now=NOW)
+        prompt = session.prompts.of_text(text, chat=chat, now=FIXED_NOW)
         try:
             session.context_size(len(prompt.tokens) + n_extra_tokens)
             prompts[number] = prompt
@@ -509,7 +509,7 @@ def fitting_prompts(
     return prompts, tuple(errors)
 
 
-def read_states(
+def store_states(
     target: Backend,
     tokens: Sequence[int],
     hidden_states: HiddenStateSink,

@@ -15,8 +15,8 @@ from specgen.system.files import read_text
 
 T = TypeVar("T")
 
-#: The date for chat templates that include one. It is fixed, so that answers do not change daily.
-NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+#: The time for chat templates that show one: always the same, so that answers do not change daily.
+FIXED_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 #: The category of prompts that do not name one.
 _DEFAULT_CATEGORY = "all"
 #: The prefix of the categories of specgen's prompts that are used to try drafts.

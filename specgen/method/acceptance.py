@@ -180,12 +180,7 @@ def judge_drafts(
                 rates(origin, 0).judge(confidence, accepted=node < n_accepted)
 
 
-def _judge_along_text(
-    rates: Rates,
-    draft: Draft,
-    origin: str,
-    text: Sequence[int],
-) -> None:
+def _judge_along_text(rates: Rates, draft: Draft, origin: str, text: Sequence[int]) -> None:
     """Follow the text through a draft, and judge all children of each node on the way."""
     node = ROOT
     for token in text:

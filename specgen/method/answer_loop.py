@@ -115,13 +115,7 @@ class AnswerLoop(Loop):
             if is_last:
                 last_logits = rows[-1:]
         target_s = self.target.decode_s - decode_s_before
-        events += self.finish_prefill_chunk(
-            answer,
-            last_logits,
-            target_s,
-            started_s,
-            scored_pieces,
-        )
+        events += self.finish_prefill_chunk(answer, last_logits, target_s, started_s, scored_pieces)
         return events
 
     def _prefill_chunk(
@@ -213,12 +207,7 @@ class AnswerLoop(Loop):
             answer.failure = error
         return DecodedBatch(decoded.logits, decoded.hidden, prefill_s)
 
-    def _rows_alongside(
-        self,
-        n_round_rows: int,
-        costs: CostTable,
-        n_free_rows: int,
-    ) -> int:
+    def _rows_alongside(self, n_round_rows: int, costs: CostTable, n_free_rows: int) -> int:
         """Return the maximum number of prompt rows in the batch of a round.
 
         The batch may take twice as long with them, so that running answers keep half their speed.
@@ -253,12 +242,7 @@ class AnswerLoop(Loop):
             answer.stats.time_to_first_token_s = self.clock() - started_s
         return events + forced
 
-    def add_prefill_chunk(
-        self,
-        batch: Batch,
-        answer: AnswerState,
-        n_max: int,
-    ) -> bool:
+    def add_prefill_chunk(self, batch: Batch, answer: AnswerState, n_max: int) -> bool:
         """Add to a batch the next tokens of a text that are not in the cache yet.
 
         The chunk has at most `n_max` tokens and ends at the next of the answer's `prefill_stops`.
@@ -322,12 +306,7 @@ class AnswerLoop(Loop):
         answer.is_started = True
         return events
 
-    def _record_prefill_times(
-        self,
-        answer: AnswerState,
-        target_s: float,
-        started_s: float,
-    ) -> None:
+    def _record_prefill_times(self, answer: AnswerState, target_s: float, started_s: float) -> None:
         now_s = self.clock()
         stats = answer.stats
         stats.add_prompt(target_s, now_s - started_s, len(answer.tokens) - answer.n_prompt)

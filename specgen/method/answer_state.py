@@ -268,13 +268,7 @@ class AnswerState:
             last_accepted = verdict.path[-1] if verdict.path else ROOT
             # After a leaf nothing was drafted that the target's token could correct.
             target_kind = "corrected" if draft.children[last_accepted] else "bonus"
-            events += self._draft_events(
-                draft,
-                verdict,
-                target_kind,
-                now_s,
-                round_number,
-            )
+            events += self._draft_events(draft, verdict, target_kind, now_s, round_number)
 
         n_certain_before = self._n_certain
         pieces: list[Piece] = []
@@ -367,13 +361,7 @@ class AnswerState:
             for node, token in enumerate(draft.tokens)
         )
         rejected = self._rejected_branches(draft, verdict.path)
-        drafted = DraftedEvent(
-            self.index,
-            now_s,
-            round_number,
-            nodes,
-            draft.guesses,
-        )
+        drafted = DraftedEvent(self.index, now_s, round_number, nodes, draft.guesses)
         verified = VerifiedEvent(
             self.index,
             now_s,

@@ -56,12 +56,7 @@ class HiddenStateBuffer:
         self.first = best.first
         self.rewind(lengths[best])
 
-    def keep_states(
-        self,
-        rows: Hidden,
-        text: Sequence[int],
-        n_decoded: int,
-    ) -> None:
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
         """Store copies of states; see `HiddenStateSink.keep_states`."""
         start = n_decoded - len(rows)  # the index of the first row's token
         if start > len(self.tokens):  # the states of some tokens are missing
@@ -116,11 +111,6 @@ class LastHiddenState:
         #: None before the first round.
         self.last: tuple[int, Hidden] | None = None
 
-    def keep_states(
-        self,
-        rows: Hidden,
-        text: Sequence[int],
-        n_decoded: int,
-    ) -> None:
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
         """Store a copy of the last state; see `HiddenStateSink.keep_states`."""
         self.last = (n_decoded, rows[-1].copy())

@@ -180,12 +180,7 @@ class Loop:
                 # drafting counts as time of the model.
                 result.model_s = draft_s
 
-    def _take_proposal(
-        self,
-        answer: AnswerState,
-        result: RoundResult,
-        proposal: Proposal,
-    ) -> None:
+    def _take_proposal(self, answer: AnswerState, result: RoundResult, proposal: Proposal) -> None:
         """Cut a proposal down to the draft that is verified, or record why there is none.
 
         Raises:
@@ -244,12 +239,7 @@ class Loop:
                 result.pending_rows = range(n_wanted, n_wanted + 1)
         return batch
 
-    def _decode_without_logits(
-        self,
-        answer: AnswerState,
-        start: int,
-        end: int,
-    ) -> None:
+    def _decode_without_logits(self, answer: AnswerState, start: int, end: int) -> None:
         """Decode an answer's tokens from `start` to `end`, exclusive, without logits."""
         decode_s_before = self.target.decode_s
         while start < end:
@@ -347,13 +337,7 @@ class Loop:
         n_before = len(answer.tokens)
         try:
             verdict = self.verify(answer, draft, logits)
-            events = answer.commit_verdict(
-                draft,
-                verdict,
-                logits,
-                self.now_s,
-                result,
-            )
+            events = answer.commit_verdict(draft, verdict, logits, self.now_s, result)
         except BackendError as error:  # the grammar goes no further, or a logit is not a number
             answer.failure = error
             return []

@@ -257,12 +257,7 @@ class FixedPolicy:
             return RoundPlan("no room")
         found = self._stop.cut(offer.found.first(n_max))
         if len(found):
-            return RoundPlan(
-                self._reason,
-                found=found,
-                stop=self._stop,
-                detail=self._detail,
-            )
+            return RoundPlan(self._reason, found=found, stop=self._stop, detail=self._detail)
         if offer.drafter is None:
             return RoundPlan("nothing found")
         n_levels_max = None
@@ -371,12 +366,7 @@ class RecentRounds:
         """Return the average seconds per token; before the first round those of a plain decode."""
         return (self._round_s or plain_s) / self.n_tokens
 
-    def add(
-        self,
-        round_s: float,
-        n_tokens: int,
-        plain_s: float,
-    ) -> None:
+    def add(self, round_s: float, n_tokens: int, plain_s: float) -> None:
         """Add a round. The averages start with plain decodes of `plain_s` seconds."""
         # Seconds and tokens are averaged separately: the mean of their ratios would be another
         # figure.
@@ -507,10 +497,7 @@ class CostAwarePolicy:
         gain_s = self._expected_gain_s(price, offer.n_expected)
         # A free draft is made in any case; which part of it pays is decided once it is known.
         pays = gain_s > 0.0 or price == FREE
-        max_prefill_s = max(
-            _MAX_PREFILL * self._recent.elapsed_s,
-            _SHORT_PREFILL * self._plain_s,
-        )
+        max_prefill_s = max(_MAX_PREFILL * self._recent.elapsed_s, _SHORT_PREFILL * self._plain_s)
         if pays and price.prefill_s <= max_prefill_s:
             return plan, gain_s
         if not pays and self._can_never_pay(price, stop):
@@ -553,12 +540,7 @@ class CostAwarePolicy:
             n * plain_s <= stop.extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
         )
 
-    def _affords_trials(
-        self,
-        offer: Offer,
-        stop: CostAwareStopping,
-        gate: CreditGate,
-    ) -> bool:
+    def _affords_trials(self, offer: Offer, stop: CostAwareStopping, gate: CreditGate) -> bool:
         """Return whether the drafter's credit and the answer's time suffice for a few trials."""
         price = offer.price
         plain_s = self._plain_s

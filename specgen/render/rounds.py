@@ -80,13 +80,7 @@ class RoundsRenderer(Renderer):
         if round_events is not None:
             if not self._has_heading:  # printed with the first round, after any earlier notices
                 self._has_heading = True
-                legend = _LEGEND
-                if self._verbose:
-                    legend += _VERBOSE_LEGEND
-                # On a narrow terminal, it is broken between words.
-                is_whole = not self._console.is_terminal
-                self._console.print(self._faint(legend), soft_wrap=is_whole)
-                self._print(self._faint(_HEADING))
+                self._print_heading()
             self._print_round(round_events)
         elif isinstance(event, NoticeEvent) and self._notice is not None:
             self._notice(event)
@@ -99,13 +93,22 @@ class RoundsRenderer(Renderer):
     def _finish(self) -> None:
         self._console.file.flush()
 
+    def _print_heading(self) -> None:
+        """Print the legend, and the heading of the columns."""
+        legend = _LEGEND
+        if self._verbose:
+            legend += _VERBOSE_LEGEND
+        # On a narrow terminal, it is broken between words.
+        is_whole = not self._console.is_terminal
+        self._console.print(self._faint(legend), soft_wrap=is_whole)
+        self._print(self._faint(_HEADING))
+
     def _print_round(self, round_events: Round) -> None:
-        """Print a round."""
         event = round_events.committed
         # The branch that the target's token replaced is printed within the line, before that token.
         # The other rejected branches are printed below the line.
         inline = _replaced_branch(round_events)
-        tokens = self._tokens_of(round_events, inline) + self._new_remarks(round_events)
+        tokens = self._tokens_of(round_events, inline) + self._take_new_remarks(round_events)
         # Tokens before the first round are shown without a number and a time.
         ms = f"{1000 * (event.time_s - self._last_s):.1f}" if event.round else ""
         start = f"{event.round or '':>5} {ms:>7} {len(event.pieces):>7}  "
@@ -137,7 +140,7 @@ class RoundsRenderer(Renderer):
             tokens.append(self._token(piece.kind, piece, node, piece.logprob))
         return tokens
 
-    def _new_remarks(self, round_events: Round) -> list[Text]:
+    def _take_new_remarks(self, round_events: Round) -> list[Text]:
         """Return the probability bound of the draft, and the drafter if it has changed.
 
         What is returned counts as printed, so that later rounds do not repeat it.

@@ -252,13 +252,7 @@ class RoundReader:
         self._verified = None
         if drafted is None or verified is None:
             return Round(event)
-        return Round(
-            event,
-            drafted.nodes,
-            verified.accepted,
-            verified.rejected,
-            drafted.guesses,
-        )
+        return Round(event, drafted.nodes, verified.accepted, verified.rejected, drafted.guesses)
 
 
 # --- cells and rows
@@ -435,11 +429,7 @@ def wrap(
         row_columns = columns
 
 
-def _end_of_row(
-    cells: Sequence[Cell],
-    start: int,
-    columns: int,
-) -> int:
+def _end_of_row(cells: Sequence[Cell], start: int, columns: int) -> int:
     """Return the end of the cells from `start` on that fit in a row of `columns` columns."""
     width = 0
     n_spare_columns = 0
@@ -456,11 +446,7 @@ def _total_width(cells: Iterable[Cell]) -> int:
     return sum(cell.width for cell in cells)
 
 
-def _gap_between_words(
-    cells: Sequence[Cell],
-    start: int,
-    end: int,
-) -> range | None:
+def _gap_between_words(cells: Sequence[Cell], start: int, end: int) -> range | None:
     """Return the range of spaces at which to end a row that has room for `cells[start:end]`.
 
     Returns:
@@ -556,12 +542,7 @@ class Flow:
         self._columns_before = 0
         return settled
 
-    def _append(
-        self,
-        cells: list[Cell],
-        text: str,
-        mark: str,
-    ) -> None:
+    def _append(self, cells: list[Cell], text: str, mark: str) -> None:
         """Append the cells of a text without line feeds; tabs become spaces."""
         # Rejected text is never joined with other text: it is not part of the same word.
         join = not cells or (cells[-1].mark == "rejected") == (mark == "rejected")

@@ -15,9 +15,9 @@ from specgen.render.streams import say
 from specgen.system.machine import ROUGH, busy_text, is_busy
 from specgen.system.quantities import (
     counted,
-    gain_text,
-    rough_gain_text,
+    rough_speedup_text,
     seconds_text,
+    speedup_text,
     three_digits,
     times_text,
 )
@@ -89,25 +89,25 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
     """
     length = counted(finished.n_tokens, "token")
     if finished.finish_reason != "stop":
-        length += f" ({_end(finished)})"
+        length += f" ({_why_it_ended(finished)})"
     line = _joined(": ", f"{length} in {seconds_text(finished.wall_s)}", _speed(finished))
     gain = ""
     if draft != "none" and finished.n_rounds:
-        gain = _gain_clause(finished)
+        gain = _speedup_clause(finished)
     before = ""
     if finished.loading_s + finished.packing_s + finished.measuring_s > _LONG_S:
         before = f"before that: {_startup_times(finished)}"
     return _joined("; ", line, gain, before)
 
 
-def _gain_clause(finished: FinishedEvent) -> str:
+def _speedup_clause(finished: FinishedEvent) -> str:
     """Return the speed-up in words; empty if it is not known."""
     speedups = _speedup_range(finished)
     if speedups is None:
         return "" if finished.n_drafted else "nothing was drafted"
     if finished.estimate_is_rough:
-        return rough_gain_text(statistics.fmean(speedups), ROUGH)
-    return gain_text(*speedups)
+        return rough_speedup_text(statistics.fmean(speedups), ROUGH)
+    return speedup_text(*speedups)
 
 
 def summary_items(
@@ -133,9 +133,9 @@ def summary_items(
     items["time"] = _time_shares(finished)
     if kernels is not None and kernels != "llama.cpp":  # llama.cpp's are not worth mentioning
         items["kernels"] = kernels
-    items["gain"] = _gain(finished, draft) or ""
+    items["gain"] = _speedup_details(finished, draft) or ""
     if finished.finish_reason == "stop":  # other reasons are in the first line
-        items["end"] = _end(finished)
+        items["end"] = _why_it_ended(finished)
     return ((label, text) for label, text in items.items() if text)
 
 
@@ -262,7 +262,7 @@ def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
     )
 
 
-def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
+def _speedup_details(finished: FinishedEvent, draft: str | None) -> str | None:
     """Return details about the speed-up, and advice if drafts made the answer slower.
 
     Args:
@@ -282,13 +282,13 @@ def _gain(finished: FinishedEvent, draft: str | None) -> str | None:
         parts.append(f"{three_digits(finished.plain_tokens_per_s)} tokens/s without drafts")
     if finished.estimate:
         parts.append(f"estimated {finished.estimate}")
-    if gain_text(*speedups).startswith("slower") and not finished.estimate_is_rough:
+    if speedup_text(*speedups).startswith("slower") and not finished.estimate_is_rough:
         ngrams = "" if draft == "ngram" else ", `--draft ngram`"
         parts.append(f"try `--draft none`{ngrams} or a smaller `--draft-max`")
     return ", ".join(parts)
 
 
-def _end(finished: FinishedEvent) -> str:
+def _why_it_ended(finished: FinishedEvent) -> str:
     """Return why the answer ended, in words."""
     if finished.finish_reason == "length":
         return "cut off: -n allows more"

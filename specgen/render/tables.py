@@ -197,7 +197,7 @@ def print_draft_table(
     """
     rows = [(name_of(one.draft), one.figures) for one in search.tried]
     console.print(_figure_table("draft", _DRAFT_COLUMNS, rows, console))
-    print_argument(search, console)
+    _print_costs_and_acceptance(search, console)
     n_answers = counted(len(search.baseline.answers), "answer")
     explanation = (
         f"For {name_of(search.target)} at temperature 0, on {n_answers}. Columns: the speed-up "
@@ -209,7 +209,7 @@ def print_draft_table(
         console.print(Text(sentence))
 
 
-def print_argument(search: Search, console: Console) -> None:
+def _print_costs_and_acceptance(search: Search, console: Console) -> None:
     """Print why drafting pays here or not.
 
     The first table has the costs of decoding, and the second the acceptance rate of the best draft

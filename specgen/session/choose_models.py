@@ -124,21 +124,11 @@ def find_models(
         saved = saved_draft(identity)
         if pair is not None and saved is None and pair.draft != "ngram":
             find_model(pair.draft, registry, fetch)
-        drafts = choose_drafts(
-            identity,
-            saved,
-            registry,
-            mtp=mtp_of(path),
-        )
+        drafts = choose_drafts(identity, saved, registry, mtp=mtp_of(path))
     return Sources(path, drafts, tuple(further_drafts))
 
 
-def _named_draft(
-    name: str,
-    target: Path,
-    registry: Registry,
-    fetch: Fetch,
-) -> DraftSource:
+def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> DraftSource:
     """Return the draft that the user named: a model's file, or a word such as ``ngram``."""
     words = ("none", *WORDS)
     is_model = (
@@ -147,12 +137,7 @@ def _named_draft(
     # The words that are listed to users always win. Other words, which plugins may accept, are
     # words only if no model has that name.
     if name not in words and (is_model or not is_word(name)):
-        return find_model(
-            name,
-            registry,
-            fetch,
-            others=words,
-        )
+        return find_model(name, registry, fetch, others=words)
     if name == "mtp":
         from specgen.llama.mtp_layers import mtp_of
 

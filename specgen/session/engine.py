@@ -245,12 +245,7 @@ class Engine:
         seed = settings.sampling.seed
         if seed < 0:  # the user gave none
             seed = secrets.randbits(32)
-        return self._scheduler.add(
-            prompt,
-            settings,
-            seed,
-            drafts=draft,
-        )
+        return self._scheduler.add(prompt, settings, seed, drafts=draft)
 
     def _check_tokens(self, prompt: Prompt) -> None:
         """Check the tokens of a prompt, which the caller may have made.

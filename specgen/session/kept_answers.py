@@ -194,11 +194,7 @@ def read_state(path: Path) -> Learnt:
     return Learnt()
 
 
-def write_learnt(
-    folder: Path,
-    draft: Path,
-    learnt: Learnt,
-) -> None:
+def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
     """Write what a draft learnt, replacing the file atomically.
 
     Raises:

@@ -238,12 +238,7 @@ class MeasurementStore:
                 if table:
                     yield table
 
-    def _extend(
-        self,
-        table: CostTable,
-        keys: Sequence[str],
-        length_class: int,
-    ) -> None:
+    def _extend(self, table: CostTable, keys: Sequence[str], length_class: int) -> None:
         """Copy missing batch sizes from the nearest length class with the costs of larger batches.
 
         Only drafts lead to batches of several rows, so a table lacks their costs if there were no
@@ -270,12 +265,7 @@ class MeasurementStore:
         entry = self._file_entries[_THREADS].get(key)
         return self._threads.get(key) or _valid(_THREAD_COUNTS, entry)
 
-    def keep_threads(
-        self,
-        model: Path,
-        context: ContextOptions,
-        threads: Threads,
-    ) -> None:
+    def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
         """Store the fastest thread counts for a model."""
         self._threads[self._model_key(model, context)] = threads
 
@@ -570,11 +560,7 @@ def _ngram_entry(row: _NgramRow) -> tuple[Evidence, float, float]:
     return evidence, n_tries, n_hits
 
 
-def _ngram_row(
-    evidence: Evidence,
-    n_tries: float,
-    n_hits: float,
-) -> list[Any]:
+def _ngram_row(evidence: Evidence, n_tries: float, n_hits: float) -> list[Any]:
     return [*evidence, round(n_tries, 3), round(n_hits, 3)]
 
 

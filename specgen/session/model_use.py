@@ -67,11 +67,7 @@ def use_of(
     streamed_bytes = None
     if budget.max_bytes is not None and can_stream(options.target_context):
         streamed_bytes = max(0, target.size_bytes - budget.max_bytes)
-    return ModelUse(
-        fits_memory,
-        streamed_bytes,
-        draft,
-    )
+    return ModelUse(fits_memory, streamed_bytes, draft)
 
 
 def problem_with(model: StoredModel) -> str:

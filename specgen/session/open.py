@@ -50,7 +50,7 @@ from specgen.session.session import Session
 from specgen.session.weights_memory import WeightsBudget, weights_budget
 from specgen.system.control_groups import group_limits
 from specgen.system.folders import cache_folder, measurements_file, packed_folder
-from specgen.system.machine import allowed_processors, look_at_machine
+from specgen.system.machine import allowed_processors, describe_machine
 
 #: Checks a session with a loaded target: raises a `SpecgenError` if it does not suit the caller.
 Check = Callable[[Session], object]
@@ -265,7 +265,7 @@ def open_measurements() -> MeasurementStore:
     Measurements of another machine, or with another build of llama.cpp, are not used.
     """
     built = build()
-    machine = look_at_machine()
+    machine = describe_machine()
     processors = allowed_processors()
     about: dict[str, Any] = {
         "llama_cpp_python": built.version,

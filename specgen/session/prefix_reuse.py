@@ -106,13 +106,7 @@ class PrefixReuse:
         n_loaded = 0
         stops: list[int] = []
         if self._store is not None:
-            n_loaded = self._store.extend(
-                slot,
-                prompt,
-                marks,
-                n_held,
-                n_redecoded,
-            )
+            n_loaded = self._store.extend(slot, prompt, marks, n_held, n_redecoded)
             stops += self._store.stops(slot.branches(self._target).first)
         if self._target.rollback != "cells":
             # Such a cache can only return to places where its state was saved. Other prompts may

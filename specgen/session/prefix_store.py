@@ -37,7 +37,7 @@ from specgen.session.saved_text import (
     write_text,
 )
 from specgen.session.seen_prompts import BLOCK, SeenPrompts
-from specgen.system.files import NEW, existing_parent, make_room, new_beside
+from specgen.system.files import NEW_SUFFIX, existing_parent, make_room, new_beside
 from specgen.system.machine import available_memory_bytes
 from specgen.system.processes import is_failing
 
@@ -394,7 +394,7 @@ class PrefixStore:
             _log.info("the store of prefixes: %s: %s", self._folder, error.strerror)
 
     def _delete_leftovers(self, older_than: float) -> None:
-        for leftover in self._folder.glob(f"*{NEW}"):
+        for leftover in self._folder.glob(f"*{NEW_SUFFIX}"):
             if leftover.stat().st_mtime < older_than:
                 leftover.unlink()
 

@@ -71,14 +71,7 @@ class RequestSettings:
             controls = tuple(dict.fromkeys((*generation.shown_controls, *marks)))
             generation = replace(generation, shown_controls=controls)
             grammar = grammar_start(wanted, model.vocabulary.showing(controls), thoughts)
-        return RequestSettings(
-            sampling,
-            generation,
-            drafting,
-            sampler,
-            grammar,
-            thoughts,
-        )
+        return RequestSettings(sampling, generation, drafting, sampler, grammar, thoughts)
 
     def changed(
         self,
@@ -127,13 +120,7 @@ class RequestSettings:
         )
         if is_unchanged:
             return replace(self, generation=generation, drafting=drafting)
-        return RequestSettings.of(
-            model,
-            sampling,
-            generation,
-            drafting,
-            thoughts,
-        )
+        return RequestSettings.of(model, sampling, generation, drafting, thoughts)
 
     @property
     def verifier(self) -> VerifierName:
@@ -164,12 +151,7 @@ class RequestSettings:
         return drafting
 
 
-def _sampler(
-    model: LlamaModel,
-    options: SamplerOptions,
-    *,
-    ignore_eos: bool,
-) -> Sampler:
+def _sampler(model: LlamaModel, options: SamplerOptions, *, ignore_eos: bool) -> Sampler:
     """Build the samplers for answers of a model.
 
     Raises:

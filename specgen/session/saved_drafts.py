@@ -18,9 +18,9 @@ from specgen.drafters.kinds import is_word
 from specgen.errors import UsageError
 from specgen.models.files import FileIdentity
 from specgen.options import DraftSource
-from specgen.system.files import correct, named_path, replace_json, write_errors
+from specgen.system.files import correction_hint, named_path, replace_json, write_errors
 from specgen.system.folders import config_folder
-from specgen.system.quantities import measured_gain
+from specgen.system.quantities import measured_speedup
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SavedDraft:
         """The measured speed-up in words; empty unless all three speed-ups are known."""
         if self.speedup is None or self.worst_speedup is None or self.best_speedup is None:
             return ""
-        return measured_gain(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
+        return measured_speedup(self.speedup, self.worst_speedup, self.best_speedup, self.n_answers)
 
 
 _SAVED = TypeAdapter(SavedDraft)
@@ -112,7 +112,7 @@ def _read() -> dict[str, Any]:
 
 def _damaged(problem: str) -> UsageError:
     path = saved_drafts_file()
-    return UsageError(f"{path}: {problem}", correct(path))
+    return UsageError(f"{path}: {problem}", correction_hint(path))
 
 
 def _key(target: FileIdentity) -> str:

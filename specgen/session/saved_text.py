@@ -143,13 +143,7 @@ class SavedText:
         Raises:
             OSError: If the file cannot be read.
         """
-        data = np.memmap(
-            self.path,
-            np.uint8,
-            "r",
-            self.start,
-            (self.n_bytes,),
-        )
+        data = np.memmap(self.path, np.uint8, "r", self.start, (self.n_bytes,))
         if zlib.crc32(data.data) != self.crc32:
             return RestoreResult.DAMAGED
         state = data[4 * len(self.tokens) :]

@@ -110,14 +110,7 @@ class Scheduler:
         """The requests whose prompts are prefilled, so that their answers are being decoded."""
         return [request for request in self.busy if request.state == "decoding"]
 
-    def add(
-        self,
-        prompt: Prompt,
-        settings: RequestSettings,
-        seed: int,
-        *,
-        drafts: bool,
-    ) -> Request:
+    def add(self, prompt: Prompt, settings: RequestSettings, seed: int, *, drafts: bool) -> Request:
         """Append a request to the queue.
 
         Raises:
@@ -126,13 +119,7 @@ class Scheduler:
         with self._lock:
             if self._is_closed:
                 raise BackendError("the engine is closed")
-            request = Request(
-                self._n_added,
-                prompt,
-                settings,
-                seed,
-                drafts,
-            )
+            request = Request(self._n_added, prompt, settings, seed, drafts)
             self._n_added += 1
             self._waiting.append(request)
         return request

@@ -217,10 +217,6 @@ class _TextReader:
         self._positions = []
 
 
-def _scored_token(
-    token_id: int,
-    target: LikelyTokens,
-    draft: LikelyTokens | None,
-) -> ScoredToken:
+def _scored_token(token_id: int, target: LikelyTokens, draft: LikelyTokens | None) -> ScoredToken:
     own = next(each for each in target if each.token_id == token_id)
     return ScoredToken(own, target, draft)

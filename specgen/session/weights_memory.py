@@ -108,11 +108,7 @@ def weights_bytes(file: Path) -> int:
         raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def context_bytes(
-    file: Path,
-    context: ContextOptions,
-    n_tokens: int,
-) -> int:
+def context_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
     """Estimate the memory of a context of `n_tokens` tokens.
 
     If the number of heads differs between layers, all are taken to have the maximum.
@@ -237,12 +233,7 @@ def weights_budget(
             )
         return ALL_WEIGHTS
     memory_bytes = min(float(available_memory_bytes()), max_bytes)
-    return budget_within(
-        options,
-        tuple(drafts),
-        memory_bytes,
-        n_slots,
-    )
+    return budget_within(options, tuple(drafts), memory_bytes, n_slots)
 
 
 def budget_within(
@@ -305,35 +296,19 @@ def _longest_draft(n_slots: int) -> int:
     return max(LONGEST_DRAFT, min(LONGEST_STREAMED_DRAFT, n_sequences))
 
 
-def _given_budget(
-    target: Path,
-    given_bytes: int,
-    longest_draft: int,
-) -> WeightsBudget:
+def _given_budget(target: Path, given_bytes: int, longest_draft: int) -> WeightsBudget:
     """Return the budget if the user gave the memory for weights."""
     check_file(target)
     if not must_stream(target, given_bytes):
         return ALL_WEIGHTS
-    return WeightsBudget(
-        given_bytes,
-        _batch_rows(target, given_bytes),
-        longest_draft,
-    )
+    return WeightsBudget(given_bytes, _batch_rows(target, given_bytes), longest_draft)
 
 
-def _streamed_budget(
-    target: Path,
-    free_bytes: int,
-    longest_draft: int,
-) -> WeightsBudget:
+def _streamed_budget(target: Path, free_bytes: int, longest_draft: int) -> WeightsBudget:
     """Return the budget of streamed weights and of the batches of a prompt."""
     n_batch = _batch_rows(target, free_bytes)
     batch_bytes = n_batch * _row_bytes(target)
-    return WeightsBudget(
-        max(0, free_bytes - batch_bytes),
-        n_batch,
-        longest_draft,
-    )
+    return WeightsBudget(max(0, free_bytes - batch_bytes), n_batch, longest_draft)
 
 
 def _batch_rows(target: Path, max_bytes: int) -> int:

@@ -28,7 +28,7 @@ MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the folder in it has a random name
 #: and services. Nothing can be in it, and nothing can be written to it.
 NOWHERE = Path(os.devnull, "specgen")
 #: The suffix of new files. If their process is killed, they are left behind.
-NEW = ".new"
+NEW_SUFFIX = ".new"
 
 
 @contextlib.contextmanager
@@ -42,11 +42,7 @@ def new_beside(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
-    descriptor, name = tempfile.mkstemp(
-        dir=path.parent,
-        prefix=f"{path.name}.",
-        suffix=NEW,
-    )
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW_SUFFIX)
     os.close(descriptor)
     new = Path(name)
     try:
@@ -121,14 +117,14 @@ def write_errors(path: Path, hint: str | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(
     lock_file: Path,
-    held: SpecgenError,
+    error_if_held: SpecgenError,
     wait_s: float = 0.0,
 ) -> Iterator[None]:
     """Hold a lock within the block.
 
     Args:
         lock_file: The file to lock. It is created if need be.
-        held: The error to raise if another process holds the lock.
+        error_if_held: The error to raise if another process holds the lock.
         wait_s: The number of seconds to wait for that process.
 
     Raises:
@@ -141,7 +137,7 @@ def locked(
         try:
             lock = filelock.FileLock(lock_file, timeout=wait_s).acquire()
         except filelock.Timeout:
-            raise held from None
+            raise error_if_held from None
     with lock:  # releases it
         yield
 
@@ -538,11 +534,11 @@ def read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise UsageError(f"{file} is nested too deeply", correct(file)) from error
+        raise UsageError(f"{file} is nested too deeply", correction_hint(file)) from error
     except ValueError as error:
-        raise UsageError(f"{file} is not TOML: {error}", correct(file)) from error
+        raise UsageError(f"{file} is not TOML: {error}", correction_hint(file)) from error
 
 
-def correct(file: object) -> str:
+def correction_hint(file: object) -> str:
     """Return the hint for an invalid file that the user wrote."""
     return f"correct {file}, or move it away"

@@ -197,7 +197,7 @@ class Machine:
     memory_limit: str
 
 
-def look_at_machine(root: Path = _ROOT) -> Machine:
+def describe_machine(root: Path = _ROOT) -> Machine:
     """Describe this machine as it is now, and how much of it this process may use.
 
     Args:

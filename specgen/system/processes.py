@@ -34,7 +34,7 @@ class ChildDiedError(ChildError):
             self.signal_name = signal_number.name
             self.description = signal.strsignal(signal_number) or ""
         #: The last line that the child wrote to stderr; empty if it wrote nothing.
-        self.last_words = _last_line(stderr)
+        self.last_stderr_line = _last_line(stderr)
 
 
 def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
         answer = None
     if not isinstance(answer, dict):
         message = "it gave no answer"
-        last_words = _last_line(result.stdout)
-        if last_words:
-            message += f": {last_words}"
+        last_line = _last_line(result.stdout)
+        if last_line:
+            message += f": {last_line}"
         raise ChildError(message)
     return answer
 

@@ -86,12 +86,7 @@ class ProgressView:
 class _ProgressLines:
     """Progress as lines, at most one per `INTERVAL_S`, on a stream that is not a terminal."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        clock: Callable[[], float],
-        kind: Kind,
-    ) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float], kind: Kind) -> None:
         self._stream = stream
         self._clock = clock
         self._kind = kind
@@ -103,12 +98,7 @@ class _ProgressLines:
         #: The latest line that was written.
         self._written = ""
 
-    def show(
-        self,
-        text: str,
-        done: int,
-        total: int,
-    ) -> None:
+    def show(self, text: str, done: int, total: int) -> None:
         now_s = self._clock()
         self._line = _progress_line(self._kind, text, done, total)
         if self._kind == "run" and 0 < done < total:
@@ -132,12 +122,7 @@ class _ProgressLines:
             print(self._line, file=self._stream, flush=True)
 
 
-def _progress_line(
-    kind: Kind,
-    text: str,
-    done: int,
-    total: int,
-) -> str:
+def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
     """Return the line about some progress; the arguments are those of `ProgressView.show`."""
     if kind == "lines":
         return f"{done} of {total} lines, {text}"
@@ -161,23 +146,12 @@ class _ProgressBar:
         self._task = self._bar.add_task("", visible=False)
         self._bar.start()
 
-    def show(
-        self,
-        text: str,
-        done: int,
-        total: int,
-    ) -> None:
+    def show(self, text: str, done: int, total: int) -> None:
         is_new_work = text != self._text and self._kind not in ("lines", "run")
         if is_new_work:
             self._bar.reset(self._task, total=total, completed=done)
         self._text = text
-        self._bar.update(
-            self._task,
-            completed=done,
-            total=total,
-            description=text,
-            visible=True,
-        )
+        self._bar.update(self._task, completed=done, total=total, description=text, visible=True)
 
     def note(self, message: str) -> None:
         self._bar.console.print(message, soft_wrap=True)

@@ -76,7 +76,7 @@ def is_gain(speedup: float) -> bool:
     return round(speedup, 1) > 1.0
 
 
-def gain_text(
+def speedup_text(
     low: float,
     high: float,
     spread: str = "",
@@ -106,18 +106,13 @@ def gain_text(
     return text
 
 
-def rough_gain_text(speedup: float, why: str) -> str:
+def rough_speedup_text(speedup: float, why: str) -> str:
     """Return a rough speed-up in words, with the reason why it is rough in parentheses."""
-    text = gain_text(speedup, speedup, why)
+    text = speedup_text(speedup, speedup, why)
     return f"about {text}" if is_gain(speedup) else text
 
 
-def measured_gain(
-    speedup: float,
-    worst: float,
-    best: float,
-    n_answers: int,
-) -> str:
+def measured_speedup(speedup: float, worst: float, best: float, n_answers: int) -> str:
     """Return a measured mean speed-up, with its range over the answers."""
     spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
-    return gain_text(speedup, speedup, spread)
+    return speedup_text(speedup, speedup, spread)

@@ -102,22 +102,12 @@ def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
 
     devices = []
     for index in range(n_devices):
-        memory = _call(
-            stream,
-            _GET_DEVICE_MEMORY,
-            struct.pack("<I", index),
-            n_expected=16,
-        )
+        memory = _call(stream, _GET_DEVICE_MEMORY, struct.pack("<I", index), n_expected=16)
         devices.append(struct.unpack("<QQ", memory))
     return WorkerInfo(endpoint, protocol, tuple(devices), round_trip_s)
 
 
-def _call(
-    stream: io.BufferedRWPair,
-    command: int,
-    request: bytes,
-    n_expected: int,
-) -> bytes:
+def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: int) -> bytes:
     """Send a command, and return its answer of `n_expected` bytes.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Text: tokens and what they read as, samplers, and grammars."""
+"""Text: the tokens of a model, the samplers that choose them, and grammars."""

@@ -40,7 +40,7 @@ from specgen.session.kept_answers import (
     learnt_weights,
     read_learnt,
 )
-from specgen.system.files import NEW, locked, new_beside, write_errors
+from specgen.system.files import NEW_SUFFIX, locked, new_beside, write_errors
 from specgen.train.target_text import PackedRows, kept_texts, pack_split
 from specgen.train.training_loop import Budget, Schedule, check_library
 
@@ -176,7 +176,7 @@ def _delete_leftovers(folder: Path) -> None:
     """Delete weights that no draft uses, for example those of a lesson that was killed."""
     states = [kept_answers.read_state(path) for path in folder.glob("*.json")]
     names_in_use = {state.weights for state in states}
-    for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
+    for path in (*folder.glob(f"*{NEW_SUFFIX}"), *folder.glob("*.gguf")):
         # Files of answers are left alone, because other processes may write them at any time.
         is_answers = path.name.startswith(kept_answers.ANSWERS)
         if path.name not in names_in_use and not is_answers:

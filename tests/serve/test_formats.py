@@ -671,7 +671,7 @@ def test_fields_of_llama_cpps_paths_are_not_ignored_silently_on_others() -> None
     assert fields(read("completion", prompt="x", **given)) == [*given]
     (own,) = read_llama_cpp_completion({"prompt": "x", **given}, Defaults())
     assert own.warnings == ()
-    assert (own.generation.n_indent, own.generation.logprobs, own.lines_s) == (4, 2, 0.009)
+    assert (own.generation.n_indent, own.generation.logprobs, own.time_limit_s) == (4, 2, 0.009)
 
 
 def test_no_field_of_a_text_is_ignored_silently() -> None:

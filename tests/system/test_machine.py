@@ -14,7 +14,7 @@ import pytest
 
 from specgen.system.machine import (
     available_memory_bytes,
-    look_at_machine,
+    describe_machine,
     physical_cores_of,
     usable_cores,
     usable_memory,
@@ -74,7 +74,7 @@ def test_a_memory_limit_counts_where_it_is_smaller(tmp_path: Path) -> None:
     assert usable.amount == 400_000_000
     assert usable.limit == "the container's memory limit is 400 MB"
     assert available_memory_bytes(root) == 300_000_000
-    described = look_at_machine(root)
+    described = describe_machine(root)
     assert described.memory_bytes == psutil.virtual_memory().total
     assert described.usable_memory_bytes == 400_000_000
     assert described.available_bytes == 300_000_000
@@ -95,8 +95,8 @@ PROGRAM = """
 import json
 from specgen.llama import default_threads
 from specgen.system.files import as_json
-from specgen.system.machine import look_at_machine
-print(json.dumps([default_threads(), as_json(look_at_machine())]))
+from specgen.system.machine import describe_machine
+print(json.dumps([default_threads(), as_json(describe_machine())]))
 """
 
 

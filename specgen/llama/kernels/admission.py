@@ -94,12 +94,7 @@ def examine_kernels(cache: Path, *, rerun: bool = False) -> KernelStatus:
         return KernelStatus("llama.cpp", reason="they were not built", hint=_BUILD)
     verdict = KernelTests(path, cache).self_test(rerun=rerun)
     if verdict.outcome == "passed":
-        return KernelStatus(
-            "specgen",
-            verdict.instructions,
-            path=path,
-            tested=verdict.message,
-        )
+        return KernelStatus("specgen", verdict.instructions, path=path, tested=verdict.message)
     if verdict.outcome == "failed":
         return KernelStatus(
             "llama.cpp",
@@ -109,12 +104,7 @@ def examine_kernels(cache: Path, *, rerun: bool = False) -> KernelStatus:
             is_broken=True,
         )
     hint = f"{verdict.hint}; {_TURN_OFF}" if verdict.hint else _TURN_OFF
-    return KernelStatus(
-        "llama.cpp",
-        reason=verdict.message,
-        hint=hint,
-        path=path,
-    )
+    return KernelStatus("llama.cpp", reason=verdict.message, hint=hint, path=path)
 
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -179,22 +169,13 @@ def _attach_with_trials(
     try:
         return KernelStatus("specgen", attach(path).instructions, path=path)
     except BackendError as error:  # although it worked in the child process
-        return KernelStatus(
-            "llama.cpp",
-            reason=error.message,
-            hint=_TURN_OFF,
-            path=path,
-        )
+        return KernelStatus("llama.cpp", reason=error.message, hint=_TURN_OFF, path=path)
 
 
 # --- what the user is told ------------------------------------------------------------------------
 
 
-def note_about(
-    status: KernelStatus,
-    wanted: KernelChoice,
-    cache: Path,
-) -> str | None:
+def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
     """Return a note for the user if specgen's kernels were expected but are not used.
 
     Returns:

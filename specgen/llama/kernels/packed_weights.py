@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 from specgen.llama.gguf_file import GgufTensor, opened_parts
 from specgen.llama.kernels.attached import Kernels, attached, ggml_version
 from specgen.models.files import parts_of, size_of
-from specgen.system.files import NEW, digest_of, existing_parent, make_room, new_beside, version_of
+from specgen.system.files import (
+    NEW_SUFFIX,
+    digest_of,
+    existing_parent,
+    make_room,
+    new_beside,
+    version_of,
+)
 from specgen.system.processes import is_failing
 
 _SUFFIX = ".packed"
@@ -421,7 +428,7 @@ def _locked_new_file(path: Path) -> Iterator[Path]:
     import fcntl
 
     for other in _files_in(path.parent):
-        if other.suffix != NEW:
+        if other.suffix != NEW_SUFFIX:
             continue
         with contextlib.suppress(OSError), other.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -458,6 +465,6 @@ def room_bytes(folder: Path, *, is_streamed: bool = False) -> int:
 def _files_in(folder: Path) -> list[Path]:
     """Return the files of packed weights, and those that are being written."""
     try:
-        return [path for path in folder.iterdir() if path.suffix in (_SUFFIX, NEW)]
+        return [path for path in folder.iterdir() if path.suffix in (_SUFFIX, NEW_SUFFIX)]
     except OSError:
         return []

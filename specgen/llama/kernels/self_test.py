@@ -131,11 +131,7 @@ def _test_expert_products(kernels: Kernels) -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _test_attention(
-    kernels: Kernels,
-    cache_type: str,
-    size: int,
-) -> bool:
+def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
     """Test attention over keys and values of a type and a size.
 
     Returns:

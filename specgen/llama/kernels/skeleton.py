@@ -101,11 +101,7 @@ def _reduce_metadata(
     return layers
 
 
-def _layers_to_keep(
-    tensors: Iterable[GgufTensor],
-    n_layers: int,
-    n_mtp_layers: int,
-) -> list[int]:
+def _layers_to_keep(tensors: Iterable[GgufTensor], n_layers: int, n_mtp_layers: int) -> list[int]:
     """Return the layers of a skeleton: some of the first ones, and all MTP layers at the end.
 
     The first ones are those up to `_MAX_LAYERS` and `_MAX_BYTES`, or up to the last layer that has
@@ -180,13 +176,7 @@ class _NewMetadata(GgufMetadata):
         address: int = self.get("gguf_get_arr_data", key)
         values = [ctypes.string_at(address + index * size, size) for index in indices]
         data = b"".join(values)
-        native.gguf_set_arr_data(
-            self.handle,
-            key.encode(),
-            type_number,
-            data,
-            len(values),
-        )
+        native.gguf_set_arr_data(self.handle, key.encode(), type_number, data, len(values))
 
     def add_tensor(self, handle: int, name: str) -> int:
         """Add a tensor under a name, and return its size in bytes."""

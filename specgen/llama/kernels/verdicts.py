@@ -100,8 +100,8 @@ class KernelTests:
             answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
         except ChildError as error:
             reason = _reason(error)
-            if isinstance(error, ChildDiedError) and error.last_words:
-                reason += f": {error.last_words}"
+            if isinstance(error, ChildDiedError) and error.last_stderr_line:
+                reason += f": {error.last_stderr_line}"
             return KernelVerdict("failed", reason)
         return _parse_verdict(answer) or KernelVerdict("failed", "it gave no answer")
 

@@ -280,11 +280,7 @@ def _find(target: str | Path, draft: str | Path | Sequence[str | Path]) -> Sourc
     return find_models(staged(str(target), names, None), quiet=True)
 
 
-def _choose_kernels(
-    target: Path,
-    kernels: KernelChoice,
-    note: Callable[[str], None],
-) -> None:
+def _choose_kernels(target: Path, kernels: KernelChoice, note: Callable[[str], None]) -> None:
     """Attach specgen's kernels if they can compute the target, or else use llama.cpp's.
 
     This has to be decided now: `Llama` loads the target itself, and could not go on without the
@@ -326,11 +322,7 @@ def _open_session(wanted: WantedSession) -> Iterator[Session]:
         yield session
 
 
-def _extends(
-    text: Sequence[int],
-    before: Sequence[int],
-    draft: Draft,
-) -> bool:
+def _extends(text: Sequence[int], before: Sequence[int], draft: Draft) -> bool:
     """Return whether `text` is `before` plus accepted draft tokens plus one token."""
     committed = list(text[len(before) :])
     if not committed or list(text[: len(before)]) != list(before):

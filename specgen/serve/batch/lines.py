@@ -159,11 +159,7 @@ def _numbered(line: BatchLine, taken_ids: Container[str]) -> BatchLine:
     return replace(line, custom_id=custom_id)
 
 
-def _read_line(
-    number: int,
-    raw: bytes,
-    defaults: Defaults,
-) -> BatchLine:
+def _read_line(number: int, raw: bytes, defaults: Defaults) -> BatchLine:
     """Read a line. Its custom_id is empty if it has none; any exception becomes its error."""
     custom_id = ""
     digest = _hash(raw)
@@ -438,11 +434,7 @@ def _drop_errors(path: Path, n_bytes: int) -> None:
         replace_bytes(path, b"".join(raw + b"\n" for raw in kept))
 
 
-def _append(
-    path: Path,
-    descriptor: int,
-    data: bytes,
-) -> None:
+def _append(path: Path, descriptor: int, data: bytes) -> None:
     """Append bytes, and return when they are on the disk.
 
     Raises:

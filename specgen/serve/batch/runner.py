@@ -40,12 +40,7 @@ class Prompting:
 
     def prompt(self, session: Session, request: ParsedRequest) -> Prompt:
         """Render the prompt of a request, with the exceptions of `ParsedRequest.prompt`."""
-        return request.prompt(
-            session.prompts,
-            self.now,
-            chat=self.chat,
-            system=self.system,
-        )
+        return request.prompt(session.prompts, self.now, chat=self.chat, system=self.system)
 
 
 @dataclass(slots=True)

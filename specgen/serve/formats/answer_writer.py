@@ -17,7 +17,7 @@ from specgen.serve.formats.parsed_request import ParsedRequest
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """The requests that are answered, and the facts that each response repeats."""
+    """The requests of one body, and what every response to them repeats."""
 
     #: The requests of one body, which differ in their prompts only.
     requests: Sequence[ParsedRequest]
@@ -39,11 +39,11 @@ class AnswerWriter(ABC):
     Answers are numbered like `AnswerContext.prompts`.
     """
 
-    #: How chunks are streamed: as server-sent events, as such events that are named after their
-    #: ``type``, or as JSON lines.
-    form: ClassVar[Literal["events", "named", "lines"]] = "events"
+    #: How chunks are streamed: as server-sent events, as server-sent events that are named after
+    #: their ``type``, or as JSON lines.
+    stream_format: ClassVar[Literal["events", "named", "lines"]] = "events"
     #: The event that keeps a stream open while nothing else is sent; None if the API has none.
-    alive: ClassVar[Json | None] = None
+    keep_alive_event: ClassVar[Json | None] = None
 
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
@@ -78,13 +78,13 @@ class AnswerWriter(ABC):
         return []
 
     def is_over(self, number: int, time_s: float) -> bool:
-        """Return whether an answer has used up its time limit and has a line, so that it may end.
+        """Return whether an answer is past its time limit and has a line break, so that it ends.
 
         Args:
             number: The number of the answer.
             time_s: The time since its first token.
         """
-        limit_s = self._first.lines_s
+        limit_s = self._first.time_limit_s
         return 0.0 < limit_s < time_s and "\n" in self._answers[number].text("content")
 
     def fail(self, error: Json) -> list[Json]:
@@ -134,11 +134,11 @@ class AnswerWriter(ABC):
         finished = [answer.finished for answer in answers if answer.finished is not None]
         n_reasoning = sum(answer.n_reasoning_tokens for answer in answers)
         figures = answer_figures(finished, n_reasoning, self._first.n)
-        wishes = self._first.speculative
+        settings = self._first.speculative
         figures["speculative"] |= {
-            "draft": wishes.draft,
-            "max": wishes.max,
-            "verifier": wishes.verifier,
+            "draft": settings.draft,
+            "max": settings.max,
+            "verifier": settings.verifier,
         }
         warnings = list(self._first.warnings)
         warnings += (
@@ -158,7 +158,7 @@ def _context_warning(finished: FinishedEvent) -> str:
 class BlockWriter(AnswerWriter):
     """Writes one answer, whole or as named events, in blocks: thoughts, texts and calls."""
 
-    form = "named"
+    stream_format = "named"
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)

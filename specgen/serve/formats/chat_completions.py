@@ -124,12 +124,7 @@ def parsed_chat_completion(
     if is_older_form:
         writer = FunctionCallWriter
         fields = fields.model_copy(update={"parallel_tool_calls": False})
-    request = fields.parsed_chat(
-        messages,
-        defaults,
-        writer,
-        warnings,
-    )
+    request = fields.parsed_chat(messages, defaults, writer, warnings)
     return replace(request, continues=continues, splits_reasoning=fields.reasoning_format != "none")
 
 
@@ -188,11 +183,7 @@ def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
     return tuple(builder.messages)
 
 
-def _message(
-    turn: ChatMessage,
-    role: Role,
-    text: str,
-) -> Message:
+def _message(turn: ChatMessage, role: Role, text: str) -> Message:
     """Return a message with its calls, in the newer and the older form, and its thoughts."""
     calls = [ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls]
     older_call = turn.function_call
@@ -200,12 +191,7 @@ def _message(
         arguments = arguments_of(older_call.arguments)
         calls.append(ToolCall(older_call.name, older_call.name, arguments))
     thought = text_of(turn.reasoning_content)
-    return Message(
-        role,
-        text,
-        tuple(calls),
-        reasoning=thought or None,
-    )
+    return Message(role, text, tuple(calls), reasoning=thought or None)
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from specgen.serve.formats.answer_writer import AnswerContext
 from specgen.serve.formats.chat_completions import ChatCompletionWriter
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.fields import Json, parse, unknown_fields
-from specgen.serve.formats.openai_common import OpenAIRequest, OpenAIWriter, own_logprobs
+from specgen.serve.formats.openai_common import OpenAIRequest, OpenAIWriter, own_logprob
 from specgen.serve.formats.parsed_request import (
     NO_DEFAULTS,
     Defaults,
@@ -207,12 +207,7 @@ class CompletionWriter(OpenAIWriter):
             chunks.append(self._echo(number, text, event.pieces))
         return chunks + super()._write_progress(number, event)
 
-    def _echo(
-        self,
-        number: int,
-        text: str,
-        pieces: Sequence[Piece],
-    ) -> Json:
+    def _echo(self, number: int, text: str, pieces: Sequence[Piece]) -> Json:
         """Return a chunk with a part of the prompt, and count that part to the answer's text."""
         chunk = self._chunk(number, {"content": text})
         if pieces:
@@ -250,7 +245,8 @@ class CompletionWriter(OpenAIWriter):
             "text_offset": [],
         }
         for piece, offset in zip(pieces, offsets, strict=False):
-            for own in own_logprobs(piece):
+            own = own_logprob(piece)
+            if own is not None:
                 logprobs["tokens"].append(own.text)
                 logprobs["token_logprobs"].append(piece.logprob)
                 logprobs["top_logprobs"].append(_logprobs_by_text(piece))

@@ -24,11 +24,7 @@ Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 Insert: TypeAlias = Callable[[Engine], Request]
 
 
-def parse_requests(
-    read: Reader,
-    session: Session,
-    body: Json,
-) -> ParsedRequests:
+def parse_requests(read: Reader, session: Session, body: Json) -> ParsedRequests:
     """Return the requests in a body, one for each of its prompts.
 
     Raises:
@@ -78,16 +74,16 @@ def prompt_of(
 
 def inserts_of(request: ParsedRequest, prompt: Prompt) -> list[Insert]:
     """Return a function for each answer to a prompt, which inserts it into an engine."""
-    wishes = request.speculative
+    settings = request.speculative
     return [
         partial(
             Engine.insert,
             prompt=prompt,
             sampling=_sampling(request.sampling, number),
             generation=request.generation,
-            draft=wishes.draft,
-            n_drafted_max=wishes.max,
-            verifier=wishes.verifier,
+            draft=settings.draft,
+            n_drafted_max=settings.max,
+            verifier=settings.verifier,
         )
         for number in range(request.n)
     ]

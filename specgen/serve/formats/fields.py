@@ -93,11 +93,7 @@ _MODEL = TypeVar("_MODEL", bound="Fields")
 class Fields(BaseModel):
     """A JSON object in a request. A field that is null counts as missing."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        frozen=True,
-        allow_inf_nan=False,
-    )
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -32,7 +32,7 @@ from specgen.serve.formats.parsed_request import (
     Defaults,
     ParsedRequest,
     RequestKind,
-    SpeculativeWishes,
+    SpeculativeSettings,
 )
 from specgen.serve.formats.request_errors import BodyError
 from specgen.serve.formats.tools import ToolChoiceField, ToolField, chosen_tools, functions_of
@@ -66,12 +66,12 @@ def as_list(value: Any) -> Any:
 
 #: A token id, or a text that stands for all of its tokens; and their bias. A bias of False means
 #: that they are never chosen.
-_Bias = tuple[
+_Bias: TypeAlias = tuple[
     int | str,
     Annotated[float, BeforeValidator(lambda n: -LARGEST_FACTOR if n is False else n)],
 ]
 #: The biases of a request, which may be for texts.
-_BIASES = Annotated[tuple[_Bias, ...], BeforeValidator(_bias_pairs)]
+_Biases: TypeAlias = Annotated[tuple[_Bias, ...], BeforeValidator(_bias_pairs)]
 
 
 def _option_field(options: type[Any], name: str) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def _option_field(options: type[Any], name: str) -> tuple[Any, Any]:
     so that an error has the name that the client used, and its value as JSON.
     """
     (option,) = (option for option in dataclasses.fields(options) if option.name == name)
-    kind = _BIASES if name == "logit_bias" else field_type(options, name)
+    kind = _Biases if name == "logit_bias" else field_type(options, name)
     return kind | None, Field(None, validation_alias=AliasChoices(*names_of(option)))
 
 
@@ -175,7 +175,7 @@ class GenerationRequest(OptionFields):
     #: Whether the answer is streamed.
     stream: bool = False
     #: Settings of speculative decoding.
-    speculative: SpeculativeWishes = SpeculativeWishes()
+    speculative: SpeculativeSettings = SpeculativeSettings()
     #: The form of the answer. Each API has it in a field of its own.
     form: AnswerFormat | None = Field(
         None,
@@ -338,18 +338,8 @@ class ChatRequest(GenerationRequest):
         variables = self._template_variables()
         functions, tool_warnings = functions_of(self.tools)
         tools = chosen_tools(functions, self.tool_choice, is_parallel=self.parallel_tool_calls)
-        request = self.parsed(
-            "chat",
-            defaults,
-            writer,
-            [*warnings, *tool_warnings],
-        )
-        return replace(
-            request,
-            messages=messages,
-            tools=tools,
-            variables=variables,
-        )
+        request = self.parsed("chat", defaults, writer, [*warnings, *tool_warnings])
+        return replace(request, messages=messages, tools=tools, variables=variables)
 
     def _template_variables(self) -> dict[str, Any]:
         """Return the variables of the chat template; ``chat_template_kwargs`` overrides the others.

@@ -41,7 +41,7 @@ class LlamaServerRequest(OpenAIRequest):
 
     #: The only fields that a whole response shall have; all if missing.
     response_fields: list[str] | None = None
-    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
+    #: The time after which an answer ends as soon as it has a line break; 0 for no limit.
     t_max_predict_ms: float = 0.0
     #: The minimum indentation, in characters: the answer ends before a line with less.
     n_indent: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -96,7 +96,7 @@ def read_llama_cpp_completion(
     """
     fields = parse(LlamaCompletionRequest, body)
     requests = parsed_completions(fields, defaults)
-    is_openai = len(requests) > 1 or fields.n > 1 or requests[0].has_usage_alone
+    is_openai = len(requests) > 1 or fields.n > 1 or requests[0].has_usage_chunk
     if or_openai and is_openai:
         return requests
     return tuple(_as_llama_cpp(fields, request) for request in requests)
@@ -133,9 +133,9 @@ def _as_llama_cpp(fields: LlamaServerRequest, request: ParsedRequest) -> ParsedR
     return replace(
         request,
         generation=generation,
-        has_usage_alone=False,  # in llama.cpp's form, the last chunk of each answer has the usage
+        has_usage_chunk=False,  # in llama.cpp's form, the last chunk of each answer has the usage
         writer=writer,
-        lines_s=fields.t_max_predict_ms / 1000.0,
+        time_limit_s=fields.t_max_predict_ms / 1000.0,
     )
 
 

@@ -184,13 +184,7 @@ def _messages(fields: MessagesRequest, definitions: Mapping[str, str]) -> tuple[
             builder.messages.append(Message("assistant", ""))
         for index, block in enumerate(message.content):
             where = f"messages[{number}].content[{index}]"
-            _add_block(
-                builder,
-                message.role,
-                where,
-                block,
-                definitions,
-            )
+            _add_block(builder, message.role, where, block, definitions)
     if not builder.messages:
         raise BodyError("messages", "give at least one that is not empty")
     return tuple(builder.messages)
@@ -245,7 +239,7 @@ def _result_text(block: ContentBlock, definitions: Mapping[str, str]) -> str:
 class MessagesWriter(BlockWriter):
     """Writes one message, whole or as events."""
 
-    alive = {"type": "ping"}
+    keep_alive_event = {"type": "ping"}
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
@@ -265,7 +259,7 @@ class MessagesWriter(BlockWriter):
             "stop_sequence": None,
             "usage": _usage(n_prompt_tokens, 0, 0),
         }
-        return [{"type": "message_start", "message": message}, dict(self.alive)]
+        return [{"type": "message_start", "message": message}, dict(self.keep_alive_event)]
 
     def fail(self, error: Json) -> list[Json]:
         """Return the last event of a failed answer."""
@@ -347,11 +341,7 @@ def _block_object(block: Delta) -> Json:
     return {"type": "text", "text": block.text}
 
 
-def _usage(
-    n_prompt: int,
-    n_cached: int,
-    n_answer: int,
-) -> dict[str, int]:
+def _usage(n_prompt: int, n_cached: int, n_answer: int) -> dict[str, int]:
     """Return the usage in Anthropic's form, whose ``input_tokens`` exclude cached tokens."""
     return {
         "input_tokens": n_prompt - n_cached,

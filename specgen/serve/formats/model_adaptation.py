@@ -74,7 +74,7 @@ def with_call_form(
         BodyError: If a call is required but its form unknown, or if other fields exclude calls.
     """
     template = template or ""
-    request = _with_read_variables(request, template)
+    request = _without_unread_variables(request, template)
     if request.splits_reasoning:
         generation = replace(request.generation, shown_controls=THOUGHT_CONTROLS)
         request = replace(request, generation=generation)
@@ -138,7 +138,7 @@ def _with_calls_grammar(request: ParsedRequest) -> tuple[ParsedRequest, list[str
     return replace(request, generation=replace(generation, grammar=grammar)), warnings
 
 
-def _with_read_variables(request: ParsedRequest, template: str) -> ParsedRequest:
+def _without_unread_variables(request: ParsedRequest, template: str) -> ParsedRequest:
     """Drop the variables that the template does not read, with a warning."""
     template_words = set(re.findall(r"\w+", template))
     read_variables = {}

@@ -288,7 +288,7 @@ class OllamaWriter(AnswerWriter):
             the next request can go on.
     """
 
-    form: ClassVar[Literal["lines"]] = "lines"
+    stream_format: ClassVar[Literal["lines"]] = "lines"
 
     def __init__(
         self,
@@ -357,12 +357,7 @@ class OllamaWriter(AnswerWriter):
     def _write_end(self, _number: int) -> list[Json]:
         return [{**self._line("", ""), **self._ending()}]
 
-    def _line(
-        self,
-        text: str,
-        thought: str,
-        calls: Sequence[Delta] = (),
-    ) -> Json:
+    def _line(self, text: str, thought: str, calls: Sequence[Delta] = ()) -> Json:
         """Return a line that is not the last, or the common fields of the last line."""
         answer: Json = {}
         if thought:

@@ -41,7 +41,7 @@ class OpenAIRequest(GenerationRequest):
         ),
     ] = 1
     #: Whether a stream ends with a chunk that has the usage and nothing else.
-    has_usage_alone: bool | None = Field(
+    has_usage_chunk: bool | None = Field(
         None, validation_alias=AliasPath("stream_options", "include_usage")
     )
     #: llama.cpp: whether a prefix of the prompt may come from the cache.
@@ -70,7 +70,7 @@ class OpenAIRequest(GenerationRequest):
             generation=generation,
             warnings=warnings,
             n=self.n,
-            has_usage_alone=bool(self.has_usage_alone),
+            has_usage_chunk=bool(self.has_usage_chunk),
         )
 
 
@@ -218,12 +218,7 @@ class OpenAIWriter(AnswerWriter):
             self._add_logprobs(number, chunks[0], event.pieces)
         return chunks
 
-    def _add_logprobs(
-        self,
-        number: int,
-        chunk: Json,
-        pieces: Sequence[Piece],
-    ) -> None:
+    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
         """Add the log-probabilities of pieces to a chunk, and to those of the whole answer."""
         logprobs = self._logprobs_of(number, pieces)
         chunk["choices"][0]["logprobs"] = logprobs
@@ -237,7 +232,7 @@ class OpenAIWriter(AnswerWriter):
             return chunks
         # The last chunk of the last answer has the figures.
         figures = self._figures()
-        if self._first.has_usage_alone:
+        if self._first.has_usage_chunk:
             chunks.append({**chunks[-1], "choices": []})
         else:  # clients that did not ask for the usage would count it twice
             figures = own_figures(figures)
@@ -279,13 +274,12 @@ def call_object(call: Delta) -> Json:
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-def own_logprobs(piece: Piece) -> list[TokenLogprob]:
-    """Return the entry of a piece's token among its likely tokens.
-
-    Returns:
-        A list of that entry, which is empty if the token was forced.
-    """
-    return [top for top in piece.top_logprobs if top.token_id == piece.token_id]
+def own_logprob(piece: Piece) -> TokenLogprob | None:
+    """Return the entry of a piece's token among its likely tokens; None if the token was forced."""
+    for top in piece.top_logprobs:
+        if top.token_id == piece.token_id:
+            return top
+    return None
 
 
 def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
@@ -297,10 +291,10 @@ def logprob_entries(pieces: Sequence[Piece], n_top: int | None) -> list[Json]:
     """
     entries: list[Json] = []
     for piece in pieces:
-        top_entries = [logprob_entry(top) for top in piece.top_logprobs[:n_top]]
-        entries.extend(
-            {**logprob_entry(own), "top_logprobs": top_entries} for own in own_logprobs(piece)
-        )
+        own = own_logprob(piece)
+        if own is not None:
+            top_entries = [logprob_entry(top) for top in piece.top_logprobs[:n_top]]
+            entries.append({**logprob_entry(own), "top_logprobs": top_entries})
     return entries
 
 

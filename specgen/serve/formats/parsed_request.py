@@ -33,8 +33,8 @@ class Defaults:
 NO_DEFAULTS = Defaults()
 
 
-class SpeculativeWishes(Fields):
-    """A request's settings of speculative decoding; None keeps the server's setting."""
+class SpeculativeSettings(Fields):
+    """How a request sets speculative decoding; None keeps the server's setting."""
 
     #: Whether to draft at all.
     draft: bool = True
@@ -89,10 +89,10 @@ class ParsedRequest:
     #: Whether the answer's text begins with the prompt.
     echoes: bool = False
     #: Whether the last chunk of a stream has the usage and nothing else.
-    has_usage_alone: bool = False
-    speculative: SpeculativeWishes = field(default_factory=SpeculativeWishes)
-    #: The time after which an answer ends as soon as it has a line; 0 for no limit.
-    lines_s: float = 0.0
+    has_usage_chunk: bool = False
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
+    #: The time after which an answer ends as soon as it has a line break; 0 for no limit.
+    time_limit_s: float = 0.0
 
     def prompt(
         self,
@@ -124,12 +124,7 @@ class ParsedRequest:
             return prompts.of_tokens(self.tokens)
         if self.kind == "completion":
             return prompts.of_text(self.text, chat=False)
-        return prompts.of_text(
-            self.text,
-            chat=chat,
-            system=system,
-            now=now,
-        )
+        return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
     def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
         """Render the prompt of a chat, perhaps with the beginning of the answer."""
@@ -144,12 +139,7 @@ class ParsedRequest:
         continues = self.continues and not self._is_bound_by_grammar
         if continues:
             messages = messages[:-1]
-        prompt = prompts.of_messages(
-            messages,
-            now=now,
-            tools=tools,
-            variables=self.variables,
-        )
+        prompt = prompts.of_messages(messages, now=now, tools=tools, variables=self.variables)
         if not self.splits_reasoning:
             prompt = replace(prompt, thoughts=None)
         if continues:

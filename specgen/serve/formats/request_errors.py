@@ -72,7 +72,7 @@ class RequestError(Exception):
         return request_error
 
     @staticmethod
-    def ending() -> RequestError:
+    def shutting_down() -> RequestError:
         """Return the error of a request that is cut off because the server shuts down."""
         return RequestError(503, "the server is shutting down", "ending")
 
@@ -80,12 +80,7 @@ class RequestError(Exception):
     def queue_full() -> RequestError:
         """Return the error of a request that is refused because too many are waiting."""
         message = "too many requests are waiting; try again later"
-        return RequestError(
-            429,
-            message,
-            "queue_full",
-            headers={"Retry-After": "5"},
-        )
+        return RequestError(429, message, "queue_full", headers={"Retry-After": "5"})
 
     def body(self) -> dict[str, Any]:
         """Return the body of the response, in OpenAI's form."""

@@ -27,7 +27,7 @@ from specgen.session.prompts.template import Message
 
 #: Fields that refer to something stored at OpenAI, which this server does not have.
 _REFUSED_FIELDS = ("conversation", "previous_response_id", "prompt")
-#: Types of items that do the same.
+#: Types of items that refer to something stored at OpenAI.
 _REFUSED_ITEMS = ("item_reference", "compaction", "compaction_summary", "context_compaction")
 #: The only value of ``include`` that specgen supports: thoughts in a form that clients send back
 #: without reading it.
@@ -171,19 +171,9 @@ def _add_item(
             if thought:
                 builder.join_thought(thought)
         case "function_call":
-            builder.join_call(
-                where,
-                item.call_id,
-                item.name,
-                arguments_of(item.arguments),
-            )
+            builder.join_call(where, item.call_id, item.name, arguments_of(item.arguments))
         case "custom_tool_call":
-            builder.join_call(
-                where,
-                item.call_id,
-                item.name,
-                {"input": item.input},
-            )
+            builder.join_call(where, item.call_id, item.name, {"input": item.input})
         case "function_call_output" | "custom_tool_call_output":
             builder.add_result(item.call_id, text_of(item.output))
         case kind if kind in _REFUSED_ITEMS:

@@ -49,12 +49,7 @@ class PageCheck:
         #: Whether a request may be for any host name.
         self._allows_any_host = has_keys or not is_loopback(host)
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http":
@@ -104,12 +99,7 @@ class KeyCheck:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http" and self._needs_key(scope["method"], scope["path"]):
@@ -139,12 +129,7 @@ class KeyCheck:
             return None
         message = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
         response_headers = {"WWW-Authenticate": "Bearer"}
-        return RequestError(
-            401,
-            message,
-            "invalid_api_key",
-            headers=response_headers,
-        )
+        return RequestError(401, message, "invalid_api_key", headers=response_headers)
 
 
 def _is_loopback_name(name: str) -> bool:

@@ -276,11 +276,7 @@ def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
     a POST.
     """
 
-    async def wrapped_app(
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def wrapped_app(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.count_response(message["status"])
@@ -346,14 +342,7 @@ def serve(
     logging.basicConfig(format="%(levelname)s: %(message)s")
     _log.setLevel(logging.INFO)
     app = Server(pool, options).app()
-    server = DrainingServer(
-        app,
-        pool,
-        options,
-        is_verbose=is_verbose,
-        ready=ready,
-        note=note,
-    )
+    server = DrainingServer(app, pool, options, is_verbose=is_verbose, ready=ready, note=note)
     server.run(sockets=[bound])
     if pool.failure is not None:
         raise pool.failure

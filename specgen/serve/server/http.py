@@ -47,7 +47,7 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
     if len(data) > limits.body_bytes > 0 and len(data) - _image_size(body) > limits.body_bytes:
-        raise _too_large(f"{limits.body_bytes} bytes besides images")
+        raise _too_large_error(f"{limits.body_bytes} bytes besides images")
     return body
 
 
@@ -89,20 +89,20 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     announced_size = request.headers.get("content-length", "")
     is_number = announced_size.isascii() and announced_size.isdigit()
     if is_number and int(announced_size) > max_bytes_with_images:
-        raise _too_large(f"{max_bytes_with_images} bytes")
+        raise _too_large_error(f"{max_bytes_with_images} bytes")
     data = bytearray()
     n_checked = 0  # the bytes whose images were found
     n_text_bytes = 0  # those among them that belong to no image
     async for chunk in request.stream():
         data += chunk
         if len(data) > max_bytes_with_images:
-            raise _too_large(f"{max_bytes_with_images} bytes")
+            raise _too_large_error(f"{max_bytes_with_images} bytes")
         # The stream ends with an empty chunk.
         if len(data) - n_checked >= _BLOCK_BYTES or not chunk:
             n_text_bytes += len(_ENCODED_RUN.sub(b"", data[n_checked:]))
             n_checked = len(data)
         if n_text_bytes > max_bytes:
-            raise _too_large(f"{max_bytes} bytes besides images")
+            raise _too_large_error(f"{max_bytes} bytes besides images")
     return bytes(data)
 
 
@@ -121,7 +121,7 @@ def _image_size(body: Any) -> int:
     return n_characters
 
 
-def _too_large(size: str) -> RequestError:
+def _too_large_error(size: str) -> RequestError:
     message = f"the body has more than {size}; the server's option --limit-body allows more"
     return RequestError(413, message, code="request_too_large")
 
@@ -219,11 +219,11 @@ class EventStream(StreamingResponse):
             disconnected or does not read.
         client_s: The maximum time for which the client may accept no data, in seconds; 0 for no
             limit.
-        form: ``events`` are server-sent events, which end with ``data: [DONE]``. ``named`` are
-            server-sent events that are named after the field ``type`` of their values, without such
-            an end. ``lines`` are JSON lines.
-        alive: The value to send while there is no other. With None, a comment is sent instead, or
-            nothing in ``lines``.
+        stream_format: ``events`` are server-sent events, which end with ``data: [DONE]``.
+            ``named`` are server-sent events that are named after the field ``type`` of their
+            values, without such an end. ``lines`` are JSON lines.
+        keep_alive_event: The value to send while there is no other. With None, a comment is sent
+            instead, or nothing in ``lines``.
     """
 
     def __init__(
@@ -232,27 +232,22 @@ class EventStream(StreamingResponse):
         on_end: Callable[[], None],
         client_s: float,
         *,
-        form: Literal["events", "named", "lines"] = "events",
-        alive: Mapping[str, Any] | None = None,
+        stream_format: Literal["events", "named", "lines"] = "events",
+        keep_alive_event: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             self._encoded_events(values),
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-            media_type="application/x-ndjson" if form == "lines" else "text/event-stream",
+            media_type="application/x-ndjson" if stream_format == "lines" else "text/event-stream",
         )
         self._on_end = on_end
         self._client_s = client_s or None
-        self._form = form
-        self._keep_alive = b"" if form == "lines" else _COMMENT
-        if alive is not None:
-            self._keep_alive = self._encode(alive)
+        self._stream_format = stream_format
+        self._keep_alive = b"" if stream_format == "lines" else _COMMENT
+        if keep_alive_event is not None:
+            self._keep_alive = self._encode(keep_alive_event)
 
-    async def __call__(
-        self,
-        _scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the values until they end, the client disconnects, or does not read for too long."""
 
         async def send_in_time(message: Message) -> None:
@@ -268,7 +263,7 @@ class EventStream(StreamingResponse):
     async def _encoded_events(
         self, values: AsyncIterator[Mapping[str, Any]]
     ) -> AsyncIterator[bytes]:
-        """Yield the encoded values, and the value of `alive` or a comment while there is none."""
+        """Yield the encoded values, and `keep_alive_event` or a comment while there is none."""
         end: Mapping[str, Any] = {}  # what `anext` returns after the last value
         timeout_s = _FIRST_COMMENT_S
         while True:
@@ -287,14 +282,14 @@ class EventStream(StreamingResponse):
             if value is end:
                 break
             yield self._encode(value)
-        if self._form == "events":
+        if self._stream_format == "events":
             yield b"data: [DONE]\n\n"
 
     def _encode(self, value: Mapping[str, Any]) -> bytes:
-        """Return a value as bytes, in the form of the stream."""
+        """Return a value as bytes, in the format of the stream."""
         data = json.dumps(value)
-        if self._form == "lines":
+        if self._stream_format == "lines":
             return f"{data}\n".encode()
-        if self._form == "named":
+        if self._stream_format == "named":
             return f"event: {value['type']}\ndata: {data}\n\n".encode()
         return f"data: {data}\n\n".encode()

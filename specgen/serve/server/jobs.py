@@ -195,11 +195,7 @@ class ServedModel:
         #: The jobs that have open answers.
         self._jobs: list[Job] = []
         self._is_closing = False
-        self._thread = threading.Thread(
-            target=self._run,
-            name="specgen-engine",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="specgen-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -487,7 +483,7 @@ class ServedEmbedder:
             vectors: list[_T] = []
             for tokens in texts:
                 if self._is_ending:
-                    raise RequestError.ending()
+                    raise RequestError.shutting_down()
                 vector = await loop.run_in_executor(self._thread, self._embed, tokens, encoded)
                 vectors.append(vector)
             return vectors

@@ -90,12 +90,7 @@ class ServerMetrics:
         for name, text in _GAUGES:
             self._add(Gauge, name, text)
         for name, text in _HISTOGRAMS:
-            self._add(
-                Histogram,
-                name,
-                text,
-                buckets=_BUCKETS,
-            )
+            self._add(Histogram, name, text, buckets=_BUCKETS)
         for name, vllm_name in _VLLM_NAMES.items():
             self._registry.register(_VllmCounter(self.figures[name], vllm_name))
 

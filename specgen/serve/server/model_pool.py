@@ -212,7 +212,7 @@ class ModelPool:
         """End all answers, and refuse the requests that wait. Called in the event loop."""
         self._is_ending.set()
         for pooled in self.models.values():
-            self._refuse(pooled, RequestError.ending())
+            self._refuse(pooled, RequestError.shutting_down())
         for model in self.loaded:
             model.cancel_all()
 
@@ -230,7 +230,7 @@ class ModelPool:
                 or if the server shuts down.
         """
         if self._is_ending.is_set():
-            raise RequestError.ending()
+            raise RequestError.shutting_down()
         self._n_requests += 1
         pooled.last_request = self._n_requests
         if pooled.model is not None and not self._lacks_room:
@@ -370,7 +370,7 @@ class ModelPool:
             _log.error("%s", message)
             refusal = RequestError(status, message, code="model_not_loaded")
             if self._is_ending.is_set():
-                refusal = RequestError.ending()
+                refusal = RequestError.shutting_down()
             self._refuse(pooled, refusal)
         except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
             _log.exception("%s cannot be loaded", name)
@@ -434,13 +434,7 @@ class ModelPool:
         model: LoadedModel
         n_waiting = self._limits.n_waiting
         if isinstance(opened, Embedder):
-            model = ServedEmbedder(
-                name,
-                opened,
-                pooled.metrics,
-                n_waiting,
-                self._turns,
-            )
+            model = ServedEmbedder(name, opened, pooled.metrics, n_waiting, self._turns)
         else:
             model = ServedModel(
                 name,

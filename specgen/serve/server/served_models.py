@@ -47,7 +47,7 @@ from specgen.session.weights_memory import (
     trained_context,
     weights_bytes,
 )
-from specgen.system.files import correct, named_file, read_toml
+from specgen.system.files import correction_hint, named_file, read_toml
 from specgen.system.folders import cache_folder
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
@@ -134,13 +134,7 @@ class ModelLoader:
             def stops() -> bool:
                 return self.stop() or interrupted()
 
-            return self._open(
-                wanted,
-                make_engine,
-                reporter,
-                turns,
-                stops,
-            )
+            return self._open(wanted, make_engine, reporter, turns, stops)
 
         return ModelEntry(name, open_model, n_bytes, options=wanted.options)
 
@@ -201,13 +195,7 @@ class ModelLoader:
                 )
             return embedder
 
-        return ModelEntry(
-            name,
-            open_embedder,
-            n_bytes,
-            embeds=True,
-            options=options,
-        )
+        return ModelEntry(name, open_embedder, n_bytes, embeds=True, options=options)
 
     def _open(
         self,
@@ -301,11 +289,7 @@ class ModelLoader:
 
 
 @contextlib.contextmanager
-def _weights(
-    options: SessionOptions,
-    budget: WeightsBudget,
-    reporter: Reporter,
-) -> Iterator[None]:
+def _weights(options: SessionOptions, budget: WeightsBudget, reporter: Reporter) -> Iterator[None]:
     """Keep the weights of a target loaded for the duration of a context.
 
     Loading them takes longest, and needs no turn: other models decode meanwhile. A session that is
@@ -362,13 +346,7 @@ def read_models(
     if path.is_dir():
         return _entries_in_folder(path, options_of, loader)
     entries = [
-        _entry_of_table(
-            path,
-            name,
-            table,
-            options_of,
-            loader,
-        )
+        _entry_of_table(path, name, table, options_of, loader)
         for name, table in read_toml(path).items()
     ]
     if not entries:
@@ -399,7 +377,7 @@ def _entry_of_table(
         return loader.entry(name, model)
     except SpecgenError as error:
         message = f"{path}: [{name}]: {error.message}"
-        raise type(error)(message, error.hint or correct(path)) from error
+        raise type(error)(message, error.hint or correction_hint(path)) from error
 
 
 def _path_if_file(value: Any, folder: Path) -> Any:

@@ -120,13 +120,7 @@ class InfillTokens:
             files = FileTokens(repository, separator, as_starcoder2)
         others = map(vocabulary.control_token, _ENDS)
         ends = {token for token in (*roles.values(), prefix, suffix, *others) if token >= 0}
-        return InfillTokens(
-            prefix,
-            suffix,
-            middle,
-            files,
-            frozenset(ends),
-        )
+        return InfillTokens(prefix, suffix, middle, files, frozenset(ends))
 
 
 def check_infill(model: LlamaModel) -> InfillTokens:
@@ -210,11 +204,7 @@ class _TextsAround:
     left_out: list[str]
 
     @staticmethod
-    def fitting(
-        prefix: list[int],
-        suffix: list[int],
-        n_max: int,
-    ) -> _TextsAround:
+    def fitting(prefix: list[int], suffix: list[int], n_max: int) -> _TextsAround:
         """Cut the far ends of prefix and suffix, so that `n_max` tokens remain in total."""
         # The suffix may take its share, and whatever a short prefix leaves; the prefix the rest.
         n_suffix_max = max(n_max - len(prefix), n_max - int(_PREFIX_SHARE * n_max))

@@ -159,13 +159,7 @@ class MarkedText(str):
     def __iter__(self) -> Iterator[str]:
         return map(MarkedText, super().__iter__())
 
-    def replace(
-        self,
-        old: str,
-        new: str,
-        count: SupportsIndex = -1,
-        /,
-    ) -> str:
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         """Replace `old`, which is found without regard to marks, with `new`, marked or not."""
         pieces = self.split(old, count) if old else list(self)
         return MarkedText(str.join(new, pieces))

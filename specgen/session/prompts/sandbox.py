@@ -148,12 +148,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """
         raise  # noqa: PLE0704 - Jinja calls it where it has caught the exception
 
-    def is_safe_attribute(
-        self,
-        obj: Any,
-        attr: str,
-        value: Any,
-    ) -> bool:
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Also allow templates to change lists, as llama.cpp does: Kimi K2's template needs it."""
         is_change = attr in ("append", "pop") and isinstance(obj, list)
         return is_change or super().is_safe_attribute(obj, attr, value)
@@ -166,13 +161,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Return the operands of ``~`` as one text."""
         return self.concat(map(str, parts))
 
-    def call_binop(
-        self,
-        context: Any,
-        operator: str,
-        left: Any,
-        right: Any,
-    ) -> Any:
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Return the result of an intercepted operator, with its marks."""
         return with_marks_kept(super().call_binop(context, operator, left, right))
 

@@ -171,11 +171,7 @@ class _ConstrainedAnswer:
             return _Watched(state, partial(self._before_answer, thoughts), tokens)
         return self._in_answer(state)
 
-    def _in_thoughts(
-        self,
-        begin_tokens: tuple[int, ...],
-        thoughts: ThoughtMarks,
-    ) -> GrammarState:
+    def _in_thoughts(self, begin_tokens: tuple[int, ...], thoughts: ThoughtMarks) -> GrammarState:
         """Return the state within thoughts, which began with `begin_tokens`."""
         end_mark: dict[bytes, AfterMark] = {
             thoughts.end.encode(): partial(self._answer, begin_tokens)

@@ -116,8 +116,8 @@ class LlguidanceGrammar:
         max_items = _MAX_ITEMS if self.is_gbnf else None
         limits = LLParserLimits(step_max_items=max_items, max_items_in_row=max_items)
         with _translated_panics(UsageError, _CANNOT_FOLLOW):
-            own = self.tokenizer.own
-            matcher = LLMatcher(own, _compiled_text(source), log_level=0, limits=limits)
+            llg_tokenizer = self.tokenizer.llg_tokenizer
+            matcher = LLMatcher(llg_tokenizer, _compiled_text(source), log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(_CANNOT_FOLLOW + _first_line(matcher.get_error()))
         # The first mask is computed here, where only this request waits for it, and not in a round
@@ -143,11 +143,7 @@ class LlguidanceGrammar:
         return _State(self, matcher) if n_taken == len(tokens) else None
 
 
-def _whole_grammar(
-    grammar: Grammar,
-    rules: str,
-    vocabulary: Vocabulary,
-) -> Grammar:
+def _whole_grammar(grammar: Grammar, rules: str, vocabulary: Vocabulary) -> Grammar:
     """Return the grammar of the whole text: `grammar` with `rules` around it, if there are any."""
     if grammar.form == "gbnf":
         lark = GbnfReader(grammar.text, vocabulary).read()
@@ -208,16 +204,16 @@ class _State(GrammarState):
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = checked_ids(token_ids, self._grammar.n_tokens)
-        if self._checks_one_by_one() and len(token_ids) < _MIN_FOR_MASK:
-            return self._check_one_by_one(token_ids)
+        if self._avoids_mask() and len(token_ids) < _MIN_FOR_MASK:
+            return self._allows_each(token_ids)
         is_allowed: BoolArray = self.mask()[token_ids]
         return is_allowed
 
-    def _checks_one_by_one(self) -> bool:
-        """Return whether that is cheaper for a few tokens than the mask of all tokens."""
+    def _avoids_mask(self) -> bool:
+        """Return whether checking a few tokens one by one is cheaper than computing the mask."""
         return self._grammar.is_gbnf and self._allowed is None
 
-    def _check_one_by_one(self, token_ids: TokenArray) -> BoolArray:
+    def _allows_each(self, token_ids: TokenArray) -> BoolArray:
         """Return which of these tokens may come next, bool[m], without the mask of all tokens."""
         matcher = self._matcher.deep_copy()
         ends = set(self._grammar.ends.tolist())
@@ -258,7 +254,7 @@ class _State(GrammarState):
             with _translated_panics(BackendError, _CANNOT_GO_ON):
                 is_taken = matcher.consume_token(token_id)
             if not is_taken:
-                raise _failure(matcher)
+                raise _matcher_error(matcher)
             n_digits = self._n_digits_after(token_id)
             self._children[token_id] = _State(self._grammar, matcher, n_digits=n_digits)
         return self._children[token_id]
@@ -284,10 +280,10 @@ class _State(GrammarState):
 
     def _find_forced(self) -> int | None:
         """Compute the result of `forced`."""
-        if self._checks_one_by_one():
+        if self._avoids_mask():
             # If two different characters may come next, nothing is forced. This saves the mask.
             letters = self._grammar.tokenizer.letters
-            if np.count_nonzero(self._check_one_by_one(letters)) > 1:
+            if np.count_nonzero(self._allows_each(letters)) > 1:
                 return None
         allowed = self.mask()
         n_allowed = int(np.count_nonzero(allowed))
@@ -317,7 +313,7 @@ class _State(GrammarState):
         with _translated_panics(BackendError, _CANNOT_GO_ON):
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise _failure(matcher)
+            raise _matcher_error(matcher)
         bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
         allowed = bits.view(np.bool_)
         if not matcher.is_accepting():  # if nothing else is allowed, llguidance allows the end
@@ -375,12 +371,7 @@ def problem_following(grammar: Grammar) -> str:
     if is_refused:
         return "; ".join(messages)
     limits = LLParserLimits(step_lexer_fuel=_TRIAL_FUEL)
-    matcher = LLMatcher(
-        LLTokenizer("byte"),
-        _compiled_text(grammar),
-        log_level=0,
-        limits=limits,
-    )
+    matcher = LLMatcher(LLTokenizer("byte"), _compiled_text(grammar), log_level=0, limits=limits)
     for step in range(_TRIAL_BYTES):
         words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
@@ -404,7 +395,7 @@ def _translated_panics(kind: type[SpecgenError], message: str = "") -> Iterator[
         raise kind(message + _first_line(str(error))) from error
 
 
-def _failure(matcher: LLMatcher) -> BackendError:
+def _matcher_error(matcher: LLMatcher) -> BackendError:
     return BackendError(_CANNOT_GO_ON + _first_line(matcher.get_error()))
 
 

@@ -26,7 +26,7 @@ class GrammarTokenizer:
     """A vocabulary as llguidance's tokenizer, and what grammars need to know about its tokens."""
 
     #: llguidance's tokenizer.
-    own: LLTokenizer
+    llg_tokenizer: LLTokenizer
     #: The bytes of each token. Tokens that add nothing to the text have a name that no text
     #: contains.
     pieces: list[bytes]
@@ -61,7 +61,7 @@ def _create_tokenizer(vocabulary: Vocabulary) -> GrammarTokenizer:
 
     adapter = _VocabularyAdapter(vocabulary)
     pieces = adapter.tokens
-    own = LLTokenizer(
+    llg_tokenizer = LLTokenizer(
         TokenizerWrapper(adapter),
         n_vocab=vocabulary.n_tokens,
         eos_token=list(vocabulary.end_tokens()),
@@ -71,7 +71,7 @@ def _create_tokenizer(vocabulary: Vocabulary) -> GrammarTokenizer:
     ]
     n_leading_digits = [len(piece) - len(piece.lstrip(DIGITS)) for piece in pieces]
     return GrammarTokenizer(
-        own,
+        llg_tokenizer,
         pieces,
         letters=np.array(letters, np.int64),
         first_bytes=np.array([piece[0] for piece in pieces], np.uint8),

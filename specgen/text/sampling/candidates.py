@@ -128,11 +128,7 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
     return Candidates(scores[kept], kept, len(scores), is_ranked=False)
 
 
-def allowed_top_k(
-    scores: Scores,
-    allows: Allows,
-    k: int,
-) -> Candidates:
+def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
     """Return the k best tokens of a row that a grammar allows; fewer if it allows fewer.
 
     The grammar is asked about the best tokens first, since asking about all of them is slow.

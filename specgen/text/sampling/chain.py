@@ -17,7 +17,7 @@ from specgen.text.sampling import samplers
 from specgen.text.sampling.candidates import Allows, Candidates, allowed, allowed_top_k
 from specgen.text.sampling.distribution import Distribution
 from specgen.text.sampling.dry import DryBreakers
-from specgen.text.sampling.raw_probabilities import not_finite
+from specgen.text.sampling.raw_probabilities import not_finite_error
 from specgen.text.sampling.steps import (
     Adjustment,
     Exclusion,
@@ -133,7 +133,7 @@ class Sampler:
         if top == -np.inf and self._adjustments:
             raise BackendError("the logit biases and penalties leave no token to choose")
         if not math.isfinite(top):
-            raise not_finite(top)
+            raise not_finite_error(top)
         # Greedy: the best token that the grammar allows. It is usually the best of all.
         if self._takes_best:
             if allows is not None and not allows(np.array([best_id]))[0]:
@@ -167,12 +167,7 @@ class Sampler:
             candidates = _applied(step, candidates, history)
         return allowed(candidates.scores, allows), len(self._steps)
 
-    def _run(
-        self,
-        candidates: Candidates,
-        n_done: int,
-        history: TokenArray,
-    ) -> Distribution:
+    def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
         """Run the steps after the first `n_done` ones, and return the distribution."""
         for n_steps, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Exclusion):
@@ -189,11 +184,7 @@ class Sampler:
         return candidates.softmax(self._temperature)
 
 
-def mixture(
-    weight: float,
-    first: Distribution,
-    second: Distribution,
-) -> Distribution:
+def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
     """Return weight * first + (1 - weight) * second."""
     if weight <= 0.0:
         return second
@@ -231,11 +222,7 @@ def _applied(
     return _adjusted(candidates, step, history)
 
 
-def _adjusted(
-    candidates: Candidates,
-    step: Adjustment,
-    history: TokenArray,
-) -> Candidates:
+def _adjusted(candidates: Candidates, step: Adjustment, history: TokenArray) -> Candidates:
     """Return the candidates in the order of ids, with new scores for those that a step affects."""
     candidates = candidates.by_id()
     token_ids, amounts = step.affected(history)

@@ -37,13 +37,7 @@ def likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
         row = ctypes.c_float.from_buffer(logits.data)
         token_ids = _TokenBuffer()
         scores = _ScoreBuffer()
-        total = native_likeliest(
-            ctypes.addressof(row),
-            len(logits),
-            n,
-            token_ids,
-            scores,
-        )
+        total = native_likeliest(ctypes.addressof(row), len(logits), n, token_ids, scores)
         if 0.0 < total < math.inf:  # otherwise a logit is not finite; NumPy finds out below
             likeliest_ids = [token_id for token_id in token_ids[:n] if token_id >= 0]
             return likeliest_ids, _probabilities(scores[: len(likeliest_ids)], total)
@@ -54,7 +48,7 @@ def numpy_likeliest(logits: Logits, n: int) -> tuple[list[int], list[float]]:
     """Compute `likeliest` without the kernel library."""
     top = float(logits.max())
     if not math.isfinite(top):
-        raise not_finite(top)
+        raise not_finite_error(top)
     token_ids = best(logits, n)
     total = float(np.exp(logits - np.float32(top)).sum())
     return token_ids.tolist(), _probabilities(logits[token_ids].tolist(), total)
@@ -104,18 +98,14 @@ def likely_tokens(
     )
 
 
-def token_logprob(
-    token_id: int,
-    logprob: float,
-    vocabulary: Vocabulary,
-) -> TokenLogprob:
+def token_logprob(token_id: int, logprob: float, vocabulary: Vocabulary) -> TokenLogprob:
     """Return a token with its text and bytes. Invalid UTF-8 is written as escapes."""
     data = vocabulary.token_bytes(token_id)
     text = data.decode("utf-8", "backslashreplace") or vocabulary.token_text(token_id)
     return TokenLogprob(token_id, text, logprob, tuple(data))
 
 
-def not_finite(logit: float) -> BackendError:
+def not_finite_error(logit: float) -> BackendError:
     """Return the error for a row whose largest logit is infinite or not a number."""
     return BackendError(
         f"the model's largest logit is {logit}: the file is damaged, or this build of llama.cpp "

@@ -48,14 +48,7 @@ async def generate(
         body: Its body.
     """
     loop = asyncio.get_running_loop()
-    requests, job = await run_in_threadpool(
-        _submit,
-        read,
-        limits,
-        model,
-        body,
-        loop,
-    )
+    requests, job = await run_in_threadpool(_submit, read, limits, model, body, loop)
     context = AnswerContext(
         requests,
         prompts=[answer.prompt.text for answer in job.answers],
@@ -67,20 +60,14 @@ async def generate(
     writer: AnswerWriter = requests[0].writer(context)
     streams = requests[0].streams
     end = partial(model.cancel, job)
-    chunks = _chunks(
-        writer,
-        job,
-        end,
-        limits.request_s,
-        streams=streams,
-    )
+    chunks = _chunks(writer, job, end, limits.request_s, streams=streams)
     if streams:
         return EventStream(
             chunks,
             end,
             limits.client_s,
-            form=writer.form,
-            alive=writer.alive,
+            stream_format=writer.stream_format,
+            keep_alive_event=writer.keep_alive_event,
         )
     return JSONResponse(await while_connected(http_request.receive, _whole(writer, chunks)))
 
@@ -117,11 +104,7 @@ def _submit(
     return requests, model.submit(inserts, loop)
 
 
-def _inserts(
-    request: ParsedRequest,
-    model: ServedModel,
-    limits: Limits,
-) -> list[Insert]:
+def _inserts(request: ParsedRequest, model: ServedModel, limits: Limits) -> list[Insert]:
     """Return a function for each answer to a prompt, which inserts it into the engine."""
     generation = request.generation
     if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
@@ -133,11 +116,7 @@ def _inserts(
     return inserts_of(request, prompt)
 
 
-def _check_length(
-    n_tokens: int,
-    n_ctx: int,
-    limits: Limits,
-) -> None:
+def _check_length(n_tokens: int, n_ctx: int, limits: Limits) -> None:
     """Raise `PromptLengthError` if a prompt exceeds the context, or the limit of the server."""
     max_tokens = n_ctx
     limit = f"the context has {n_ctx}"
@@ -211,16 +190,12 @@ def _is_empty(event: Event) -> bool:
     )
 
 
-def _failure(
-    event: Event | SpecgenError,
-    job: Job,
-    limit_s: float,
-) -> RequestError:
+def _failure(event: Event | SpecgenError, job: Job, limit_s: float) -> RequestError:
     """Return the error of an answer that has failed, or was ended before its first token."""
     if isinstance(event, SpecgenError):
         return RequestError.of(event)
     if job.is_cut:
-        return RequestError.ending()
+        return RequestError.shutting_down()
     return RequestError(503, f"no token was generated within {limit_s:g} s", "timeout")
 
 

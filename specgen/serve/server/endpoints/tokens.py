@@ -17,11 +17,7 @@ def count_message_tokens(model: ServedModel, body: Json) -> Json:
     return {"input_tokens": _n_tokens(read_messages, model, body)}
 
 
-def count_input_tokens(
-    read: Reader,
-    model: ServedModel,
-    body: Json,
-) -> Json:
+def count_input_tokens(read: Reader, model: ServedModel, body: Json) -> Json:
     """Return the number of tokens of a prompt, in OpenAI's form; `read` reads the body."""
     return {
         "object": "response.input_tokens",
@@ -29,11 +25,7 @@ def count_input_tokens(
     }
 
 
-def _n_tokens(
-    read: Reader,
-    model: ServedModel,
-    body: Json,
-) -> int:
+def _n_tokens(read: Reader, model: ServedModel, body: Json) -> int:
     return len(_prompt(read, model, body).tokens)
 
 
@@ -42,11 +34,7 @@ def apply_template(model: ServedModel, body: Json) -> Json:
     return {"prompt": _prompt(read_chat, model, body).text}
 
 
-def _prompt(
-    read: Reader,
-    model: ServedModel,
-    body: Json,
-) -> Prompt:
+def _prompt(read: Reader, model: ServedModel, body: Json) -> Prompt:
     """Render the prompt in a body, even if it is too long for the context."""
     (request,) = parse_requests(read, model.session, body)
     return prompt_of(request, model.session, model.engine.n_ctx, must_fit=False)
