@@ -176,7 +176,7 @@ def write_text(
         PairError: If the target has a recurrent state.
         OutputError: If the folder cannot be written to, or another process is writing to it.
         ModelFileError: If a file in the folder is damaged.
-        UsageError: If an answer does not fit into the target's context.
+        UsageError: If no prompt fits into the target's context with its answer.
         MemoryLimitError: If there is too little memory for a context.
     """
     if session.target.has_recurrent_state:
@@ -210,6 +210,8 @@ class _TextWriter:
         self._latest_s = latest_s
         stored_answers = TargetText(folder, options.prompts).answers
         self._answered_prompts = {answer.prompt for answer in stored_answers}
+        #: The numbers of tokens of the prompts that have an answer.
+        self._answered_lengths = [len(answer.prompt_tokens) for answer in stored_answers]
         #: The number of answer tokens stored so far.
         self._n_tokens = sum(len(answer.tokens) for answer in stored_answers)
         #: Below this number of stored tokens, the target goes on until `latest_s`.
@@ -227,8 +229,17 @@ class _TextWriter:
             return self._n_tokens
         session = self._session
         max_tokens = self._options.max_tokens
-        lengths = [len(prompt.tokens) for prompt in prompts.values()]
+        # Answered prompts count, too: those that are left may be only the longest.
+        lengths = [*self._answered_lengths, *(len(prompt.tokens) for prompt in prompts.values())]
         n_ctx = _context_size(session, lengths, max_tokens)
+        # The few prompts that are too long for the context are left out.
+        fitting = {
+            index: prompt
+            for index, prompt in prompts.items()
+            if len(prompt.tokens) + max_tokens <= n_ctx
+        }
+        if not fitting:
+            return self._n_tokens
         reader = LlamaBackend(
             session.target,
             session.costs.context_options(),
@@ -246,12 +257,7 @@ class _TextWriter:
                 n_ctx=n_ctx,
             ) as engine,
         ):
-            # The few prompts that are too long for the context are left out.
-            requests = {
-                engine.insert(prompt): index
-                for index, prompt in prompts.items()
-                if len(prompt.tokens) + max_tokens <= n_ctx
-            }
+            requests = {engine.insert(prompt): index for index, prompt in fitting.items()}
             self._answer(engine, requests, reader)
         return self._n_tokens
 
@@ -332,17 +338,26 @@ def _context_size(
 ) -> int:
     """Return the size of a context in which nine of ten prompts fit with their answers.
 
+    It is at most the size that the target was trained with, even if fewer prompts fit then.
+
+    Args:
+        session: The target.
+        lengths: The numbers of tokens of all prompts.
+        max_tokens: The maximum number of tokens in an answer.
+
     Raises:
-        UsageError: If it is larger than the context that the target was trained with.
+        UsageError: If no prompt fits with its answer.
     """
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
     n_ctx = rounded_n_ctx(n_prompt + max_tokens)
     n_train = session.target.n_ctx_train
-    if n_train and n_ctx > n_train:
+    if not n_train or n_ctx <= n_train:
+        return n_ctx
+    if min(lengths) + max_tokens > n_train:
         raise UsageError(
             f"answers of {max_tokens} tokens do not fit into the target's context of {n_train}"
         )
-    return n_ctx
+    return n_train
 
 
 def _answer_tokens(

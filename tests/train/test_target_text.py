@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.errors import ModelFileError, OutputError
+from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
 from specgen.session.engine import generate
@@ -110,6 +110,21 @@ def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, cop
     with opened(target) as loaded:
         written(loaded, copy, prompts(20), 10**6)
     assert TargetText(copy).answers[-1] == TargetText(folder).answers[3]
+
+
+def test_prompts_that_are_too_long_are_left_out_each_time(tmp_path: Path) -> None:
+    """Of the prompts left for a second command, all are too long."""
+    config = TinyConfig(logit_scale=6, n_ctx_train=256)
+    short = prompts(20)
+    few_long = [*short, "a b " * 150]
+    more_long = [*short, *("a b " * n for n in range(150, 160))]
+    with opened(write_tiny_model(tmp_path / "t.gguf", config)) as loaded:
+        for folder, texts in (("few", few_long), ("more", more_long)):
+            for _ in range(2):
+                assert written(loaded, tmp_path / folder, texts, 10**6) == 20 * N_ANSWER
+            assert {each.prompt for each in TargetText(tmp_path / folder).answers} == set(short)
+        with pytest.raises(UsageError, match="do not fit into the target's context of 256"):
+            written(loaded, tmp_path / "none", more_long[20:])
 
 
 def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:
