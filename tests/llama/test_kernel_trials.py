@@ -135,6 +135,13 @@ def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> Non
     assert len(tried.runs) == 2 * n_before
 
 
+def test_a_child_that_cannot_be_started_decides_nothing(tried: Tried) -> None:
+    not_started = KernelTests(tried.library, tried.cache, ["/missing/python"])
+    assert not_started.problem_of(tried.model) == ""
+    tried.dying({"skeleton": [2, SEGV], "whole": [3, SEGV]})
+    assert tried.tests.problem_of(tried.model) == "they died of SIGSEGV on step 3"
+
+
 # --- stored results -------------------------------------------------------------------------
 
 
