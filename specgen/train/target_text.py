@@ -52,6 +52,17 @@ _MAX_CONTEXT_TOKENS = 192
 #: One in ten prompts is held back: drafts are judged on its answer, not trained on it.
 _HELD_BACK_EVERY = 10
 
+#: What NumPy raises on a damaged file, whose arrays may seem to be encrypted, for example.
+_DAMAGE = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+)
+
 _Tokens: TypeAlias = tuple[int, ...]
 
 
@@ -117,7 +128,7 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file) as saved:
             return [saved[name] for name in names]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except _DAMAGE as error:
         hint = f"delete {path}: it will be generated again"
         raise ModelFileError(f"{path}: not a stored answer", hint) from error
 

@@ -112,6 +112,21 @@ def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, cop
     assert TargetText(copy).answers[-1] == TargetText(folder).answers[3]
 
 
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(6, 99), (8, 1), (10, 99)],
+    ids=["of a later version", "encrypted", "compressed in an unknown way"],
+)
+def test_a_single_wrong_byte_is_told(copy: Path, offset: int, value: int) -> None:
+    """The first array in the archive seems to be stored in another way."""
+    damaged = sorted(copy.glob("*.npz"))[0]
+    content = bytearray(damaged.read_bytes())
+    content[content.index(b"PK\1\2") + offset] = value
+    damaged.write_bytes(content)
+    with pytest.raises(ModelFileError, match="not a stored answer"):
+        TargetText(copy)
+
+
 def test_prompts_that_are_too_long_are_left_out_each_time(tmp_path: Path) -> None:
     """Of the prompts left for a second command, all are too long."""
     config = TinyConfig(logit_scale=6, n_ctx_train=256)
