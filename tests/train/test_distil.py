@@ -27,7 +27,7 @@ from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageE
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import dequantize, quantize
 from specgen.options import ContextOptions
-from specgen.train import gguf_weights
+from specgen.train import distillation, gguf_weights
 from specgen.train.distillation import (
     Distilled,
     Trainer,
@@ -353,6 +353,20 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
     assert state.n_steps == len(rates) == n_steps
     assert rates[0] < rates[1]
     assert (state.best_loss, state.best.get("n_steps")) == best
+
+
+def test_memory_is_only_checked_before_training(
+    text: TargetText,
+    target: Path,
+    draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What training used is not free when the file is judged that it wrote."""
+    available_bytes = itertools.chain([2**40], itertools.repeat(0))
+    monkeypatch.setattr(distillation, "available_memory_bytes", available_bytes.__next__)
+    found, _ = fitted(draft, texts_for(text, target, draft), tmp_path / "trained.gguf")
+    assert found is not None
 
 
 def test_errors_before_training(
