@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -87,22 +87,29 @@ class TargetText:
 
     Args:
         folder: The folder that `write_text` wrote to.
-        prompts: Other prompts' answers are ignored; None to use all answers.
+        prompts: Other prompts' answers are ignored, and a prompt's index decides whether it is held
+            back. None to use all answers, as they were written.
 
     Raises:
         ModelFileError: If a file is damaged.
     """
 
-    def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
-        wanted_prompts = None if prompts is None else frozenset(prompts)
+    def __init__(self, folder: Path, prompts: Sequence[str] | None = None) -> None:
         self.answers: list[TargetAnswer] = []
         #: The file of each answer.
         self._paths: list[Path] = []
+        indices = {prompt: index for index, prompt in enumerate(prompts or ())}
         for path in sorted(folder.glob(_FILE_PATTERN)):
             answer = _read_answer(path)
-            if wanted_prompts is None or answer.prompt in wanted_prompts:
-                self.answers.append(answer)
-                self._paths.append(path)
+            if prompts is not None:
+                index = indices.get(answer.prompt)
+                if index is None:
+                    continue
+                # It may have been written for another list of prompts. Drafts are compared on the
+                # prompts that this list holds back, so they must not be trained on them.
+                answer = replace(answer, is_held_back=is_held_back(index))
+            self.answers.append(answer)
+            self._paths.append(path)
 
     def hidden(self, index: int) -> NDArray[np.float16]:
         """Return the final hidden states that predicted the tokens of `answers[index]`.

@@ -100,6 +100,15 @@ def test_what_is_there_is_not_made_again(target: Path, folder: Path, copy: Path)
     assert (mine.top(0)[0] == whole.top(at)[0]).all()
 
 
+def test_the_present_list_of_prompts_decides_which_are_held_back(folder: Path) -> None:
+    """Drafts are compared on the prompts that it holds back, whoever answered them before."""
+    present = prompts(25)[3:]
+    held_back = {each.prompt for each in TargetText(folder, present).answers if each.is_held_back}
+    assert held_back == {prompts(25)[12]}  # the tenth; the twentieth has no answer yet
+    as_written = {each.prompt for each in TargetText(folder).answers if each.is_held_back}
+    assert as_written == {prompts(25)[9], prompts(25)[19]}
+
+
 def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, copy: Path) -> None:
     damaged = sorted(copy.glob("*.npz"))[3]
     damaged.write_bytes(damaged.read_bytes()[:-700])
