@@ -128,7 +128,7 @@ def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, cop
 )
 def test_a_single_wrong_byte_is_told(copy: Path, offset: int, value: int) -> None:
     """The first array in the archive seems to be stored in another way."""
-    damaged = sorted(copy.glob("*.npz"))[0]
+    damaged = min(copy.glob("*.npz"))
     content = bytearray(damaged.read_bytes())
     content[content.index(b"PK\1\2") + offset] = value
     damaged.write_bytes(content)
