@@ -21,6 +21,7 @@ from specgen import __version__
 from specgen.errors import OutputError
 from specgen.llama.kernels.attached import ggml_version
 from specgen.llama.library import build
+from specgen.models.files import parts_of, size_of
 from specgen.system.files import KeptResults, digest_of, scratch_folder, version_of
 from specgen.system.machine import cpuinfo
 from specgen.system.processes import (
@@ -38,7 +39,7 @@ VERDICTS = "kernels.json"
 #: The command of a child process; `kernel_trial.py` describes its arguments.
 CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.kernel_trial")
 SELF_TEST_TIMEOUT_S = 60.0
-#: The time limit of a trial, to which the time to read the file at `_BYTES_PER_S` is added.
+#: The time limit of a trial, to which the time to read the files at `_BYTES_PER_S` is added.
 _TRIAL_TIMEOUT_S = 120.0
 _BYTES_PER_S = 20e6
 #: Signals that say nothing about the kernels: the system ran out of memory, the user ended the
@@ -119,11 +120,13 @@ class KernelTests:
         """Return why the kernels cannot compute a model; empty if they can.
 
         Args:
-            model: The model's file.
+            model: The model's first file.
             rerun: Whether to try it even if the verdict is known.
         """
-        file_version = [str(model.resolve()), *version_of(model)]
-        key = digest_of({**self._circumstances, "file": file_version})
+        # A part that is missing is reported when the model is loaded.
+        parts = [part for part in parts_of(model) if part.is_file()]
+        versions = [(str(part.resolve()), *version_of(part)) for part in parts]
+        key = digest_of({**self._circumstances, "files": versions})
         verdict = None if rerun else self._remembered(key)
         if verdict is None:
             verdict = self._try_model(model)
@@ -183,7 +186,7 @@ class KernelTests:
         # where.
         steps_file = folder / "steps"
         command = [*self._command, str(self.library), size, str(model), str(steps_file)]
-        timeout_s = _TRIAL_TIMEOUT_S + model.stat().st_size / _BYTES_PER_S
+        timeout_s = _TRIAL_TIMEOUT_S + sum(map(size_of, parts_of(model))) / _BYTES_PER_S
         try:
             answer = ask_child_again(command, timeout_s, prepare=lambda: steps_file.write_text(""))
         except ChildError as error:
